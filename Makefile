@@ -1,0 +1,35 @@
+# The two commands of the README, and what developers run. Everything works offline once .venv is there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test check format bench clean
+
+quickstart: $(STAMP)
+	$(BIN)/toolkit build configs/quickstart.yaml
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.11)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'
+	touch $@
+
+clean:
+	find build engines triton_repo -mindepth 1 ! -name README.md -delete

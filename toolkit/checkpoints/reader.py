@@ -1,0 +1,175 @@
+"""Shards -> tensors. Headers are checked against file sizes and the config before any weight is read.
+
+Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is refused with the way to convert it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.checkpoints.shape import ModelShape, read_json
+from toolkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TensorInfo", "check_against_shape", "read_index", "read_tensor", "read_tensors"]
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor stands. dtype as safetensors spells it (F32, BF16, I8, F8_E4M3, ...)."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_index(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint by name, from the headers alone.
+
+    Raises CheckpointError for a missing folder, pickles, a missing or truncated shard, a damaged header, or an index file that
+    disagrees with the shards.
+    """
+    if not directory.is_dir():
+        raise CheckpointError("no such folder", where=directory, mend="check the path; it is relative to the YAML's folder")
+    index_file = directory / "model.safetensors.index.json"
+    if index_file.exists():
+        weight_map = read_json(index_file).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError("has no weight_map", where=index_file)
+        names = sorted({str(name) for name in weight_map.values()})
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"shard {outside[0]!r} points outside the checkpoint's folder", where=index_file)
+    else:
+        weight_map = None
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not read",
+                where=directory,
+                mend="convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
+            )
+        raise CheckpointError("holds no *.safetensors file", where=directory)
+    tensors: dict[str, TensorInfo] = {}
+    for name in names:
+        for info in _read_header(directory / name):
+            if info.name in tensors:
+                raise CheckpointError(f"{info.name} stands in two shards", where=info.file)
+            tensors[info.name] = info
+    missing = sorted(set(weight_map or {}) - set(tensors))
+    if missing:
+        raise CheckpointError(f"{missing[0]} is listed but in no shard ({len(missing)} missing)", where=index_file)
+    return tensors
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor in turn, memory-mapped file by file."""
+    from safetensors import safe_open
+
+    for file in sorted({info.file for info in read_index(directory).values()}):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
+                yield name, shard.get_tensor(name)
+
+
+def read_tensor(info: TensorInfo) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(info.file, framework="pt") as shard:
+        return shard.get_tensor(info.name)
+
+
+def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, directory: Path) -> None:
+    """Raise CheckpointError where config.json and the weights disagree: a tensor missing, or of another shape."""
+    for name, expected in expected_shapes(shape).items():
+        info = tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{name} {list(expected)} is missing from the weights", where=directory)
+        if info.shape != expected:
+            raise CheckpointError(
+                f"{name} is {list(info.shape)}, config.json implies {list(expected)}",
+                where=info.file,
+                mend="config.json and weights must come from the same model",
+            )
+
+
+def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Hugging Face tensor name -> shape, of an unquantized checkpoint. lm_head.weight only where it is not tied."""
+    hidden, head = shape.hidden_size, shape.head_dim
+    q_out, kv_out = shape.num_heads * head, shape.num_kv_heads * head
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not shape.tie_word_embeddings:
+        expected["lm_head.weight"] = (shape.vocab_size, hidden)
+    for i in range(shape.num_layers):
+        layer = f"model.layers.{i}"
+        linears = {
+            "self_attn.q_proj": (q_out, hidden, shape.qkv_bias),
+            "self_attn.k_proj": (kv_out, hidden, shape.qkv_bias),
+            "self_attn.v_proj": (kv_out, hidden, shape.qkv_bias),
+            "self_attn.o_proj": (hidden, q_out, shape.o_bias),
+            "mlp.gate_proj": (shape.intermediate_size, hidden, shape.mlp_bias),
+            "mlp.up_proj": (shape.intermediate_size, hidden, shape.mlp_bias),
+            "mlp.down_proj": (hidden, shape.intermediate_size, shape.mlp_bias),
+        }
+        for name, (rows, columns, bias) in linears.items():
+            expected[f"{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                expected[f"{layer}.{name}.bias"] = (rows,)
+        expected[f"{layer}.input_layernorm.weight"] = (hidden,)
+        expected[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if shape.qk_norm:
+            expected[f"{layer}.self_attn.q_norm.weight"] = (head,)
+            expected[f"{layer}.self_attn.k_norm.weight"] = (head,)
+    return expected
+
+
+def _read_header(file: Path) -> list[TensorInfo]:
+    """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors README, "Format"."""
+    try:
+        size = os.path.getsize(file)
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+            if length == 0 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError("header is damaged or the file is truncated", where=file, mend="fetch this shard again")
+            header = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise CheckpointError("shard is missing", where=file) from None
+    except OSError as exc:
+        raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise CheckpointError("header is damaged", where=file, mend="fetch this shard again") from exc
+    header.pop("__metadata__", None)
+    infos = []
+    end = 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        count = 1
+        for extent in entry["shape"]:
+            count *= extent
+        if count * DTYPE_BYTES.get(entry["dtype"], 0) != stop - start:
+            raise CheckpointError(f"{name} has dtype {entry['dtype']} and an extent that do not match its bytes", where=file)
+        end = max(end, stop)
+        infos.append(TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), stop - start))
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"is {size} bytes long, its header asks for {8 + length + end}", where=file, mend="fetch this shard again"
+        )
+    return infos

@@ -1,0 +1,139 @@
+"""The tree of exceptions. Each builds its text from typed arguments and keeps them, so callers branch on fields.
+
+    ToolkitError                 what was wrong, where, how to mend it; exit code on the class
+    +-- ConfigError      (2)     one or more faults of a YAML file, with positions
+    +-- UsageError       (2)     a command or argument that cannot work
+    +-- CheckpointError  (2)     a checkpoint that is missing, foreign, damaged or contradicts itself
+    +-- PairingError     (2)     draft and target do not belong together
+    +-- StageError       (3)     a stage started and failed
+    |   +-- StoreError   (3)     the store could not be read or written (disk full, permission, damaged entry)
+    |   +-- ServerError  (3)     tritonserver did not start, died or hung; carries the end of its log
+    +-- BackendUnavailable (3)   a library or program that is needed is not installed
+    +-- RequestError     (2)     one generation request cannot be served; the server goes on
+
+A failed gate is no exception: it is an outcome in the report, and the CLI turns the verdict into an exit code.
+Only the CLI prints errors and chooses exit codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "BackendUnavailable",
+    "CheckpointError",
+    "ConfigError",
+    "Fault",
+    "PairingError",
+    "RequestError",
+    "ServerError",
+    "StageError",
+    "StoreError",
+    "ToolkitError",
+    "UsageError",
+]
+
+
+class ToolkitError(Exception):
+    """Root of everything that a user can mend. `what` happened, `where`, and the `mend`."""
+
+    exit_code = 3
+
+    def __init__(self, what: str, *, where: str | Path | None = None, mend: str | None = None) -> None:
+        self.what = what
+        self.where = None if where is None else str(where)
+        self.mend = mend
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        head = self.what if self.where is None else f"{self.where}: {self.what}"
+        return head if self.mend is None else f"{head}\n  {self.mend}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault in a config file. line and column count from 1; excerpt is the source line, width the caret's length."""
+
+    path: str  # dotted key path, e.g. "target.quantization.quant_algo"
+    message: str
+    line: int | None = None
+    column: int | None = None
+    excerpt: str | None = None
+    width: int = 1
+    mend: str | None = None
+
+    def render(self, file: str) -> str:
+        position = "" if self.line is None else f":{self.line}:{self.column or 1}"
+        lines = [f"{file}{position}: {self.path + ': ' if self.path else ''}{self.message}"]
+        if self.excerpt is not None and self.line is not None:
+            number = str(self.line)
+            lines.append(f"  {number} | {self.excerpt}")
+            lines.append(f"  {' ' * len(number)} | {' ' * ((self.column or 1) - 1)}{'^' * max(1, self.width)}")
+        if self.mend is not None:
+            lines.append(f"  {self.mend}")
+        return "\n".join(lines)
+
+
+class ConfigError(ToolkitError):
+    """All faults of one config file together."""
+
+    exit_code = 2
+
+    def __init__(self, file: str | Path, faults: list[Fault]) -> None:
+        self.file = str(file)
+        self.faults = tuple(faults)
+        super().__init__("\n".join(fault.render(self.file) for fault in faults))
+
+
+class UsageError(ToolkitError):
+    exit_code = 2
+
+
+class CheckpointError(ToolkitError):
+    exit_code = 2
+
+
+class PairingError(ToolkitError):
+    exit_code = 2
+
+
+class RequestError(ToolkitError):
+    exit_code = 2
+
+
+class StageError(ToolkitError):
+    """A stage that started and failed. `stage` names it."""
+
+    def __init__(self, stage: str, what: str, *, where: str | Path | None = None, mend: str | None = None) -> None:
+        self.stage = stage
+        super().__init__(what, where=where, mend=mend)
+
+    def _text(self) -> str:
+        return f"{self.stage}: {ToolkitError._text(self)}"
+
+
+class StoreError(StageError):
+    pass
+
+
+class ServerError(StageError):
+    """tritonserver did not start, died or hung. log_tail holds the last lines it printed."""
+
+    def __init__(self, what: str, *, log_tail: str = "", mend: str | None = None) -> None:
+        self.log_tail = log_tail
+        super().__init__("serve", what, mend=mend)
+
+    def _text(self) -> str:
+        text = StageError._text(self)
+        return text if not self.log_tail else f"{text}\n  the end of its log:\n{self.log_tail}"
+
+
+class BackendUnavailable(ToolkitError):
+    """Something that is needed is not installed. `name` is the library or program, `extra` the extra that brings it."""
+
+    def __init__(self, name: str, *, extra: str | None = None, mend: str | None = None) -> None:
+        self.name = name
+        self.extra = extra
+        remedy = mend or (f"pip install 'toolkit[{extra}]'" if extra else None)
+        super().__init__(f"{name} is not available", mend=remedy)
