@@ -17,7 +17,7 @@ CONFIG_CLASSES = {
 
 
 def write_byte_tokenizer(directory: Path, *, bos: bool = True) -> None:
-    """A tokenizer whose ids 0..255 are the bytes, 256 <|bos|> and 257 <|eos|>; with `bos`, encoding begins with <|bos|>."""
+    """A tokenizer with one id per byte below 256, then <|bos|> and <|eos|>; with `bos`, encoding begins with <|bos|>."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
