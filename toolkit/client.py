@@ -1,0 +1,520 @@
+"""A typed client of the served model, over gRPC: generate, stream, measure. It is also a program that measures latency.
+
+    with Client("localhost:8001") as client:
+        print(client.generate("def main", max_tokens=32).text)
+        for chunk in client.stream("def main", temperature=0.8, seed=1):
+            print(chunk.text, end="", flush=True)
+
+    python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
+
+Self-contained on purpose: it needs `tritonclient[grpc]` and numpy, and is shipped as `validate_latency.py` beside a repository.
+It asks the server which tensors the model has and what a chunk of text holds, so it also talks to TensorRT-LLM's own `llmapi`
+model, with what that one offers. Every request has a gRPC stream of its own, so that it can be cancelled alone.
+
+Times are integer nanoseconds of this process's monotonic clock. Tokens are counted by the server and never guessed from chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+__all__ = [
+    "Chunk",
+    "Client",
+    "ClientError",
+    "Completion",
+    "Options",
+    "RequestRefused",
+    "RequestTiming",
+    "ServerUnavailable",
+    "Statistics",
+]
+
+# Option -> tensor. The options of a request, then what is asked for with every request where the model offers it.
+TENSORS = {
+    "max_tokens": "sampling_param_max_tokens",
+    "temperature": "sampling_param_temperature",
+    "top_k": "sampling_param_top_k",
+    "top_p": "sampling_param_top_p",
+    "frequency_penalty": "sampling_param_frequency_penalty",
+    "presence_penalty": "sampling_param_presence_penalty",
+    "seed": "sampling_param_seed",
+    "stop": "sampling_param_stop",
+    "num_draft_tokens": "num_draft_tokens",
+    "acceptance": "acceptance",
+    "timeout_ms": "timeout_ms",
+}
+ALWAYS = (
+    "sampling_param_exclude_input_from_output",
+    "sampling_param_return_perf_metrics",
+    "return_finish_reason",
+    "return_stop_reason",
+    "return_token_ids",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_speculation_stats",
+)
+NUMPY_TYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+}
+
+
+class ClientError(Exception):
+    """Root of what can go wrong between us and the server."""
+
+
+class RequestRefused(ClientError):
+    """The server answered this request with an error, and goes on. The text is the server's."""
+
+
+class ServerUnavailable(ClientError):
+    """The server cannot be reached, went away, or did not answer within the client's timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request may state; None leaves it to the server. num_draft_tokens 0 decodes plainly; temperature 0 is greedy."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    num_draft_tokens: int | None = None
+    acceptance: str | None = None
+    timeout_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The server's figures of one request; None where it does not give one."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    verify_steps: int | None = None
+    drafted_by_position: tuple[int, ...] | None = None
+    accepted_by_position: tuple[int, ...] | None = None
+    draft_ns: int | None = None
+    verify_ns: int | None = None
+    host_ns: int | None = None
+    arrival_ns: int | None = None  # this and the three below are of the server's clock
+    first_scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted tokens."""
+        return self.accepted / self.drafted if self.accepted is not None and self.drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify step, the bonus token included: 1 + accepted / verify_steps."""
+        return 1 + self.accepted / self.verify_steps if self.accepted is not None and self.verify_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one response added. text and token_ids are new in it; output_tokens counts all of the request's so far.
+
+    The last chunk of a request has finish_reason and statistics. text may be empty while a partial character or the beginning
+    of a stop word is held back.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    output_tokens: int | None
+    received_ns: int
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole answer, without the prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: str | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """One measured request. chunks: (received_ns, new tokens) of every response that carried tokens, in order."""
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    sent_ns: int
+    chunks: tuple[tuple[int, int], ...]
+    statistics: Statistics
+
+    @property
+    def output_tokens(self) -> int | None:
+        return self.statistics.output_tokens
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """First tokens received - request sent."""
+        return self.chunks[0][0] - self.sent_ns if self.chunks else None
+
+    @property
+    def e2e_ns(self) -> int | None:
+        """Last token received - request sent."""
+        return self.chunks[-1][0] - self.sent_ns if self.chunks else None
+
+    @property
+    def tpot_ns(self) -> int | None:
+        """(last token - first token) / (output_tokens - 1); None below two tokens."""
+        if self.output_tokens is None or self.output_tokens < 2 or not self.chunks:
+            return None
+        return round((self.chunks[-1][0] - self.chunks[0][0]) / (self.output_tokens - 1))
+
+    @property
+    def icl_ns(self) -> tuple[int, ...]:
+        """Gaps between chunks, as a reader sees them."""
+        return tuple(later - earlier for (earlier, _), (later, _) in zip(self.chunks, self.chunks[1:], strict=False))
+
+    @property
+    def itl(self) -> tuple[tuple[int, int], ...]:
+        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a percentile."""
+        return tuple((round(gap / tokens), tokens) for gap, (_, tokens) in zip(self.icl_ns, self.chunks[1:], strict=True))
+
+
+class Client:
+    """A connection to one served model. Close it, or use it in a `with`; usable from several threads at once.
+
+    timeout_s bounds every call, so that a server that hangs does not hang its clients; it is no deadline for the server, which
+    `timeout_ms` is.
+    """
+
+    def __init__(self, url: str, *, model: str = "tensorrt_llm", timeout_s: float = 300.0) -> None:
+        self.url = url
+        self.model = model
+        self.timeout_s = timeout_s
+        local = url.rsplit(":", 1)[0] in ("localhost", "127.0.0.1", "[::1]")
+        options = [("grpc.max_receive_message_length", -1), *([("grpc.enable_http_proxy", 0)] if local else [])]
+        self._channel = grpc.insecure_channel(url, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._form: _ModelForm | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; requests that run are cancelled."""
+        self._channel.close()
+
+    def ready(self) -> bool:
+        """Whether the model can be called."""
+        try:
+            return bool(self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self.model), timeout=self.timeout_s).ready)
+        except grpc.RpcError:
+            return False
+
+    def generate(self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any) -> Completion:
+        """The whole completion. overrides are fields of Options. Raises RequestRefused, ServerUnavailable."""
+        (chunk,) = self._call(prompt, dataclasses.replace(options or Options(), **overrides), request_id, streaming=False)
+        statistics = chunk.statistics or Statistics()
+        return Completion(chunk.text, chunk.token_ids, chunk.finish_reason, chunk.stop_reason, statistics)
+
+    def stream(self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any) -> Iterator[Chunk]:
+        """Chunks as they arrive. Closing the iterator, or leaving its loop for good, cancels the request on the server."""
+        return self._call(prompt, dataclasses.replace(options or Options(), **overrides), request_id, streaming=True)
+
+    def measure(
+        self, prompts: Iterable[str], options: Options | None = None, *, concurrency: int = 1, **overrides: Any
+    ) -> list[RequestTiming]:
+        """Stream every prompt and time it, `concurrency` at a time in a closed loop. Results are in the prompts' order."""
+        asked = dataclasses.replace(options or Options(), **overrides)
+        self._model_form()
+        if concurrency == 1:
+            return [self._time(prompt, asked) for prompt in prompts]
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda prompt: self._time(prompt, asked), prompts))
+
+    def _time(self, prompt: str, options: Options) -> RequestTiming:
+        sent_ns = time.monotonic_ns()
+        received = list(self._call(prompt, options, "", streaming=True))
+        chunks: list[tuple[int, int]] = []
+        before = 0
+        for chunk in received:
+            if chunk.output_tokens is not None and chunk.output_tokens > before:
+                chunks.append((chunk.received_ns, chunk.output_tokens - before))
+                before = chunk.output_tokens
+        return RequestTiming(
+            prompt=prompt,
+            text="".join(chunk.text for chunk in received),
+            token_ids=tuple(token for chunk in received for token in chunk.token_ids),
+            finish_reason=received[-1].finish_reason,
+            sent_ns=sent_ns,
+            chunks=tuple(chunks),
+            statistics=received[-1].statistics or Statistics(),
+        )
+
+    def _model_form(self) -> _ModelForm:
+        if self._form is None:
+            try:
+                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=self.model), timeout=self.timeout_s)
+            except grpc.RpcError as error:
+                raise self._translated(error) from error
+            self._form = _ModelForm.of(answer.config)
+        return self._form
+
+    def _call(self, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Iterator[Chunk]:
+        form = self._model_form()
+        request = form.request(self.model, prompt, options, request_id, streaming=streaming)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
+        text = ""
+        answered = False
+        try:
+            for response in call:
+                received_ns = time.monotonic_ns()
+                if response.error_message:
+                    raise RequestRefused(response.error_message)
+                values = _decode(response.infer_response)
+                if not values:
+                    continue  # Triton's empty last response of a stream
+                answered = True
+                full = values["text_output"][0].decode("utf-8")
+                new = full[len(text) :] if form.cumulative and streaming else full
+                text += new
+                yield _chunk(new, values, received_ns)
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+        finally:
+            call.cancel()  # does nothing to a call that is over
+        if not answered:
+            raise ServerUnavailable(f"{self.url}: the stream ended without an answer")
+
+    def _translated(self, error: grpc.RpcError) -> ClientError:
+        code, details = error.code(), error.details()
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ServerUnavailable(f"{self.url}: no answer within {self.timeout_s:g} s")
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return ServerUnavailable(f"{self.url}: the server cannot be reached or went away ({details})")
+        return RequestRefused(details)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelForm:
+    """What the served model understands: its inputs (name -> Triton's type), and whether a chunk repeats the text before it."""
+
+    inputs: dict[str, str]
+    cumulative: bool
+
+    @classmethod
+    def of(cls, config: Any) -> _ModelForm:
+        from tritonclient.grpc import model_config_pb2
+
+        names = {tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_") for tensor in config.input}
+        return cls(names, config.parameters["stream_text"].string_value != "delta")
+
+    def request(self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Any:
+        request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+        values: dict[str, Any] = {"text_input": prompt, "streaming": streaming}
+        for option, tensor in TENSORS.items():
+            value = getattr(options, option)
+            if value is None:
+                continue
+            if tensor not in self.inputs:
+                raise RequestRefused(f"the served model has no input {tensor!r}, so {option} cannot be set")
+            values[tensor] = value
+        values.update({tensor: True for tensor in ALWAYS if tensor in self.inputs})
+        for name, value in values.items():
+            items = list(value) if isinstance(value, (list, tuple)) else [value]
+            request.inputs.add(
+                name=name, datatype="BYTES" if self.inputs[name] == "STRING" else self.inputs[name], shape=[len(items)]
+            )
+            request.raw_input_contents.append(_encode(items, self.inputs[name]))
+        return request
+
+
+def _encode(items: Sequence[Any], dtype: str) -> bytes:
+    if dtype == "STRING":
+        texts = [item if isinstance(item, bytes) else str(item).encode("utf-8") for item in items]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return np.asarray(items, dtype=NUMPY_TYPES[dtype]).tobytes()
+
+
+def _decode(response: Any) -> dict[str, list[Any]]:
+    values: dict[str, list[Any]] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            values[output.name] = []
+            offset = 0
+            while offset < len(raw):
+                (length,) = struct.unpack_from("<I", raw, offset)
+                values[output.name].append(raw[offset + 4 : offset + 4 + length])
+                offset += 4 + length
+        else:
+            values[output.name] = np.frombuffer(raw, dtype=NUMPY_TYPES[output.datatype]).tolist()
+    return values
+
+
+def _chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
+    def first(name: str) -> Any:
+        return values[name][0] if name in values else None
+
+    def word(name: str) -> str | None:
+        value = first(name)
+        return None if value is None or value == b"None" else value.decode("utf-8")
+
+    finish_reason = word("finish_reason")
+    drafted, accepted = values.get("drafted_by_position"), values.get("accepted_by_position")
+    statistics = None
+    if finish_reason is not None:
+        statistics = Statistics(
+            input_tokens=first("num_input_tokens"),
+            output_tokens=first("num_output_tokens"),
+            drafted=first("total_draft_tokens"),
+            accepted=first("total_accepted_draft_tokens"),
+            verify_steps=first("verify_steps"),
+            drafted_by_position=None if drafted is None else tuple(drafted),
+            accepted_by_position=None if accepted is None else tuple(accepted),
+            draft_ns=first("draft_time_ns"),
+            verify_ns=first("verify_time_ns"),
+            host_ns=first("host_time_ns"),
+            arrival_ns=first("arrival_time_ns"),
+            first_scheduled_ns=first("first_scheduled_time_ns"),
+            first_token_ns=first("first_token_time_ns"),
+            last_token_ns=first("last_token_time_ns"),
+        )
+    return Chunk(
+        text=text,
+        token_ids=tuple(values.get("output_ids", ())),
+        output_tokens=first("num_output_tokens"),
+        received_ns=received_ns,
+        finish_reason=finish_reason,
+        stop_reason=word("stop_reason"),
+        statistics=statistics,
+    )
+
+
+# The program.
+
+
+def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
+    """Figures of requests run one at a time: output tokens per second of request time, percentiles in ms, acceptance."""
+
+    def percentile(values: Sequence[int], q: float, weights: Sequence[int] | None = None) -> float | None:
+        if not values:
+            return None
+        expanded = np.repeat(values, weights) if weights is not None else np.asarray(values)
+        return float(np.percentile(expanded, q)) / 1e6
+
+    done = [timing for timing in timings if timing.e2e_ns is not None and timing.output_tokens is not None]
+    itl = [sample for timing in done for sample in timing.itl]
+    samples: dict[str, tuple[list[int], list[int] | None]] = {
+        "ttft": ([t.ttft_ns for t in done if t.ttft_ns is not None], None),
+        "tpot": ([t.tpot_ns for t in done if t.tpot_ns is not None], None),
+        "itl": ([gap for gap, _ in itl], [tokens for _, tokens in itl]),
+        "icl": ([gap for t in done for gap in t.icl_ns], None),
+        "e2e": ([t.e2e_ns for t in done if t.e2e_ns is not None], None),
+    }
+    tokens, elapsed = sum(t.output_tokens or 0 for t in done), sum(t.e2e_ns or 0 for t in done)
+    drafted, accepted = (sum(getattr(t.statistics, name) or 0 for t in done) for name in ("drafted", "accepted"))
+    steps = sum(t.statistics.verify_steps or 0 for t in done)
+    figures: dict[str, float | None] = {"requests": len(done), "output_tokens": tokens}
+    figures["tokens_per_s"] = tokens / elapsed * 1e9 if elapsed else None
+    for name, (values, weights) in samples.items():
+        for q in (50, 90):
+            figures[f"{name}_p{q}_ms"] = percentile(values, q, weights)
+    figures["acceptance_rate"] = accepted / drafted if drafted else None
+    figures["acceptance_length"] = 1 + accepted / steps if steps else None
+    return figures
+
+
+def read_prompts(path: Path) -> list[str]:
+    """JSON Lines with a `prompt` (or `text`) string per line, or plain text with a prompt per line."""
+    prompts: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if path.suffix in (".jsonl", ".json"):
+            try:
+                data = json.loads(line)
+                prompts.append(data.get("prompt") or data["text"])
+            except (ValueError, KeyError, AttributeError) as error:
+                raise SystemExit(f"{path}:{number}: not a JSON object with a prompt: {error}") from error
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise SystemExit(f"{path}: no prompts")
+    return prompts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Measure a served model: speculative and plain decoding, interleaved, one stream."
+    )
+    parser.add_argument("--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint")
+    parser.add_argument("--model", default="tensorrt_llm")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines with a `prompt` per line, or text lines")
+    parser.add_argument("--max-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    asked = parser.parse_args(arguments)
+    prompts = read_prompts(asked.prompts)[: asked.max_prompts]
+    arms: dict[str, list[RequestTiming]] = {"plain": [], "speculative": []}
+    drafting = {"plain": 0, "speculative": None}
+    try:
+        with Client(asked.url, model=asked.model) as client:
+            options = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
+            client.measure(prompts[:2], options)
+            for number in range(asked.rounds):
+                for prompt in prompts:
+                    for arm in ("plain", "speculative") if number % 2 == 0 else ("speculative", "plain"):
+                        arms[arm] += client.measure([prompt], options, num_draft_tokens=drafting[arm])
+    except ClientError as error:
+        print(error, file=sys.stderr)
+        return 3
+    figures = {arm: summarise(timings) for arm, timings in arms.items()}
+    plain, speculative = figures["plain"]["tokens_per_s"], figures["speculative"]["tokens_per_s"]
+    speedup = speculative / plain if plain and speculative else None
+    if asked.json:
+        print(json.dumps({**figures, "speedup": speedup}))
+        return 0
+    print(f"{'':20}{'plain':>14}{'speculative':>14}")
+    for name in figures["plain"]:
+        cells = ["-" if (value := figures[arm][name]) is None else f"{value:,.3f}".rstrip("0").rstrip(".") for arm in arms]
+        print(f"{name:20}{cells[0]:>14}{cells[1]:>14}")
+    print(f"speed-up {speedup:.2f}x" if speedup else "no speed-up: an arm measured nothing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The `llmapi` layout: one model that takes text and gives text."""

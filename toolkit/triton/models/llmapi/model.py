@@ -1,0 +1,330 @@
+"""The model that Triton's Python backend runs: requests in, token events out, as responses in TensorRT-LLM's `llmapi` form.
+
+Who does what. Triton calls `execute`, which checks a request, submits it and returns at once. One thread runs the speculative
+runtime; one sends what it produces, so that a forward and the sending of the tokens before it overlap; one watches for clients
+that went away and keeps the metrics. All thinking about requests is in `toolkit.triton.requests`; here is only Triton's side.
+
+A fault of one request is answered to that request, and the server goes on. If the runtime itself breaks, every open request is
+answered with the reason, and later ones are refused with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+# The libraries of the server's own wheel are on this path for the process that loads this file, and for no child of it.
+os.environ.pop("LD_LIBRARY_PATH", None)
+
+try:
+    from toolkit.errors import RequestError, ToolkitError
+    from toolkit.interfaces import GenerationRequest, TokenEvent
+    from toolkit.serving import load_runtime
+    from toolkit.speculative.decode import QueueFull
+    from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS
+    from toolkit.triton.requests import Answer, Limits, Request, parse
+except ImportError as error:
+    import sys
+
+    raise ImportError(
+        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at {sys.prefix}, and it has to have "
+        "the toolkit installed. Launch with the repository's launch.sh, or install the toolkit there."
+    ) from error
+
+NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
+OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+CODES = {
+    "refused": pb_utils.TritonError.INVALID_ARG,
+    "overloaded": pb_utils.TritonError.UNAVAILABLE,
+    "deadline": pb_utils.TritonError.UNAVAILABLE,
+    "cancelled": pb_utils.TritonError.CANCELLED,
+    "error": pb_utils.TritonError.INTERNAL,
+}
+
+
+@dataclass
+class Job:
+    """One running request. `sender` is not touched after the last response: Triton has freed it by then."""
+
+    id: str
+    name: str  # the client's own request id, possibly empty
+    sender: Any
+    answer: Answer
+    timeout_ms: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: bool = False
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        folder = Path(args["model_repository"]) / args["model_version"]
+        settings = _settings(folder / "model.yaml", json.loads(args["model_config"]))
+        own = settings["toolkit"]
+        speculative = settings.get("speculative_config")
+        self._max_seq_len = int(settings["max_seq_len"])
+        self._default_max_tokens = int(own["default_max_tokens"])
+        self._default_timeout_ms = int(1000 * own["request_timeout_s"])
+        max_draft_len = 0 if speculative is None else int(speculative["max_draft_len"])
+        self._limits = Limits(decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len)
+        try:
+            self._runtime = load_runtime(
+                folder / settings["model"],
+                None if speculative is None else folder / speculative["speculative_model"],
+                threads=own["threads"],
+                max_draft_len=max_draft_len,
+                acceptance=own["acceptance"],
+                max_queue_size=int(own["max_queue_size"]),
+            )
+        except ToolkitError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+
+        self._jobs: dict[str, Job] = {}
+        self._jobs_lock = threading.Lock()
+        self._next = 0
+        self._broken: str | None = None
+        self._stop = threading.Event()
+        self._outbox: queue.SimpleQueue[tuple[Job, TokenEvent] | None] = queue.SimpleQueue()
+        self._metrics = Metrics()
+        self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
+        self._threads = [
+            threading.Thread(target=self._run, name="runtime"),
+            threading.Thread(target=self._send, name="sender"),
+            threading.Thread(target=self._watch, name="watcher"),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._accept(request)
+
+    def finalize(self) -> None:
+        self._stop.set()
+        self._threads[0].join()
+        self._fail_all("the server is stopping")
+        self._outbox.put(None)
+        for thread in self._threads[1:]:
+            thread.join()
+        self._runtime.close()
+
+    # From Triton: check, submit, or refuse.
+
+    def _accept(self, triton_request: Any) -> None:
+        sender = triton_request.get_response_sender()
+        arrival_ns = time.monotonic_ns()
+        try:
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            tensors = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in triton_request.inputs()}
+            request = parse(tensors, json.loads(triton_request.parameters() or "{}"), self._limits)
+            if request.cancels:
+                sender.send(self._cancel(triton_request.request_id()), flags=FINAL)
+                return
+            self._submit(request, triton_request.request_id(), sender, arrival_ns)
+        except QueueFull as error:
+            self._refuse(sender, "overloaded", str(error))
+        except RequestError as error:
+            self._refuse(sender, "refused", str(error))
+        except Exception as error:  # whatever it is, Triton has to get an answer, or the request stays open for ever
+            pb_utils.Logger.log_error(f"request failed: {error!r}")
+            self._refuse(sender, "error", str(error) or repr(error))
+
+    def _refuse(self, sender: Any, outcome: str, message: str) -> None:
+        self._metrics.note(outcome)
+        sender.send(_error(outcome, message), flags=FINAL)
+
+    def _submit(self, request: Request, name: str, sender: Any, arrival_ns: int) -> None:
+        prompt_ids = tuple(self._runtime.codec.encode(request.prompt))
+        room = self._max_seq_len - len(prompt_ids)
+        timeout_ms = request.timeout_ms or self._default_timeout_ms
+        with self._jobs_lock:
+            self._next += 1
+            job = Job(str(self._next), name, sender, Answer(request), timeout_ms)
+            self._jobs[job.id] = job
+        generation = GenerationRequest(
+            request_id=job.id,
+            prompt_ids=prompt_ids,
+            max_tokens=request.max_tokens or max(1, min(self._default_max_tokens, room)),
+            sampling=request.sampling,
+            stop=request.stop,
+            draft_len=request.draft_len,
+            acceptance=request.acceptance,
+            deadline_ns=arrival_ns + timeout_ms * 1_000_000,
+        )
+        try:
+            self._runtime.submit(generation, lambda event: self._outbox.put((job, event)))
+        except BaseException:
+            self._forget(job)
+            raise
+
+    def _forget(self, job: Job) -> None:
+        with self._jobs_lock:
+            self._jobs.pop(job.id, None)
+
+    def _cancel(self, name: str) -> Any:
+        """Answer a `stop` request: cancel every running request with this id."""
+        with self._jobs_lock:
+            found = [job for job in self._jobs.values() if name and job.name == name]
+        if not found:
+            raise RequestError(f"stop: no request with id {name!r} is running", mend="Send the id of the request to cancel.")
+        for job in found:
+            self._runtime.cancel(job.id)
+        return pb_utils.InferenceResponse([_tensor("text_output", [""])])
+
+    # The runtime's thread.
+
+    def _run(self) -> None:
+        try:
+            self._runtime.run(self._stop)
+        except Exception as error:
+            self._broken = f"the runtime failed and serves no more requests: {error!r}; the server's log says where"
+            pb_utils.Logger.log_error(_traceback(error))
+            self._fail_all(self._broken)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._jobs_lock:
+            open_jobs = list(self._jobs.values())
+        for job in open_jobs:
+            self._outbox.put((job, TokenEvent(job.id, (), "", finish_reason="error", error=reason)))
+
+    # The sending thread.
+
+    def _send(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            job, event = item
+            try:
+                self._deliver(job, event)
+            except Exception as error:
+                pb_utils.Logger.log_error(_traceback(error))
+                self._close(job, _error("error", str(error) or repr(error)))
+                self._runtime.cancel(job.id)
+
+    def _deliver(self, job: Job, event: TokenEvent) -> None:
+        if job.done:
+            return
+        if event.finish_reason in ("stop", "length", None):
+            tensors = job.answer.add(event)
+            response = tensors and pb_utils.InferenceResponse([_tensor(name, values) for name, values in tensors.items()])
+        elif event.finish_reason == "deadline":
+            tokens = 0 if event.stats is None else event.stats.output_tokens
+            response = _error(
+                "deadline", f"deadline of {job.timeout_ms} ms passed after {tokens} tokens; timeout_ms sets another"
+            )
+        else:
+            response = _error(event.finish_reason, event.error or "cancelled by the client")
+        if event.finish_reason is not None:
+            self._close(job, response)
+            self._metrics.note(event.finish_reason, event.stats)
+        elif response is not None:
+            job.sender.send(response)
+
+    def _close(self, job: Job, response: Any) -> None:
+        """Send the last response. The lock keeps the watcher from asking Triton about a request that is freed by it."""
+        self._forget(job)
+        with job.lock:
+            if not job.done:
+                job.done = True
+                job.sender.send(response, flags=FINAL)
+
+    # The watching thread: clients that went away, and the metrics.
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._period_s):
+            with self._jobs_lock:
+                jobs = list(self._jobs.values())
+            for job in jobs:
+                with job.lock:
+                    gone = not job.done and job.sender.is_cancelled()
+                if gone:
+                    self._runtime.cancel(job.id)
+            counters = self._runtime.counters()
+            self._metrics.publish(counters.active, counters.queued)
+        self._metrics.publish(0, 0)
+
+
+class Metrics:
+    """Triton's custom metrics. Each change is a message to the server process, so they are collected and sent in one place."""
+
+    def __init__(self) -> None:
+        kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
+        self._families = {
+            spec.name: pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kinds[spec.kind])
+            for spec in METRICS
+        }
+        self._metrics: dict[tuple[str, str | None], Any] = {}
+        self._gauges: dict[str, int] = {}
+        self._notes: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        for spec in METRICS:
+            if spec.name != "toolkit_requests":
+                self._metric(spec.name)
+
+    def note(self, outcome: str, stats: Any = None) -> None:
+        """Remember a finished request; from any thread."""
+        self._notes.put((outcome, stats))
+
+    def publish(self, active: int, queued: int) -> None:
+        """Bring Triton's values up to date; from one thread only."""
+        while not self._notes.empty():
+            outcome, stats = self._notes.get()
+            self._metric("toolkit_requests", outcome).increment(1)
+            if stats is not None:
+                self._add("toolkit_draft_tokens", stats.drafted)
+                self._add("toolkit_accepted_draft_tokens", stats.accepted)
+                self._add("toolkit_verify_steps", stats.verify_steps)
+                self._add("toolkit_output_tokens", stats.output_tokens)
+        for name, value in (("toolkit_active_requests", active), ("toolkit_queued_requests", queued)):
+            if self._gauges.get(name) != value:
+                self._gauges[name] = value
+                self._metric(name).set(value)
+
+    def _add(self, name: str, value: int) -> None:
+        if value:
+            self._metric(name).increment(value)
+
+    def _metric(self, name: str, outcome: str | None = None) -> Any:
+        if (name, outcome) not in self._metrics:
+            labels = {"model": MODEL} if outcome is None else {"model": MODEL, "outcome": outcome}
+            self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
+        return self._metrics[name, outcome]
+
+
+def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
+    import yaml
+
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    stated = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+    if stated != bool(settings["triton_config"]["decoupled"]):
+        raise pb_utils.TritonModelException(
+            f"decoupled is {stated} in config.pbtxt and {not stated} in {path}; write it equal in both"
+        )
+    declared = {tensor["name"] for tensor in model_config["input"]}
+    if declared != {spec.name for spec in INPUTS}:
+        raise pb_utils.TritonModelException(
+            "config.pbtxt was packaged by another version of the toolkit than the one installed here; package again"
+        )
+    return settings
+
+
+def _tensor(name: str, values: list[Any]) -> Any:
+    data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]
+    return pb_utils.Tensor(name, np.array(data, dtype=OUTPUT_TYPES[name]))
+
+
+def _error(outcome: str, message: str) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, CODES[outcome]))
+
+
+def _traceback(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))

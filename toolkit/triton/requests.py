@@ -1,0 +1,256 @@
+"""From the tensors of one Triton request to what the runtime is asked for, and from its events to the tensors of the responses.
+
+Pure: values in, values out, so every refusal can be tested without a server. What the tensors mean is said in `contract`.
+A request that asks for something this deployment cannot do is refused by name; nothing is dropped or clamped in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.errors import RequestError
+from toolkit.interfaces import RequestStats, Sampling, TokenEvent
+from toolkit.triton.contract import INPUTS
+
+__all__ = ["Answer", "Limits", "Request", "parse"]
+
+INPUT_NAMES = tuple(spec.name for spec in INPUTS)
+SINGLE = {spec.name for spec in INPUTS if spec.dims == (1,)}
+ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match")
+# What Triton itself puts among a request's parameters.
+TRITON_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this deployment can do. max_draft_len 0: there is no draft model."""
+
+    decoupled: bool
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One parsed request. None: not stated, so the deployment's default holds. `returns`: the optional outputs asked for."""
+
+    prompt: str
+    streaming: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    draft_len: int | None = None
+    acceptance: str | None = None
+    timeout_ms: int | None = None
+    include_prompt: bool = True
+    returns: frozenset[str] = frozenset()
+    cancels: bool = False  # the request is not to be run: it cancels the one with the same id
+
+
+def parse(tensors: Mapping[str, list[Any]], parameters: Mapping[str, object], limits: Limits) -> Request:
+    """Check one request. tensors: name -> flat list of values (bytes for strings). Raises RequestError with what is wrong.
+
+    parameters are what came beside the tensors: over HTTP, Triton turns every name that the model does not know into one.
+    """
+    for name in parameters:
+        if name not in TRITON_PARAMETERS and not name.startswith("triton_"):
+            raise _unknown(name)
+    for name in tensors:
+        if name not in INPUT_NAMES:
+            raise _unknown(name)
+        if name in SINGLE and len(tensors[name]) != 1:
+            raise RequestError(f"{name} holds one value, {len(tensors[name])} were sent")
+
+    one = {name: values[0] for name, values in tensors.items() if name in SINGLE}
+    streaming = bool(one.get("streaming", False))
+    if streaming and not limits.decoupled:
+        raise RequestError(
+            "streaming needs a decoupled repository, and this one is not",
+            mend="Send streaming=false, or package again with triton.decoupled: true.",
+        )
+    if one.get("sampling_param_best_of", 1) != 1:
+        raise RequestError(f"sampling_param_best_of {one['sampling_param_best_of']} is not supported: one sequence per request")
+    return Request(
+        prompt=_prompt(tensors),
+        streaming=streaming,
+        sampling=_sampling(one),
+        max_tokens=_at_least_one(one, "sampling_param_max_tokens"),
+        stop=_stop_words(tensors.get("sampling_param_stop", [])),
+        draft_len=_draft_len(one.get("num_draft_tokens"), limits),
+        acceptance=_acceptance(one.get("acceptance")),
+        timeout_ms=_at_least_one(one, "timeout_ms"),
+        include_prompt=not streaming and not one.get("sampling_param_exclude_input_from_output", False),
+        returns=frozenset(name for name, value in one.items() if "return_" in name and value),
+        cancels=bool(one.get("stop", False)),
+    )
+
+
+def _unknown(name: str) -> RequestError:
+    close = difflib.get_close_matches(name, INPUT_NAMES, n=1)
+    likely = f"sampling_param_{name}" if f"sampling_param_{name}" in INPUT_NAMES else close[0] if close else None
+    return RequestError(
+        f"unknown input {name!r}", mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(INPUT_NAMES)}."
+    )
+
+
+def _text(value: bytes | str, what: str) -> str:
+    try:
+        return value if isinstance(value, str) else bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _prompt(tensors: Mapping[str, list[Any]]) -> str:
+    prompts = tensors.get("text_input")
+    if prompts is None:
+        raise RequestError("text_input is missing")
+    if len(prompts) != 1:
+        raise RequestError(f"text_input holds one prompt, {len(prompts)} were sent", mend="Send one request per prompt.")
+    prompt = _text(prompts[0], "text_input")
+    if not prompt:
+        raise RequestError("text_input is empty", mend="Send at least one character.")
+    return prompt
+
+
+def _stop_words(values: list[Any]) -> tuple[str, ...]:
+    words = tuple(_text(value, "sampling_param_stop") for value in values)
+    if "" in words:
+        raise RequestError("sampling_param_stop holds an empty stop word, which would end every text before it begins")
+    return words
+
+
+def _sampling(one: Mapping[str, Any]) -> Sampling:
+    def number(name: str, default: float, low: float, high: float = math.inf) -> float:
+        value = float(one.get(name, default))
+        if not (math.isfinite(value) and low <= value <= high):
+            raise RequestError(f"{name} is {value}; it has to be a number of at least {low} and at most {high}")
+        return value
+
+    top_k = int(one.get("sampling_param_top_k", 0))
+    if top_k < 0:
+        raise RequestError(f"sampling_param_top_k is {top_k}; it has to be 0 (off) or more")
+    top_p = number("sampling_param_top_p", 1.0, 0.0, 1.0)
+    if top_p == 0.0:
+        raise RequestError("sampling_param_top_p is 0, which leaves no token", mend="For greedy decoding send temperature 0.")
+    filtered = "sampling_param_top_k" in one or "sampling_param_top_p" in one
+    return Sampling(
+        temperature=number("sampling_param_temperature", 1.0 if filtered else 0.0, 0.0),
+        top_k=top_k,
+        top_p=top_p,
+        frequency_penalty=number("sampling_param_frequency_penalty", 0.0, -math.inf),
+        presence_penalty=number("sampling_param_presence_penalty", 0.0, -math.inf),
+        seed=int(one["sampling_param_seed"]) if "sampling_param_seed" in one else None,
+    )
+
+
+def _at_least_one(one: Mapping[str, Any], name: str) -> int | None:
+    if name not in one:
+        return None
+    if int(one[name]) < 1:
+        raise RequestError(f"{name} is {one[name]}; it has to be at least 1")
+    return int(one[name])
+
+
+def _draft_len(value: Any, limits: Limits) -> int | None:
+    if value is None:
+        return None
+    if limits.max_draft_len == 0 and value > 0:
+        raise RequestError(
+            f"num_draft_tokens is {value}, and this deployment has no draft model", mend="Send 0, or leave it out."
+        )
+    if not 0 <= value <= limits.max_draft_len:
+        raise RequestError(f"num_draft_tokens is {value}; this deployment drafts 0 to {limits.max_draft_len} tokens")
+    return int(value)
+
+
+def _acceptance(value: Any) -> str | None:
+    if value is None:
+        return None
+    rule = _text(value, "acceptance")
+    if rule not in ACCEPTANCE:
+        raise RequestError(f"acceptance is {rule!r}; known: {', '.join(ACCEPTANCE)}")
+    return None if rule == "auto" else rule
+
+
+class Answer:
+    """Turns the events of one request into the tensors of its responses. Not thread-safe; one thread answers a request."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tokens = 0  # sent or waiting to be sent
+        self._text: list[str] = [request.prompt] if request.include_prompt else []
+        self._ids: list[int] = []
+
+    def add(self, event: TokenEvent) -> dict[str, list[Any]] | None:
+        """Name -> values of the response that is due after this event; None while a request that does not stream is running."""
+        self._tokens += len(event.token_ids)
+        if not self._request.streaming:
+            self._text.append(event.text)
+            self._ids.extend(event.token_ids)
+            if event.finish_reason is None:
+                return None
+        streams = self._request.streaming
+        response: dict[str, list[Any]] = {"text_output": [event.text if streams else "".join(self._text)]}
+        if self._wants("return_token_ids"):
+            response["output_ids"] = list(event.token_ids) if streams else self._ids
+        if self._wants("return_num_output_tokens"):
+            response["num_output_tokens"] = [self._tokens]
+        if event.finish_reason is not None:
+            response.update(self._ending(event))
+        return response
+
+    def _wants(self, name: str) -> bool:
+        return name in self._request.returns
+
+    def _ending(self, event: TokenEvent) -> dict[str, list[Any]]:
+        ending: dict[str, list[Any]] = {}
+        if self._wants("return_finish_reason"):
+            ending["finish_reason"] = [event.finish_reason]
+        if self._wants("return_stop_reason"):
+            ending["stop_reason"] = [str(event.stop_reason)]
+        if event.stats is None:
+            return ending
+        stats = event.stats
+        if self._wants("return_cumulative_logprob"):
+            if stats.cumulative_logprob is None:
+                raise RequestError("return_cumulative_logprob was asked for, and the runtime kept no log-probabilities")
+            ending["cumulative_logprob"] = [stats.cumulative_logprob]
+        if self._wants("return_num_input_tokens"):
+            ending["num_input_tokens"] = [stats.prompt_tokens]
+        if self._wants("sampling_param_return_perf_metrics"):
+            ending.update(_performance(stats))
+        if self._wants("return_speculation_stats"):
+            ending.update(_speculation(stats))
+        return ending
+
+
+def _performance(stats: RequestStats) -> dict[str, list[Any]]:
+    figures: dict[str, Any] = {
+        "kv_cache_reused_block": 0,
+        "kv_cache_missed_block": 1,
+        "kv_cache_alloc_new_blocks": 1,
+        "kv_cache_alloc_total_blocks": 1,
+        "kv_cache_hit_rate": 0.0,
+        "arrival_time_ns": stats.arrival_ns,
+        "first_scheduled_time_ns": stats.first_scheduled_ns,
+        "first_token_time_ns": stats.first_token_ns,
+        "last_token_time_ns": stats.last_token_ns,
+        "acceptance_rate": stats.acceptance_rate,
+        "total_accepted_draft_tokens": stats.accepted,
+        "total_draft_tokens": stats.drafted,
+    }
+    return {name: [value] for name, value in figures.items() if value is not None}
+
+
+def _speculation(stats: RequestStats) -> dict[str, list[Any]]:
+    return {
+        "verify_steps": [stats.verify_steps],
+        "drafted_by_position": list(stats.drafted_by_position),
+        "accepted_by_position": list(stats.accepted_by_position),
+        "draft_time_ns": [stats.draft_ns],
+        "verify_time_ns": [stats.verify_ns],
+        "host_time_ns": [stats.host_ns],
+    }

@@ -1,0 +1,370 @@
+"""Find a tritonserver, start it on a repository, wait until it serves, and leave nothing behind.
+
+The server is the one on PATH, else the one inside the nvidia-pytriton wheel, which is complete but expects a few things to be
+arranged: its libraries and the interpreter's libpython on LD_LIBRARY_PATH, and the Python backend's stub of the interpreter's
+version beside the backend. Both are arranged in a private workspace; nothing is written into site-packages.
+
+A workspace is a folder in the temporary directory whose lock is held by the server and everything it starts, so a leftover can
+be told exactly: its lock is free. Its name is also the prefix of the server's shared-memory regions. The next start sweeps
+leftovers, for the case that not even `supervise` lived to do it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from toolkit.config.schema import TritonConfig
+from toolkit.errors import BackendUnavailable, ServerError
+from toolkit.interfaces import Progress
+from toolkit.triton import supervise
+
+__all__ = ["ServerInstall", "TritonServer", "Workspace", "find_server", "launch_command"]
+
+WORKSPACE_PREFIX = "toolkit-serve-"
+LOCK_FILE = "lock"
+STALE_S = 60.0  # a workspace without a lock for this long was abandoned while it was made
+STUB_TIMEOUT_S = 300  # for a model that loads torch and compiled packages on a slow disk; Triton's default is 30
+EXIT_TIMEOUT_S = 5  # how long a stopping server waits for requests in flight
+GRACE_S = 15.0  # from SIGTERM to SIGKILL
+PORT_ATTEMPTS = 3
+LOG_LINES = 40
+THREAD_POLICY: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInstall:
+    """A tritonserver program. wheel: the folder of the one inside nvidia-pytriton; None for one on PATH, complete in itself."""
+
+    binary: Path
+    wheel: Path | None
+
+    @property
+    def origin(self) -> str:
+        return f"PATH ({self.binary})" if self.wheel is None else "the nvidia-pytriton wheel"
+
+
+def find_server() -> ServerInstall:
+    """The tritonserver on PATH, else the one of the installed nvidia-pytriton wheel. Raises BackendUnavailable."""
+    on_path = shutil.which("tritonserver")
+    if on_path is not None:
+        return ServerInstall(Path(on_path), None)
+    package = importlib.util.find_spec("pytriton")
+    if package is not None and package.origin is not None:
+        wheel = Path(package.origin).parent / "tritonserver"
+        if (wheel / "bin" / "tritonserver").is_file():
+            return ServerInstall(wheel / "bin" / "tritonserver", wheel)
+    raise BackendUnavailable("tritonserver", extra="embedded")
+
+
+def find_libpython() -> Path | None:
+    """The folder with the interpreter's shared library, which the Python backend's stub needs; None if it is nowhere."""
+    name = sysconfig.get_config_var("INSTSONAME") or ""
+    if ".so" not in name:
+        name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    libdir, multiarch = sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("MULTIARCH")
+    folders = [Path(libdir)] if libdir else []
+    folders += [folder / multiarch for folder in folders if multiarch]
+    folders += [Path(sys.base_prefix) / "lib", Path("/usr/lib64"), Path("/usr/lib")]
+    return next((folder for folder in folders if (folder / name).exists()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """The private folder of one server. lock is the open descriptor that says that it is in use."""
+
+    path: Path
+    lock: int
+
+    @classmethod
+    def create(cls, *, inheritable: bool = False) -> Workspace:
+        """Make a workspace, after sweeping those of servers that are gone. inheritable: the lock outlives an exec."""
+        sweep(Path(tempfile.gettempdir()))
+        path = Path(tempfile.mkdtemp(prefix=WORKSPACE_PREFIX))
+        (path / "tmp").mkdir()
+        making = path / "making"
+        lock = os.open(making, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock, inheritable)
+        making.rename(path / LOCK_FILE)
+        return cls(path, lock)
+
+    def close(self) -> None:
+        """Give the lock up; whoever inherited it still holds it."""
+        os.close(self.lock)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the workspaces, and shared memory, of servers that are no longer there."""
+    for path in folder.glob(f"{WORKSPACE_PREFIX}*"):
+        try:
+            lock = os.open(path / LOCK_FILE, os.O_RDWR)
+        except FileNotFoundError:
+            if time.time() - path.stat().st_mtime > STALE_S:
+                supervise.clean(path)
+            continue
+        except OSError:
+            continue  # somebody else's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            supervise.clean(path)
+        except BlockingIOError:
+            pass  # in use
+        finally:
+            os.close(lock)
+
+
+def launch_command(
+    repository: Path, workspace: Workspace, config: TritonConfig | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) that serve `repository` on loopback. A config with ports of 0 leaves Triton's defaults.
+
+    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend.
+    """
+    config = config or TritonConfig()
+    install = find_server()
+    command = [str(install.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
+    for protocol, port in (("http", config.http_port), ("grpc", config.grpc_port), ("metrics", config.metrics_port)):
+        command.append(f"--{protocol}-address={config.host}")
+        if port:
+            command.append(f"--{protocol}-port={port}")
+    command += [
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_S}",
+        f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-",
+    ]
+    environment = {**THREAD_POLICY, **os.environ}
+    # The stub finds its packages through the `python3` that comes first on PATH: a virtual environment is recognised by it.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    # Compiled packages are unpacked into the temporary directory, and would stay there if the server were killed.
+    environment["TMPDIR"] = str(workspace.path / "tmp")
+    if install.wheel is not None:
+        libpython = find_libpython()
+        if libpython is None:
+            raise BackendUnavailable(
+                f"libpython{sys.version_info.major}.{sys.version_info.minor}.so",
+                mend="Triton's Python backend needs it: use a Python with a shared library (on Debian: libpython3.X, from "
+                "source: ./configure --enable-shared).",
+            )
+        command.append(f"--backend-directory={_backends(install.wheel, workspace)}")
+        libraries = [install.wheel.parent.parent / "nvidia_pytriton.libs", libpython]
+        inherited = [environment["LD_LIBRARY_PATH"]] if environment.get("LD_LIBRARY_PATH") else []
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, libraries), *inherited])
+    if not Path("/dev/nvidiactl").exists():
+        command.append("--allow-gpu-metrics=false")
+    return command, environment
+
+
+def _backends(wheel: Path, workspace: Workspace) -> Path:
+    """A backend directory like the wheel's, with the stub of this interpreter's version where the backend looks for it."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise BackendUnavailable(
+            f"Triton's Python backend for Python {version}", mend="Use a Python that the nvidia-pytriton wheel has a stub for."
+        )
+    python = workspace.path / "backends" / "python"
+    python.mkdir(parents=True)
+    for file in (wheel / "backends" / "python").iterdir():
+        if file.is_file():
+            (python / file.name).symlink_to(file)
+    # A copy, since the backend makes it executable where it is not.
+    shutil.copy(stub, python / stub.name)
+    return python.parent
+
+
+class TritonServer:
+    """A running tritonserver: `with TritonServer(repository, config) as server: ... server.grpc_url`.
+
+    Raises ServerError when it cannot start: a port in use, the server dead or not ready within start_timeout_s; with the end of
+    its log. log_path defaults to a file that is removed with the server.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        config: TritonConfig | None = None,
+        *,
+        log_path: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.repository = Path(repository)
+        self.config = config or TritonConfig()
+        self.log_path = log_path or Path()
+        self._own_log = log_path is None
+        self._log: IO[bytes] | None = None
+        self._progress: Progress = progress or (lambda done, total, what: None)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._workspace = Path()
+        self._ports: dict[str, int] = {}
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.config.host}:{self._ports['http']}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.config.host}:{self._ports['grpc']}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The whole URL of the Prometheus page."""
+        return f"http://{self.config.host}:{self._ports['metrics']}/metrics"
+
+    @property
+    def pid(self) -> int:
+        """Of tritonserver itself."""
+        return int((self._workspace / supervise.PID_FILE).read_text())
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start, and return when the model can be called."""
+        if not self.repository.is_dir():
+            raise ServerError(f"no model repository at {self.repository}", mend="Package one first: toolkit package CONFIG.")
+        asked = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
+        for attempt in range(PORT_ATTEMPTS):
+            self._ports = _reserve(self.config.host, asked)
+            try:
+                self._launch()
+                self._wait_until_ready()
+                return
+            except BaseException as error:
+                self.stop()
+                # A free port may be taken by somebody else before the server binds it; then others are tried.
+                taken = isinstance(error, ServerError) and "ddress already in use" in error.log_tail
+                if not (taken and attempt + 1 < PORT_ATTEMPTS and 0 in asked.values()):
+                    raise
+
+    def _launch(self) -> None:
+        workspace = Workspace.create()
+        try:
+            self._workspace = workspace.path
+            if self._own_log:
+                self.log_path = workspace.path / "server.log"
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            ports = {f"{name}_port": port for name, port in self._ports.items()}
+            command, environment = launch_command(self.repository, workspace, self.config.model_copy(update=ports))
+            supervisor = [
+                sys.executable,
+                "-I",
+                "-S",
+                supervise.__file__,
+                str(os.getpid()),
+                str(workspace.path),
+                str(GRACE_S),
+                "--",
+            ]
+            self._log = self.log_path.open("w+b")  # kept open, so that it can be read when the server and its folder are gone
+            self._process = subprocess.Popen(
+                [*supervisor, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # a Ctrl-C in our terminal is ours; we stop the server in order
+                pass_fds=[workspace.lock],
+            )
+        except BaseException:
+            supervise.clean(workspace.path)
+            raise
+        finally:
+            workspace.close()
+
+    def _wait_until_ready(self) -> None:
+        started = time.monotonic()
+        while not self._is_ready():
+            self.check()
+            waited = time.monotonic() - started
+            if waited > self.config.start_timeout_s:
+                raise ServerError(
+                    f"tritonserver was not ready after {self.config.start_timeout_s:g} s",
+                    log_tail=self.log_tail(),
+                    mend="Look for what it waits for at the end of its log; raise triton.start_timeout_s if it is only slow.",
+                )
+            self._progress(int(waited), None, f"waiting for tritonserver, {waited:.0f} s")
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        # Through no proxy: the server is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"http://{self.http_url}/v2/health/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def check(self) -> None:
+        """Raise ServerError, with the end of the log, if the server is no longer running."""
+        if self._process is None:
+            raise ServerError("tritonserver is not running", mend="Start it first.")
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
+            raise ServerError(f"tritonserver {how}", log_tail=self.log_tail(), mend="The end of its log says why.")
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The last lines that the server printed; also after it died."""
+        if self._log is None:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        return "\n".join(os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Stop the server and everything it started. Safe to call again, and after it died."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the server dies with its supervisor
+            process.wait()
+            supervise.clean(self._workspace)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
+    """A port per protocol: the one asked for, if it is free, or any free one for 0. Raises ServerError naming one in use."""
+    sockets: list[socket.socket] = []
+    ports: dict[str, int] = {}
+    try:
+        for protocol, port in asked.items():
+            probe = socket.socket()
+            sockets.append(probe)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ServerError(
+                    f"{protocol} port {port} on {host} cannot be used: {error.strerror}",
+                    mend=f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a free one.",
+                ) from error
+            ports[protocol] = int(probe.getsockname()[1])
+    finally:
+        for probe in sockets:
+            probe.close()
+    return ports
