@@ -155,8 +155,8 @@ nothing more is needed than `tritonserver --model-repository .`, which listens o
     curl -d '{{"text_input": "def main", "sampling_param_max_tokens": 32}}' localhost:8000/v2/models/{MODEL}/generate
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
 
-`validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures TTFT, TPOT, token-weighted ITL and tokens/s with speculation
-on and off, and is a Python API too: `Client("localhost:8001").stream("def main")`.
+`validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures TTFT, TPOT, token-weighted ITL and tokens/s with and
+without speculation, and is a Python API too: `Client("localhost:8001").stream("def main")`.
 
 ## Inputs
 

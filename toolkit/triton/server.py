@@ -327,8 +327,9 @@ class TritonServer:
         """The last lines that the server printed; also after it died."""
         if self._log is None:
             return ""
-        size = os.fstat(self._log.fileno()).st_size
-        return "\n".join(os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace").splitlines()[-lines:])
+        text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode("utf-8", errors="replace")
+        # Triton prints wide tables of options after every error, and each error in them was a line of its own before.
+        return "\n".join([line for line in text.splitlines() if line and line[0] not in "+|"][-lines:])
 
     def stop(self) -> None:
         """Stop the server and everything it started. Safe to call again, and after it died."""

@@ -42,13 +42,13 @@ except ImportError as error:
 
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
 OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Names in pb_utils.TritonError, which Triton puts there after this module has been imported.
 CODES = {
-    "refused": pb_utils.TritonError.INVALID_ARG,
-    "overloaded": pb_utils.TritonError.UNAVAILABLE,
-    "deadline": pb_utils.TritonError.UNAVAILABLE,
-    "cancelled": pb_utils.TritonError.CANCELLED,
-    "error": pb_utils.TritonError.INTERNAL,
+    "refused": "INVALID_ARG",
+    "overloaded": "UNAVAILABLE",
+    "deadline": "UNAVAILABLE",
+    "cancelled": "CANCELLED",
+    "error": "INTERNAL",
 }
 
 
@@ -128,7 +128,7 @@ class TritonPythonModel:
             tensors = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in triton_request.inputs()}
             request = parse(tensors, json.loads(triton_request.parameters() or "{}"), self._limits)
             if request.cancels:
-                sender.send(self._cancel(triton_request.request_id()), flags=FINAL)
+                sender.send(self._cancel(triton_request.request_id()), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 return
             self._submit(request, triton_request.request_id(), sender, arrival_ns)
         except QueueFull as error:
@@ -141,7 +141,7 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Any, outcome: str, message: str) -> None:
         self._metrics.note(outcome)
-        sender.send(_error(outcome, message), flags=FINAL)
+        sender.send(_error(outcome, message), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _submit(self, request: Request, name: str, sender: Any, arrival_ns: int) -> None:
         prompt_ids = tuple(self._runtime.codec.encode(request.prompt))
@@ -234,7 +234,7 @@ class TritonPythonModel:
         with job.lock:
             if not job.done:
                 job.done = True
-                job.sender.send(response, flags=FINAL)
+                job.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     # The watching thread: clients that went away, and the metrics.
 
@@ -321,7 +321,7 @@ def _tensor(name: str, values: list[Any]) -> Any:
 
 
 def _error(outcome: str, message: str) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, CODES[outcome]))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome])))
 
 
 def _traceback(error: BaseException) -> str:

@@ -1,0 +1,208 @@
+"""What one Triton request is turned into, and what its responses hold; no server needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.errors import RequestError
+from toolkit.interfaces import RequestStats, Sampling, TokenEvent
+from toolkit.triton.requests import Answer, Limits, Request, parse
+
+LIMITS = Limits(decoupled=True, max_draft_len=4)
+STATS = RequestStats(
+    prompt_tokens=3,
+    output_tokens=4,
+    verify_steps=2,
+    drafted=8,
+    accepted=2,
+    drafted_by_position=(2, 2, 2, 2),
+    accepted_by_position=(1, 1, 0, 0),
+    arrival_ns=10,
+    first_scheduled_ns=20,
+    first_token_ns=30,
+    last_token_ns=40,
+    draft_ns=5,
+    verify_ns=6,
+    host_ns=7,
+)
+
+
+def parsed(limits: Limits = LIMITS, /, **tensors: Any) -> Request:
+    values = {
+        "text_input": [b"hello"],
+        **{name: value if isinstance(value, list) else [value] for name, value in tensors.items()},
+    }
+    return parse(values, {}, limits)
+
+
+def test_a_bare_prompt_is_greedy_with_every_default_left_open() -> None:
+    assert parsed() == Request(prompt="hello")
+
+
+def test_every_option_arrives() -> None:
+    request = parsed(
+        streaming=True,
+        sampling_param_best_of=1,
+        sampling_param_temperature=0.5,
+        sampling_param_top_k=7,
+        sampling_param_top_p=0.9,
+        sampling_param_frequency_penalty=-0.1,
+        sampling_param_presence_penalty=0.2,
+        sampling_param_max_tokens=9,
+        sampling_param_stop=[b"a", "é".encode()],
+        sampling_param_seed=2**64 - 1,
+        num_draft_tokens=0,
+        acceptance=b"coupled",
+        timeout_ms=5,
+        return_finish_reason=True,
+        return_token_ids=False,
+    )
+    assert request == Request(
+        prompt="hello",
+        streaming=True,
+        sampling=Sampling(0.5, 7, 0.9, -0.1, 0.2, 2**64 - 1),
+        max_tokens=9,
+        stop=("a", "é"),
+        draft_len=0,
+        acceptance="coupled",
+        timeout_ms=5,
+        include_prompt=False,
+        returns=frozenset({"return_finish_reason"}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "temperature"),
+    [
+        ({}, 0.0),
+        ({"sampling_param_top_k": 5}, 1.0),
+        ({"sampling_param_top_p": 0.5}, 1.0),
+        ({"sampling_param_temperature": 0}, 0.0),
+    ],
+)
+def test_absent_temperature_means_greedy_unless_a_filter_is_given(tensors: dict[str, Any], temperature: float) -> None:
+    assert parsed(**tensors).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"text_input": [b""]}, "text_input is empty"),
+        ({"text_input": [b"a", b"b"]}, "text_input holds one prompt, 2 were sent"),
+        ({"text_input": []}, "text_input holds one prompt, 0 were sent"),
+        ({"text_input": [b"ab\xff"]}, "text_input is not valid UTF-8: invalid start byte at byte 2"),
+        ({"sampling_param_stop": [b"ok", b"\xc3"]}, "sampling_param_stop is not valid UTF-8"),
+        ({"sampling_param_stop": [b""]}, "empty stop word"),
+        ({"sampling_param_max_tokens": 0}, "sampling_param_max_tokens is 0; it has to be at least 1"),
+        ({"sampling_param_best_of": 2}, "sampling_param_best_of 2 is not supported"),
+        ({"sampling_param_temperature": float("nan")}, "sampling_param_temperature is nan"),
+        ({"sampling_param_temperature": -1.0}, "sampling_param_temperature is -1.0"),
+        ({"sampling_param_top_p": 0.0}, "sampling_param_top_p is 0"),
+        ({"sampling_param_top_p": 1.5}, "sampling_param_top_p is 1.5"),
+        ({"sampling_param_top_k": -1}, "sampling_param_top_k is -1"),
+        ({"sampling_param_presence_penalty": float("inf")}, "sampling_param_presence_penalty is inf"),
+        ({"num_draft_tokens": 5}, "num_draft_tokens is 5; this deployment drafts 0 to 4 tokens"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"acceptance": b"hope"}, "acceptance is 'hope'; known: auto, rejection"),
+        ({"timeout_ms": 0}, "timeout_ms is 0"),
+        ({"streaming": [True, False]}, "streaming holds one value, 2 were sent"),
+        ({"sampling_param_beam_width": 2}, "unknown input 'sampling_param_beam_width'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parsed(**tensors)
+    assert message in str(refused.value)
+
+
+def test_missing_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="text_input is missing"):
+        parse({}, {}, LIMITS)
+
+
+def test_a_name_that_http_turned_into_a_parameter_is_refused_with_the_likely_one() -> None:
+    with pytest.raises(RequestError, match="unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"):
+        parse({"text_input": [b"x"]}, {"max_tokens": 3}, LIMITS)
+    with pytest.raises(RequestError, match="Did you mean 'num_draft_tokens'"):
+        parse({"text_input": [b"x"]}, {"num_draft_token": 3}, LIMITS)
+
+
+def test_parameters_of_triton_itself_are_not_ours_to_refuse() -> None:
+    assert parse({"text_input": [b"x"]}, {"triton_enable_empty_final_response": True, "priority": 1}, LIMITS).prompt == "x"
+
+
+def test_drafting_without_a_draft_model_is_refused_and_plain_decoding_is_not() -> None:
+    plain = Limits(decoupled=True, max_draft_len=0)
+    with pytest.raises(RequestError, match="no draft model"):
+        parsed(plain, num_draft_tokens=1)
+    assert parsed(plain, num_draft_tokens=0).draft_len == 0
+
+
+def test_streaming_is_refused_where_the_repository_cannot() -> None:
+    with pytest.raises(RequestError, match="streaming needs a decoupled repository"):
+        parsed(Limits(decoupled=False, max_draft_len=4), streaming=True)
+
+
+def events() -> list[TokenEvent]:
+    return [
+        TokenEvent("1", (5,), "a"),
+        TokenEvent("1", (6, 7), ""),
+        TokenEvent("1", (8,), "bc", finish_reason="stop", stop_reason="d", stats=STATS),
+    ]
+
+
+def test_streaming_gives_what_is_new_and_never_the_prompt() -> None:
+    answer = Answer(parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True))
+    assert [answer.add(event) for event in events()] == [
+        {"text_output": ["a"], "output_ids": [5], "num_output_tokens": [1]},
+        {"text_output": [""], "output_ids": [6, 7], "num_output_tokens": [3]},
+        {"text_output": ["bc"], "output_ids": [8], "num_output_tokens": [4]},
+    ]
+
+
+def test_one_response_holds_everything_and_the_prompt_unless_it_is_excluded() -> None:
+    with_prompt, without = Answer(parsed(return_token_ids=True)), Answer(parsed(sampling_param_exclude_input_from_output=True))
+    assert [with_prompt.add(event) for event in events()] == [
+        None,
+        None,
+        {"text_output": ["helloabc"], "output_ids": [5, 6, 7, 8]},
+    ]
+    assert [without.add(event) for event in events()][-1] == {"text_output": ["abc"]}
+
+
+def test_statistics_come_with_the_last_response_when_asked_for() -> None:
+    answer = Answer(
+        parsed(
+            return_finish_reason=True,
+            return_stop_reason=True,
+            return_num_input_tokens=True,
+            sampling_param_return_perf_metrics=True,
+            return_speculation_stats=True,
+        )
+    )
+    last = [answer.add(event) for event in events()][-1]
+    assert last is not None
+    assert last["finish_reason"] == ["stop"]
+    assert last["stop_reason"] == ["d"]
+    assert last["num_input_tokens"] == [3]
+    assert last["acceptance_rate"] == [0.25]
+    assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == ([8], [2])
+    assert last["verify_steps"] == [2]
+    assert last["drafted_by_position"] == [2, 2, 2, 2]
+    assert last["accepted_by_position"] == [1, 1, 0, 0]
+    assert last["last_token_time_ns"] == [40]
+    assert (last["draft_time_ns"], last["verify_time_ns"], last["host_time_ns"]) == ([5], [6], [7])
+
+
+def test_a_rate_of_nothing_is_left_out() -> None:
+    import dataclasses
+
+    stats = dataclasses.replace(STATS, drafted=0, accepted=0)
+    last = Answer(parsed(sampling_param_return_perf_metrics=True)).add(
+        TokenEvent("1", (1,), "a", finish_reason="stop", stats=stats)
+    )
+    assert last is not None
+    assert "acceptance_rate" not in last
+    assert last["total_draft_tokens"] == [0]
