@@ -123,7 +123,7 @@ def test_missing_prompt_is_refused() -> None:
 
 
 def test_a_name_that_http_turned_into_a_parameter_is_refused_with_the_likely_one() -> None:
-    with pytest.raises(RequestError, match="unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"):
+    with pytest.raises(RequestError, match=r"unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"):
         parse({"text_input": [b"x"]}, {"max_tokens": 3}, LIMITS)
     with pytest.raises(RequestError, match="Did you mean 'num_draft_tokens'"):
         parse({"text_input": [b"x"]}, {"num_draft_token": 3}, LIMITS)

@@ -1,0 +1,237 @@
+"""A real tritonserver process: found, started, watched, stopped, and nothing of it left; with models of a few lines."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import TritonConfig
+from toolkit.errors import BackendUnavailable, ServerError
+from toolkit.triton import server as server_module
+from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
+
+CONFIG = """
+name: "tiny"
+backend: "python"
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+instance_group { kind: KIND_CPU }
+"""
+GOOD = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+"""
+BROKEN = "raise RuntimeError('this model is broken on purpose')\n"
+HANGING = """
+import time
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(3600)
+    def execute(self, requests):
+        return []
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Callable[[str], Path]:
+    def make(source: str) -> Path:
+        version = tmp_path / "repository" / "tiny" / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(source)
+        (version.parent / "config.pbtxt").write_text(CONFIG)
+        return tmp_path / "repository"
+
+    return make
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True).stdout.split("\n")
+    return [int(line.split()[0]) for line in listed if line.strip() and int(line.split()[1]) == pid]
+
+
+@pytest.fixture
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory of this test's own, so that workspaces in it are this test's."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def regions(folder_names: list[str]) -> list[Path]:
+    return [region for name in folder_names for region in Path("/dev/shm").glob(f"{name}*")]
+
+
+def test_it_serves_on_loopback_only_and_leaves_nothing(repository: Callable[[str], Path], own_tmp: Path) -> None:
+    waits: list[str] = []
+    with TritonServer(repository(GOOD), progress=lambda done, total, what: waits.append(what)) as server:
+        names = [path.name for path in own_tmp.glob("toolkit-serve-*")]
+        pid, stubs = server.pid, children(server.pid)
+        assert alive(pid)
+        assert stubs
+        assert regions(names)
+        ports = {int(url.rsplit(":", 1)[1].split("/")[0]) for url in (server.http_url, server.grpc_url, server.metrics_url)}
+        assert len(ports) == 3
+        assert listening_addresses(ports) == {"127.0.0.1"}
+    assert waits
+    assert not any(alive(process) for process in [pid, *stubs])
+    assert not list(own_tmp.iterdir())
+    assert not regions(names)
+
+
+def listening_addresses(ports: set[int]) -> set[str]:
+    """The addresses that sockets listen on at these ports; a v4 address inside a v6 one (gRPC's sockets) as the v4 one."""
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(file).read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            digits, port = local.split(":")
+            if state != "0A" or int(port, 16) not in ports:
+                continue
+            packed = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
+            address = ipaddress.ip_address(packed)
+            mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+            found.add(str(mapped or address))
+    return found
+
+
+def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
+    with pytest.raises(ServerError) as failed, TritonServer(repository(BROKEN)):
+        pass
+    assert "tritonserver ended with exit code 1" in str(failed.value)
+    assert "this model is broken on purpose" in failed.value.log_tail
+    assert not list(own_tmp.iterdir())
+
+
+def test_a_server_that_hangs_at_start_is_stopped_after_the_timeout(repository: Callable[[str], Path], own_tmp: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerError) as failed, TritonServer(repository(HANGING), TritonConfig(start_timeout_s=1.0)):
+        pass
+    assert "tritonserver was not ready after 1 s" in str(failed.value)
+    assert "loading: tiny:1" in failed.value.log_tail
+    assert time.monotonic() - started < 40
+    assert not list(own_tmp.iterdir())
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc", "metrics"])
+def test_a_port_in_use_is_named_before_anything_starts(repository: Callable[[str], Path], own_tmp: Path, protocol: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ServerError) as failed, TritonServer(repository(GOOD), TritonConfig(**{f"{protocol}_port": port})):
+            pass
+    assert f"{protocol} port {port} on 127.0.0.1 cannot be used: Address already in use" in str(failed.value)
+    assert f"triton.{protocol}_port" in str(failed.value)
+    assert not list(own_tmp.iterdir())
+
+
+def test_a_missing_repository_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=f"no model repository at {tmp_path / 'none'}"), TritonServer(tmp_path / "none"):
+        pass
+
+
+def test_a_server_that_dies_later_is_told_by_check(repository: Callable[[str], Path], own_tmp: Path) -> None:
+    with TritonServer(repository(GOOD)) as server:
+        server.check()
+        stubs = children(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+        assert eventually(lambda: server._process is not None and server._process.poll() is not None)
+        with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL"):
+            server.check()
+        assert not any(alive(stub) for stub in stubs)
+    assert not list(own_tmp.iterdir())
+
+
+@pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_killed_parent(repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals) -> None:
+    program = (
+        "import sys, tempfile, time; from pathlib import Path; from toolkit.triton.server import TritonServer\n"
+        "server = TritonServer(Path(sys.argv[1])); server.start(); print(server.pid, flush=True); time.sleep(600)"
+    )
+    environment = {**os.environ, "TMPDIR": str(own_tmp)}
+    command = [sys.executable, "-c", program, str(repository(GOOD))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        names = [path.name for path in own_tmp.glob("toolkit-serve-*")]
+        processes = [pid, *children(pid)]
+        assert all(alive(process) for process in processes)
+        parent.send_signal(killer)
+        parent.wait()
+    assert eventually(lambda: not any(alive(process) for process in processes))
+    assert eventually(lambda: not list(own_tmp.iterdir()))
+    assert not regions(names)
+
+
+def test_leftovers_of_a_killed_server_are_swept_and_those_in_use_are_not(own_tmp: Path) -> None:
+    dead, live = Workspace.create(), Workspace.create()
+    shm = Path("/dev/shm")
+    ours, theirs = shm / f"{dead.path.name}-region", shm / f"{live.path.name}-region"
+    try:
+        ours.write_bytes(b"x")
+        theirs.write_bytes(b"x")
+        dead.close()
+        sweep(own_tmp)
+        assert not dead.path.exists()
+        assert not ours.exists()
+        assert live.path.exists()
+        assert theirs.exists()
+    finally:
+        live.close()
+        sweep(own_tmp)
+    assert not theirs.exists()
+
+
+def test_server_on_path_comes_first_and_brings_its_own_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_tmp: Path
+) -> None:
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    workspace = Workspace.create()
+    command, environment = launch_command(tmp_path, workspace)
+    workspace.close()
+    assert find_server().binary == program
+    assert command[0] == str(program)
+    assert not any(argument.startswith("--backend-directory") for argument in command)
+    assert "LD_LIBRARY_PATH" not in environment
+
+
+def test_without_any_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailable, match=r"tritonserver is not available\n.*embedded"):
+        find_server()
