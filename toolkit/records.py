@@ -14,13 +14,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
+    "Acceptance",
+    "Arm",
+    "Arms",
     "CompiledEngine",
+    "CounterCheck",
+    "Definition",
+    "Divergence",
     "Finding",
+    "Gate",
+    "Latency",
     "LayerError",
     "PairProof",
+    "Parity",
+    "PositionAcceptance",
+    "Quality",
     "QuantizationQuality",
     "QuantizedCheckpoint",
+    "Sampled",
+    "Speedup",
+    "StageCost",
     "TritonRepository",
+    "ValidationReport",
     "from_json",
     "to_json",
 ]
@@ -121,6 +136,216 @@ class TritonRepository:
     max_draft_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One latency of one arm, in milliseconds. A percentile that the number of samples cannot support is None, and
+    `unsupported` says why under its name (p50 | p90 | p99).
+
+    p90_low and p90_high: the bootstrap interval of p90 over requests. curve: the quantiles 0, 1, ... 100 percent, for plots.
+    samples counts requests (ttft, tpot, e2e), chunks (icl) or tokens (itl, which is weighted by them).
+    """
+
+    samples: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    p90_low: float | None
+    p90_high: float | None
+    unsupported: dict[str, str]
+    curve: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm (plain or speculative) at one temperature, one request at a time.
+
+    tokens_per_s = output_tokens / request_time_s, both summed over the requests; tokens_per_s_by_prompt the same per prompt, in
+    the prompts' order. latencies: ttft, tpot, itl, icl, e2e. distinct_4grams: distinct / all 4-grams of output tokens, averaged
+    over requests with at least four tokens; texts that loop score low, and flatter speculation.
+    """
+
+    requests: int
+    output_tokens: int
+    request_time_s: float
+    tokens_per_s: float
+    tokens_per_s_by_prompt: tuple[float, ...]
+    latencies: dict[str, Latency]
+    distinct_4grams: float | None
+    finish_reasons: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """The same deployment without and with speculation. speculative None: the deployment does not speculate."""
+
+    plain: Arm
+    speculative: Arm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and rounds."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+    prompts: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionAcceptance:
+    """Position i (from 0) of a draft. joint = accepted / drafted; conditional = joint / joint of the position before it."""
+
+    drafted: int
+    accepted: int
+    joint: float | None
+    conditional: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included. None: nothing was drafted."""
+
+    rate: float | None
+    length: float | None
+    drafted: int
+    accepted: int
+    verify_steps: int
+    by_position: tuple[PositionAcceptance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first output position at which speculative and plain decoding differ, judged by the reference's own logits there.
+
+    kind: near-tie (rounding explains it), fault (it does not), unexplained (the reference could not be asked). A token of None
+    is the end of the text. margin: top-1 minus top-2 of the reference's scores, in logits; a gap is top-1 minus the score of
+    the token that was chosen, a rank its place (0 is the best). Scores are logits at temperature 0, and logits + temperature *
+    Gumbel noise in the seeded check, so both are in logits.
+    """
+
+    prompt_index: int
+    prompt: str
+    position: int
+    kind: str
+    plain_token: int | None
+    speculative_token: int | None
+    margin: float | None
+    plain_rank: int | None
+    speculative_rank: int | None
+    plain_gap: float | None
+    speculative_gap: float | None
+    seed: int | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Speculative against plain decoding, prompt by prompt. rate = divergences / prompts, with exact one-sided bounds."""
+
+    prompts: int
+    identical: int
+    near_ties: int
+    faults: int
+    unexplained: int
+    rate: float
+    rate_low: float
+    rate_high: float
+    confidence: float
+    compared_tokens: int
+    divergences: tuple[Divergence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the report holds at temperature 0, at the YAML's temperature. parity: seeded requests under `coupled`."""
+
+    temperature: float
+    rule: str  # the acceptance rule of requests without a seed, which the latencies are measured with
+    arms: Arms
+    speedup: Speedup | None
+    acceptance: Acceptance | None
+    parity: Parity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One gate. outcome: PASS | FAIL | INCONCLUSIVE. detail: the reason in words; next_step: what to do unless it passed."""
+
+    name: str
+    outcome: str
+    measured: float | None
+    limit: float | None
+    detail: str
+    next_step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CounterCheck:
+    """A server counter, differenced over the measured window, beside what the client added up itself."""
+
+    name: str
+    client: int
+    server: int | None
+    matches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What quantization cost. None: that model was not quantized here, or there is no draft."""
+
+    target: QuantizationQuality | None
+    draft: QuantizationQuality | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage took, from its manifest. reused: taken from the store in this build; the figures are of when it ran."""
+
+    stage: str
+    seconds: float
+    peak_memory_bytes: int | None
+    reused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What a number in the report means."""
+
+    formula: str
+    numerator: str
+    denominator: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """The verdict and everything it rests on. docs/report.md explains the JSON.
+
+    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature.
+    """
+
+    schema_version: int
+    name: str
+    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    gates: tuple[Gate, ...]
+    arms: Arms
+    speedup: Speedup | None
+    acceptance: Acceptance | None
+    parity: Parity | None
+    sampled: Sampled
+    quality: Quality
+    counters: tuple[CounterCheck, ...]
+    findings: tuple[Finding, ...]
+    environment: dict[str, str]
+    engines: dict[str, CompiledEngine]
+    stages: tuple[StageCost, ...]
+    definitions: dict[str, Definition]
+
+
 def to_json(record: object) -> Any:
     """A record as plain JSON values; paths become strings, tuples lists."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
@@ -139,7 +364,7 @@ def from_json(kind: type[R], data: Any) -> R:
     return typing.cast(R, _decode(kind, data))
 
 
-def _decode(kind: Any, data: Any) -> Any:
+def _decode(kind: Any, data: Any) -> Any:  # noqa: PLR0911 - one return per form of annotation
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

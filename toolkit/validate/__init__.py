@@ -1,0 +1,1 @@
+"""The served deployment is measured and judged: parity, latency, quality, gates, verdict."""
