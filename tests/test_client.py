@@ -1,0 +1,314 @@
+"""The client against a scripted gRPC server: what it sends, what it makes of the answers, and its arithmetic on times."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from toolkit import client as client_module
+from toolkit.client import (
+    ALWAYS,
+    TENSORS,
+    Client,
+    Options,
+    RequestRefused,
+    RequestTiming,
+    ServerUnavailable,
+    Statistics,
+    read_prompts,
+    summarise,
+)
+from toolkit.triton import model_config
+from toolkit.triton.contract import INPUTS, OUTPUTS
+
+MS = 1_000_000
+TYPES = {"TYPE_STRING": "BYTES", "TYPE_INT32": "INT32", "TYPE_INT64": "INT64", "TYPE_FP32": "FP32"}
+
+
+def answer(**outputs: Sequence[Any]) -> Any:
+    """One response of the model, as Triton would encode it."""
+    dtypes = {spec.name: TYPES[spec.dtype] for spec in OUTPUTS}
+    response = service_pb2.ModelStreamInferResponse()
+    for name, values in outputs.items():
+        response.infer_response.outputs.add(name=name, datatype=dtypes[name], shape=[len(values)])
+        if dtypes[name] == "BYTES":
+            texts = [str(value).encode() for value in values]
+            raw = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+        else:
+            raw = np.asarray(values, client_module.NUMPY_TYPES[dtypes[name]]).tobytes()
+        response.infer_response.raw_output_contents.append(raw)
+    return response
+
+
+class Script(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Answers every request by the same script: responses, and seconds to wait between them."""
+
+    def __init__(self, config: Any, script: Sequence[Any]) -> None:
+        self.config = config
+        self.script = script
+        self.requests: list[Any] = []
+        self.cancelled = threading.Event()
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelConfigResponse(config=self.config)
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        self.requests.append(next(requests))
+        context.add_callback(lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set())
+        for step in self.script:
+            if isinstance(step, grpc.StatusCode):
+                context.abort(step, "on purpose")
+            elif isinstance(step, float):
+                time.sleep(step)
+            else:
+                yield step
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[Client, Script]]]:
+    servers, clients = [], []
+
+    def start(*script: Any, config: Any = None, **settings: Any) -> tuple[Client, Script]:
+        service = Script(config or model_config.build(decoupled=True), script)
+        server = grpc.server(futures.ThreadPoolExecutor(4))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        clients.append(Client(f"127.0.0.1:{port}", **settings))
+        return clients[-1], service
+
+    yield start
+    for client in clients:
+        client.close()
+    for server in servers:
+        server.stop(None).wait()
+
+
+STATISTICS: dict[str, Sequence[Any]] = {
+    "finish_reason": ["length"],
+    "stop_reason": ["None"],
+    "num_input_tokens": [3],
+    "verify_steps": [2],
+    "drafted_by_position": [2, 2],
+    "accepted_by_position": [2, 1],
+    "total_draft_tokens": [4],
+    "total_accepted_draft_tokens": [3],
+}
+STREAM = (
+    answer(text_output=["a"], output_ids=[1], num_output_tokens=[1]),
+    answer(text_output=[""], output_ids=[2, 3], num_output_tokens=[3]),
+    answer(text_output=["bc"], output_ids=[], num_output_tokens=[3], **STATISTICS),
+)
+
+
+def test_every_option_and_question_is_an_input_of_the_model() -> None:
+    assert {*TENSORS.values(), *ALWAYS} <= {spec.name for spec in INPUTS}
+    assert set(TENSORS) == set(Options.__dataclass_fields__)
+
+
+def test_a_request_holds_what_was_asked_and_nothing_else(serve: Callable[..., Any]) -> None:
+    client, service = serve(*STREAM)
+    list(client.stream("héllo", Options(max_tokens=4), seed=2**63, stop=("x", "y"), num_draft_tokens=0, request_id="me"))
+    (request,) = service.requests
+    sent = dict(zip([tensor.name for tensor in request.inputs], request.raw_input_contents, strict=True))
+    assert request.id == "me"
+    assert set(sent) == {
+        *(
+            "text_input",
+            "streaming",
+            "sampling_param_max_tokens",
+            "sampling_param_seed",
+            "sampling_param_stop",
+            "num_draft_tokens",
+        ),
+        *ALWAYS,
+    }
+    assert sent["text_input"] == struct.pack("<I", 6) + "héllo".encode()
+    assert sent["sampling_param_stop"] == struct.pack("<I", 1) + b"x" + struct.pack("<I", 1) + b"y"
+    assert sent["sampling_param_seed"] == np.uint64(2**63).tobytes()
+    assert sent["num_draft_tokens"] == np.int32(0).tobytes()
+
+
+def test_chunks_arrive_with_tokens_and_statistics_at_the_end(serve: Callable[..., Any]) -> None:
+    client, _ = serve(*STREAM)
+    chunks = list(client.stream("x"))
+    assert [(chunk.text, chunk.token_ids, chunk.output_tokens) for chunk in chunks] == [
+        ("a", (1,), 1),
+        ("", (2, 3), 3),
+        ("bc", (), 3),
+    ]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+    assert chunks[0].statistics is None
+    statistics = chunks[2].statistics
+    assert statistics is not None
+    assert statistics.acceptance_rate == 0.75
+    assert statistics.acceptance_length == 2.5
+    assert (statistics.drafted_by_position, statistics.accepted_by_position) == ((2, 2), (2, 1))
+    assert chunks[2].stop_reason is None
+
+
+def test_generate_gives_the_one_answer(serve: Callable[..., Any]) -> None:
+    client, _ = serve(answer(text_output=["abc"], output_ids=[1, 2, 3], num_output_tokens=[3], **STATISTICS))
+    completion = client.generate("x")
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("abc", (1, 2, 3), "length")
+    assert completion.statistics.input_tokens == 3
+
+
+def test_a_model_that_repeats_its_text_is_understood(serve: Callable[..., Any]) -> None:
+    config = model_config.build(decoupled=True)
+    del config.parameters["stream_text"]
+    known = ("text_input", "streaming", "sampling_param_max_tokens", "return_finish_reason")
+    for tensor in [tensor for tensor in config.input if tensor.name not in known]:
+        config.input.remove(tensor)
+    script = [answer(text_output=[text]) for text in ("a", "ab", "abc")]
+    client, service = serve(*script, answer(text_output=["abc"], finish_reason=["length"]), config=config)
+    assert [chunk.text for chunk in client.stream("x")] == ["a", "b", "c", ""]
+    assert {tensor.name for tensor in service.requests[0].inputs} == {"text_input", "streaming", "return_finish_reason"}
+    with pytest.raises(RequestRefused, match="no input 'num_draft_tokens', so num_draft_tokens cannot be set"):
+        client.generate("x", num_draft_tokens=0)
+    (timing,) = client.measure(["x"])
+    assert (timing.text, timing.output_tokens, timing.tpot_ns) == ("abc", None, None)
+
+
+def test_an_error_of_the_server_is_a_refusal_with_its_text(serve: Callable[..., Any]) -> None:
+    refusal = service_pb2.ModelStreamInferResponse(error_message="too long")
+    client, _ = serve(STREAM[0], refusal)
+    chunks = client.stream("x")
+    assert next(chunks).text == "a"
+    with pytest.raises(RequestRefused, match="too long"):
+        next(chunks)
+
+
+def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) -> None:
+    client, service = serve(STREAM[0], 0.5, *STREAM[1:])
+    chunks = client.stream("x")
+    next(chunks)
+    chunks.close()
+    assert service.cancelled.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "cannot be reached or went away"),
+        (grpc.StatusCode.INTERNAL, "on purpose"),
+    ],
+)
+def test_a_stream_that_breaks_is_told_apart_from_a_refusal(serve: Callable[..., Any], step: Any, message: str) -> None:
+    client, _ = serve(STREAM[0], step)
+    kind = ServerUnavailable if step == grpc.StatusCode.UNAVAILABLE else RequestRefused
+    with pytest.raises(kind, match=message):
+        list(client.stream("x"))
+
+
+def test_a_stream_that_ends_without_an_answer_is_no_success(serve: Callable[..., Any]) -> None:
+    client, _ = serve()
+    with pytest.raises(ServerUnavailable, match="ended without an answer"):
+        list(client.stream("x"))
+
+
+def test_a_server_that_does_not_answer_runs_into_the_timeout(serve: Callable[..., Any]) -> None:
+    client, _ = serve(1.0, *STREAM, timeout_s=0.2)
+    with pytest.raises(ServerUnavailable, match=r"no answer within 0.2 s"):
+        client.generate("x")
+
+
+def test_nobody_there_is_said_so() -> None:
+    with Client("127.0.0.1:9", timeout_s=5) as client:
+        assert not client.ready()
+        with pytest.raises(ServerUnavailable, match=r"127.0.0.1:9: the server cannot be reached"):
+            client.generate("x")
+
+
+def test_an_unknown_option_is_a_type_error(serve: Callable[..., Any]) -> None:
+    client, _ = serve(*STREAM)
+    with pytest.raises(TypeError, match="max_token"):
+        client.generate("x", max_token=3)
+
+
+def test_measured_times_follow_the_schedule(serve: Callable[..., Any]) -> None:
+    client, _ = serve(0.05, STREAM[0], 0.1, *STREAM[1:])
+    for timing in client.measure(["x", "y", "z"], concurrency=3):
+        assert [tokens for _, tokens in timing.chunks] == [1, 2]
+        assert timing.ttft_ns is not None
+        assert timing.e2e_ns is not None
+        assert timing.ttft_ns >= 50 * MS
+        assert timing.e2e_ns - timing.ttft_ns >= 100 * MS - 1
+        assert timing.text == "abc"
+        assert timing.token_ids == (1, 2, 3)
+
+
+def timing(sent_ns: int, chunks: Sequence[tuple[int, int]], **statistics: Any) -> RequestTiming:
+    figures = Statistics(output_tokens=sum(tokens for _, tokens in chunks), **statistics)
+    return RequestTiming("", "", (), "length", sent_ns, tuple(chunks), figures)
+
+
+def test_latencies_are_counted_in_tokens_not_in_chunks() -> None:
+    measured = timing(100, [(150, 1), (210, 3), (240, 1)])
+    assert measured.ttft_ns == 50
+    assert measured.e2e_ns == 140
+    assert measured.tpot_ns == round(90 / 4)
+    assert measured.icl_ns == (60, 30)
+    assert measured.itl == ((20, 3), (30, 1))
+
+
+def test_what_cannot_be_measured_is_none() -> None:
+    assert timing(0, []).ttft_ns is None
+    assert timing(0, []).e2e_ns is None
+    assert timing(0, [(10, 1)]).tpot_ns is None
+    assert timing(0, [(10, 1)]).itl == ()
+    assert Statistics(drafted=0, accepted=0, verify_steps=0).acceptance_rate is None
+    assert Statistics(drafted=0, accepted=0, verify_steps=0).acceptance_length is None
+
+
+def test_summary_weights_itl_by_tokens_and_divides_sums() -> None:
+    arm = [
+        timing(0, [(10 * MS, 1), (40 * MS, 3)], drafted=4, accepted=2, verify_steps=1),
+        timing(0, [(10 * MS, 1), (50 * MS, 1)], drafted=4, accepted=0, verify_steps=1),
+    ]
+    figures = summarise(arm)
+    assert figures["tokens_per_s"] == pytest.approx(6 / 0.090)
+    assert figures["itl_p50_ms"] == pytest.approx(np.percentile([10, 10, 10, 40], 50))
+    assert figures["itl_p90_ms"] == pytest.approx(np.percentile([10, 10, 10, 40], 90))
+    assert figures["acceptance_rate"] == 0.25
+    assert figures["acceptance_length"] == 2.0
+    assert summarise([])["tokens_per_s"] is None
+
+
+def test_prompts_are_read_from_json_lines_and_text(tmp_path: Path) -> None:
+    lines, text, bad = tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "c.jsonl"
+    lines.write_text('{"prompt": "a b"}\n\n{"text": "c"}\n')
+    text.write_text("a b\n\nc\n")
+    bad.write_text('{"prompt": "a"}\n{"other": 1}\n')
+    assert read_prompts(lines) == ["a b", "c"]
+    assert read_prompts(text) == ["a b", "c"]
+    with pytest.raises(SystemExit, match=r"c.jsonl:2: not a JSON object with a prompt"):
+        read_prompts(bad)
+
+
+def test_the_program_measures_both_arms(serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client, service = serve(*STREAM)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    arguments = ["--url", client.url, "--prompts", str(tmp_path / "p.jsonl"), "--rounds", "1"]
+    assert client_module.main([*arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["plain"]["requests"] == figures["speculative"]["requests"] == 2
+    assert figures["speedup"] > 0
+    asked = [{tensor.name for tensor in request.inputs} for request in service.requests]
+    assert ["num_draft_tokens" in names for names in asked[2:]] == [True, False, True, False]
+    assert client_module.main(arguments) == 0
+    assert "tokens_per_s" in capsys.readouterr().out
+    assert client_module.main(["--url", "127.0.0.1:9", *arguments[2:]]) == 3
+    assert "cannot be reached" in capsys.readouterr().err
