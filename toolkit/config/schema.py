@@ -104,9 +104,10 @@ class TritonConfig(Section):
 
 
 class ParityGates(Section):
-    """max_divergence_rate: of prompts, judged by its upper confidence bound. A divergence at a reference margin (top-1 minus top-2
+    """max_divergence_rate: of prompts, judged by its upper confidence bound.
 
-    logit) of at most near_tie_margin is a near-tie; any other one fails.
+    A divergence is a near-tie where the reference scores both chosen tokens within near_tie_margin (logits) of its best one, so
+    that its top-1 and top-2 are that close too; any other one fails.
     """
 
     max_divergence_rate: Ratio = 0.05
@@ -134,7 +135,7 @@ class ValidationConfig(Section):
     """How the served deployment is judged. prompts: JSON Lines with a `prompt` string per line."""
 
     prompts: Path
-    max_prompts: Count = 48  # the first lines of the file
+    max_prompts: Count = 64  # the first lines of the file; below 59 no rate can be bounded by 0.05
     max_tokens: Count = 64
     temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 0.8  # of the sampled runs; greedy is always run too
     rounds: Count = 3  # interleaved plain/speculative passes at least

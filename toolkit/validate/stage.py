@@ -1,30 +1,46 @@
 """The validate stage: a running endpoint and the gates of the YAML in, a report with a verdict out.
 
 Nothing here starts a server or an engine: the endpoint, its counters and the reference model come in as arguments.
+
+Two kinds of requests are sent. Those that are timed carry no seed, as most clients' do, so at temperature > 0 they run under
+the deployment's own acceptance rule; at temperature 0 the same requests prove parity. Then each prompt is sent once more per
+arm at temperature > 0 with a seed under the `coupled` rule, where the texts have to be the same again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.interfaces import Progress
-from toolkit.records import CompiledEngine, Quality, StageCost, ValidationReport
-from toolkit.validate.parity import Reference
+from toolkit.records import (
+    Acceptance,
+    Arms,
+    CompiledEngine,
+    CounterCheck,
+    Finding,
+    Gate,
+    Parity,
+    Quality,
+    Sampled,
+    Speedup,
+    StageCost,
+    ValidationReport,
+)
+from toolkit.validate import metrics
+from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
+from toolkit.validate.counters import client_counts, reconcile
+from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, speedup_gate, verdict
+from toolkit.validate.parity import Reference, compare, unrepeatable
+from toolkit.validate.prompts import read_prompts
 
-if TYPE_CHECKING:
-    from toolkit.client import RequestTiming
-
-__all__ = ["VERSION", "Endpoint", "Reference", "validate"]
+__all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "validate"]
 
 VERSION = 1
-
-
-class Endpoint(Protocol):
-    """Where requests go: `toolkit.client.Client` is one. overrides are fields of `toolkit.client.Options`."""
-
-    def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]: ...
+SCHEMA_VERSION = 1
+WARM_UP_PROMPTS = 2
+LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
 def validate(
@@ -42,7 +58,7 @@ def validate(
     stages: Sequence[StageCost] = (),
     progress: Progress | None = None,
 ) -> ValidationReport:
-    """Measure and judge a served deployment. Takes minutes: (rounds + 1) x prompts x max_tokens, twice, in both arms.
+    """Measure and judge a served deployment. Sends (2 x rounds + 1) x prompts requests per arm, and more rounds if undecided.
 
     endpoint: a started server's client, `Client(server.grpc_url)`. counters: reads the server's own counters, for instance
     `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
@@ -52,4 +68,145 @@ def validate(
 
     Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses or breaks.
     """
-    raise NotImplementedError
+    prompts = read_prompts(config.prompts, config.max_prompts)
+    arms = ARMS if max_draft_len > 0 else ARMS[:1]
+    report_progress = progress or (lambda done, total, what: None)
+    what = "warming up"
+    sender = Sender(endpoint, config.max_tokens, lambda: report_progress(len(sender.sent), None, what))
+    before = counters() if counters is not None else {}
+    for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
+        for arm in arms:
+            for temperature in (0.0, config.temperature):
+                sender.send(index, prompt, arm, temperature=temperature)
+
+    measured: dict[float, Measured] = {}
+    for temperature in (0.0, config.temperature):
+        what = f"measuring at temperature {temperature:g}"
+        measured[temperature] = run_rounds(
+            sender,
+            prompts,
+            arms=arms,
+            rounds=config.rounds,
+            max_rounds=config.max_rounds,
+            undecided=lambda so_far: _undecided(so_far, config),
+            seed=config.seed,
+            options={"temperature": temperature},
+        )
+    greedy, sampled = measured[0.0], measured[config.temperature]
+    parity, seeded = None, None
+    if max_draft_len > 0:
+        what = "seeded requests"
+        seeded_pairs = _seeded_pairs(sender, prompts, config)
+        what = "asking the reference about divergences"
+        margin = config.parity.near_tie_margin
+        rounds = list(zip(*greedy.speculative, strict=True))
+        parity = compare(list(zip(greedy.plain[0], rounds, strict=True)), reference, margin)
+        seeds = [_seed(config, index) for index in range(len(prompts))]
+        seeded = compare(seeded_pairs, reference, margin, temperature=config.temperature, seeds=seeds)
+
+    checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
+    greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config)
+    sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config)
+    gates = [
+        *_gates(config, greedy_arms, greedy_speedup, parity, ("parity", "speedup", "")),
+        *_gates(config, sampled_arms, sampled_speedup, seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
+        *quality_gates(quality.target, config.quality),
+    ]
+    return ValidationReport(
+        schema_version=SCHEMA_VERSION,
+        name=name,
+        verdict=verdict(gates),
+        gates=tuple(gates),
+        arms=greedy_arms,
+        speedup=greedy_speedup,
+        acceptance=greedy_acceptance,
+        parity=parity,
+        sampled=Sampled(
+            temperature=config.temperature,
+            rule="rejection" if acceptance == "auto" else acceptance,
+            arms=sampled_arms,
+            speedup=sampled_speedup,
+            acceptance=sampled_acceptance,
+            parity=seeded,
+        ),
+        quality=quality,
+        counters=checks,
+        findings=tuple(_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms})),
+        environment=dict(environment),
+        engines=dict(engines),
+        stages=tuple(stages),
+        definitions=metrics.DEFINITIONS,
+    )
+
+
+def _seed(config: ValidationConfig, index: int) -> int:
+    return config.seed + index
+
+
+def _seeded_pairs(sender: Sender, prompts: Sequence[str], config: ValidationConfig) -> list[tuple[Any, list[Any]]]:
+    pairs: list[tuple[Any, list[Any]]] = []
+    for index, prompt in enumerate(prompts):
+        options = {"temperature": config.temperature, "seed": _seed(config, index), "acceptance": "coupled"}
+        plain, speculative = (sender.send(index, prompt, arm, **options) for arm in ARMS)
+        pairs.append((plain, [speculative]))
+    return pairs
+
+
+def _undecided(measured: Measured, config: ValidationConfig) -> bool:
+    if not measured.speculative:
+        return False
+    gates = speedup_gate("speedup", metrics.speedup(measured.speculative, measured.plain, seed=config.seed), config.latency)
+    return any(gate.outcome == INCONCLUSIVE for gate in gates)
+
+
+def _figures(measured: Measured, config: ValidationConfig) -> tuple[Arms, Speedup | None, Acceptance | None]:
+    plain = metrics.arm(measured.plain, seed=config.seed)
+    if not measured.speculative:
+        return Arms(plain, None), None, None
+    return (
+        Arms(plain, metrics.arm(measured.speculative, seed=config.seed)),
+        metrics.speedup(measured.speculative, measured.plain, seed=config.seed),
+        metrics.acceptance(request for one in measured.speculative for request in one),
+    )
+
+
+def _gates(
+    config: ValidationConfig, arms: Arms, speedup: Speedup | None, parity: Parity | None, names: tuple[str, str, str]
+) -> list[Gate]:
+    parity_name, speedup_name, suffix = names
+    gates = [] if parity is None else [parity_gate(parity_name, parity, config.parity)]
+    gates += [] if speedup is None else speedup_gate(speedup_name, speedup, config.latency)
+    return gates + latency_gates(arms.speculative or arms.plain, config.latency, suffix)
+
+
+def _findings(
+    has_counters: bool, checks: Sequence[CounterCheck], greedy: Measured, arms: Mapping[float, Arms]
+) -> list[Finding]:
+    """What a reader should know and no gate judges."""
+    findings: list[Finding] = []
+    wrong = [check for check in checks if not check.matches]
+    if wrong:
+        listed = ", ".join(f"{check.name} {check.server} against {check.client}" for check in wrong)
+        detail = (
+            f"the server's counters differ from the client's own counts: {listed}. Another client was served, or one is wrong."
+        )
+        findings.append(Finding("counters", "warning", detail))
+    elif checks:
+        findings.append(Finding("counters", "ok", f"{len(checks)} counters of the server equal the client's own counts"))
+    elif not has_counters:
+        findings.append(Finding("counters", "warning", "the server's counters were not read"))
+    for temperature, pair in arms.items():
+        for name, arm in (("plain", pair.plain), ("speculative", pair.speculative)):
+            if arm is not None and arm.distinct_4grams is not None and arm.distinct_4grams < LOOPING:
+                detail = (
+                    f"texts of the {name} arm at temperature {temperature:g} repeat themselves: {arm.distinct_4grams:.2f} of "
+                    f"their 4-grams are distinct (below {LOOPING}), which flatters the speed-up; choose other prompts"
+                )
+                findings.append(Finding("looping texts", "warning", detail))
+    for name, rounds in (("plain", greedy.plain), ("speculative", greedy.speculative)):
+        if count := unrepeatable(rounds):
+            detail = (
+                f"the {name} arm gave another text in another round for {count} prompts at temperature 0: it is not repeatable"
+            )
+            findings.append(Finding("repeatability", "warning", detail))
+    return findings

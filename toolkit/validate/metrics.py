@@ -1,0 +1,246 @@
+"""From timed requests to the figures of an arm. Pure: measurements in, records out. DEFINITIONS says what each figure means.
+
+A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the prompts' order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from toolkit.records import Acceptance, Arm, Definition, Latency, PositionAcceptance, Speedup
+from toolkit.validate.statistics import CONFIDENCE, bootstrap_percentile, bootstrap_ratio, percentile, unsupported
+
+if TYPE_CHECKING:
+    from toolkit.client import RequestTiming
+
+__all__ = ["DEFINITIONS", "PERCENTILES", "acceptance", "arm", "distinct_ngrams", "latency", "speedup"]
+
+Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
+Samples: TypeAlias = list[tuple[float, int]]  # (milliseconds, weight) of one request
+LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
+PERCENTILES = (50, 90, 99)
+NS_PER_MS = 1e6
+
+DEFINITIONS: dict[str, Definition] = {
+    "tokens_per_s": Definition(
+        "output tokens / request time",
+        "output tokens of all requests of the arm, counted by the server",
+        "e2e of the same requests, summed; they run one at a time",
+        "prefill, queueing and streaming are inside; the warm-up is not",
+    ),
+    "speedup": Definition(
+        "tokens_per_s(speculative) / tokens_per_s(plain)",
+        "tokens_per_s of the speculative arm",
+        "tokens_per_s of the plain arm: the same server, engine and prompts with draft length 0",
+        f"pairs run back to back in random order; {CONFIDENCE:.0%} bootstrap interval over prompts and rounds. Rounds are "
+        "added while it straddles its gate, which makes a verdict at the very edge a little more likely than stated",
+    ),
+    "ttft": Definition(
+        "first tokens received - request sent",
+        "time of the first chunk with tokens - time of sending",
+        "1 request",
+        "closed loop",
+    ),
+    "tpot": Definition(
+        "(last token - first token) / (output tokens - 1)",
+        "time of the last chunk with tokens - time of the first",
+        "output tokens - 1",
+        "one number per request; none below two tokens",
+    ),
+    "itl": Definition(
+        "gap between chunks / tokens of the later chunk, weighted by those tokens",
+        "time between two chunks with tokens",
+        "tokens that the later one carries",
+        "inter-token latency: a chunk of four tokens counts as four short gaps",
+    ),
+    "icl": Definition(
+        "gap between chunks", "time between two chunks with tokens", "1 gap", "inter-chunk latency: what a reader sees"
+    ),
+    "e2e": Definition(
+        "last token received - request sent", "time of the last chunk with tokens - time of sending", "1 request"
+    ),
+    "percentiles": Definition(
+        "numpy's linear percentile",
+        "samples of all rounds",
+        "",
+        "printed when at least 10 samples lie beyond it: 20 for p50, 100 for p90, 1000 for p99. Rounds repeat the prompts, "
+        f"so the {CONFIDENCE:.0%} interval of p90 resamples whole prompts",
+    ),
+    "acceptance_rate": Definition(
+        "accepted / drafted tokens",
+        "draft tokens that the target kept",
+        "draft tokens proposed",
+        "everything behind the first rejection of a block counts as drafted and not accepted",
+    ),
+    "acceptance_length": Definition(
+        "1 + accepted / verify steps",
+        "tokens out of verify steps",
+        "verify steps: target forwards after prefill",
+        "with bonus token",
+    ),
+    "acceptance_by_position": Definition(
+        "joint: accepted[i] / drafted[i]; conditional: joint[i] / joint[i - 1]",
+        "verify steps that kept the draft token at position i",
+        "verify steps that drafted one there",
+        "a conditional rate is among steps that kept all tokens before i",
+    ),
+    "distinct_4grams": Definition(
+        "distinct / all 4-grams of output tokens, averaged over requests",
+        "different runs of four tokens in a text",
+        "all runs of four tokens in it",
+        "below 0.5 the texts loop: loops are easy to draft and flatter the speed-up",
+    ),
+    "parity": Definition(
+        "prompts that diverge / prompts",
+        "prompts whose speculative text differs from the plain one in any round",
+        "prompts compared",
+        f"judged by its exact (Clopper-Pearson) one-sided upper bound at {CONFIDENCE:.0%} confidence. A divergence is a "
+        "near-tie when the reference scores both chosen tokens within near_tie_margin of its best; anything else is a fault",
+    ),
+    "seeded_parity": Definition(
+        "as parity, at temperature > 0 with a seed per prompt",
+        "prompts whose speculative text differs from the plain one under the same seed",
+        "prompts compared",
+        "under the coupled rule a seed fixes the noise of every position, so the next token is the largest of logits + "
+        "temperature * noise, drafted or not. Margins are of that sum: a rounding error of a logit moves it by as much",
+    ),
+    "kl_mean": Definition(
+        "mean over tokens of KL(source || quantized), nats",
+        "sum of KL over held-out tokens, teacher-forced",
+        "held-out tokens",
+        "measured before export",
+    ),
+    "top1_agreement": Definition(
+        "tokens whose most likely token stays the same / tokens", "held-out tokens with the same argmax", "held-out tokens"
+    ),
+    "layer_error": Definition(
+        "||quantized output - source output|| / ||source output||",
+        "Frobenius norm of the difference of one linear's outputs",
+        "Frobenius norm of the source's output",
+    ),
+}
+
+
+def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
+    """The figures of one arm. Requests that put out no token count as requests and add nothing else."""
+    requests = [request for one in rounds for request in one]
+    columns = list(zip(*rounds, strict=True))  # [prompt][round]
+    tokens, elapsed_s = _sums(requests)
+    ratios = [ratio for request in requests if (ratio := distinct_ngrams(request.token_ids)) is not None]
+    return Arm(
+        requests=len(requests),
+        output_tokens=tokens,
+        request_time_s=elapsed_s,
+        tokens_per_s=_throughput(requests),
+        tokens_per_s_by_prompt=tuple(_throughput(column) for column in columns),
+        latencies={
+            name: latency([[sample for request in column for sample in _samples(name, request)] for column in columns], seed)
+            for name in LATENCIES
+        },
+        distinct_4grams=float(np.mean(ratios)) if ratios else None,
+        finish_reasons=dict(sorted(Counter(request.finish_reason or "none" for request in requests).items())),
+    )
+
+
+def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
+    """Percentiles of (milliseconds, weight) samples that are grouped by prompt."""
+    groups = [group for group in by_prompt if group]
+    values = [value for group in groups for value, _ in group]
+    weights = [weight for group in groups for _, weight in group]
+    count = sum(weights)
+    if not values:
+        reasons = {f"p{q}": "no samples" for q in PERCENTILES}
+        return Latency(0, None, None, None, None, None, None, reasons, ())
+    reasons = {f"p{q}": reason for q in PERCENTILES if (reason := unsupported(count, q)) is not None}
+    p50, p90, p99 = (None if f"p{q}" in reasons else percentile(values, q, weights) for q in PERCENTILES)
+    low, high = None, None
+    if p90 is not None:
+        low, high = bootstrap_percentile(
+            [[value for value, _ in group] for group in groups],
+            90,
+            [[weight for _, weight in group] for group in groups],
+            seed=seed,
+        )
+    curve = np.percentile(np.repeat(values, weights), range(101))
+    return Latency(
+        count,
+        float(np.average(values, weights=weights)),
+        p50,
+        p90,
+        p99,
+        low,
+        high,
+        reasons,
+        tuple(round(float(value), 4) for value in curve),
+    )
+
+
+def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
+    """Speculative over plain output tokens per second; both measured on the same prompts in the same rounds."""
+    tokens = tuple([[request.output_tokens or 0 for request in one] for one in rounds] for rounds in (speculative, plain))
+    times = tuple([[request.e2e_ns or 0 for request in one] for one in rounds] for rounds in (speculative, plain))
+    estimate, low, high = bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=seed)
+    return Speedup(estimate, low, high, CONFIDENCE, prompts=len(plain[0]), rounds=len(plain))
+
+
+def acceptance(requests: Iterable[RequestTiming]) -> Acceptance:
+    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives zeros and None."""
+    statistics = [request.statistics for request in requests]
+    drafted, accepted, steps = (
+        sum(getattr(one, name) or 0 for one in statistics) for name in ("drafted", "accepted", "verify_steps")
+    )
+    drafted_at = _sum_positions(one.drafted_by_position or () for one in statistics)
+    accepted_at = _sum_positions(one.accepted_by_position or () for one in statistics)
+    positions: list[PositionAcceptance] = []
+    before: float | None = 1.0
+    for proposed, kept in zip(drafted_at, accepted_at, strict=True):
+        joint = kept / proposed if proposed else None
+        conditional = joint / before if joint is not None and before else None
+        positions.append(PositionAcceptance(proposed, kept, joint, None if conditional is None else min(1.0, conditional)))
+        before = joint
+    return Acceptance(
+        rate=accepted / drafted if drafted else None,
+        length=1 + accepted / steps if steps else None,
+        drafted=drafted,
+        accepted=accepted,
+        verify_steps=steps,
+        by_position=tuple(positions),
+    )
+
+
+def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
+    """Distinct / all n-grams; None below n tokens."""
+    ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+def _once(value_ns: int | None) -> Samples:
+    return [] if value_ns is None else [(value_ns / NS_PER_MS, 1)]
+
+
+def _samples(name: str, request: RequestTiming) -> Samples:
+    if name == "itl":
+        return [(gap / NS_PER_MS, tokens) for gap, tokens in request.itl]
+    if name == "icl":
+        return [(gap / NS_PER_MS, 1) for gap in request.icl_ns]
+    return _once({"ttft": request.ttft_ns, "tpot": request.tpot_ns, "e2e": request.e2e_ns}[name])
+
+
+def _sums(requests: Iterable[RequestTiming]) -> tuple[int, float]:
+    """(output tokens, seconds) of the requests that put out tokens."""
+    done = [(request.output_tokens or 0, request.e2e_ns) for request in requests if request.e2e_ns is not None]
+    return sum(tokens for tokens, _ in done), sum(ns for _, ns in done) / 1e9
+
+
+def _throughput(requests: Iterable[RequestTiming]) -> float:
+    tokens, elapsed_s = _sums(requests)
+    return tokens / elapsed_s if elapsed_s else 0.0
+
+
+def _sum_positions(rows: Iterable[Sequence[int]]) -> list[int]:
+    rows = list(rows)
+    return [sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
