@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import write_pair
+from tests.support.serving import package_pair
+from toolkit.records import TritonRepository
+from toolkit.triton.server import TritonServer
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -32,3 +35,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(target, draft): seeded two-layer and one-layer Llama checkpoints with the byte tokenizer."""
     return write_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def tiny_repository(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> TritonRepository:
+    """The tiny pair, packaged: eager float64 engines, so that results do not depend on the batch."""
+    return package_pair(tiny_pair, tmp_path_factory.mktemp("tiny_repository"))
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_repository: TritonRepository) -> Iterator[TritonServer]:
+    """A real tritonserver on the tiny pair's repository, one for the whole run."""
+    with TritonServer(tiny_repository.path) as server:
+        yield server

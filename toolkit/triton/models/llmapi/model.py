@@ -126,11 +126,13 @@ class TritonPythonModel:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             tensors = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in triton_request.inputs()}
-            request = parse(tensors, json.loads(triton_request.parameters() or "{}"), self._limits)
+            parameters = json.loads(triton_request.parameters() or "{}")
+            request = parse(tensors, parameters, self._limits)
+            name = triton_request.request_id() or str(parameters.get("id", ""))
             if request.cancels:
-                sender.send(self._cancel(triton_request.request_id()), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-                return
-            self._submit(request, triton_request.request_id(), sender, arrival_ns)
+                sender.send(self._cancel(name), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            else:
+                self._submit(request, name, sender, arrival_ns)
         except QueueFull as error:
             self._refuse(sender, "overloaded", str(error))
         except RequestError as error:

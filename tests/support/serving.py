@@ -1,0 +1,53 @@
+"""A packaged repository of a small pair, for tests that talk to a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.config.schema import SpeculationConfig, TritonConfig
+from toolkit.interfaces import EngineSpec
+from toolkit.records import CompiledEngine, QuantizedCheckpoint, TritonRepository
+
+MAX_BATCH_SIZE = 4
+MAX_QUEUE_SIZE = 32
+MAX_INPUT_LEN = 96
+MAX_SEQ_LEN = 240
+MAX_DRAFT_LEN = 3
+
+
+def compile_eager(role: str, checkpoint: Path, out_dir: Path) -> CompiledEngine:
+    """An eager float64 engine: in float64 no result depends on which other requests are in the batch."""
+    from toolkit.engines.stage import compile_engine
+
+    source = QuantizedCheckpoint(
+        role=role,
+        path=checkpoint,
+        quant_algo=None,
+        kv_cache_quant_algo=None,
+        architecture="LlamaForCausalLM",
+        vocab_size=258,
+        weight_bytes=0,
+        quality=None,
+        checks=(),
+    )
+    spec = EngineSpec(
+        role=role,
+        max_batch_size=MAX_BATCH_SIZE,
+        max_input_len=MAX_INPUT_LEN,
+        max_seq_len=MAX_SEQ_LEN,
+        max_draft_len=MAX_DRAFT_LEN if role == "target" else 0,
+        dtype="float64",
+        mode="eager",
+    )
+    return compile_engine("torch", source, spec, out_dir, lambda done, total, what: None)
+
+
+def package_pair(pair: tuple[Path, Path], folder: Path, *, decoupled: bool = True) -> TritonRepository:
+    """A repository of (target, draft) checkpoints in folder/repository."""
+    from toolkit.triton.stage import package
+
+    target = compile_eager("target", pair[0], folder / "target")
+    draft = compile_eager("draft", pair[1], folder / "draft")
+    speculation = SpeculationConfig(max_draft_len=MAX_DRAFT_LEN)
+    triton = TritonConfig(decoupled=decoupled, max_queue_size=MAX_QUEUE_SIZE, default_max_tokens=16, request_timeout_s=60.0)
+    return package(target, draft, speculation, triton, 1, folder / "repository")

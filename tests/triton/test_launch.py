@@ -1,0 +1,100 @@
+"""The packaged repository without our supervision: by its launch.sh, and by a bare `tritonserver --model-repository`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from toolkit.client import Client
+from toolkit.records import TritonRepository
+from toolkit.triton.server import Workspace, find_server, launch_command, sweep
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
+
+
+@contextmanager
+def running(command: list[str], log: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **settings)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(process: subprocess.Popen[bytes], port: int, log: Path) -> bool:
+    with Client(f"127.0.0.1:{port}") as client:
+        deadline = time.monotonic() + 60
+        while not client.ready():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        return bool(client.generate("def f", max_tokens=3).token_ids)
+
+
+def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path) -> None:
+    repository, tmp = tmp_path / "moved", tmp_path / "tmp"
+    shutil.copytree(tiny_repository.path, repository)
+    tmp.mkdir()
+    http, grpc, metrics = free_ports(3)
+    command = [str(repository / "launch.sh"), f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp)}
+    with running(command, tmp_path / "log", env=environment, cwd=tmp_path) as process:
+        assert answers(process, grpc, tmp_path / "log")
+        sweep(tmp)
+        assert len(list(tmp.iterdir())) == 1  # its workspace is in use
+    sweep(tmp)
+    assert not list(tmp.iterdir())
+
+
+def test_bare_tritonserver_serves_in_the_right_environment(tiny_repository: TritonRepository, tmp_path: Path) -> None:
+    """The right environment: backends in /opt/tritonserver, and a Python with the toolkit for the Python backend."""
+    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a mount namespace, to have /opt/tritonserver/backends for one process only")
+    if Path(sys.base_prefix).resolve().is_relative_to("/opt") or not Path("/opt").is_dir():
+        pytest.skip("the interpreter itself is in /opt, which the test would hide")
+    workspace = Workspace.create()
+    try:
+        arguments, environment = launch_command(tiny_repository.path, workspace)
+        backends = next((argument.split("=")[1] for argument in arguments if argument.startswith("--backend-directory")), None)
+        if backends is None:
+            pytest.skip("the tritonserver on PATH has its backends already")
+        http, grpc, metrics = free_ports(3)
+        script = (
+            "mount -t tmpfs none /opt && mkdir -p /opt/tritonserver && "
+            f"ln -s {backends} /opt/tritonserver/backends && "
+            f"exec {find_server().binary} --model-repository {tiny_repository.path} "
+            # Only where it listens, which is not part of the repository.
+            f"--http-address 127.0.0.1 --http-port {http} --grpc-address 127.0.0.1 --grpc-port {grpc} "
+            f"--metrics-address 127.0.0.1 --metrics-port {metrics}"
+        )
+        with running([*namespace, "sh", "-c", script], tmp_path / "log", env=environment) as process:
+            assert answers(process, grpc, tmp_path / "log")
+    finally:
+        workspace.close()
+        sweep(workspace.path.parent)

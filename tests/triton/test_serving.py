@@ -1,0 +1,330 @@
+"""The packaged model in a real tritonserver, over gRPC and HTTP: right answers, clear refusals, and slots that come back."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_QUEUE_SIZE, MAX_SEQ_LEN
+from toolkit.client import Client, Completion, Options, RequestRefused
+from toolkit.triton.contract import METRICS
+from toolkit.triton.server import TritonServer
+
+PROMPTS = tuple(f"def f{number}(x): return {'x' * (number % 7)}" for number in range(40))
+LONG = MAX_SEQ_LEN - 40
+
+
+@pytest.fixture(scope="module")
+def client(tiny_server: TritonServer) -> Iterator[Client]:
+    with Client(tiny_server.grpc_url, timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def endless(client: Client) -> str:
+    """A prompt whose greedy completion runs to the end of the sequence."""
+    for prompt in PROMPTS:
+        if client.generate(prompt, max_tokens=LONG).finish_reason == "length":
+            return prompt
+    raise AssertionError("every prompt of the random model ends early")
+
+
+def metrics(server: TritonServer) -> dict[str, float]:
+    """'name' or 'name:outcome' -> value of our own metrics."""
+    text = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
+    found = re.findall(r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,outcome="(\w+)")?\} (\S+)$', text, re.MULTILINE)
+    return {f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in found}
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def settled(server: TritonServer) -> dict[str, float]:
+    """The metrics, once nothing is running and they have stood still for a while."""
+    before: dict[str, float] = {}
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        now = metrics(server)
+        if now == before and now["toolkit_active_requests"] == now["toolkit_queued_requests"] == 0:
+            return now
+        before = now
+        time.sleep(0.2)
+    raise AssertionError(f"requests still hold slots: {before}")
+
+
+def post(server: TritonServer, path: str, body: dict[str, Any] | bytes) -> tuple[int, str]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{server.http_url}/v2/models/tensorrt_llm/{path}", data=data)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+MIXED = [
+    Options(max_tokens=1),
+    Options(max_tokens=13),
+    Options(max_tokens=30, num_draft_tokens=0),
+    Options(max_tokens=30, temperature=0.8, seed=7),
+    Options(max_tokens=25, temperature=1.2, top_k=20, top_p=0.9, seed=8, num_draft_tokens=1),
+    Options(max_tokens=20, stop=("e", "xyz")),
+    Options(max_tokens=24, temperature=0.7, seed=9, frequency_penalty=0.5, presence_penalty=0.3),
+]
+
+
+@pytest.mark.parametrize("options", MIXED)
+def test_streaming_gives_what_one_answer_gives(client: Client, options: Options) -> None:
+    for prompt in PROMPTS[:3]:
+        whole = client.generate(prompt, options)
+        chunks = list(client.stream(prompt, options))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert tuple(token for chunk in chunks for token in chunk.token_ids) == whole.token_ids
+        assert chunks[-1].finish_reason == whole.finish_reason
+        assert chunks[-1].output_tokens == len(whole.token_ids) == whole.statistics.output_tokens
+        assert len(whole.token_ids) <= (options.max_tokens or 0)
+
+
+def test_speculation_does_not_change_greedy_text_and_reports_itself(client: Client, endless: str) -> None:
+    plain = client.generate(endless, max_tokens=60, num_draft_tokens=0)
+    assert plain.statistics.drafted == 0
+    assert plain.statistics.acceptance_rate is None
+    for draft_len in range(1, MAX_DRAFT_LEN + 1):
+        speculative = client.generate(endless, max_tokens=60, num_draft_tokens=draft_len)
+        figures = speculative.statistics
+        assert speculative.token_ids == plain.token_ids
+        assert figures.drafted is not None
+        assert figures.drafted > 0
+        assert figures.drafted_by_position is not None
+        assert figures.accepted_by_position is not None
+        assert sum(figures.drafted_by_position) == figures.drafted
+        assert sum(figures.accepted_by_position) == figures.accepted
+        assert figures.verify_steps is not None
+        assert figures.accepted is not None
+        assert 60 - 1 <= figures.verify_steps + figures.accepted <= 60 + draft_len
+
+
+def test_http_generate_and_generate_stream_agree(tiny_server: TritonServer, client: Client) -> None:
+    whole = client.generate(PROMPTS[0], max_tokens=12)
+    body = {"text_input": PROMPTS[0], "sampling_param_max_tokens": 12}
+    status, text = post(tiny_server, "generate", body)
+    assert status == 200
+    assert json.loads(text)["text_output"] == PROMPTS[0] + whole.text
+    status, text = post(tiny_server, "generate", {**body, "sampling_param_exclude_input_from_output": True})
+    assert json.loads(text)["text_output"] == whole.text
+    status, text = post(tiny_server, "generate_stream", {**body, "streaming": True, "return_token_ids": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert status == 200
+    assert "".join(event["text_output"] for event in events) == whole.text
+    ids = [event["output_ids"] for event in events if "output_ids" in event]
+    assert [token for item in ids for token in (item if isinstance(item, list) else [item])] == list(whole.token_ids)
+
+
+def test_five_hundred_mixed_requests_are_all_right(client: Client, tiny_server: TritonServer) -> None:
+    cases = [(PROMPTS[number % len(PROMPTS)], MIXED[number % len(MIXED)]) for number in range(100)]
+    alone = [client.generate(prompt, options) for prompt, options in cases]
+    before = settled(tiny_server)
+
+    def run(number: int) -> tuple[Completion | None, str, tuple[int, ...], str | None]:
+        prompt, options = cases[number % len(cases)]
+        if number % 3 == 0:
+            completion = client.generate(prompt, options)
+            return completion, completion.text, completion.token_ids, completion.finish_reason
+        chunks = list(client.stream(prompt, options))
+        ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+        return None, "".join(chunk.text for chunk in chunks), ids, chunks[-1].finish_reason
+
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(run, range(500)))
+    for number, (_, text, ids, reason) in enumerate(results):
+        expected = alone[number % len(cases)]
+        assert (text, ids, reason) == (expected.text, expected.token_ids, expected.finish_reason), cases[number % len(cases)]
+
+    after = settled(tiny_server)
+    expected_tokens = sum(len(alone[number % len(cases)].token_ids) for number in range(500))
+    assert after["toolkit_output_tokens"] - before["toolkit_output_tokens"] == expected_tokens
+    ended = {name: after.get(name, 0) - before.get(name, 0) for name in ("toolkit_requests:stop", "toolkit_requests:length")}
+    reasons = [alone[number % len(cases)].finish_reason for number in range(500)]
+    assert ended == {f"toolkit_requests:{reason}": reasons.count(reason) for reason in ("stop", "length")}
+
+
+def test_metrics_add_up_to_the_statistics_of_the_requests(client: Client, tiny_server: TritonServer) -> None:
+    before = settled(tiny_server)
+    done = [client.generate(prompt, max_tokens=20).statistics for prompt in PROMPTS[:5]]
+    with pytest.raises(RequestRefused):
+        client.generate("x", max_tokens=0)
+    after = settled(tiny_server)
+    assert {spec.name for spec in METRICS} <= {name.split(":")[0] for name in after}
+    for metric, field in (
+        ("toolkit_draft_tokens", "drafted"),
+        ("toolkit_accepted_draft_tokens", "accepted"),
+        ("toolkit_verify_steps", "verify_steps"),
+        ("toolkit_output_tokens", "output_tokens"),
+    ):
+        assert after[metric] - before[metric] == sum(getattr(statistics, field) for statistics in done), metric
+    assert after["toolkit_requests:refused"] - before.get("toolkit_requests:refused", 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", Options(), "text_input is empty"),
+        ("x", Options(max_tokens=0), "sampling_param_max_tokens is 0"),
+        ("x", Options(max_tokens=MAX_SEQ_LEN + 1), str(MAX_SEQ_LEN)),
+        ("x" * (MAX_INPUT_LEN + 1), Options(max_tokens=1), str(MAX_INPUT_LEN)),
+        ("x", Options(num_draft_tokens=MAX_DRAFT_LEN + 1), f"num_draft_tokens is {MAX_DRAFT_LEN + 1}"),
+        ("x", Options(top_p=0.0), "sampling_param_top_p is 0"),
+        ("x", Options(acceptance="hope"), "acceptance is 'hope'"),
+        ("x", Options(stop=("",)), "empty stop word"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_the_server_goes_on(
+    client: Client, prompt: str, options: Options, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(message)):
+        client.generate(prompt, options)
+    with pytest.raises(RequestRefused, match=re.escape(message)):
+        list(client.stream(prompt, options))
+    assert client.generate(PROMPTS[0], max_tokens=2).token_ids
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"text_input": "x", "max_tokens": 3}, "unknown input 'max_tokens'"),
+        ({"text_input": "x", "sampling_param_beam_width": 2}, "unknown input 'sampling_param_beam_width'"),
+        ({"text_input": "x", "sampling_param_best_of": 2}, "sampling_param_best_of 2 is not supported"),
+        ({"text_input": ["x", "y"]}, "text_input holds one prompt, 2 were sent"),
+        ({"sampling_param_max_tokens": 2}, "text_input"),
+        ({"text_input": "x", "sampling_param_temperature": -1}, "sampling_param_temperature is -1.0"),
+        (b'{"text_input": "a\xff"}', "text_input is not valid UTF-8"),
+    ],
+)
+def test_bad_http_requests_get_a_message(
+    tiny_server: TritonServer, client: Client, body: dict[str, Any] | bytes, message: str
+) -> None:
+    status, text = post(tiny_server, "generate", body)
+    assert status == 400
+    assert message in json.loads(text)["error"]
+    assert client.generate(PROMPTS[0], max_tokens=2).token_ids
+
+
+def test_statistics_over_http_are_the_contract_s(tiny_server: TritonServer) -> None:
+    body = {"text_input": PROMPTS[1], "sampling_param_max_tokens": 20, "sampling_param_return_perf_metrics": True}
+    _, text = post(tiny_server, "generate", body)
+    figures = json.loads(text)
+    assert figures["kv_cache_alloc_total_blocks"] == 1
+    assert figures["acceptance_rate"] == pytest.approx(figures["total_accepted_draft_tokens"] / figures["total_draft_tokens"])
+    times = [
+        figures[name] for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    ]
+    assert times == sorted(times)
+
+
+def test_a_deadline_ends_a_request(client: Client, tiny_server: TritonServer, endless: str) -> None:
+    before = settled(tiny_server)
+    with pytest.raises(RequestRefused, match="deadline of 15 ms passed after"):
+        client.generate(endless, max_tokens=LONG, timeout_ms=15)
+    with pytest.raises(RequestRefused, match="deadline of 15 ms passed after"):
+        list(client.stream(endless, max_tokens=LONG, timeout_ms=15))
+    after = settled(tiny_server)
+    assert after["toolkit_requests:deadline"] - before.get("toolkit_requests:deadline", 0) == 2
+
+
+def cancelled(server: TritonServer) -> float:
+    return metrics(server).get("toolkit_requests:cancelled", 0)
+
+
+def test_leaving_a_stream_frees_its_slot(client: Client, tiny_server: TritonServer, endless: str) -> None:
+    before = settled(tiny_server)
+    for _ in range(MAX_BATCH_SIZE + 2):
+        chunks = client.stream(endless, max_tokens=LONG)
+        next(chunks)
+        chunks.close()  # type: ignore[attr-defined]
+    after = settled(tiny_server)
+    assert after["toolkit_requests:cancelled"] - before.get("toolkit_requests:cancelled", 0) == MAX_BATCH_SIZE + 2
+    assert client.generate(PROMPTS[0], max_tokens=2).token_ids
+
+
+def test_a_request_is_cancelled_by_its_id(client: Client, tiny_server: TritonServer, endless: str) -> None:
+    chunks = client.stream(endless, max_tokens=LONG, request_id="the one")
+    next(chunks)
+    body = {"id": "the one", "text_input": "x", "stop": True}
+    status, text = post(tiny_server, "generate", body)
+    assert status == 200, text
+    with pytest.raises(RequestRefused, match="cancelled by the client"):
+        list(chunks)
+    status, text = post(tiny_server, "generate", {**body, "id": "nobody"})
+    assert status == 400
+    assert "no request with id 'nobody' is running" in text
+
+
+def test_a_killed_client_frees_its_slot(tiny_server: TritonServer, endless: str) -> None:
+    before = settled(tiny_server).get("toolkit_requests:cancelled", 0)
+    program = (
+        "import sys; from toolkit.client import Client\n"
+        f"chunks = Client(sys.argv[1]).stream(sys.argv[2], max_tokens={LONG}, num_draft_tokens=0)\n"
+        "next(chunks); print('streaming', flush=True); import signal; signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tiny_server.grpc_url, endless], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+    assert eventually(lambda: cancelled(tiny_server) == before + 1)
+    settled(tiny_server)
+
+
+def test_an_sse_client_that_hangs_up_frees_its_slot(tiny_server: TritonServer, endless: str) -> None:
+    before = settled(tiny_server).get("toolkit_requests:cancelled", 0)
+    connection = http.client.HTTPConnection(tiny_server.http_url, timeout=30)
+    body = {"text_input": endless, "streaming": True, "sampling_param_max_tokens": LONG, "num_draft_tokens": 0}
+    connection.request("POST", "/v2/models/tensorrt_llm/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data:")
+    response.close()
+    connection.close()
+    assert eventually(lambda: cancelled(tiny_server) == before + 1)
+    settled(tiny_server)
+
+
+def test_overload_is_refused_at_once_and_the_rest_is_served(client: Client, tiny_server: TritonServer, endless: str) -> None:
+    many = MAX_BATCH_SIZE + MAX_QUEUE_SIZE + 24
+    start = threading.Barrier(many)
+
+    def run(_: int) -> str:
+        start.wait()
+        try:
+            return client.generate(endless, max_tokens=60).text
+        except RequestRefused as refused:
+            return f"refused: {refused}"
+
+    before = settled(tiny_server)
+    with ThreadPoolExecutor(many) as pool:
+        results = list(pool.map(run, range(many)))
+    refusals = [result for result in results if result.startswith("refused: ")]
+    assert 0 < len(refusals) <= 24
+    assert all("queue" in refusal for refusal in refusals)
+    assert len(set(results) - set(refusals)) == 1
+    after = settled(tiny_server)
+    assert after["toolkit_requests:overloaded"] - before.get("toolkit_requests:overloaded", 0) == len(refusals)
