@@ -1,4 +1,4 @@
-"""The packaged repository without our supervision: by its launch.sh, and by a bare `tritonserver --model-repository`."""
+"""Other ways to serve a packaged repository: its launch.sh, a bare `tritonserver --model-repository`, and not decoupled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from toolkit.client import Client
+from tests.support.serving import package_pair
+from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.records import TritonRepository
-from toolkit.triton.server import Workspace, find_server, launch_command, sweep
+from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
 
 
 def free_ports(count: int) -> list[int]:
@@ -98,3 +101,36 @@ def test_bare_tritonserver_serves_in_the_right_environment(tiny_repository: Trit
     finally:
         workspace.close()
         sweep(workspace.path.parent)
+
+
+def test_a_repository_that_is_not_decoupled_answers_once(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    import tritonclient.grpc as triton
+
+    repository = package_pair(tiny_pair, tmp_path, decoupled=False)
+    with TritonServer(repository.path) as server, Client(server.grpc_url) as client:
+        completion = client.generate("def f", max_tokens=5)
+        assert completion.token_ids
+        with pytest.raises(RequestRefused, match="streaming needs a decoupled repository"):
+            list(client.stream("def f", max_tokens=5))
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(lambda _: client.generate("def f", max_tokens=5).text, range(40))) == {completion.text}
+        # A plain inference call, which Triton allows for models that are not decoupled.
+        with triton.InferenceServerClient(server.grpc_url) as plain:
+            prompt = triton.InferInput("text_input", [1], "BYTES")
+            prompt.set_data_from_numpy(np.array([b"def f"], dtype=object))
+            tokens = triton.InferInput("sampling_param_max_tokens", [1], "INT32")
+            tokens.set_data_from_numpy(np.array([5], dtype=np.int32))
+            answer = plain.infer("tensorrt_llm", [prompt, tokens]).as_numpy("text_output")
+            assert answer is not None
+            assert answer[0].decode() == "def f" + completion.text
+
+
+def test_a_server_that_goes_away_is_said_so(tiny_repository: TritonRepository) -> None:
+    with TritonServer(tiny_repository.path) as server, Client(server.grpc_url) as client:
+        chunks = client.stream("def f", max_tokens=200, num_draft_tokens=0)
+        next(chunks)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerUnavailable, match="cannot be reached or went away"):
+            list(chunks)
+        with pytest.raises(ServerUnavailable, match="cannot be reached or went away"):
+            client.generate("def f")

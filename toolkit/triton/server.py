@@ -34,7 +34,7 @@ from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.interfaces import Progress
 from toolkit.triton import supervise
 
-__all__ = ["ServerInstall", "TritonServer", "Workspace", "find_server", "launch_command"]
+__all__ = ["ServerInstall", "TritonServer", "Workspace", "find_libpython", "find_server", "launch_command"]
 
 WORKSPACE_PREFIX = "toolkit-serve-"
 LOCK_FILE = "lock"

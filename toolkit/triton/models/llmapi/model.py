@@ -209,6 +209,7 @@ class TritonPythonModel:
             except Exception as error:
                 pb_utils.Logger.log_error(_traceback(error))
                 self._close(job, _error("error", str(error) or repr(error)))
+                self._metrics.note("error", event.stats)
                 self._runtime.cancel(job.id)
 
     def _deliver(self, job: Job, event: TokenEvent) -> None:

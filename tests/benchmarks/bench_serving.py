@@ -1,0 +1,194 @@
+"""Does speculation pay through Triton, and is the plain arm honest?
+
+One stream, the quickstart repository, held-out prompts; a real server on this machine and a client over gRPC. Prompt by prompt,
+in turns, three arms run: the bare loop (the target engine alone, in this process, one token per forward and nothing else),
+plain decoding through Triton, and speculation through Triton; greedy and at T = 0.8. Tokens per second count the whole request,
+from sent to last token; against the bare loop, which has no prompt to read, from first token to last.
+Good: speculative / plain >= 1.5 in both, texts that do not loop (distinct 4-grams >= 0.5), plain / bare >= 0.9.
+
+    python -m tests.benchmarks.bench_serving [--repository triton_repo/quickstart] [--prompts FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from toolkit.client import Client, Options, read_prompts
+from toolkit.triton.contract import MODEL
+from toolkit.triton.server import TritonServer
+
+ROOT = Path(__file__).parents[2]
+SAMPLED = {
+    "T=0": Options(temperature=0.0),
+    "T=0.8": Options(temperature=0.8),  # unseeded: speculative sampling by rejection
+    "T=0.8 seeded": Options(temperature=0.8, seed=1),  # coupled: the same text in both arms
+}
+
+
+@dataclass
+class Arm:
+    """Tokens and seconds of every run, in order; prompts repeat in every round."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    decode: Arm | None = None  # the same runs without their first tokens
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
+
+    def rate(self, runs: Sequence[int] | None = None) -> float:
+        chosen = range(len(self.tokens)) if runs is None else runs
+        return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
+
+
+def distinct_4_grams(texts: Sequence[tuple[int, ...]]) -> float:
+    """Mean over texts of distinct / all runs of four tokens; 1.0 never repeats itself."""
+    runs = [[text[i : i + 4] for i in range(len(text) - 3)] for text in texts if len(text) > 3]
+    return float(np.mean([len(set(run)) / len(run) for run in runs]))
+
+
+def ratio_interval(above: Arm, below: Arm, prompts: int) -> tuple[float, float, float]:
+    """above / below in tokens per second with a 95 % bootstrap interval over prompts (all rounds of a prompt stay together)."""
+    generator = np.random.default_rng(0)
+    ratios = []
+    for _ in range(2000):
+        drawn = generator.integers(0, prompts, prompts)
+        runs = [i for prompt in drawn for i in range(prompt, len(above.tokens), prompts)]
+        ratios.append(above.rate(runs) / below.rate(runs))
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return above.rate() / below.rate(), float(low), float(high)
+
+
+def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, float]]:
+    """prompt -> (tokens, seconds) of greedy decoding with the target engine alone; the least that plain decoding can cost."""
+    import torch
+    from tokenizers import Tokenizer
+    from toolkit.engines.registry import backend
+
+    folder = repository / MODEL / "1" / "engines" / "target"
+    threads = yaml.safe_load((repository / MODEL / "1" / "model.yaml").read_text())["toolkit"]["threads"]
+    engine = backend("torch").load(folder, threads=threads)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def run(prompt: str) -> tuple[int, float]:
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        for start in range(0, ids.shape[1], engine.max_step_tokens):
+            logits = engine.forward([0], ids[:, start : start + engine.max_step_tokens], last_only=True)
+        token = logits[:, -1:].argmax(-1)
+        started = time.perf_counter()
+        for _ in range(max_tokens - 1):
+            token = engine.forward([0], token, last_only=True).argmax(-1)
+        seconds = time.perf_counter() - started
+        engine.rewind([0], [0])
+        return max_tokens - 1, seconds
+
+    return run
+
+
+def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
+    (timing,) = client.measure([prompt], options)
+    if not timing.output_tokens or timing.output_tokens < 2 or timing.ttft_ns is None or timing.e2e_ns is None:
+        raise SystemExit(f"a prompt of the benchmark gives no text to measure: {prompt[:60]!r}")
+    arm.add(timing.output_tokens, timing.e2e_ns / 1e9)
+    arm.decode = arm.decode or Arm()
+    arm.decode.add(timing.output_tokens - 1, (timing.e2e_ns - timing.ttft_ns) / 1e9)
+    arm.texts.append(timing.token_ids)
+    arm.drafted += timing.statistics.drafted or 0
+    arm.accepted += timing.statistics.accepted or 0
+    arm.steps += timing.statistics.verify_steps or 0
+
+
+def measure(repository: Path, prompts: Sequence[str], max_tokens: int, rounds: int) -> dict[str, Any]:
+    bare, results = Arm(), {}
+    run_bare = bare_loop(repository, max_tokens)
+    with TritonServer(repository) as server, Client(server.grpc_url) as client:
+        for name, options in SAMPLED.items():
+            plain, speculative = Arm(), Arm()
+            base = {"max_tokens": max_tokens, **{key: getattr(options, key) for key in ("temperature", "seed")}}
+            asked = {"plain": Options(**base, num_draft_tokens=0), "speculative": Options(**base)}
+            for number in range(-1, rounds):  # round -1 warms up
+                arms = {"plain": Arm(), "speculative": Arm()} if number < 0 else {"plain": plain, "speculative": speculative}
+                for index, prompt in enumerate(prompts[: 4 if number < 0 else None]):
+                    if options.temperature == 0:
+                        (bare if number >= 0 else Arm()).add(*run_bare(prompt))
+                    for arm in sorted(arms, reverse=(number + index) % 2 == 0):
+                        served(client, arms[arm], prompt, asked[arm])
+            estimate, low, high = ratio_interval(speculative, plain, len(prompts))
+            results[name] = {
+                "plain_tokens_per_s": plain.rate(),
+                "speculative_tokens_per_s": speculative.rate(),
+                "speedup": {"estimate": estimate, "low": low, "high": high},
+                "acceptance_rate": speculative.accepted / speculative.drafted,
+                "acceptance_length": 1 + speculative.accepted / speculative.steps,
+                "distinct_4_grams": {
+                    "plain": distinct_4_grams(plain.texts),
+                    "speculative": distinct_4_grams(speculative.texts),
+                },
+            }
+            if options.temperature == 0 and plain.decode is not None:
+                share, low, high = ratio_interval(plain.decode, bare, len(prompts))
+                results["plain_over_bare"] = {"estimate": share, "low": low, "high": high, "bare_tokens_per_s": bare.rate()}
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repository", type=Path, default=ROOT / "triton_repo" / "quickstart")
+    parser.add_argument("--prompts", type=Path, default=ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl")
+    parser.add_argument("--max-prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    asked = parser.parse_args()
+    if not (asked.repository / MODEL).is_dir():
+        sys.exit(f"no repository at {asked.repository}: run `make quickstart` first, or name one with --repository")
+    prompts = read_prompts(asked.prompts)[: asked.max_prompts]
+    results = measure(asked.repository.resolve(), prompts, asked.max_tokens, asked.rounds)
+    bare = results.pop("plain_over_bare")
+    heads = ("plain", "speculative", "speed-up", "95 %", "acceptance", "length", "4-grams")
+    print(
+        f"{'tokens/s':14}" + "".join(f"{head:>{width}}" for head, width in zip(heads, (10, 13, 10, 13, 12, 8, 9), strict=True))
+    )
+    for name, row in results.items():
+        speedup, grams = row["speedup"], min(row["distinct_4_grams"].values())
+        interval = f"{speedup['low']:.2f}-{speedup['high']:.2f}"
+        print(
+            f"{name:14}{row['plain_tokens_per_s']:10.1f}{row['speculative_tokens_per_s']:13.1f}{speedup['estimate']:9.2f}x"
+            f"{interval:>13}{row['acceptance_rate']:12.3f}{row['acceptance_length']:8.2f}{grams:9.2f}"
+        )
+    print(
+        f"bare loop {bare['bare_tokens_per_s']:.1f} tokens/s; plain through Triton reaches {bare['estimate']:.3f} of it "
+        f"({bare['low']:.3f} - {bare['high']:.3f})"
+    )
+    facts = {
+        "benchmark": "serving",
+        "prompts": len(prompts),
+        "max_tokens": asked.max_tokens,
+        "rounds": asked.rounds,
+        "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("torch", "tritonclient", "nvidia-pytriton")},
+    }
+    print(json.dumps({**facts, **results, "plain_over_bare": bare}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
