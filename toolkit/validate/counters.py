@@ -6,6 +6,7 @@ The server publishes them with a short delay, so reading waits until they agree,
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import urllib.request
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["client_counts", "read_counters", "reconcile"]
 
-SETTLE_S = 5.0
+SETTLE_S = 3.0
 POLL_S = 0.1
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
 
@@ -64,14 +65,14 @@ def reconcile(
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[CounterCheck, ...]:
     """Difference the counters against `before`, and compare with the client's counts; server None: it has no such counter."""
-    waited = 0.0
+    polls = math.ceil(settle_s / POLL_S)
     while True:
         now = read()
         checks = tuple(_check(name, count, now, before) for name, count in expected.items())
-        if all(check.matches for check in checks) or waited >= settle_s:
+        if all(check.matches for check in checks) or polls == 0:
             return checks
         sleep(POLL_S)
-        waited += POLL_S
+        polls -= 1
 
 
 def _check(name: str, count: int, now: Mapping[str, float], before: Mapping[str, float]) -> CounterCheck:

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
+from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Speedup
+from toolkit.validate.gates import latency_gates, outcome, parity_gate, quality_gates, speedup_gate, verdict
+from toolkit.validate.statistics import clopper_pearson
+
+
+def parity(prompts: int, near_ties: int) -> Parity:
+    low, high = clopper_pearson(near_ties, prompts)
+    return Parity(prompts, prompts - near_ties, near_ties, 0, 0, near_ties / prompts, low, high, 0.95, 1000, ())
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.booleans())
+def test_an_interval_that_straddles_its_limit_is_inconclusive(a: float, b: float, limit: float, at_least: bool) -> None:
+    low, high = min(a, b), max(a, b)
+    found = outcome(low, high, limit, at_least=at_least)
+    if low < limit < high:
+        assert found == "INCONCLUSIVE"
+    if low > limit:
+        assert found == ("PASS" if at_least else "FAIL")
+    if high < limit:
+        assert found == ("FAIL" if at_least else "PASS")
+    if low == high == limit:
+        assert found == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ((), "PASS"),
+        (("PASS", "PASS"), "PASS"),
+        (("PASS", "INCONCLUSIVE"), "INCONCLUSIVE"),
+        (("INCONCLUSIVE", "FAIL", "PASS"), "FAIL"),
+    ],
+)
+def test_verdict_is_the_worst_outcome(outcomes: tuple[str, ...], expected: str) -> None:
+    assert verdict(Gate("g", one, None, None, "") for one in outcomes) == expected
+
+
+def test_clean_parity_passes_when_there_are_enough_prompts_to_say_so() -> None:
+    assert parity_gate("parity", parity(64, 0), ParityGates()).outcome == "PASS"
+    few = parity_gate("parity", parity(48, 0), ParityGates())
+    assert few.outcome == "INCONCLUSIVE"
+    assert "at least 59 prompts" in (few.next_step or "")
+
+
+def test_too_many_near_ties_fail_once_that_is_certain() -> None:
+    assert parity_gate("parity", parity(64, 12), ParityGates()).outcome == "FAIL"
+    assert parity_gate("parity", parity(64, 3), ParityGates()).outcome == "INCONCLUSIVE"
+
+
+def test_a_rate_of_zero_cannot_be_proved() -> None:
+    gate = parity_gate("parity", parity(64, 0), ParityGates(max_divergence_rate=0.0))
+    assert gate.outcome == "INCONCLUSIVE"
+    assert "no number of prompts" in (gate.next_step or "")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(1.2, 1.6, "PASS"), (0.9, 1.1, "FAIL"), (1.1, 1.3, "INCONCLUSIVE"), (1.15, 1.2, "PASS")]
+)
+def test_speedup_is_judged_by_its_interval(low: float, high: float, expected: str) -> None:
+    (gate,) = speedup_gate("speedup", Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15))
+    assert gate.outcome == expected
+    assert (gate.next_step is None) == (expected == "PASS")
+
+
+def test_one_pair_is_too_few_for_any_interval() -> None:
+    (gate,) = speedup_gate("speedup", Speedup(3.0, 3.0, 3.0, 0.95, 1, 1), LatencyGates())
+    assert gate.outcome == "INCONCLUSIVE"
+
+
+def test_gates_that_the_yaml_does_not_state_are_not_judged() -> None:
+    assert speedup_gate("speedup", Speedup(0.5, 0.5, 0.5, 0.95, 32, 3), LatencyGates(min_speedup=None)) == []
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(30.0, "PASS"), (25.0, "INCONCLUSIVE"), (20.0, "FAIL")])
+def test_latency_gate(limit: float, expected: str) -> None:
+    latency = Latency(200, 20.0, 20.0, 25.0, None, 24.0, 27.0, {"p99": "too few"}, ())
+    arm = Arm(200, 1, 1.0, 1.0, (), dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency), None, {})
+    (gate,) = latency_gates(arm, LatencyGates(max_itl_p90_ms=limit))
+    assert (gate.name, gate.outcome, gate.measured) == ("itl_p90", expected, 25.0)
+    short = replace(latency, p90=None, unsupported={"p90": "24 samples; p90 needs 100"})
+    (gate,) = latency_gates(replace(arm, latencies={**arm.latencies, "itl": short}), LatencyGates(max_itl_p90_ms=limit))
+    assert (gate.outcome, gate.measured) == ("INCONCLUSIVE", None)
+    assert "p90 needs 100" in gate.detail
+
+
+def test_quality_is_judged_for_the_target() -> None:
+    quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, ())
+    (gate,) = quality_gates(quality, QualityGates())
+    assert (gate.outcome, gate.measured, gate.limit) == ("PASS", 0.02, 0.05)
+    gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98))
+    assert [gate.outcome for gate in gates] == ["FAIL", "FAIL"]
+    assert [gate.outcome for gate in quality_gates(None, QualityGates())] == ["PASS"]

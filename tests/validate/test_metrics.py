@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.endpoint import ScriptedEndpoint
+from toolkit.client import RequestTiming, Statistics
+from toolkit.validate import metrics
+
+MS = 1_000_000
+
+
+def timing(
+    chunks: list[tuple[int, int]], *, sent_ms: int = 0, tokens: int | None = None, **statistics: object
+) -> RequestTiming:
+    """chunks: (ms, tokens)."""
+    count = sum(n for _, n in chunks) if tokens is None else tokens
+    stats = Statistics(output_tokens=count, **statistics)  # type: ignore[arg-type]
+    received = tuple((at * MS, n) for at, n in chunks)
+    return RequestTiming("p", "", tuple(range(count)), "length", sent_ms * MS, received, stats)
+
+
+def test_every_latency_by_hand() -> None:
+    """Sent at 10; chunks of 1, 4 and 2 tokens at 30, 50 and 58."""
+    one = timing([(30, 1), (50, 4), (58, 2)], sent_ms=10)
+    arm = metrics.arm([[one]])
+    mean = {name: latency.mean for name, latency in arm.latencies.items()}
+    assert mean["ttft"] == 20
+    assert mean["e2e"] == 48
+    assert mean["tpot"] == pytest.approx(28 / 6, abs=1e-5)
+    assert mean["icl"] == pytest.approx((20 + 8) / 2)
+    assert mean["itl"] == pytest.approx((4 * 5 + 2 * 4) / 6)
+    assert arm.latencies["itl"].samples == 6
+    assert arm.latencies["icl"].samples == 2
+    assert arm.tokens_per_s == pytest.approx(7 / 0.048)
+
+
+def test_throughput_is_a_ratio_of_sums() -> None:
+    fast, slow = timing([(1, 1), (10, 9)]), timing([(50, 1), (100, 1)])
+    arm = metrics.arm([[fast, slow]])
+    assert arm.tokens_per_s == pytest.approx(12 / 0.110)
+    assert arm.tokens_per_s_by_prompt == (pytest.approx(1000), pytest.approx(20))
+
+
+def test_an_empty_answer_counts_as_a_request_and_adds_no_latency() -> None:
+    empty = RequestTiming("p", "", (), "stop", 0, (), Statistics(output_tokens=0))
+    arm = metrics.arm([[empty, timing([(5, 1), (10, 1)])]])
+    assert (arm.requests, arm.output_tokens) == (2, 2)
+    assert arm.latencies["ttft"].samples == 1
+    assert arm.tokens_per_s_by_prompt[0] == 0.0
+
+
+def test_tpot_is_absent_below_two_tokens() -> None:
+    assert metrics.arm([[timing([(5, 1)])]]).latencies["tpot"].samples == 0
+
+
+def test_percentiles_without_enough_samples_are_absent_with_the_reason() -> None:
+    rounds = [[timing([(i + 1, 1), (i + 2, 1)]) for i in range(24)]]
+    ttft = metrics.arm(rounds).latencies["ttft"]
+    assert ttft.p50 == pytest.approx(12.5)
+    assert ttft.p90 is None
+    assert "p90 needs 100" in ttft.unsupported["p90"]
+    assert set(ttft.unsupported) == {"p90", "p99"}
+    assert (ttft.p90_low, ttft.p90_high) == (None, None)
+
+
+def test_supported_percentiles_are_numpys_and_lie_in_their_interval() -> None:
+    generator = np.random.default_rng(0)
+    waits = generator.integers(1, 500, size=(5, 30))
+    rounds = [[timing([(int(wait), 1)]) for wait in row] for row in waits]
+    ttft = metrics.arm(rounds).latencies["ttft"]
+    assert ttft.p90 == pytest.approx(np.percentile(waits, 90))
+    assert ttft.p90_low is not None and ttft.p90_high is not None
+    assert ttft.p90_low <= ttft.p90 <= ttft.p90_high
+    assert ttft.curve[0] == waits.min() and ttft.curve[100] == waits.max()
+
+
+def test_acceptance_sums_before_it_divides() -> None:
+    long = timing([(1, 9)], drafted=40, accepted=10, verify_steps=10, drafted_by_position=(10, 10), accepted_by_position=(7, 3))
+    short = timing([(1, 2)], drafted=2, accepted=2, verify_steps=1, drafted_by_position=(1, 1), accepted_by_position=(1, 1))
+    acceptance = metrics.acceptance([long, short])
+    assert acceptance.rate == pytest.approx(12 / 42)
+    assert acceptance.length == pytest.approx(1 + 12 / 11)
+    first, second = acceptance.by_position
+    assert (first.joint, first.conditional) == (pytest.approx(8 / 11), pytest.approx(8 / 11))
+    assert second.joint == pytest.approx(4 / 11)
+    assert second.conditional == pytest.approx(0.5)
+
+
+def test_acceptance_of_a_server_that_says_nothing_is_absent() -> None:
+    acceptance = metrics.acceptance([timing([(1, 2)])])
+    assert (acceptance.rate, acceptance.length, acceptance.by_position) == (None, None, ())
+
+
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_distinct_4grams_are_a_share(tokens: list[int]) -> None:
+    share = metrics.distinct_ngrams(tokens)
+    assert (share is None) == (len(tokens) < 4)
+    assert share is None or 0 < share <= 1
+
+
+def test_loops_have_few_distinct_4grams() -> None:
+    assert metrics.distinct_ngrams([1, 2] * 30) == pytest.approx(2 / 57)
+    assert metrics.distinct_ngrams(list(range(60))) == 1.0
+
+
+def test_scripted_speedup_is_measured_exactly() -> None:
+    """Prefill of 5 ms and 63 tokens more: plain 2 ms each, speculative 3 ms per step of 5, 3 and 4 tokens in turn."""
+    endpoint = ScriptedEndpoint()
+    prompts = [f"prompt {i}" for i in range(10)]
+    plain = endpoint.measure(prompts, temperature=0.0, max_tokens=64, num_draft_tokens=0)
+    speculative = endpoint.measure(prompts, temperature=0.0, max_tokens=64)
+    found = metrics.speedup([speculative], [plain])
+    steps = len(speculative[0].chunks) - 1
+    assert found.estimate == pytest.approx((5 + 63 * 2) / (5 + steps * 3))
+    assert found.low == pytest.approx(found.high)
+
+
+def test_every_figure_has_a_definition() -> None:
+    shown = {*metrics.LATENCIES, "tokens_per_s", "speedup", "acceptance_rate", "acceptance_length", "parity", "kl_mean"}
+    assert shown <= set(metrics.DEFINITIONS)
+    assert all(one.formula and one.numerator for one in metrics.DEFINITIONS.values())

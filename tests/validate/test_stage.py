@@ -1,0 +1,188 @@
+"""The whole stage against a scripted endpoint, with one fault planted at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.endpoint import Fault, ScriptedEndpoint
+from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
+from toolkit.config.schema import LatencyGates, ParityGates, ValidationConfig
+from toolkit.errors import StageError
+from toolkit.records import Gate, Quality, QuantizationQuality, ValidationReport, from_json, to_json
+from toolkit.validate.stage import validate
+
+PROMPTS = tuple(f"prompt number {i}" for i in range(60))
+QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, ()), None)
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def run(endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 4, **config: Any) -> ValidationReport:
+    asked: dict[str, Any] = {"max_tokens": 8, "rounds": 1, "max_rounds": 2, "latency": LatencyGates(min_speedup=1.15), **config}
+    return validate(
+        endpoint,
+        ValidationConfig(prompts=prompts_file, **asked),
+        name="tiny",
+        max_draft_len=max_draft_len,
+        acceptance="auto",
+        reference=endpoint.reference,
+        quality=QUALITY,
+        engines={},
+        environment={"python": "3"},
+        counters=endpoint.counters,
+    )
+
+
+def gate(report: ValidationReport, name: str) -> Gate:
+    return next(one for one in report.gates if one.name == name)
+
+
+def test_a_sound_deployment_passes_and_the_report_survives_json(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(), prompts_file)
+    assert report.verdict == "PASS"
+    assert {one.outcome for one in report.gates} == {"PASS"}
+    assert [one.name for one in report.gates] == ["parity", "speedup", "seeded_parity", "speedup_sampled", "quality_kl"]
+    assert report.parity is not None and (report.parity.prompts, report.parity.identical) == (60, 60)
+    assert report.sampled.parity is not None and report.sampled.parity.identical == 60
+    assert report.acceptance is not None and report.acceptance.by_position[0].joint == 1.0
+    data = json.loads(json.dumps(to_json(report)))
+    assert from_json(ValidationReport, data) == report
+    assert data["arms"]["speculative"]["tokens_per_s"] > data["arms"]["plain"]["tokens_per_s"]
+    assert set(data["speedup"]) >= {"estimate", "low", "high"}
+    assert set(data["gates"][0]) >= {"name", "outcome", "measured", "limit"}
+
+
+def test_arms_are_interleaved_in_random_order_after_a_warm_up_that_is_not_counted(prompts_file: Path) -> None:
+    endpoint = ScriptedEndpoint()
+    report = run(endpoint, prompts_file, rounds=2)
+    warm_up = 2 * 2 * 2  # prompts, arms, temperatures
+    greedy = endpoint.seen[warm_up : warm_up + 2 * 2 * len(PROMPTS)]
+    assert all(one["temperature"] == 0.0 for one in greedy)
+    pairs = list(zip(greedy[::2], greedy[1::2], strict=True))
+    assert all(
+        a["prompt"] == b["prompt"] and {a.get("num_draft_tokens"), b.get("num_draft_tokens")} == {0, None} for a, b in pairs
+    )
+    first = [pair[0].get("num_draft_tokens") == 0 for pair in pairs]
+    assert 0.25 < sum(first) / len(first) < 0.75
+    assert [pair[0]["prompt"] for pair in pairs[:60]] != list(PROMPTS)
+    assert report.arms.plain.requests == 2 * len(PROMPTS)
+
+
+def test_timed_requests_have_no_seed_and_the_exact_check_has_one_per_prompt(prompts_file: Path) -> None:
+    endpoint = ScriptedEndpoint()
+    run(endpoint, prompts_file, seed=40)
+    seeded = [one for one in endpoint.seen if "seed" in one]
+    assert {one["acceptance"] for one in seeded} == {"coupled"}
+    assert [one["seed"] for one in seeded[::2]] == [40 + i for i in range(60)]
+    assert all("acceptance" not in one for one in endpoint.seen if "seed" not in one)
+
+
+def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(faults=[Fault(PROMPTS[12], position=5)]), prompts_file)
+    assert report.verdict == "FAIL"
+    assert gate(report, "parity").outcome == "FAIL"
+    assert "prompt 13, output token 6" in gate(report, "parity").detail
+    assert report.parity is not None
+    (divergence,) = report.parity.divergences
+    assert (divergence.prompt_index, divergence.position, divergence.kind) == (12, 5, "fault")
+    assert gate(report, "seeded_parity").outcome == "PASS"
+
+
+def test_a_seeded_fault_fails_the_seeded_gate_alone(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(faults=[Fault(PROMPTS[3], position=2, seeded=True)]), prompts_file)
+    assert gate(report, "parity").outcome == "PASS"
+    assert gate(report, "seeded_parity").outcome == "FAIL"
+
+
+def test_a_near_tie_is_counted_and_passes(prompts_file: Path) -> None:
+    endpoint = ScriptedEndpoint(faults=[Fault(PROMPTS[7], position=1, margin=0.01)])
+    report = run(endpoint, prompts_file, parity=ParityGates(max_divergence_rate=0.1))
+    assert report.verdict == "PASS"
+    assert report.parity is not None and report.parity.near_ties == 1
+
+
+def test_slow_speculation_fails(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(speculative_step_ms=9.0), prompts_file)
+    assert (report.verdict, gate(report, "speedup").outcome) == ("FAIL", "FAIL")
+    assert report.speedup is not None and report.speedup.high < 1.15
+
+
+def test_a_noisy_machine_is_inconclusive_after_all_rounds(prompts_file: Path) -> None:
+    endpoint = ScriptedEndpoint(jitter=0.9)
+    found = run(ScriptedEndpoint(), prompts_file)
+    assert found.speedup is not None
+    report = run(endpoint, prompts_file, latency=LatencyGates(min_speedup=found.speedup.estimate), max_rounds=3)
+    assert report.speedup is not None
+    assert report.speedup.low < found.speedup.estimate < report.speedup.high
+    assert (gate(report, "speedup").outcome, report.speedup.rounds) == ("INCONCLUSIVE", 3)
+    assert report.verdict == "INCONCLUSIVE"
+
+
+def test_no_round_is_added_once_the_verdict_is_clear(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(), prompts_file, rounds=1, max_rounds=8)
+    assert report.speedup is not None and report.speedup.rounds == 1
+
+
+def test_counters_that_disagree_are_reported(prompts_file: Path) -> None:
+    right = run(ScriptedEndpoint(), prompts_file)
+    assert all(check.matches for check in right.counters)
+    wrong = run(ScriptedEndpoint(counted_twice=True), prompts_file)
+    (check,) = [check for check in wrong.counters if not check.matches]
+    assert (check.name, check.server) == ("toolkit_output_tokens", 2 * check.client)
+    assert any(one.check == "counters" and one.severity == "warning" for one in wrong.findings)
+
+
+def test_texts_that_loop_are_reported(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(looping=True), prompts_file, max_tokens=40)
+    assert any(one.check == "looping texts" for one in report.findings)
+    assert report.arms.plain.distinct_4grams is not None and report.arms.plain.distinct_4grams < 0.5
+
+
+def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:
+    endpoint = ScriptedEndpoint()
+    latency = LatencyGates(min_speedup=1.15, max_itl_p90_ms=3.0)
+    report = run(endpoint, prompts_file, max_draft_len=0, latency=latency)
+    assert report.verdict == "PASS"
+    assert report.arms.speculative is None and report.speedup is None and report.parity is None
+    assert [one.name for one in report.gates] == ["itl_p90", "itl_p90_sampled", "quality_kl"]
+    assert {one["num_draft_tokens"] for one in endpoint.seen} == {0}
+    assert from_json(ValidationReport, to_json(report)) == report
+
+
+class Breaking(ScriptedEndpoint):
+    error: Exception = RequestRefused("prompt longer than max_input_len")
+
+    def measure(self, prompts: Any, **options: Any) -> list[RequestTiming]:
+        if len(self.seen) > 20:
+            raise self.error
+        return super().measure(prompts, **options)
+
+
+@pytest.mark.parametrize("error", [RequestRefused("prompt longer than max_input_len"), ServerUnavailable("gone")])
+def test_an_endpoint_that_breaks_is_an_error_that_names_the_prompt(error: Exception, prompts_file: Path) -> None:
+    endpoint = Breaking()
+    endpoint.error = error
+    with pytest.raises(StageError, match=r"validate: prompt \d+, (plain|speculative) arm: .*" + str(error)) as caught:
+        run(endpoint, prompts_file)
+    assert caught.value.mend is not None
+
+
+class Mute(ScriptedEndpoint):
+    def measure(self, prompts: Any, **options: Any) -> list[RequestTiming]:
+        from dataclasses import replace
+
+        return [replace(timing, token_ids=()) for timing in super().measure(prompts, **options)]
+
+
+def test_an_endpoint_without_token_ids_cannot_be_validated(prompts_file: Path) -> None:
+    with pytest.raises(StageError, match="0 token ids returned"):
+        run(Mute(), prompts_file)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.validate.statistics import (
+    bootstrap_percentile,
+    bootstrap_ratio,
+    clopper_pearson,
+    percentile,
+    prompts_needed,
+    unsupported,
+)
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
+
+
+@given(VALUES, st.floats(0, 100))
+def test_percentile_agrees_with_numpy(values: list[float], q: float) -> None:
+    assert percentile(values, q) == np.percentile(values, q)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 6)), min_size=1, max_size=30), st.floats(0, 100))
+def test_weighted_percentile_is_that_of_the_repeated_values(pairs: list[tuple[float, int]], q: float) -> None:
+    repeated = [value for value, weight in pairs for _ in range(weight)]
+    assert percentile([v for v, _ in pairs], q, [w for _, w in pairs]) == pytest.approx(np.percentile(repeated, q))
+
+
+@pytest.mark.parametrize(("q", "needed"), [(50, 20), (90, 100), (99, 1000)])
+def test_percentile_needs_ten_samples_beyond_it(q: int, needed: int) -> None:
+    assert unsupported(needed, q) is None
+    assert f"p{q} needs {needed}" in (unsupported(needed - 1, q) or "")
+
+
+@settings(deadline=None)  # the first call imports scipy
+@given(st.integers(1, 400), st.data())
+def test_clopper_pearson_solves_the_binomial_tails(trials: int, data: st.DataObject) -> None:
+    from scipy.stats import binom, binomtest
+
+    events = data.draw(st.integers(0, trials))
+    low, high = clopper_pearson(events, trials)
+    assert 0 <= low <= events / trials <= high <= 1
+    if events < trials:
+        assert binom.cdf(events, trials, high) == pytest.approx(0.05, rel=1e-6)
+    if events > 0:
+        assert binom.sf(events - 1, trials, low) == pytest.approx(0.05, rel=1e-6)
+    exact = binomtest(events, trials).proportion_ci(confidence_level=0.90, method="exact")
+    assert (low, high) == (pytest.approx(exact.low, abs=1e-9), pytest.approx(exact.high, abs=1e-9))
+
+
+def test_rule_of_three() -> None:
+    """No event in 300 bounds a rate by one percent."""
+    assert clopper_pearson(0, 300)[1] == pytest.approx(0.00994, abs=1e-5)
+
+
+@pytest.mark.parametrize(("limit", "events"), [(0.05, 0), (0.05, 1), (0.2, 7), (0.01, 2)])
+def test_prompts_needed_is_the_smallest_number(limit: float, events: int) -> None:
+    needed = prompts_needed(limit, events)
+    assert needed is not None
+    assert clopper_pearson(events, needed)[1] <= limit < clopper_pearson(events, needed - 1)[1]
+
+
+def test_no_number_of_prompts_proves_a_rate_of_zero() -> None:
+    assert prompts_needed(0.0, 0) is None
+
+
+def test_ratio_without_noise_has_no_width() -> None:
+    tokens = np.full((3, 10), 64.0)
+    estimate, low, high = bootstrap_ratio((tokens, tokens), (tokens * 1.0, tokens * 2.0))
+    assert (estimate, low, high) == (2.0, 2.0, 2.0)
+
+
+def test_ratio_is_of_sums_and_repeatable() -> None:
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(1, 64, size=(2, 2, 12)).astype(float)
+    times = generator.uniform(0.1, 1.0, size=(2, 2, 12))
+    first = bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=3)
+    assert first[0] == pytest.approx(tokens[0].sum() / times[0].sum() / (tokens[1].sum() / times[1].sum()))
+    assert first[1] < first[0] < first[2]
+    assert first == bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=3)
+
+
+def test_ratio_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """Paired prompts with effects of prompt and round; the crossed bootstrap is conservative, so coverage may exceed 95 %."""
+    generator = np.random.default_rng(1)
+    covered, trials, truth = 0, 120, 1.5
+    for _ in range(trials):
+        base = generator.lognormal(0.0, 0.4, size=(1, 24))  # how long a prompt's text takes, in both arms
+        plain = base * generator.lognormal(0.0, 0.1, size=(3, 24))
+        # exp(sigma^2 / 2) of both noises is the same, so the ratio of the means is the truth
+        speculative = base / truth * generator.lognormal(0.0, 0.1, size=(3, 24))
+        tokens = np.full((3, 24), 64.0)
+        _, low, high = bootstrap_ratio((tokens, tokens), (speculative, plain))
+        covered += low <= truth <= high
+    assert covered / trials >= 0.88
+
+
+def test_percentile_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(2)
+    covered, trials = 0, 100
+    truth = -np.log(0.1)  # p90 of the unit exponential
+    for _ in range(trials):
+        clusters = generator.exponential(size=(100, 3)).tolist()
+        low, high = bootstrap_percentile(clusters, 90)
+        covered += low <= truth <= high
+    assert covered / trials >= 0.86
+
+
+def test_percentile_interval_resamples_whole_prompts() -> None:
+    """Ten prompts whose samples are all alike carry ten samples' worth of evidence, however often they were measured."""
+    generator = np.random.default_rng(3)
+    level = generator.exponential(size=40)
+    alike = bootstrap_percentile([[value] * 20 for value in level], 90)
+    independent = bootstrap_percentile([generator.exponential(size=20).tolist() for _ in level], 90)
+    assert alike[1] - alike[0] > 2 * (independent[1] - independent[0])
+
+
+def test_percentile_interval_with_weights_is_that_of_repeated_values() -> None:
+    clusters = [[1.0, 5.0], [2.0], [7.0, 3.0], [4.0]]
+    weights = [[3, 1], [2], [1, 4], [2]]
+    repeated = [[v for v, w in zip(c, ws, strict=True) for _ in range(w)] for c, ws in zip(clusters, weights, strict=True)]
+    assert bootstrap_percentile(clusters, 50, weights) == bootstrap_percentile(repeated, 50)
