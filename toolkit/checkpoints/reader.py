@@ -6,7 +6,6 @@ Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,7 +90,8 @@ def read_tensor(info: TensorInfo) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(info.file, framework="pt") as shard:
-        return shard.get_tensor(info.name)
+        tensor: Tensor = shard.get_tensor(info.name)
+        return tensor
 
 
 def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, directory: Path) -> None:
@@ -144,7 +144,7 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def _read_header(file: Path) -> list[TensorInfo]:
     """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors README, "Format"."""
     try:
-        size = os.path.getsize(file)
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
             if length == 0 or length > min(MAX_HEADER_BYTES, size - 8):

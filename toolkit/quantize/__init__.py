@@ -1,0 +1,1 @@
+"""A source checkpoint and calibration text in, a quantized checkpoint that was measured, checked and read back out."""

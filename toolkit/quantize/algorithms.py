@@ -1,0 +1,52 @@
+"""Facts per quant_algo: what a checkpoint of it has to contain, and which ModelOpt preset makes it.
+
+The names are TensorRT-LLM's. A preset's own name is no proof of what it writes (INT8_DEFAULT_CFG is exported under the name of
+SmoothQuant, without the pre-quant scales), so every fact here is checked on the exported tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ALGORITHMS", "Algorithm", "algorithm_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way of quantizing the linears of the decoder layers. lm_head, embeddings and norms always stay as they are.
+
+    weight_dtype: as safetensors spells it. max_code: the code that amax is stored as, so scale = amax / max_code.
+    per_channel: weight_scale has one value per output row, else one per tensor. input_scale: activations have a static scale.
+    pre_quant_scale: inputs are multiplied by a vector first, which the weights were divided by (SmoothQuant).
+    """
+
+    name: str
+    preset: str  # constant of modelopt.torch.quantization
+    weight_dtype: str
+    max_code: float
+    per_channel: bool
+    input_scale: bool
+    pre_quant_scale: bool
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("FP8", "FP8_DEFAULT_CFG", "F8_E4M3", 448.0, per_channel=False, input_scale=True, pre_quant_scale=False),
+        Algorithm(
+            "W8A8_SQ_PER_CHANNEL",
+            "INT8_SMOOTHQUANT_CFG",
+            "I8",
+            127.0,
+            per_channel=True,
+            input_scale=True,
+            pre_quant_scale=True,
+        ),
+        Algorithm("W8A16", "INT8_WEIGHT_ONLY_CFG", "I8", 127.0, per_channel=True, input_scale=False, pre_quant_scale=False),
+    )
+}
+
+
+def algorithm_of(quant_algo: str) -> Algorithm | None:
+    """None for NO_QUANT. Raises KeyError for a name that the config schema does not let through."""
+    return None if quant_algo == "NO_QUANT" else ALGORITHMS[quant_algo]

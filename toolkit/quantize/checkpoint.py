@@ -1,0 +1,81 @@
+"""Writing a quantized checkpoint so that every reader finds what was meant.
+
+ModelOpt's export is the unified Hugging Face form, but it leaves out what a runtime needs: tokenizer files, RoPE settings as
+transformers 4.57 spells them (5.x writes only its own), the source's generation config. `finish` puts these right; whether the
+result is right is judged elsewhere, in `toolkit.quantize.check`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints.shape import ModelShape, read_json
+from toolkit.checkpoints.tokenizer import write_tokenizer
+from toolkit.quantize.source import Source
+
+__all__ = ["copy_as_it_is", "finish", "rope_spellings"]
+
+
+def copy_as_it_is(source: Source, out_dir: Path) -> None:
+    """Copy weights and configs. A copy and no link: what the store holds must not change when the source is written again."""
+    shards = {info.file.name for info in source.tensors.values()}
+    for name in sorted(shards | {"model.safetensors.index.json", "config.json", "hf_quant_config.json"}):
+        if (source.path / name).exists():
+            shutil.copyfile(source.path / name, out_dir / name)
+    finish(source, out_dir, source.quant_algo, source.kv_cache_quant_algo)
+
+
+def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None) -> None:
+    """Complete an export in place: config.json, hf_quant_config.json, generation_config.json, tokenizer files."""
+    config = read_json(out_dir / "config.json")
+    config["architectures"] = [source.shape.architecture]
+    config["dtype"] = config["torch_dtype"] = source.dtype  # transformers 5.x and 4.x
+    config.update(rope_spellings(source.shape))
+    if quant_algo is not None or kv_cache_quant_algo is not None:
+        _name_quantization(config, out_dir, quant_algo, kv_cache_quant_algo)
+    _write_json(out_dir / "config.json", config)
+    # ModelOpt edits the generation config (do_sample) and transformers makes one up where there is none.
+    (out_dir / "generation_config.json").unlink(missing_ok=True)
+    if (source.path / "generation_config.json").exists():
+        shutil.copyfile(source.path / "generation_config.json", out_dir / "generation_config.json")
+    write_tokenizer(source.path, out_dir)
+
+
+def rope_spellings(shape: ModelShape) -> dict[str, Any]:
+    """The RoPE settings as transformers 4.x reads them (rope_theta, rope_scaling) and as 5.x does (rope_parameters)."""
+    scaling = shape.rope_scaling
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": shape.rope_theta, **(scaling or {"rope_type": "default"})},
+    }
+
+
+def _name_quantization(config: dict[str, Any], out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None) -> None:
+    """The two places that name the quantization: hf_quant_config.json (TensorRT-LLM) and config.json (transformers, vLLM).
+
+    A checkpoint from elsewhere may bring only one; the other is written from it. What is there is left for the checks to judge.
+    """
+    file = out_dir / "hf_quant_config.json"
+    embedded = config.get("quantization_config")
+    if not file.exists():
+        ignored = embedded.get("ignore", ["lm_head"]) if isinstance(embedded, dict) else ["lm_head"]
+        quantization = {"quant_algo": quant_algo, "kv_cache_quant_algo": kv_cache_quant_algo, "exclude_modules": ignored}
+        _write_json(file, {"producer": {"name": "modelopt"}, "quantization": quantization})
+    if not isinstance(embedded, dict):
+        stated = read_json(file)
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": quant_algo,
+            "ignore": stated["quantization"].get("exclude_modules", ["lm_head"]),
+            "producer": stated.get("producer", {"name": "modelopt"}),
+        }
+        if kv_cache_quant_algo == "FP8":
+            config["quantization_config"]["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Opening a source checkpoint: everything that can be wrong with it is found here, before time is spent on it.
+
+Headers and config are compared first, then every tensor is looked at once: recorded digests, NaN and infinity, absurd values.
+A checkpoint that ModelOpt has quantized already is recognised; one quantized by something else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensors
+from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
+from toolkit.errors import CheckpointError
+from toolkit.interfaces import Progress
+
+__all__ = ["Source", "check_weights", "open_source"]
+
+FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ABSURD = 1e8  # no weight of a trained model comes near; one flipped exponent bit does
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint whose headers and config agree. dtype: torch's name of the unquantized weights' dtype, as stored.
+
+    quant_algo is set when it is already quantized in ModelOpt's unified form.
+    """
+
+    path: Path
+    shape: ModelShape
+    tensors: dict[str, TensorInfo]
+    dtype: str
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quant_algo is not None or self.kv_cache_quant_algo is not None
+
+
+def open_source(directory: Path) -> Source:
+    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`, `check_against_shape` refuse."""
+    tensors = read_index(directory)
+    shape = read_shape(directory)
+    check_against_shape(tensors, shape, directory)
+    quant_algo, kv_cache_quant_algo = _quantization(directory)
+    embedding = tensors["model.embed_tokens.weight"]
+    if embedding.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{embedding.name} is {embedding.dtype}", where=embedding.file, mend=f"supported: {', '.join(FLOAT_DTYPES)}"
+        )
+    if quant_algo is None:
+        for name in expected_shapes(shape):
+            if tensors[name].dtype not in FLOAT_DTYPES:
+                raise CheckpointError(
+                    f"{name} is {tensors[name].dtype}, but nothing in config.json says that the checkpoint is quantized",
+                    where=tensors[name].file,
+                    mend=f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its hf_quant_config.json",
+                )
+    return Source(directory, shape, tensors, FLOAT_DTYPES[embedding.dtype], quant_algo, kv_cache_quant_algo)
+
+
+def check_weights(source: Source, progress: Progress) -> None:
+    """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what was found in it."""
+    import torch
+
+    _check_recorded_digests(source)
+    for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
+        if tensor.is_floating_point():
+            values = tensor.float() if tensor.element_size() < 4 else tensor
+            low, high = (float(value) for value in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+            if not (math.isfinite(low) and math.isfinite(high)):
+                bad = int((~torch.isfinite(values)).sum())
+                raise CheckpointError(
+                    f"{name} holds {bad} values that are NaN or infinite", where=source.tensors[name].file, mend=_FETCH_AGAIN
+                )
+            if max(-low, high) > ABSURD:
+                raise CheckpointError(
+                    f"{name} holds a value of {high if high > -low else low:.3g}; a bit of the file has flipped",
+                    where=source.tensors[name].file,
+                    mend=_FETCH_AGAIN,
+                )
+        progress(done, len(source.tensors), "checking weights")
+
+
+_FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"
+
+
+def _check_recorded_digests(source: Source) -> None:
+    """Compare files with the digests a checkpoint brings along: SHA256SUMS, or the metadata that a hub download leaves.
+
+    The hub client writes .cache/huggingface/download/FILE.metadata: commit, etag, time; the etag of a large file is its sha256.
+    """
+    recorded_digests = {**_hub_digests(source.path), **_sums(source.path)}
+    if not recorded_digests:
+        return
+    from toolkit.pipeline.hashing import digest_file
+
+    for name, recorded in recorded_digests.items():
+        file = source.path / name
+        if not file.is_file():
+            continue
+        found = digest_file(file).removeprefix("sha256:")
+        if found != recorded:
+            raise CheckpointError(
+                f"its sha256 is {found[:12]}..., {recorded[:12]}... was recorded", where=file, mend="fetch this file again"
+            )
+
+
+def _sums(directory: Path) -> dict[str, str]:
+    file = directory / "SHA256SUMS"
+    if not file.is_file():
+        return {}
+    pairs = (line.split(maxsplit=1) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    return {name.lstrip("*"): digest.lower() for digest, name in pairs if Path(name.lstrip("*")).name == name.lstrip("*")}
+
+
+def _hub_digests(directory: Path) -> dict[str, str]:
+    found = {}
+    for file in sorted((directory / ".cache/huggingface/download").glob("*.safetensors.metadata")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        if len(lines) >= 2 and len(lines[1]) == 64:
+            found[file.name.removesuffix(".metadata")] = lines[1].lower()
+    return found
+
+
+def _quantization(directory: Path) -> tuple[str | None, str | None]:
+    """(quant_algo, kv_cache_quant_algo) of ModelOpt's unified form; (None, None) of an unquantized checkpoint."""
+    where = directory / "hf_quant_config.json"
+    if where.exists():
+        stated = read_json(where).get("quantization")
+        if not isinstance(stated, dict):
+            raise CheckpointError("has no `quantization`", where=where)
+        return _known(stated, "kv_cache_quant_algo", where)
+    where = directory / "config.json"
+    stated = read_json(where).get("quantization_config")
+    if stated is None:
+        return None, None
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if method != "modelopt":
+        raise CheckpointError(
+            f"is already quantized by {method!r}",
+            where=where,
+            mend="name the unquantized model, or one that ModelOpt quantized",
+        )
+    scheme = stated.get("kv_cache_scheme")
+    float8 = isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return _known({**stated, "kv_cache": "FP8" if float8 else None if scheme is None else str(scheme)}, "kv_cache", where)
+
+
+def _known(stated: dict[str, Any], kv_key: str, where: Path) -> tuple[str | None, str | None]:
+    from toolkit.quantize.algorithms import ALGORITHMS
+
+    algo, kv = stated.get("quant_algo"), stated.get(kv_key)
+    if algo is not None and algo not in ALGORITHMS:
+        raise CheckpointError(
+            f"quant_algo {algo!r} is not supported", where=where, mend=f"supported: {', '.join(ALGORITHMS)}, or none"
+        )
+    if kv not in (None, "FP8"):
+        raise CheckpointError(f"KV cache quantization {kv!r} is not supported", where=where, mend="supported: FP8, or none")
+    return algo, kv
