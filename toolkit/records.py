@@ -256,6 +256,7 @@ class Parity:
     rate_high: float
     confidence: float
     compared_tokens: int
+    near_tie_margin: float  # logits
     divergences: tuple[Divergence, ...]
 
 

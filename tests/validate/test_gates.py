@@ -14,7 +14,7 @@ from toolkit.validate.statistics import clopper_pearson
 
 def parity(prompts: int, near_ties: int) -> Parity:
     low, high = clopper_pearson(near_ties, prompts)
-    return Parity(prompts, prompts - near_ties, near_ties, 0, 0, near_ties / prompts, low, high, 0.95, 1000, ())
+    return Parity(prompts, prompts - near_ties, near_ties, 0, 0, near_ties / prompts, low, high, 0.95, 1000, 0.05, ())
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.booleans())

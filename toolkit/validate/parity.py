@@ -85,6 +85,7 @@ def compare(
         rate_high=high,
         confidence=CONFIDENCE,
         compared_tokens=sum(len(plain.token_ids) for plain, _ in pairs),
+        near_tie_margin=near_tie_margin,
         divergences=tuple(divergences),
     )
 

@@ -1,0 +1,318 @@
+"""What a report shows, as plain text cells: every renderer prints the same tables, so no number is formatted in two places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.records import Acceptance, Arm, Gate, Latency, Parity, QuantizationQuality, Speedup, ValidationReport
+
+__all__ = ["Table", "gate_title", "gates_table", "headline", "next_steps", "number", "shown", "tables"]
+
+DASH = "-"
+LATENCY_NAMES = {
+    "ttft": "time to first token (TTFT)",
+    "tpot": "time per output token (TPOT)",
+    "itl": "inter-token latency (ITL)",
+    "icl": "inter-chunk latency (ICL)",
+    "e2e": "whole request (e2e)",
+}
+WORST_LAYERS = 8
+SHOWN_DIVERGENCES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """rows are as long as columns; columns after the first are aligned right unless `text`. definitions: their names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    definitions: tuple[str, ...] = ()
+    note: str = ""
+    text: bool = False
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with about `digits` significant digits; a dash for None."""
+    if value is None:
+        return DASH
+    if 0 < abs(value) < 0.0001:
+        return f"{value:.1e}"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def percent(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+def size(count: int | None) -> str:
+    """Bytes, in the unit that suits."""
+    if count is None:
+        return DASH
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{number(value)} {unit}"
+
+
+def gate_title(name: str, temperature: float) -> str:
+    """The words for a gate's name."""
+    at = f", T = {temperature:g}" if "sampled" in name or "seeded" in name else ""
+    base = name.removesuffix("_sampled")
+    fixed = {
+        "parity": "Same text, greedy",
+        "seeded_parity": "Same text, seeded",
+        "speedup": "Speed-up" if at else "Speed-up, greedy",
+        "quality_kl": "Quality: KL to source",
+        "quality_top1": "Quality: top-1 agreement",
+    }
+    if base in fixed:
+        return fixed[base] + at
+    kind = base.removesuffix("_p90")
+    return f"{kind.upper() if kind in LATENCY_NAMES else kind} p90" + (at or ", greedy")
+
+
+def shown(gate: Gate) -> tuple[str, str]:
+    """(measured, limit) of a gate with units and the direction of the limit."""
+    if gate.name.startswith("speedup"):
+        measured, limit = (DASH if v is None else f"{v:.2f}x" for v in (gate.measured, gate.limit))
+        return measured, f">= {limit}"
+    if "parity" in gate.name:
+        return percent(gate.measured), f"<= {percent(gate.limit)}"
+    if gate.name == "quality_top1":
+        return percent(gate.measured), f">= {percent(gate.limit)}"
+    unit = " ms" if "_p90" in gate.name else ""
+    return (DASH if gate.measured is None else number(gate.measured) + unit), f"<= {number(gate.limit)}{unit}"
+
+
+def headline(report: ValidationReport) -> str:
+    """One sentence that says how it went."""
+    if report.speedup is None or report.parity is None:
+        return f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
+    seeded = report.sampled.parity
+    same = report.parity.identical + (seeded.identical if seeded else 0)
+    compared = report.parity.prompts + (seeded.prompts if seeded else 0)
+    factor = report.speedup.estimate
+    speed = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
+    text = f"{same} of {compared} texts are the same, token for token"
+    return f"Speculation makes this deployment {speed} at temperature 0, and {text}."
+
+
+def next_steps(report: ValidationReport) -> list[str]:
+    """What to do now: the mends of gates that did not pass, then warnings."""
+    steps = [
+        f"{gate_title(gate.name, report.sampled.temperature)}: {gate.next_step or gate.detail}"
+        for gate in report.gates
+        if gate.outcome != "PASS"
+    ]
+    steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity != "ok"]
+    return steps or [
+        "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the model repository."
+    ]
+
+
+def gates_table(report: ValidationReport) -> Table:
+    rows = [
+        (gate_title(gate.name, report.sampled.temperature), gate.outcome, *shown(gate), gate.detail) for gate in report.gates
+    ]
+    return Table("Gates", ("gate", "outcome", "measured", "limit", "why"), tuple(rows), text=True)
+
+
+def tables(report: ValidationReport) -> list[Table]:
+    """Everything behind the verdict, in the order of a reader's questions."""
+    found = [_speed(report), _latencies(report)]
+    if report.acceptance is not None:
+        found.append(_acceptance(report))
+    if report.parity is not None:
+        found.append(_parity(report))
+        found += [table for table in (_divergences(report),) if table.rows]
+    if report.quality.target is not None or report.quality.draft is not None:
+        found += [_quality(report), _layers(report)]
+    if report.counters:
+        found.append(_counters(report))
+    if report.stages:
+        found.append(_stages(report))
+    if report.engines:
+        found.append(_engines(report))
+    if report.environment:
+        rows = tuple((name, value) for name, value in report.environment.items())
+        found.append(Table("Environment", ("what", "which"), rows, text=True))
+    return found
+
+
+def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:
+    """The measured arms with their headings, greedy first."""
+    columns: list[tuple[str, Arm]] = []
+    for label, arms in (("greedy", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)):
+        columns.append((f"plain, {label}", arms.plain))
+        if arms.speculative is not None:
+            columns.append((f"speculative, {label}", arms.speculative))
+    return columns
+
+
+def _speed(report: ValidationReport) -> Table:
+    columns = arm_columns(report)
+    arms = [arm for _, arm in columns]
+    rows = [
+        ("output tokens/s", *(number(arm.tokens_per_s, 4) for arm in arms)),
+        ("requests", *(str(arm.requests) for arm in arms)),
+        ("output tokens", *(f"{arm.output_tokens:,}" for arm in arms)),
+        ("request time, s", *(number(arm.request_time_s, 4) for arm in arms)),
+        ("distinct 4-grams", *(number(arm.distinct_4grams, 2) for arm in arms)),
+        ("ended by", *(", ".join(f"{name} {count}" for name, count in arm.finish_reasons.items()) for arm in arms)),
+    ]
+    note = " ".join(
+        _speedup_sentence(label, speedup)
+        for label, speedup in (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
+        if speedup is not None
+    )
+    if report.sampled.speedup is not None:
+        note += f" Timed requests carry no seed: at temperature > 0 the rule is {report.sampled.rule}."
+    return Table(
+        "Speed", ("", *(name for name, _ in columns)), tuple(rows), ("tokens_per_s", "speedup", "distinct_4grams"), note
+    )
+
+
+def _speedup_sentence(label: str, speedup: Speedup) -> str:
+    interval = f"{speedup.confidence:.0%} interval {speedup.low:.2f} to {speedup.high:.2f}"
+    return f"Speed-up, {label}: {speedup.estimate:.2f}x ({interval}, {speedup.prompts} prompts x {speedup.rounds} rounds)."
+
+
+def _latencies(report: ValidationReport) -> Table:
+    columns = arm_columns(report)
+    rows: list[tuple[str, ...]] = []
+    missing: dict[str, str] = {}
+    for name, title in LATENCY_NAMES.items():
+        for quantile in ("p50", "p90", "p99"):
+            latencies = [arm.latencies[name] for _, arm in columns]
+            rows.append((f"{title}, {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
+            missing |= {f"{name} {quantile}": one.unsupported[quantile] for one in latencies if quantile in one.unsupported}
+    reasons = sorted(set(missing.values()))
+    note = f"{DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else ""
+    return Table("Latency, ms", ("", *(name for name, _ in columns)), tuple(rows), (*LATENCY_NAMES, "percentiles"), note)
+
+
+def _percentile(latency: Latency, quantile: str) -> str:
+    return number(getattr(latency, quantile))
+
+
+def _acceptance(report: ValidationReport) -> Table:
+    pairs = [("greedy", report.acceptance), (f"T = {report.sampled.temperature:g}", report.sampled.acceptance)]
+    found = [(label, acceptance) for label, acceptance in pairs if acceptance is not None]
+    rows = [
+        ("rate: accepted / drafted", *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found)),
+        ("length: tokens per verify step", *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found)),
+    ]
+    for i in range(max((len(a.by_position) for _, a in found), default=0)):
+        rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
+    names = ("acceptance_rate", "acceptance_length", "acceptance_by_position")
+    return Table("Acceptance", ("", *(label for label, _ in found)), tuple(rows), names)
+
+
+def _position(acceptance: Acceptance, i: int) -> str:
+    if i >= len(acceptance.by_position):
+        return DASH
+    position = acceptance.by_position[i]
+    return f"{percent(position.joint)}, {percent(position.conditional)}"
+
+
+def _checks(report: ValidationReport) -> list[tuple[str, Parity]]:
+    pairs = [("greedy", report.parity), (f"seeded, T = {report.sampled.temperature:g}", report.sampled.parity)]
+    return [(label, parity) for label, parity in pairs if parity is not None]
+
+
+def _parity(report: ValidationReport) -> Table:
+    checks = _checks(report)
+    rows = [
+        ("prompts", *(str(parity.prompts) for _, parity in checks)),
+        ("identical", *(str(parity.identical) for _, parity in checks)),
+        ("near-ties", *(str(parity.near_ties) for _, parity in checks)),
+        ("faults", *(str(parity.faults) for _, parity in checks)),
+        ("could not be judged", *(str(parity.unexplained) for _, parity in checks)),
+        ("rate of divergence, upper bound", *(f"{percent(p.rate)}, {percent(p.rate_high)}" for _, p in checks)),
+        ("tokens compared", *(f"{parity.compared_tokens:,}" for _, parity in checks)),
+    ]
+    columns = ("", *(label for label, _ in checks))
+    return Table("Speculative text against plain text", columns, tuple(rows), ("parity", "seeded_parity"))
+
+
+def _divergences(report: ValidationReport) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for label, parity in _checks(report):
+        for one in parity.divergences:
+            tokens = " / ".join("end" if token is None else str(token) for token in (one.plain_token, one.speculative_token))
+            place = f"{one.prompt_index + 1}: {_short(one.prompt)}"
+            rows.append((label, place, str(one.position + 1), one.kind, number(one.margin), tokens, one.detail))
+    note = f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all." if len(rows) > SHOWN_DIVERGENCES else ""
+    columns = ("check", "prompt", "output token", "kind", "margin", "plain / speculative", "why")
+    return Table("Divergences", columns, tuple(rows[:SHOWN_DIVERGENCES]), ("parity",), note, text=True)
+
+
+def _short(text: str, width: int = 40) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _models(report: ValidationReport) -> list[tuple[str, QuantizationQuality]]:
+    pairs = [("target", report.quality.target), ("draft", report.quality.draft)]
+    return [(role, quality) for role, quality in pairs if quality is not None]
+
+
+def _quality(report: ValidationReport) -> Table:
+    models = _models(report)
+    rows = [
+        ("KL to source, mean, nats", *(number(q.kl_mean) for _, q in models)),
+        ("KL to source, p99, nats", *(number(q.kl_p99) for _, q in models)),
+        ("top-1 agreement", *(percent(q.top1_agreement) for _, q in models)),
+        ("perplexity, source", *(number(q.source_perplexity, 4) for _, q in models)),
+        ("perplexity, quantized", *(number(q.quantized_perplexity, 4) for _, q in models)),
+        ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
+    ]
+    note = "The draft is not gated: what it lost shows as acceptance." if any(role == "draft" for role, _ in models) else ""
+    columns = ("", *(role for role, _ in models))
+    return Table("Quality of quantization", columns, tuple(rows), ("kl_mean", "top1_agreement"), note)
+
+
+def _layers(report: ValidationReport) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for role, quality in _models(report):
+        worst = sorted(quality.layers, key=lambda layer: -layer.relative_error)[:WORST_LAYERS]
+        rows += [(f"{role}: {layer.layer}", percent(layer.relative_error)) for layer in worst]
+    return Table("Layers with the largest quantization error", ("layer", "relative error"), tuple(rows), ("layer_error",))
+
+
+def _counters(report: ValidationReport) -> Table:
+    rows = tuple(
+        (c.name, f"{c.client:,}", DASH if c.server is None else f"{c.server:,}", "yes" if c.matches else "NO")
+        for c in report.counters
+    )
+    return Table("Counters of the server against the client's", ("counter", "client", "server", "equal"), rows)
+
+
+def _stages(report: ValidationReport) -> Table:
+    rows = tuple(
+        (one.stage, f"{one.seconds:,.1f}", size(one.peak_memory_bytes), "reused" if one.reused else "ran")
+        for one in report.stages
+    )
+    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows)
+
+
+def _engines(report: ValidationReport) -> Table:
+    engines = report.engines.values()
+    rows: list[tuple[str, ...]] = [
+        ("precision", *(engine.quant_algo or "not quantized" for engine in engines)),
+        ("KV cache", *(engine.kv_cache_quant_algo or engine.dtype for engine in engines)),
+        ("mode", *(f"{engine.kind}, {engine.mode}, {engine.device}" for engine in engines)),
+        ("activations", *(engine.dtype for engine in engines)),
+        ("FP8 arithmetic", *(engine.fp8_compute or DASH for engine in engines)),
+        ("weights", *(size(engine.weight_bytes) for engine in engines)),
+        ("batch, input, sequence", *(f"{e.max_batch_size}, {e.max_input_len}, {e.max_seq_len}" for e in engines)),
+        ("draft length", *(str(engine.max_draft_len or DASH) for engine in engines)),
+    ]
+    notes: Sequence[str] = [f"{role}: {note}." for role, engine in report.engines.items() for note in engine.notes]
+    return Table("Engines", ("", *report.engines), tuple(rows), note=" ".join(notes))

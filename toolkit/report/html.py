@@ -1,0 +1,119 @@
+"""report.html: one file that needs nothing else. Verdict, gates and what to do first; then plots; then every table.
+
+There is no script in it, and its content policy forbids every request, so nothing in a prompt can act or call home. Everything
+that comes from a record passes `escape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+
+from toolkit.records import Definition, ValidationReport
+from toolkit.report.figures import Table, gate_title, headline, next_steps, number, percent, shown, tables
+from toolkit.report.plots import Plot, plots
+
+__all__ = ["render_html"]
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+SIGNS = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?"}
+
+
+def render_html(report: ValidationReport) -> str:
+    """The whole page."""
+    style = files("toolkit.report").joinpath("style.css").read_text(encoding="utf-8")
+    title = escape(f"{report.name}: {report.verdict}")
+    steps = "".join(f"<li>{escape(step)}</li>" for step in next_steps(report))
+    figures = "".join(_plot(plot, report.definitions) for plot in plots(report))
+    sections = "".join(_table(table, report.definitions) for table in tables(report))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<header><h1>{escape(report.name)}</h1>{_verdict(report.verdict)}</header>
+<p class="lead">{escape(headline(report))}</p>
+<div class="tiles">{_tiles(report)}</div>
+<h2>Gates</h2>
+<ul class="gates">{_gates(report)}</ul>
+<h2>What to do next</h2>
+<ol class="steps">{steps}</ol>
+<h2>What was measured</h2>
+<div class="plots">{figures}</div>
+<h2>All figures</h2>
+{sections}
+<footer>A gate passes when its whole interval is on the good side of its limit, fails when none of it is, and is inconclusive in
+between. report.json beside this page holds every number, with its definition.</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def _verdict(verdict: str) -> str:
+    return f'<span class="verdict {escape(verdict)}">{SIGNS.get(verdict, "")} {escape(verdict)}</span>'
+
+
+def _tiles(report: ValidationReport) -> str:
+    sampled = f"T = {report.sampled.temperature:g}"
+    found: list[tuple[str, str]] = []
+    for label, speedup in (("greedy", report.speedup), (sampled, report.sampled.speedup)):
+        if speedup is not None:
+            found.append((f"{speedup.estimate:.2f}x", f"speed-up, {label} ({speedup.low:.2f} to {speedup.high:.2f})"))
+    deployed = report.arms.speculative or report.arms.plain
+    found.append((number(deployed.tokens_per_s), "output tokens/s, greedy"))
+    if report.acceptance is not None and report.acceptance.length is not None:
+        found.append((number(report.acceptance.length), f"tokens per verify step ({percent(report.acceptance.rate)} accepted)"))
+    if report.quality.target is not None:
+        found.append((number(report.quality.target.kl_mean), "nats per token: KL of the quantized target"))
+    return "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in found)
+
+
+def _gates(report: ValidationReport) -> str:
+    rows: list[str] = []
+    for gate in report.gates:
+        measured, limit = shown(gate)
+        rows.append(
+            f'<li><span class="outcome {escape(gate.outcome)}">{SIGNS.get(gate.outcome, "")} {escape(gate.outcome)}</span>'
+            f'<span class="name">{escape(gate_title(gate.name, report.sampled.temperature))}</span>'
+            f'<span class="figures">{escape(measured)} <i>limit {escape(limit)}</i></span>'
+            f'<span class="why">{escape(gate.detail)}</span></li>'
+        )
+    return "".join(rows)
+
+
+def _plot(plot: Plot, definitions: dict[str, Definition]) -> str:
+    caption = f"{escape(plot.caption)}{_definitions(plot.definitions, definitions)}"
+    return f'<figure class="plot"><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{caption}</figcaption></figure>'
+
+
+def _table(table: Table, definitions: dict[str, Definition]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    note = f"<p class='why'>{escape(table.note)}</p>" if table.note else ""
+    kind = ' class="text"' if table.text else ""
+    drawn = f'<div class="scroll"><table{kind}><tr>{head}</tr>{body}</table></div>'
+    return (
+        f'<section class="table"><h3>{escape(table.title)}</h3>{drawn}'
+        f"{note}{_definitions(table.definitions, definitions)}</section>"
+    )
+
+
+def _definitions(names: Iterable[str], definitions: dict[str, Definition]) -> str:
+    found = [(name, definitions[name]) for name in names if name in definitions]
+    if not found:
+        return ""
+    parts: list[str] = []
+    for name, one in found:
+        parts.append(f"<dt>{escape(name)} = {escape(one.formula)}</dt><dd>numerator: {escape(one.numerator)}</dd>")
+        parts += [f"<dd>denominator: {escape(one.denominator)}</dd>"] if one.denominator else []
+        parts += [f"<dd>{escape(one.note)}</dd>"] if one.note else []
+    return f"<details><summary>how it is computed</summary><dl>{''.join(parts)}</dl></details>"

@@ -1,0 +1,237 @@
+"""The plots of a report: one question each, answered in its title. Records in, SVG out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toolkit.records import Acceptance, Arm, Arms, Parity, QuantizationQuality, ValidationReport
+from toolkit.report.svg import HEIGHT, WIDTH, Drawing, Scale, ticks
+
+__all__ = ["Plot", "plots"]
+
+LEFT, RIGHT, TOP, BOTTOM = 48, WIDTH - 14, 28, HEIGHT - 44
+ARM_CLASSES = {"plain": "plain", "speculative": "spec"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """title: what is shown; caption: how to read it; definitions: names of the report's definitions."""
+
+    title: str
+    svg: str
+    caption: str
+    definitions: tuple[str, ...] = ()
+
+
+def plots(report: ValidationReport) -> list[Plot]:
+    """Those that the report has data for."""
+    return list(_plots(report))
+
+
+def _plots(report: ValidationReport) -> Iterator[Plot]:
+    if report.speedup is not None:
+        yield speedup_plot(report)
+    yield throughput_plot(report)
+    if report.acceptance is not None and report.acceptance.by_position:
+        yield acceptance_plot(report)
+    if report.arms.speculative is not None:
+        yield prompts_plot(report.arms.plain, report.arms.speculative)
+    for name, title in (
+        ("e2e", "Whole request"),
+        ("itl", "Inter-token latency"),
+        ("ttft", "Time to first token"),
+        ("icl", "Gap between chunks, as a reader sees it"),
+    ):
+        if report.arms.plain.latencies[name].curve:
+            yield latency_plot(report.arms, name, title)
+    for role, quality in (("target", report.quality.target), ("draft", report.quality.draft)):
+        if quality is not None and quality.layers:
+            yield layers_plot(role, quality)
+    diverging = [parity for parity in (report.parity, report.sampled.parity) if parity is not None and parity.divergences]
+    if any(one.margin is not None for parity in diverging for one in parity.divergences):
+        yield margins_plot(diverging)
+
+
+def speedup_plot(report: ValidationReport) -> Plot:
+    """Dot and interval per temperature, against the gate and against no gain."""
+    found = [("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup)]
+    rows = [(label, speedup) for label, speedup in found if speedup is not None]
+    gate = next((one.limit for one in report.gates if one.name.startswith("speedup")), None)
+    marks = [1.0, *([] if gate is None else [gate]), *(s.high for _, s in rows), *(s.low for _, s in rows)]
+    drawing = Drawing("Speed-up with its interval against the gate", height=190)
+    bottom = 190 - 44
+    scale = Scale(min(marks) * 0.92, max(marks) * 1.06, LEFT + 26, RIGHT)
+    drawing.x_axis(scale, bottom, TOP, ticks(scale.low, scale.high), "speculative / plain tokens per second")
+    drawing.line(scale(1), TOP, scale(1), bottom, "axis")
+    if gate is not None:
+        drawing.line(scale(gate), TOP - 6, scale(gate), bottom, "gate")
+        drawing.text(scale(gate) + 5, TOP - 2, f"gate {gate:g}x", cls="gatelabel")
+    for i, (label, speedup) in enumerate(rows):
+        y = TOP + 32 + i * 44
+        tip = f"{label}: {speedup.estimate:.3f}x, {speedup.confidence:.0%} interval {speedup.low:.3f} to {speedup.high:.3f}"
+        drawing.bar(scale(speedup.low), y - 4, scale(speedup.high) - scale(speedup.low), 8, "spec soft", tip)
+        drawing.dot(scale(speedup.estimate), y, 6, "spec", tip)
+        drawing.text(LEFT + 20, y + 4, label, "end")
+        drawing.text(scale(speedup.estimate), y - 12, f"{speedup.estimate:.2f}x", "middle", "value")
+    return Plot(
+        "Speed-up",
+        drawing.render(),
+        "Dot: estimate; bar: 95% interval. The whole bar has to be right of the gate to pass. The solid line is 1x: no gain.",
+        ("speedup",),
+    )
+
+
+def throughput_plot(report: ValidationReport) -> Plot:
+    """Tokens per second of every arm as bars from zero."""
+    groups = [("greedy", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)]
+    arms = [(label, name, arm) for label, pair in groups for name, arm in _arms(pair)]
+    height = 46 + 30 * len(arms) + 12 * (len(groups) - 1) + 40
+    drawing = Drawing("Output tokens per second of both arms", height=height)
+    drawing.legend([(ARM_CLASSES[name], name) for name, _ in _arms(report.arms)], LEFT + 26)
+    bottom = height - 44
+    scale = Scale(0, max(arm.tokens_per_s for _, _, arm in arms) * 1.16 or 1, LEFT + 26, RIGHT)
+    drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time")
+    y = TOP + 6.0
+    for index, (label, name, arm) in enumerate(arms):
+        if index and arms[index - 1][0] != label:
+            y += 12
+        tip = f"{name}, {label}: {arm.output_tokens:,} tokens in {arm.request_time_s:,.1f} s"
+        drawing.bar(scale(0), y, scale(arm.tokens_per_s) - scale(0), 22, ARM_CLASSES[name], tip)
+        drawing.text(scale(arm.tokens_per_s) + 6, y + 15, f"{arm.tokens_per_s:,.0f}", cls="value")
+        if name == "plain":
+            drawing.text(LEFT + 20, y + 15, label, "end")
+        y += 30
+    return Plot("Output tokens per second", drawing.render(), "Prefill and streaming are inside the time.", ("tokens_per_s",))
+
+
+def acceptance_plot(report: ValidationReport) -> Plot:
+    """Joint rates as bars and conditional ones as ticks, by draft position."""
+    found: list[tuple[str, str, Acceptance]] = []
+    for label, cls, acceptance in (
+        ("greedy", "spec", report.acceptance),
+        (f"T = {report.sampled.temperature:g}", "spec2", report.sampled.acceptance),
+    ):
+        if acceptance is not None:
+            found.append((label, cls, acceptance))
+    drawing = Drawing("Acceptance by draft position")
+    drawing.legend([*((cls, label) for label, cls, _ in found), ("mark", "given all before it")], LEFT)
+    scale = Scale(0, 1, BOTTOM, TOP)
+    drawing.y_axis(scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), percent=True)
+    positions = max(len(acceptance.by_position) for _, _, acceptance in found)
+    slot = (RIGHT - LEFT) / positions
+    width = min(34.0, slot * 0.72 / len(found))
+    for i in range(positions):
+        start = LEFT + slot * (i + 0.5) - width * len(found) / 2
+        drawing.text(LEFT + slot * (i + 0.5), BOTTOM + 16, str(i + 1), "middle", "tick")
+        for j, (label, cls, acceptance) in enumerate(found):
+            if i >= len(acceptance.by_position):
+                continue
+            position = acceptance.by_position[i]
+            if position.joint is None:
+                continue
+            x, y = start + j * width, scale(position.joint)
+            tip = f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of {position.drafted:,} drafted)"
+            drawing.bar(x + 1, y, width - 2, BOTTOM - y, cls, tip)
+            if width >= 26:
+                drawing.text(x + width / 2, BOTTOM - 6, f"{position.joint:.0%}", "middle", "inbar")
+            if position.conditional is not None:
+                drawing.line(x + 1, scale(position.conditional), x + width - 1, scale(position.conditional), "mark")
+    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "position in the draft", "middle", "tick")
+    return Plot(
+        "Acceptance by position",
+        drawing.render(),
+        "Bars: drafted tokens at this position that the target kept. Lines: the same among steps that kept everything before "
+        "it; a falling line says that the draft loses the thread.",
+        ("acceptance_by_position",),
+    )
+
+
+def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
+    """The ratio of every prompt, sorted: whether the gain is everybody's or a few prompts'."""
+    pairs = zip(speculative.tokens_per_s_by_prompt, plain.tokens_per_s_by_prompt, strict=True)
+    ratios = sorted((fast / slow, index) for index, (fast, slow) in enumerate(pairs) if slow > 0 and fast > 0)
+    drawing = Drawing("Speed-up of every prompt, sorted")
+    values = [ratio for ratio, _ in ratios] or [1.0]
+    scale = Scale(min(0.9, *values) * 0.95, max(1.1, *values) * 1.05, BOTTOM, TOP)
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(scale.low, scale.high))
+    drawing.line(LEFT, scale(1), RIGHT, scale(1), "axis")
+    along = Scale(0, max(1, len(ratios) - 1), LEFT + 8, RIGHT - 8)
+    for i, (ratio, index) in enumerate(ratios):
+        cls = "spec" if ratio >= 1 else "bad"
+        drawing.line(along(i), scale(1), along(i), scale(ratio), f"stem {cls}")
+        drawing.dot(along(i), scale(ratio), 3.2, cls, f"prompt {index + 1}: {ratio:.2f}x")
+    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 24, "prompts, from the slowest to the fastest", "middle", "tick")
+    slower = sum(ratio < 1 for ratio in values)
+    count = "None is" if slower == 0 else f"{slower} of {len(ratios)} are"
+    return Plot("Speed-up of every prompt, greedy", drawing.render(), f"Each dot is a prompt. {count} slower with speculation.")
+
+
+def latency_plot(arms: Arms, name: str, title: str) -> Plot:
+    """Both arms' cumulative distributions, up to the larger p99."""
+    drawing = Drawing(f"{title}: cumulative distribution of both arms")
+    pairs = [(arm_name, arm.latencies[name]) for arm_name, arm in _arms(arms) if arm.latencies[name].curve]
+    drawing.legend([(ARM_CLASSES[arm_name], arm_name) for arm_name, _ in pairs], LEFT)
+    low = min(latency.curve[0] for _, latency in pairs)
+    high = max(latency.curve[99] for _, latency in pairs)
+    pad = max((high - low) * 0.05, high * 0.02, 1e-3)
+    x = Scale(max(0.0, low - pad), high + pad, LEFT, RIGHT)
+    y = Scale(0, 1, BOTTOM, TOP)
+    drawing.x_axis(x, BOTTOM, TOP, ticks(x.low, x.high), "milliseconds")
+    drawing.y_axis(y, LEFT, RIGHT, (0, 0.5, 0.9, 1.0), percent=True)
+    for arm_name, latency in pairs:
+        cls = ARM_CLASSES[arm_name]
+        points = [(x(value), y(i / 100)) for i, value in enumerate(latency.curve[:100])]
+        drawing.path(points, f"curve {cls}", f"{arm_name}: {latency.samples:,} samples")
+        if latency.p50 is not None:
+            drawing.dot(x(latency.p50), y(0.5), 4.5, cls, f"{arm_name}: p50 {latency.p50:.2f} ms")
+        if latency.p90 is not None:
+            drawing.dot(x(latency.p90), y(0.9), 4.5, cls, f"{arm_name}: p90 {latency.p90:.2f} ms")
+    caption = "Share of samples at or below a latency, temperature 0, up to p99. Further left is better; dots: p50 and p90."
+    return Plot(title, drawing.render(), caption, (name, "percentiles"))
+
+
+def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
+    """Relative error of every quantized linear, in the model's order."""
+    drawing = Drawing(f"Quantization error of every layer of the {role}")
+    scale = Scale(0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP)
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), percent=True)
+    slot = (RIGHT - LEFT) / len(quality.layers)
+    for i, layer in enumerate(quality.layers):
+        y = scale(layer.relative_error)
+        width = min(24.0, max(1.0, slot - 1))
+        x = LEFT + slot * (i + 0.5) - width / 2
+        drawing.bar(x, y, width, BOTTOM - y, "spec", f"{layer.layer}: {layer.relative_error:.2%}")
+    worst = max(quality.layers, key=lambda layer: layer.relative_error)
+    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 24, "linear layers, from input to output", "middle", "tick")
+    caption = (
+        f"Relative error of a layer's output on held-out text. The largest is {worst.relative_error:.2%}, at {worst.layer}."
+    )
+    return Plot(f"Quantization error by layer: {role}", drawing.render(), caption, ("layer_error",))
+
+
+def margins_plot(parities: list[Parity]) -> Plot:
+    """Where divergences happened and how undecided the reference was there."""
+    found = [one for parity in parities for one in parity.divergences if one.margin is not None]
+    limit = parities[0].near_tie_margin
+    drawing = Drawing("Reference margin at every divergence")
+    gaps = [max(one.plain_gap or 0.0, one.speculative_gap or 0.0, 1e-5) for one in found]
+    low, high = min(*gaps, limit or 1e-4, 1e-3) / 2, max(*gaps, limit, 1e-2) * 2
+    y = Scale(low, high, BOTTOM, TOP, log=True)
+    x = Scale(0, max(one.position for one in found) + 1, LEFT + 6, RIGHT)
+    drawing.y_axis(y, LEFT, RIGHT, [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high])
+    drawing.x_axis(x, BOTTOM, BOTTOM, ticks(0, x.high), "output token at which the texts part")
+    if limit > 0:
+        drawing.line(LEFT, y(limit), RIGHT, y(limit), "gate")
+        drawing.text(RIGHT, y(limit) - 6, f"near-tie up to {limit:g}", "end", "gatelabel")
+    for one, gap in zip(found, gaps, strict=True):
+        tip = f"prompt {one.prompt_index + 1}, token {one.position + 1}: {one.kind}, {one.detail}"
+        drawing.dot(x(one.position + 1), y(gap), 5, "bad" if one.kind == "fault" else "spec", tip)
+    caption = (
+        "How far below the reference's best score (logits) the worse of the two chosen tokens lies. Below the line rounding "
+    )
+    return Plot("Divergences", drawing.render(), caption + "explains the difference; above it, it does not.", ("parity",))
+
+
+def _arms(arms: Arms) -> list[tuple[str, Arm]]:
+    return [("plain", arms.plain), *([] if arms.speculative is None else [("speculative", arms.speculative)])]

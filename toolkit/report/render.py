@@ -1,0 +1,50 @@
+"""A validation report as files and on a terminal. The record is the truth; everything here is made from it alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.errors import StageError
+from toolkit.records import ValidationReport, from_json, to_json
+from toolkit.report.html import render_html
+from toolkit.report.markdown import render_markdown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["print_report", "read_report", "render_json", "write_report"]
+
+
+def render_json(report: ValidationReport) -> str:
+    """docs/report.md describes it."""
+    return json.dumps(to_json(report), indent=2, ensure_ascii=False) + "\n"
+
+
+def write_report(report: ValidationReport, out_dir: Path) -> tuple[Path, Path, Path]:
+    """Write report.json, report.md and report.html into out_dir, and return their paths in that order."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    texts = {"report.json": render_json(report), "report.md": render_markdown(report), "report.html": render_html(report)}
+    for name, text in texts.items():
+        # A prompt may hold a lone surrogate; a report about it still has to be written.
+        (out_dir / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    json_path, markdown_path, html_path = (out_dir / name for name in texts)
+    return json_path, markdown_path, html_path
+
+
+def read_report(path: Path) -> ValidationReport:
+    """Read report.json back. Raises StageError when it is not one."""
+    try:
+        return from_json(ValidationReport, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StageError(
+            "report", f"not a report of this version: {error}", where=path, mend="Validate again: toolkit validate CONFIG."
+        ) from error
+
+
+def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:
+    """Print the report; `full` prints every table."""
+    from toolkit.report import terminal
+
+    terminal.print_report(report, console, full=full)

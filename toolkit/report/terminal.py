@@ -1,0 +1,45 @@
+"""The report on a terminal: verdict, gates, speed, and what to do next. Coloured only where rich finds a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from toolkit.records import ValidationReport
+from toolkit.report.figures import Table, gates_table, headline, next_steps, tables
+
+__all__ = ["print_report"]
+
+STYLES = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
+SHORT = ("Speed", "Latency, ms", "Acceptance", "Divergences")
+
+
+def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:
+    """Figures first, so that gates, what to do next and the verdict stand at the end; `full` prints every table there is."""
+    console.print()
+    for table in tables(report):
+        if full or table.title in SHORT:
+            console.print(_rich(table))
+            if table.note:
+                console.print(Text(table.note, style="dim"))
+            console.print()
+    console.print(_rich(gates_table(report)))
+    console.print()
+    console.print(Text(headline(report)))
+    for step in next_steps(report):
+        console.print(Text(f"- {step}"))
+    console.print(Text.assemble(f"{report.name}: ", (report.verdict, STYLES.get(report.verdict, ""))))
+
+
+def _rich(table: Table) -> RichTable:
+    drawn = RichTable(
+        title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    for index, column in enumerate(table.columns):
+        left = index == 0 or table.text
+        drawn.add_column(column, justify="left" if left else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    return drawn
