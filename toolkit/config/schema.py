@@ -41,6 +41,16 @@ class QuantizationConfig(Section):
     quant_algo: QuantAlgo = "NO_QUANT"
     kv_cache_quant_algo: Literal["FP8"] | None = None
 
+    @model_validator(mode="after")
+    def _fp8_cache_goes_with_fp8_weights(self) -> QuantizationConfig:
+        # Under other weights TensorRT-LLM's builder switches paged context FMHA off in silence, and speculation needs it.
+        if self.kv_cache_quant_algo == "FP8" and self.quant_algo != "FP8":
+            raise ValueError(
+                f"kv_cache_quant_algo FP8 does not go with quant_algo {self.quant_algo}; "
+                "set quant_algo: FP8, or remove kv_cache_quant_algo"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """One checkpoint. `checkpoint` is a directory in Hugging Face form; a relative path starts at the YAML's folder."""

@@ -11,13 +11,7 @@ from toolkit.records import Acceptance, Arm, Gate, Latency, Parity, Quantization
 __all__ = ["Table", "gate_title", "gates_table", "headline", "next_steps", "number", "shown", "tables"]
 
 DASH = "-"
-LATENCY_NAMES = {
-    "ttft": "time to first token (TTFT)",
-    "tpot": "time per output token (TPOT)",
-    "itl": "inter-token latency (ITL)",
-    "icl": "inter-chunk latency (ICL)",
-    "e2e": "whole request (e2e)",
-}
+LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
 
@@ -74,20 +68,20 @@ def gate_title(name: str, temperature: float) -> str:
     if base in fixed:
         return fixed[base] + at
     kind = base.removesuffix("_p90")
-    return f"{kind.upper() if kind in LATENCY_NAMES else kind} p90" + (at or ", greedy")
+    return f"{LATENCY_NAMES.get(kind, kind)} p90" + (at or ", greedy")
 
 
 def shown(gate: Gate) -> tuple[str, str]:
     """(measured, limit) of a gate with units and the direction of the limit."""
     if gate.name.startswith("speedup"):
         measured, limit = (DASH if v is None else f"{v:.2f}x" for v in (gate.measured, gate.limit))
-        return measured, f">= {limit}"
+        return measured, f"≥ {limit}"
     if "parity" in gate.name:
-        return percent(gate.measured), f"<= {percent(gate.limit)}"
+        return percent(gate.measured), f"≤ {percent(gate.limit)}"
     if gate.name == "quality_top1":
-        return percent(gate.measured), f">= {percent(gate.limit)}"
+        return percent(gate.measured), f"≥ {percent(gate.limit)}"
     unit = " ms" if "_p90" in gate.name else ""
-    return (DASH if gate.measured is None else number(gate.measured) + unit), f"<= {number(gate.limit)}{unit}"
+    return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
 
 
 def headline(report: ValidationReport) -> str:
@@ -148,10 +142,10 @@ def tables(report: ValidationReport) -> list[Table]:
 def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:
     """The measured arms with their headings, greedy first."""
     columns: list[tuple[str, Arm]] = []
-    for label, arms in (("greedy", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)):
+    for label, arms in (("T = 0", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)):
         columns.append((f"plain, {label}", arms.plain))
         if arms.speculative is not None:
-            columns.append((f"speculative, {label}", arms.speculative))
+            columns.append((f"spec., {label}", arms.speculative))
     return columns
 
 
@@ -190,7 +184,7 @@ def _latencies(report: ValidationReport) -> Table:
     for name, title in LATENCY_NAMES.items():
         for quantile in ("p50", "p90", "p99"):
             latencies = [arm.latencies[name] for _, arm in columns]
-            rows.append((f"{title}, {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
+            rows.append((f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
             missing |= {f"{name} {quantile}": one.unsupported[quantile] for one in latencies if quantile in one.unsupported}
     reasons = sorted(set(missing.values()))
     note = f"{DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else ""

@@ -120,7 +120,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
     drawing.y_axis(scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), percent=True)
     positions = max(len(acceptance.by_position) for _, _, acceptance in found)
     slot = (RIGHT - LEFT) / positions
-    width = min(34.0, slot * 0.72 / len(found))
+    width = min(46.0, slot * 0.86 / len(found))
     for i in range(positions):
         start = LEFT + slot * (i + 0.5) - width * len(found) / 2
         drawing.text(LEFT + slot * (i + 0.5), BOTTOM + 16, str(i + 1), "middle", "tick")
@@ -133,7 +133,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
             x, y = start + j * width, scale(position.joint)
             tip = f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of {position.drafted:,} drafted)"
             drawing.bar(x + 1, y, width - 2, BOTTOM - y, cls, tip)
-            if width >= 26:
+            if width >= 38:
                 drawing.text(x + width / 2, BOTTOM - 6, f"{position.joint:.0%}", "middle", "inbar")
             if position.conditional is not None:
                 drawing.line(x + 1, scale(position.conditional), x + width - 1, scale(position.conditional), "mark")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from toolkit.errors import StageError
+from toolkit.records import ValidationReport
+from toolkit.report.figures import gates_table, next_steps, number, tables
+from toolkit.report.markdown import render_markdown
+from toolkit.report.render import print_report, read_report, render_json, write_report
+
+
+def printed(report: ValidationReport, *, width: int = 100, terminal: bool = False, full: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system="standard" if terminal else None)
+    print_report(report, console, full=full)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("which", ["passing", "failing", "plain_only"])
+def test_files_are_written_and_the_json_reads_back_equal(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    report: ValidationReport = request.getfixturevalue(which)
+    paths = write_report(report, tmp_path / "out")
+    assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
+    assert read_report(paths[0]) == report
+
+
+def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
+    data = json.loads(render_json(failing))
+    assert data["schema_version"] == 1
+    assert data["verdict"] == "FAIL"
+    assert all({"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"])
+    for arm in ("plain", "speculative"):
+        assert data["arms"][arm]["tokens_per_s"] > 0
+        assert {"p50", "p90", "p99"} <= set(data["arms"][arm]["latencies"]["ttft"])
+    assert {"estimate", "low", "high"} <= set(data["speedup"])
+    assert {"rate", "length", "by_position"} <= set(data["acceptance"])
+    assert {"prompts", "identical", "divergences"} <= set(data["parity"])
+    assert data["parity"]["divergences"][0]["position"] == 5
+    assert data["quality"]["target"]["tokens"] == 5000
+    assert data["definitions"]["speedup"]["formula"]
+    assert {"environment", "engines", "stages", "sampled"} <= set(data)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema_version": 1}', "[1]", "null"])
+def test_a_file_that_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(StageError, match="toolkit validate"):
+        read_report(path)
+
+
+def test_terminal_ends_with_gates_and_verdict(passing: ValidationReport, failing: ValidationReport) -> None:
+    assert printed(passing).rstrip().endswith("tiny: PASS")
+    text = printed(failing)
+    assert text.rstrip().endswith("tiny: FAIL")
+    assert "counters" in text.lower()
+    assert text.index("Speed") < text.index("Gates") < text.index("What to do" if "What to do" in text else "tiny: FAIL")
+
+
+def test_terminal_lines_up_and_fits(failing: ValidationReport) -> None:
+    for width in (80, 120):
+        assert max(map(len, printed(failing, width=width, full=True).splitlines())) <= width
+
+
+def test_colour_only_on_a_terminal(failing: ValidationReport) -> None:
+    assert "\x1b[" not in printed(failing)
+    assert "\x1b[" in printed(failing, terminal=True)
+
+
+def test_markup_in_a_prompt_is_printed_as_it_is(failing: ValidationReport) -> None:
+    assert "<script>" in printed(failing, width=400)
+
+
+def test_every_gate_that_did_not_pass_says_what_to_do(failing: ValidationReport, passing: ValidationReport) -> None:
+    assert all(gate.next_step for gate in failing.gates if gate.outcome != "PASS")
+    assert len(next_steps(failing)) >= sum(gate.outcome != "PASS" for gate in failing.gates)
+    assert next_steps(passing)[0].startswith("Nothing needs mending")
+
+
+def test_every_table_is_rectangular(failing: ValidationReport, plain_only: ValidationReport) -> None:
+    for report in (failing, plain_only):
+        for table in [gates_table(report), *tables(report)]:
+            assert all(len(row) == len(table.columns) for row in table.rows), table.title
+            assert set(table.definitions) <= set(report.definitions)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0.00"),
+        (0.0132, "0.0132"),
+        (0.97, "0.970"),
+        (9.876, "9.88"),
+        (123.4, "123"),
+        (12345.6, "12,346"),
+        (2e-6, "2.0e-06"),
+    ],
+)
+def test_numbers_keep_three_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_markdown_fits_a_comment_and_its_tables_hold(failing: ValidationReport) -> None:
+    text = render_markdown(failing)
+    assert len(text) < 65_000  # GitHub's limit of a comment is 65,536 characters
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows
+    block: list[int] = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            block.append(line.replace("\\|", "").count("|"))
+        else:
+            assert len(set(block)) <= 1
+            block = []
+    assert text.count("<details>") == text.count("</details>")
+
+
+def test_markdown_neutralises_what_a_prompt_holds(failing: ValidationReport) -> None:
+    text = render_markdown(failing)
+    assert "<script" not in text.replace("\\<script", "")
+    assert "@you" not in text

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.records import ValidationReport
+from toolkit.report.plots import plots
+from toolkit.report.svg import Drawing, Scale, ticks
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
+    high = low + width
+    if not high > low:
+        return
+    found = ticks(low, high)
+    assert len(found) <= 6
+    slack = 1e-6 * max(abs(low), abs(high), 1e-12)
+    assert all(low - slack <= value <= high + slack for value in found)
+    assert found == sorted(set(found))
+
+
+def test_ticks_are_the_ones_a_person_would_choose() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0.97, 2.1) == [1.0, 1.25, 1.5, 1.75, 2.0]
+
+
+def test_scales_map_ends_to_ends() -> None:
+    scale = Scale(1, 100, 0, 200, log=True)
+    assert (scale(1), scale(10), scale(100)) == (0, pytest.approx(100), 200)
+    assert Scale(3, 3, 0, 10)(3) == 5
+
+
+def test_text_and_tips_are_escaped() -> None:
+    drawing = Drawing('<a "b">')
+    drawing.text(0, 0, "<script>")
+    drawing.bar(0, 0, 1, 1, "spec", "a & <b>")
+    root = ET.fromstring(drawing.render())
+    assert root.attrib["aria-label"] == '<a "b">'
+    assert [element.text for element in root.iter() if element.text] == ["<script>", "a & <b>"]
+
+
+@pytest.mark.parametrize(("which", "least"), [("passing", 10), ("failing", 11), ("plain_only", 7)])
+def test_plots_are_well_formed_and_inside_their_frame(which: str, least: int, request: pytest.FixtureRequest) -> None:
+    report: ValidationReport = request.getfixturevalue(which)
+    found = plots(report)
+    assert len(found) >= least
+    for plot in found:
+        root = ET.fromstring(plot.svg)
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for element in root.iter():
+            for name, limit in (
+                ("x", width),
+                ("x1", width),
+                ("x2", width),
+                ("cx", width),
+                ("y", height),
+                ("y1", height),
+                ("cy", height),
+            ):
+                if name in element.attrib:
+                    assert -1 <= float(element.attrib[name]) <= limit + 1, (plot.title, element.attrib)
+
+
+def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> None:
+    titles = {plot.title for plot in plots(failing)}
+    assert titles >= {"Speed-up", "Output tokens per second", "Acceptance by position", "Time to first token", "Divergences"}
+    assert {"Quantization error by layer: target", "Quantization error by layer: draft"} <= titles
