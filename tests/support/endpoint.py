@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.client import RequestTiming, Statistics
-from toolkit.validate.parity import Reference
+from toolkit.validate.reference import Reference
 
 VOCAB = 512
 BOS = 1

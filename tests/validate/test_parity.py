@@ -8,7 +8,8 @@ import pytest
 from tests.support.endpoint import VOCAB, Fault, ScriptedEndpoint, encode, gumbel, shortened
 from toolkit.client import RequestTiming
 from toolkit.records import Divergence, Parity
-from toolkit.validate.parity import Reference, compare, unrepeatable
+from toolkit.validate.parity import compare, unrepeatable
+from toolkit.validate.reference import Reference
 
 PROMPT = "def read(path):"
 MARGIN = 0.05

@@ -99,11 +99,11 @@ def headline(report: ValidationReport) -> str:
 
 def next_steps(report: ValidationReport) -> list[str]:
     """What to do now: the mends of gates that did not pass, then warnings."""
-    steps = [
-        f"{gate_title(gate.name, report.sampled.temperature)}: {gate.next_step or gate.detail}"
-        for gate in report.gates
-        if gate.outcome != "PASS"
-    ]
+    mends: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
+    for gate in report.gates:
+        if gate.outcome != "PASS":
+            mends.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate.name, report.sampled.temperature))
+    steps = [f"{'; '.join(titles)}: {mend}" for mend, titles in mends.items()]
     steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity != "ok"]
     return steps or [
         "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the model repository."

@@ -32,8 +32,9 @@ from toolkit.validate import metrics
 from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
 from toolkit.validate.counters import client_counts, reconcile
 from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, speedup_gate, verdict
-from toolkit.validate.parity import Reference, compare, unrepeatable
+from toolkit.validate.parity import compare, unrepeatable
 from toolkit.validate.prompts import read_prompts
+from toolkit.validate.reference import Reference
 
 __all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "validate"]
 
@@ -62,6 +63,7 @@ def validate(
 
     endpoint: a started server's client, `Client(server.grpc_url)`. counters: reads the server's own counters, for instance
     `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
+    reference: judges divergences; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
     max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
     `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
     config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable path).
