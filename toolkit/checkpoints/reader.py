@@ -6,11 +6,12 @@ Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.errors import CheckpointError
@@ -49,7 +50,7 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
         if not isinstance(weight_map, dict):
             raise CheckpointError("has no weight_map", where=index_file)
         names = sorted({str(name) for name in weight_map.values()})
-        outside = [name for name in names if Path(name).name != name]
+        outside = [name for name in names if Path(name).name != name or name == ".."]
         if outside:
             raise CheckpointError(f"shard {outside[0]!r} points outside the checkpoint's folder", where=index_file)
     else:
@@ -156,20 +157,34 @@ def _read_header(file: Path) -> list[TensorInfo]:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError("header is damaged", where=file, mend="fetch this shard again") from exc
-    header.pop("__metadata__", None)
     infos = []
     end = 0
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        count = 1
-        for extent in entry["shape"]:
-            count *= extent
-        if count * DTYPE_BYTES.get(entry["dtype"], 0) != stop - start:
-            raise CheckpointError(f"{name} has dtype {entry['dtype']} and an extent that do not match its bytes", where=file)
-        end = max(end, stop)
-        infos.append(TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), stop - start))
+    for name, dtype, extents, start, stop in sorted(_entries(header, file), key=lambda entry: entry[3]):
+        if math.prod(extents) * DTYPE_BYTES.get(dtype, 0) != stop - start:
+            raise CheckpointError(f"{name} has dtype {dtype} and an extent that do not match its bytes", where=file)
+        if start != end:
+            raise CheckpointError(f"header is damaged: {name} begins at {start}, not at {end}", where=file)
+        end = stop
+        infos.append(TensorInfo(name, file, dtype, extents, stop - start))
     if 8 + length + end != size:
         raise CheckpointError(
             f"is {size} bytes long, its header asks for {8 + length + end}", where=file, mend="fetch this shard again"
         )
     return infos
+
+
+def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+    """(name, dtype, shape, start, stop) of each tensor; offsets count from the end of the header, in bytes."""
+    if not isinstance(header, dict):
+        raise CheckpointError("header is damaged: it is no JSON object", where=file, mend="fetch this shard again")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, extents, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            sound = isinstance(dtype, str) and all(type(i) is int and i >= 0 for i in (*extents, start, stop))
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            raise CheckpointError(f"header is damaged at {name!r}", where=file, mend="fetch this shard again")
+        yield name, dtype, extents, start, stop

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,11 @@ def _convert(directory: Path, slow: str) -> str:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, use_fast=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of transformers' own calls into `tokenizers`
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
+            )
         return str(tokenizer.backend_tokenizer.to_str(pretty=True))
     except Exception as exc:  # a missing library, a foreign format, a damaged file: transformers raises all kinds
         raise CheckpointError(

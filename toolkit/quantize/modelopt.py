@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.source import Source
@@ -65,14 +66,17 @@ def load_model(source: Source) -> Any:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(source.path),
-        dtype=getattr(torch, source.dtype),
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        low_cpu_mem_usage=True,
-    )
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source.path),
+            dtype=getattr(torch, source.dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            low_cpu_mem_usage=True,
+        )
+    except Exception as exc:  # config validators, key errors, allocation: all kinds, and all about this checkpoint
+        raise CheckpointError(f"transformers cannot load it ({exc})", where=source.path) from exc
     model.config.architectures = [source.shape.architecture]  # the export fails without it
     return model.eval()
 

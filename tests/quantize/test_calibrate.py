@@ -1,0 +1,104 @@
+"""Calibration files: good ones, and each way of being bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import write_byte_tokenizer
+from toolkit.config.schema import CalibrationConfig
+from toolkit.errors import UsageError
+from toolkit.quantize.calibrate import batches_of, encode, read_texts, split_texts
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_text_and_prompt_are_read_and_blank_lines_skipped(tmp_path: Path) -> None:
+    assert read_texts(write(tmp_path / "a.jsonl", {"text": "one"}, "", {"prompt": "two\nlines", "id": 3})) == [
+        "one",
+        "two\nlines",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'text': 1}", r"line 2 is not valid JSON \(Expecting property name .*, column 2\)"),
+        ('{"text": "cut', "line 2 is not valid JSON"),
+        ('["text"]', "line 2 has no `text` or `prompt` string .it is list"),
+        ('{"txt": "a"}', "line 2 has no `text` or `prompt` string .it is an object with 'txt'"),
+        ('{"text": 3}', "line 2 has no `text`"),
+        ('{"text": "  "}', "line 2 holds an empty text"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"text": "one"}, line, {"text": "three"})
+    with pytest.raises(UsageError, match=message) as caught:
+        read_texts(file)
+    assert str(caught.value).startswith(f"{file}:2: ")
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "one"}\n{"text": "\xff"}\n')
+    with pytest.raises(UsageError, match=r"line 2 is not UTF-8 \(byte 11\)"):
+        read_texts(file)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UsageError, match="the file is empty"):
+        read_texts(tmp_path / "a.jsonl")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be read \(No such file"):
+        read_texts(tmp_path / "a.jsonl")
+
+
+def test_the_last_tenth_is_held_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *({"text": f"t{i}"} for i in range(30)))
+    texts, heldout = split_texts(CalibrationConfig(dataset=file, calib_size=20))
+    assert (texts, heldout) == ([f"t{i}" for i in range(20)], ["t27", "t28", "t29"])
+
+
+def test_too_few_lines_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"text": "only"})
+    with pytest.raises(UsageError, match="has 1 line, at least 2 are needed"):
+        split_texts(CalibrationConfig(dataset=file))
+    heldout = write(tmp_path / "b.jsonl", {"text": "other"})
+    assert split_texts(CalibrationConfig(dataset=file, heldout=heldout)) == (["only"], ["other"])
+
+
+def test_heldout_text_that_is_calibrated_on_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    heldout = write(tmp_path / "b.jsonl", {"text": "two"}, {"text": "three"})
+    with pytest.raises(UsageError, match=r"1 of its texts also stand in a\.jsonl"):
+        split_texts(CalibrationConfig(dataset=file, heldout=heldout))
+
+
+def test_tokens_begin_with_bos_and_are_cut(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    long, short = encode(["abcdef", "x"], tmp_path, 4, 258)
+    assert (len(long), len(short)) == (4, 2)
+    assert long[0] == short[0] == 256
+    with pytest.raises(UsageError, match="makes id 256, the model has 200 rows"):
+        encode(["a"], tmp_path, 4, 200)
+
+
+def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, bos=False)
+    with pytest.raises(UsageError, match="no calibration text is 2 tokens or longer"):
+        encode(["a"], tmp_path, 8, 258)
+
+
+def test_batches_hold_one_length_each_and_everything_once() -> None:
+    sequences = [[1, 2], [3, 4, 5], [6, 7], [8, 9], [10, 11, 12]]
+    batches = [batch.tolist() for batch in batches_of(sequences, 2)]
+    assert batches == [[[3, 4, 5], [10, 11, 12]], [[1, 2], [6, 7]], [[8, 9]]]
