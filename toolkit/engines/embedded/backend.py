@@ -1,0 +1,166 @@
+"""The `torch` engine kind: builds engine directories and loads them again.
+
+Mode `auto` compiles where there is a C++ compiler, on a CPU and in a dtype that the kernels have; elsewhere it is eager, and
+the engine's config and record say why. What was asked for by name and cannot be done is an error, never something else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoints.quantized import open_checkpoint
+from toolkit.engines.embedded.directory import WEIGHTS, EngineDirectory, copy_side_files, open_directory, write_config
+from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_engine
+from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
+from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
+from toolkit.errors import BackendUnavailable, StageError
+from toolkit.interfaces import EngineSpec, Fingerprint, Progress
+from toolkit.records import CompiledEngine, QuantizedCheckpoint
+
+__all__ = ["TorchBackend"]
+
+NATIVE_FP8_CAPABILITY = (8, 9)
+
+
+class TorchBackend:
+    """Implements EngineBackend."""
+
+    def fingerprint(self, spec: EngineSpec) -> Fingerprint:
+        mode, _ = _resolve_mode(spec)
+        return {"mode": mode, **_built_with(mode, spec.device)}
+
+    def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
+        """Raises StageError when the mode cannot be had or a compiler fails, CheckpointError for what cannot be read."""
+        mode, notes = _resolve_mode(spec)
+        source = open_checkpoint(checkpoint.path)
+        progress(0, None, f"{spec.role}: fusing weights")
+        weights = fuse(source)
+        save_weights(weights, out_dir / WEIGHTS)
+        copy_side_files(checkpoint.path, out_dir)
+        fp8_compute = None
+        if source.quantization.quant_algo == "FP8":
+            fp8_compute = "native" if _has_native_fp8(spec.device) else "dequantized"
+        max_step_tokens = max(PREFILL_TOKENS, spec.max_draft_len + 1)
+        if mode == "compiled":
+            from toolkit.engines.embedded.compile import compile_package
+
+            compile_package(source, weights, spec, max_step_tokens, out_dir, progress)
+        write_config(
+            out_dir,
+            shape=source.shape,
+            quantization=source.quantization,
+            spec=spec,
+            mode=mode,
+            fp8_compute=fp8_compute,
+            max_step_tokens=max_step_tokens,
+            built_with=_built_with(mode, spec.device),
+            notes=notes,
+        )
+        return CompiledEngine(
+            role=spec.role,
+            path=out_dir,
+            kind="torch",
+            mode=mode,
+            dtype=spec.dtype,
+            device=spec.device,
+            quant_algo=source.quantization.quant_algo,
+            kv_cache_quant_algo=source.quantization.kv_cache_quant_algo,
+            fp8_compute=fp8_compute,
+            max_batch_size=spec.max_batch_size,
+            max_input_len=spec.max_input_len,
+            max_seq_len=spec.max_seq_len,
+            max_draft_len=spec.max_draft_len,
+            vocab_size=source.shape.vocab_size,
+            weight_bytes=(out_dir / WEIGHTS).stat().st_size,
+            notes=notes,
+        )
+
+    def load(self, engine_dir: Path, *, threads: int | None = None) -> EmbeddedEngine:
+        """Sets torch's thread count for this process where `threads` is given. Raises StageError, BackendUnavailable."""
+        directory = open_directory(engine_dir)
+        if directory.device == "cuda" and not torch.cuda.is_available():
+            raise BackendUnavailable("CUDA", mend="this engine was built for a GPU; build again with engine.device: cpu")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if directory.mode == "compiled":
+            _refuse_other_machine(directory)
+            from toolkit.engines.embedded.package import load_package
+
+            return load_package(directory)
+        return eager_engine(
+            directory.shape,
+            load_weights(engine_dir / WEIGHTS),
+            fp8_kv=directory.kv_cache_quant_algo == "FP8",
+            dtype=directory.dtype,
+            max_batch_size=directory.max_batch_size,
+            max_seq_len=directory.max_seq_len,
+            max_step_tokens=directory.max_step_tokens,
+            device=directory.device,
+            native_fp8=directory.fp8_compute == "native" and _has_native_fp8(directory.device),
+        )
+
+
+def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
+    """compiled or eager, with the reason where it is not what `auto` would like best."""
+    obstacle: str | None = "compiled mode is being built"
+    if spec.device != "cpu":
+        obstacle = f"device {spec.device} runs eager"
+    elif spec.dtype == "float64":
+        obstacle = "float64 runs eager"
+    elif compiler_path() is None:
+        obstacle = "no C++ compiler was found"
+    if spec.mode == "compiled" and obstacle is not None:
+        raise StageError(
+            "compile",
+            f"engine.mode compiled cannot be had: {obstacle}",
+            mend="install g++, or set engine.mode: eager (slower)" if compiler_path() is None else "set engine.mode: auto",
+        )
+    if spec.mode == "eager":
+        return "eager", ()
+    return ("compiled", ()) if obstacle is None else ("eager", (f"eager: {obstacle}",))
+
+
+def _built_with(mode: str, device: str) -> Fingerprint:
+    """Versions and instruction set, as far as the result depends on them."""
+    facts = {"torch": torch.__version__, "device": device}
+    if mode == "compiled":
+        from toolkit.engines.embedded.kernels import source_digest
+
+        compiler = compiler_path()
+        facts |= {
+            "compiler": compiler_version(compiler) if compiler else "none",
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "instruction_set": " ".join(instruction_set()),
+            "kernels": source_digest(),
+        }
+    if device == "cuda" and torch.cuda.is_available():
+        facts["compute_capability"] = ".".join(str(part) for part in torch.cuda.get_device_capability())
+    return facts
+
+
+def _refuse_other_machine(directory: EngineDirectory) -> None:
+    """A package is machine code for one instruction set and one torch."""
+    built = directory.built_with
+    missing = sorted(set(built["instruction_set"].split()) - set(instruction_set()))
+    if missing or built["cpu_capability"] != torch.backends.cpu.get_cpu_capability():
+        here = torch.backends.cpu.get_cpu_capability()
+        lack = f" and lacks {', '.join(missing)}" if missing else ""
+        raise StageError(
+            "load",
+            f"engine was compiled for CPU capability {built['cpu_capability']}; this CPU is {here}{lack}",
+            where=directory.path,
+            mend="run `toolkit build` on this machine, or build with engine.mode: eager",
+        )
+    if built["torch"] != torch.__version__:
+        raise StageError(
+            "load",
+            f"engine was compiled with torch {built['torch']}, this is {torch.__version__}",
+            where=directory.path,
+            mend="run `toolkit build` again",
+        )
+
+
+def _has_native_fp8(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FP8_CAPABILITY

@@ -1,0 +1,249 @@
+"""The fused decoder as plain functions: the reference that everything faster is compared with.
+
+`decode` is the whole model. The two operations that are worth a kernel, linear and attention, come in as an `Ops`; TorchOps
+below does them in plain torch, in any dtype and on any device, and is also what runs where there is no C++ compiler. KV caches
+are one (k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from toolkit.checkpoints.shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FP8_MAX", "Attention", "Layer", "Linear", "Ops", "TorchOps", "Weights", "build", "decode", "rms_norm"]
+
+FP8_MAX = 448.0
+EXACT_FLOAT32 = 2**24  # integers of this size and below are exact in float32, whatever the order of summation
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x first, after pre_scale."""
+
+    weight: Tensor  # [out, in]
+    scale: Tensor | None = None  # [out]
+    input_scale: Tensor | None = None  # []
+    pre_scale: Tensor | None = None  # [in]
+    bias: Tensor | None = None  # [out]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What attention needs to know besides the cache. window None: every earlier position; scales only for an FP8 cache."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    window: int | None
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    k_scale: Tensor | None  # []
+    v_scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    attention: Attention
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embed: Tensor  # [vocab, hidden]
+    norm: Tensor
+    lm_head: Linear
+    layers: tuple[Layer, ...]
+    cos: Tensor  # [positions, head_dim / 2] float32
+    sin: Tensor
+    eps: float
+
+
+class Ops(Protocol):
+    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+        lengths: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        how: Attention,
+    ) -> Tensor: ...
+
+
+def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, Tensor]) -> Weights:
+    """Arrange named tensors (see weights.py) as the model reads them."""
+
+    def linear(name: str) -> Linear:
+        return Linear(
+            tensors[f"{name}.weight"],
+            *(tensors.get(f"{name}.{part}") for part in ("scale", "input_scale", "pre_scale", "bias")),
+        )
+
+    def layer(i: int) -> Layer:
+        name = f"layers.{i}"
+        window = shape.sliding_window[i] if shape.sliding_window is not None else None
+        norms = (tensors.get(f"{name}.{part}") for part in ("q_norm.weight", "k_norm.weight", "k_scale", "v_scale"))
+        attention = Attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rms_norm_eps, window, *norms)
+        qkv, o, gate_up, down = (linear(f"{name}.{part}") for part in ("qkv", "o", "gate_up", "down"))
+        before, after = (tensors[f"{name}.{part}.weight"] for part in ("input_norm", "post_norm"))
+        return Layer(before, after, qkv, o, gate_up, down, attention)
+
+    head = Linear(tensors["embed.weight"]) if shape.tie_word_embeddings else linear("lm_head")
+    layers = tuple(layer(i) for i in range(shape.num_layers))
+    return Weights(tensors["embed.weight"], tensors["norm.weight"], head, layers, *tables, shape.rms_norm_eps)
+
+
+def decode(
+    weights: Weights,
+    ops: Ops,
+    tokens: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    caches: list[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all int64.
+
+    Returns the final hidden states [batch, n, hidden], normed, ready for the LM head.
+    """
+    hidden = F.embedding(tokens, weights.embed).to(dtype)
+    for layer, cache in zip(weights.layers, caches, strict=True):
+        qkv = ops.linear(rms_norm(hidden, layer.input_norm, weights.eps), layer.qkv)
+        mixed = ops.attention(qkv, cache, slots, lengths, weights.cos, weights.sin, layer.attention)
+        hidden = hidden + ops.linear(mixed, layer.o)
+        gate, up = ops.linear(rms_norm(hidden, layer.post_norm, weights.eps), layer.gate_up).chunk(2, dim=-1)
+        hidden = hidden + ops.linear(F.silu(gate) * up, layer.down)
+    return rms_norm(hidden, weights.norm, weights.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In float32, or float64 for float64 input; the result has x's dtype."""
+    wide = x.to(_wide(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+class TorchOps:
+    """Linear and attention in plain torch. native_fp8: FP8 products in torch._scaled_mm (CUDA from SM89), else in float."""
+
+    def __init__(self, *, native_fp8: bool = False) -> None:
+        self.native_fp8 = native_fp8
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """x [..., in] -> [..., out], in x's dtype."""
+        if linear.scale is None:
+            y = F.linear(x, linear.weight.to(x.dtype))
+        elif linear.input_scale is None:  # weight-only: codes are exact in any float dtype, the scale follows the product
+            y = F.linear(x, linear.weight.to(x.dtype)) * linear.scale.to(x.dtype)
+        elif linear.weight.dtype == torch.int8:
+            y = _w8a8(x, linear)
+        else:
+            y = self._fp8(x, linear)
+        return y if linear.bias is None else y + linear.bias.to(x.dtype)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+        lengths: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        how: Attention,
+    ) -> Tensor:
+        """Rotate, write keys and values, attend causally. qkv [b, n, (heads + 2 kv_heads) d] -> [b, n, heads d]."""
+        batch, n, _ = qkv.shape
+        heads = qkv.view(batch, n, -1, how.head_dim)
+        q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
+        if how.q_norm is not None and how.k_norm is not None:
+            q, k = rms_norm(q, how.q_norm, how.eps), rms_norm(k, how.k_norm, how.eps)
+        place = lengths[:, None] + torch.arange(n, device=qkv.device)  # [b, n]
+        q, k = _rotate(q, cos[place], sin[place]), _rotate(k, cos[place], sin[place])
+        keys, values = cache
+        _write(keys, k, slots, place, how.k_scale)
+        _write(values, v, slots, place, how.v_scale)
+        reach = int(lengths.max()) + n
+        k = _read(keys, slots, reach, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
+        v = _read(values, slots, reach, how.v_scale, qkv.dtype)
+        group = how.heads // how.kv_heads
+        q = q.view(batch, n, how.kv_heads, group, how.head_dim).permute(0, 2, 3, 1, 4)  # [b, kv_heads, group, n, d]
+        scores = (q @ k[:, :, None].transpose(-1, -2)) * how.head_dim**-0.5
+        seen = torch.arange(reach, device=qkv.device)
+        visible = seen <= place[..., None]  # [b, n, reach]
+        if how.window is not None:
+            visible &= seen > place[..., None] - how.window
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+        mixed = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype) @ v[:, :, None]
+        return mixed.permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
+
+    def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
+        """Static per-tensor E4M3 activations on E4M3 weights; the scales follow the product, as in hardware."""
+        assert linear.input_scale is not None
+        assert linear.scale is not None
+        wide = _wide(x.dtype)
+        codes = (x.to(wide) / linear.input_scale.to(wide)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        scale = linear.input_scale.to(wide) * linear.scale.to(wide)
+        if self.native_fp8:
+            one = torch.ones((), device=x.device)
+            flat = codes.reshape(-1, codes.shape[-1])
+            y = torch._scaled_mm(flat, linear.weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+            return (y.view(*x.shape[:-1], -1) * scale).to(x.dtype)
+        return (F.linear(codes.to(wide), linear.weight.to(wide)) * scale).to(x.dtype)
+
+
+def _w8a8(x: Tensor, linear: Linear) -> Tensor:
+    """The integer product, computed in floats wide enough to be exact, so any kernel that counts in int32 agrees."""
+    assert linear.input_scale is not None
+    assert linear.scale is not None
+    wide = _wide(x.dtype)
+    scaled = x.to(wide) if linear.pre_scale is None else x.to(wide) * linear.pre_scale.to(wide)
+    codes = (scaled * linear.input_scale.to(wide).reciprocal()).round().clamp(-128, 127)
+    exact = torch.float32 if 128 * 128 * x.shape[-1] <= EXACT_FLOAT32 else torch.float64
+    counts = F.linear(codes.to(exact), linear.weight.to(exact)).to(wide)
+    return (counts * (linear.input_scale.to(wide) * linear.scale.to(wide))).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [b, n, h, d], cos and sin [b, n, d / 2]: pairs are (i, i + d/2), as in transformers' rotate_half."""
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _write(cache: Tensor, new: Tensor, slots: Tensor, place: Tensor, scale: Tensor | None) -> None:
+    """new [b, n, kv_heads, d] into cache [slots, kv_heads, capacity, d] at place [b, n]."""
+    if cache.dtype == torch.float8_e4m3fn:
+        assert scale is not None
+        wide = _wide(new.dtype)
+        new = (new.to(wide) / scale.to(wide)).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    cache[slots[:, None], :, place] = new.to(cache.dtype)
+
+
+def _read(cache: Tensor, slots: Tensor, reach: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if cache.dtype == torch.float8_e4m3fn:
+        assert scale is not None
+        codes = cache.view(torch.uint8)[:, :, :reach][slots].view(torch.float8_e4m3fn)
+        return (codes.to(_wide(dtype)) * scale.to(_wide(dtype))).to(dtype)
+    return cache[:, :, :reach][slots]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

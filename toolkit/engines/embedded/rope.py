@@ -1,0 +1,96 @@
+"""Rotary position embeddings as tables by position, one row for every position an engine can reach.
+
+With tables, a variant is nothing but another way to fill them: the model and its kernels know one RoPE. Frequencies are computed
+in float32 and in transformers' order of operations (`modeling_rope_utils`), so that the tables equal its own bit by bit.
+
+Dynamic NTK is the one variant whose frequencies depend on the length of the sequence. Here position p takes those of length
+p + 1, which is what transformers' generation with a cache does from a prompt within the original length, and what makes a
+rewound cache equal to a fresh one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.checkpoints.shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["rope_tables"]
+
+
+def rope_tables(shape: ModelShape, positions: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [positions, head_dim / 2] float32; yarn's attention factor is multiplied in."""
+    scaling = shape.rope_scaling or {"rope_type": "default"}
+    kind, factor = scaling["rope_type"], 1.0
+    place = torch.arange(positions, dtype=torch.float32)[:, None]
+    if kind == "dynamic":
+        angles = _dynamic_angles(shape, scaling, place)
+    elif kind == "linear":
+        angles = place * (_inverse_frequencies(shape) / scaling["factor"])
+    elif kind == "llama3":
+        angles = place * _llama3(_inverse_frequencies(shape), scaling)
+    elif kind == "yarn":
+        frequencies, factor = _yarn(shape, scaling)
+        angles = place * frequencies
+    else:
+        angles = place * _inverse_frequencies(shape)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def _inverse_frequencies(shape: ModelShape, theta: float | None = None) -> Tensor:
+    """theta ** (-2i / head_dim), [head_dim / 2]."""
+    base = shape.rope_theta if theta is None else theta
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return 1.0 / (base**exponents)
+
+
+def _dynamic_angles(shape: ModelShape, scaling: dict[str, Any], place: Tensor) -> Tensor:
+    dim, original, factor = shape.head_dim, shape.max_position_embeddings, float(scaling["factor"])
+    angles = place * _inverse_frequencies(shape)
+    for p in range(original, len(place)):
+        stretch = (factor * (p + 1) / original) - (factor - 1)
+        angles[p] = p * _inverse_frequencies(shape, shape.rope_theta * stretch ** (dim / (dim - 2)))
+    return angles
+
+
+def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by factor, short ones kept, those between interpolated."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / frequencies
+    stretched = torch.where(wavelength > original / low, frequencies / factor, frequencies)
+    smooth = (original / wavelength - low) / (high - low)
+    between = ~(wavelength < original / high) & ~(wavelength > original / low)
+    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)
+
+
+def _yarn(shape: ModelShape, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Peng et al. 2023 (arXiv:2309.00071): (frequencies, factor on cos and sin)."""
+    dim, theta = shape.head_dim, shape.rope_theta
+    original = scaling.get("original_max_position_embeddings") or shape.max_position_embeddings
+    factor = scaling.get("factor") or shape.max_position_embeddings / original
+
+    def mscale(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention = mscale(factor, weight) / mscale(factor, weight_all) if weight and weight_all else mscale(factor)
+
+    def correction(rotations: float) -> float:
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = correction(scaling.get("beta_fast") or 32), correction(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001), 0, 1)
+    stretches = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    keep = 1 - ramp
+    return 1.0 / (factor * stretches) * (1 - keep) + 1.0 / stretches * keep, float(attention)

@@ -1,0 +1,100 @@
+"""Checkpoint -> the fused tensors of an engine, and their file.
+
+q, k and v become one linear, gate and up another: fewer, larger products. Codes stay codes (INT8 and FP8 keep one byte), so the
+file is as small as the checkpoint. Names in `weights.safetensors`:
+
+    embed.weight  norm.weight  lm_head.weight (absent when tied)
+    layers.{i}.{input_norm,post_norm,q_norm,k_norm}.weight
+    layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}     scale float32 [out]; input_scale float32 []
+    layers.{i}.{k_scale,v_scale}                                                  float32 [], FP8 KV cache only
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.checkpoints.quantized import Checkpoint, LinearTensors
+from toolkit.checkpoints.reader import read_tensors
+from toolkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["fuse", "load_weights", "save_weights"]
+
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every tensor of the engine, in the checkpoint's own dtypes. Raises CheckpointError where parts cannot be fused."""
+    shape = checkpoint.shape
+    weights = {
+        "embed.weight": checkpoint.tensor("model.embed_tokens.weight"),
+        "norm.weight": checkpoint.tensor("model.norm.weight"),
+    }
+    if not shape.tie_word_embeddings:
+        weights |= _join("lm_head", [checkpoint.linear("lm_head")], checkpoint.path)
+    for i in range(shape.num_layers):
+        source, own = f"model.layers.{i}", f"layers.{i}"
+        weights[f"{own}.input_norm.weight"] = checkpoint.tensor(f"{source}.input_layernorm.weight")
+        weights[f"{own}.post_norm.weight"] = checkpoint.tensor(f"{source}.post_attention_layernorm.weight")
+        if shape.qk_norm:
+            weights[f"{own}.q_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.q_norm.weight")
+            weights[f"{own}.k_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.k_norm.weight")
+        for name, parts in FUSED.items():
+            weights |= _join(f"{own}.{name}", [checkpoint.linear(f"{source}.{part}") for part in parts], checkpoint.path)
+        if checkpoint.quantization.kv_cache_quant_algo == "FP8":
+            key, value = checkpoint.kv_scales(i)
+            weights[f"{own}.k_scale"], weights[f"{own}.v_scale"] = torch.tensor(key), torch.tensor(value)
+    return weights
+
+
+def save_weights(weights: dict[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
+
+
+def load_weights(file: Path) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in read_tensors(file.parent) if name}
+
+
+def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tensor]:
+    """One linear out of several that see the same input: rows one below the other."""
+    first = parts[0]
+    for part in parts[1:]:
+        same = part.weight.dtype == first.weight.dtype and part.input_scale == first.input_scale
+        if not same or not _equal(part.pre_quant_scale, first.pre_quant_scale):
+            raise CheckpointError(
+                f"{name}: its parts see the same input but have different dtypes or input scales and cannot be fused",
+                where=where,
+                mend="export with ModelOpt's export_hf_checkpoint, which makes them equal",
+            )
+    joined = {f"{name}.weight": torch.cat([part.weight for part in parts])}
+    if first.weight_scale is not None:
+        rows = [part.weight_scale.reshape(-1).expand(part.weight.shape[0]) for part in parts if part.weight_scale is not None]
+        joined[f"{name}.scale"] = torch.cat(rows)
+    if first.input_scale is not None:
+        joined[f"{name}.input_scale"] = torch.tensor(first.input_scale, dtype=torch.float32)
+    if first.pre_quant_scale is not None:
+        joined[f"{name}.pre_scale"] = first.pre_quant_scale.float()
+    if any(part.bias is not None for part in parts):
+        joined[f"{name}.bias"] = torch.cat(
+            [
+                torch.zeros(part.weight.shape[0], dtype=torch.float32) if part.bias is None else part.bias.float()
+                for part in parts
+            ]
+        )
+    return joined
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
