@@ -1,0 +1,1 @@
+"""Content-addressed stages: keys, the store, the loop."""
