@@ -68,6 +68,7 @@ class GenerationRequest:
     draft_len: int | None = None
     acceptance: str | None = None  # rejection | coupled | sample_match; None: coupled with a seed, else rejection
     deadline_ns: int | None = None
+    cumulative_logprob: bool = False  # sum up the output tokens' log-probabilities; a pass over the vocabulary per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class RequestStats:
     first_scheduled_ns: int | None
     first_token_ns: int | None
     last_token_ns: int | None
-    draft_ns: int  # time in draft forwards of the steps this request took part in
+    draft_ns: int  # proposing, choosing draft tokens included, in the verify steps this request took part in; prefill is not
     verify_ns: int  # time in target forwards, likewise
     host_ns: int  # the rest of those steps
-    cumulative_logprob: float | None = None
+    cumulative_logprob: float | None = None  # under the target's own logits: before penalties, temperature and filters
 
     @property
     def acceptance_rate(self) -> float | None:

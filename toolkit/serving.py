@@ -1,0 +1,103 @@
+"""What runs inside the server process, and behind `toolkit generate`: engine directories in, a speculative runtime out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.checkpoints.shape import read_json
+from toolkit.errors import CheckpointError, PairingError
+
+if TYPE_CHECKING:
+    from toolkit.speculative.decode import SpeculativeRuntime
+
+__all__ = ["eos_token_ids", "load_runtime"]
+
+
+def load_runtime(
+    target_dir: Path,
+    draft_dir: Path | None,
+    *,
+    threads: int | None = None,
+    max_draft_len: int = 0,
+    acceptance: str = "auto",
+    max_queue_size: int = 256,
+) -> SpeculativeRuntime:
+    """Load both engines and what they need to serve text: the tokenizer and EOS ids that lie in the target's directory.
+
+    threads: of the forwards, for the whole process; None leaves torch's own choice. Without a draft, or with max_draft_len 0,
+    requests are decoded plainly.
+    Raises CheckpointError for a directory that is no engine, PairingError for engines that do not belong together, UsageError
+    for a draft length that the target's engine was not built for, BackendUnavailable.
+    """
+    import torch
+
+    from toolkit.engines.registry import backend
+    from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
+    from toolkit.speculative.text import TextCodec
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = _engine_config(target_dir)
+    codec = TextCodec.from_file(target_dir / "tokenizer.json")
+    torch_backend = backend("torch")
+    target = torch_backend.load(target_dir, threads=threads)
+    draft = None
+    if draft_dir is not None and max_draft_len > 0:
+        _engine_config(draft_dir)
+        _same_tokenizer(target_dir, draft_dir)
+        draft = torch_backend.load(draft_dir, threads=threads)
+        if draft.vocab_size != target.vocab_size:
+            raise PairingError(
+                f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of {target.vocab_size}",
+                where=draft_dir,
+                mend="Build both from checkpoints with the same tokenizer.",
+            )
+    settings = RuntimeSettings(
+        max_draft_len=0 if draft is None else max_draft_len,
+        acceptance=acceptance,
+        max_queue_size=max_queue_size,
+        eos_token_ids=eos_token_ids(target_dir),
+        max_input_len=config.get("build_config", {}).get("max_input_len"),
+    )
+    return SpeculativeRuntime(target, draft, codec, settings)
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """The ids that end a text: generation_config.json's, else config.json's (in an engine directory the model's own), or none.
+
+    Either file may hold one id, several, or null.
+    """
+    config = read_json(directory / "config.json")
+    sources: list[dict[str, Any]] = [config, config.get("pretrained_config") or {}]
+    if (directory / "generation_config.json").exists():
+        sources.insert(0, read_json(directory / "generation_config.json"))
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _engine_config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        raise CheckpointError("is not an engine directory: it holds no config.json", where=directory, mend="Run toolkit build.")
+    return read_json(directory / "config.json")
+
+
+def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
+    """The build has proven the pair; here only that these two directories are still of one vocabulary, token by token."""
+    from tokenizers import Tokenizer
+
+    vocabularies = [
+        Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        for directory in (target_dir, draft_dir)
+        if (directory / "tokenizer.json").is_file()
+    ]
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
+        differing = min(dict(vocabularies[0].items() ^ vocabularies[1].items()).values())
+        raise PairingError(
+            f"its tokenizer differs from the target's, first at id {differing}",
+            where=draft_dir,
+            mend="Build both from checkpoints with the same tokenizer.",
+        )

@@ -1,0 +1,1 @@
+"""The speculative runtime: a draft proposes, the target verifies, and requests share both in flight."""

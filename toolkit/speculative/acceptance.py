@@ -1,0 +1,196 @@
+"""Which draft tokens the target keeps, and which token follows them.
+
+`match` and `reject` are the two rules, pure functions. Around them stand the four ways a request can ask for them, each an
+object with the state of one request: it proposes with the draft's logits and decides with the target's.
+
+    Greedy       temperature 0: the output is the plain greedy output
+    Rejection    speculative sampling: the output is distributed exactly as the target's own
+    Coupled      shared noise per position: with a seed, the output is the same whatever the draft, its length or the batch
+    SampleMatch  the target's own sample at each position, accepted while it equals the draft; what TensorRT-LLM does by default
+
+Plain decoding is the same decision with no drafts. The logits of a draft and of its target pass through the same penalties,
+temperature and filters, and inside a block the penalties see the draft tokens before a position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from toolkit.errors import RequestError
+from toolkit.interfaces import GenerationRequest, Sampling
+from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, draw, weights
+
+__all__ = ["RULES", "Coupled", "Greedy", "Rejection", "Rule", "RuleFactory", "SampleMatch", "choose_rule", "match", "reject"]
+
+
+def match(drafts: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
+    """Keep drafts while they equal the target's own choices. Returns (kept, the target's choice behind them).
+
+    drafts [k]; choices [k + 1] or longer: what the target chooses behind 0, 1, ... k drafts. The output is what choosing one by
+    one would give, since each choice that is used stands behind a prefix that was chosen.
+    """
+    kept = 0
+    for draft, choice in zip(drafts, choices, strict=False):
+        if draft != choice:
+            break
+        kept += 1
+    return kept, choices[kept]
+
+
+def reject(
+    drafts: Sequence[int], draft_probs: Sequence[Floats], target_probs: Floats, uniforms: Sequence[float]
+) -> tuple[int, int]:
+    """Speculative sampling. Returns (kept, the token behind them).
+
+    drafts [k], each drawn from its row; draft_probs k rows [vocab]; target_probs [k + 1, vocab]; rows sum to 1; uniforms
+    [k + 1] in [0, 1). Draft i is kept with probability min(1, target/draft) at that token. At the first one that is not, the
+    replacement is drawn from max(0, target - draft), renormalised; if all are kept, the bonus token comes from target_probs[k].
+    The output is distributed exactly as the target's own. Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1 and A.1;
+    Chen et al. 2023 (arXiv:2302.01318), Algorithm 2.
+    """
+    for index, token in enumerate(drafts):
+        target_row, draft_row = target_probs[index], draft_probs[index]
+        if uniforms[index] * float(draft_row[token]) < float(target_row[token]):
+            continue
+        residual = (target_row - draft_row).clip(min=0.0)
+        # Rows that agree up to rounding leave nothing behind; such a rejection has a probability of about the rounding error.
+        return index, draw(residual if residual.any() else target_row, uniforms[-1])
+    return len(drafts), draw(target_probs[len(drafts)], uniforms[-1])
+
+
+class Rule(Protocol):
+    """How one request chooses its tokens. Not thread-safe; one block at a time: propose 0..k times, then decide once."""
+
+    by_argmax: bool  # both calls would only take the argmax: the runtime may do so for a whole batch at once
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        """The next draft token. logits [vocab] are the draft's behind `drafts`; position: the token's index in the sequence."""
+        ...
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        """(kept drafts, next token). logits [k + 1, vocab] are the target's; position: index of the first draft."""
+        ...
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """These tokens were added to the output."""
+        ...
+
+
+class RuleFactory(Protocol):
+    def __call__(self, sampling: Sampling, vocab_size: int) -> Rule: ...
+
+
+class _Penalised:
+    """The part that all rules share: penalties on a copy of the logits, where a request has any."""
+
+    by_argmax = False
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        self._sampling = sampling
+        penalised = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+        self._penalties = Penalties(sampling, vocab_size) if penalised else None
+
+    def note(self, tokens: Sequence[int]) -> None:
+        if self._penalties is not None:
+            for token in tokens:
+                self._penalties.note(token)
+
+    def _penalised(self, logits: Floats, drafts: list[int], first: int) -> Floats:
+        return logits if self._penalties is None else self._penalties.apply(logits, drafts, first)
+
+    def _weights(self, logits: Floats, drafts: list[int], first: int) -> Floats:
+        return weights(self._penalised(logits, drafts, first), self._sampling)
+
+
+class Greedy(_Penalised):
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        self.by_argmax = self._penalties is None
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        return int(self._penalised(logits[None], drafts, len(drafts)).argmax())
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        return match(drafts, self._penalised(logits, drafts, 0).argmax(-1).tolist())
+
+
+class Rejection(_Penalised):
+    """Draws come from one generator per request, in order: a seed reproduces the output for one and the same draft length."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        self._random = random.Random(sampling.seed)  # without a seed: fresh entropy from the operating system
+        self._draft_probs: list[Floats] = []
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        probs = _normalised(self._weights(logits[None], drafts, len(drafts)))[0]
+        self._draft_probs.append(probs)
+        return draw(probs, self._random.random())
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        target_probs = _normalised(self._weights(logits, drafts, 0))
+        uniforms = [self._random.random() for _ in range(len(drafts) + 1)]
+        outcome = reject(drafts, self._draft_probs, target_probs, uniforms)
+        self._draft_probs.clear()
+        return outcome
+
+
+class Coupled(_Penalised):
+    """Draft and target race with the same noise, a draft is kept if both chose it. Daliri et al. 2024 (arXiv:2408.07978)."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        self._race = ExponentialRace(seed, vocab_size)
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        return self._race.winner(self._weights(logits[None], drafts, len(drafts))[0], position)
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        rows = self._weights(logits, drafts, 0)
+        choices = [self._race.winner(row, position + index) for index, row in enumerate(rows)]
+        kept, token = match(drafts, choices)
+        self._race.forget_before(position + kept + 1)
+        return kept, token
+
+
+class SampleMatch(_Penalised):
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        self._random = random.Random(sampling.seed)
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        return draw(self._weights(logits[None], drafts, len(drafts))[0], self._random.random())
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        rows = self._weights(logits, drafts, 0)
+        return match(drafts, [draw(row, self._random.random()) for row in rows])
+
+
+def _normalised(rows: Floats) -> Floats:
+    out: Floats = rows / rows.sum(axis=-1, dtype=np.float64, keepdims=True).astype(rows.dtype)
+    return out
+
+
+RULES: Mapping[str, RuleFactory] = {
+    "greedy": Greedy,
+    "rejection": Rejection,
+    "coupled": Coupled,
+    "sample_match": SampleMatch,
+}
+
+
+def choose_rule(request: GenerationRequest, default: str) -> str:
+    """The name of the rule for a request: its own wish, else the deployment's default; "auto" couples where there is a seed."""
+    if request.sampling.temperature == 0.0:
+        return "greedy"
+    name = request.acceptance or default
+    if name == "auto":
+        name = "rejection" if request.sampling.seed is None else "coupled"
+    if name not in RULES or name == "greedy":
+        raise RequestError(f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match")
+    return name

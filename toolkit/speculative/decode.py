@@ -1,0 +1,358 @@
+"""The speculative runtime: requests join and leave between steps, and every step gives each running request its next tokens.
+
+A step: end what was cancelled or is too late; give free slots to waiting requests; prefill a bounded number of prompt tokens;
+then one verify step for all that run. In it the draft proposes, the target looks at all proposals in one forward, each request
+keeps what its own rule allows and gets one token more, and both caches are cut back to what was kept. A request that decodes
+plainly takes the same way with no drafts: its row of the forward is one token wide, and the draft is not touched for it.
+
+What a request gets does not depend on who else is in the batch: rows are independent, every request draws from its own
+generator, and prompts are prefilled one by one in chunks that start at fixed places. (Forwards of other shapes may round
+differently; in float64 that decides nothing.)
+
+Threads: submit, cancel and counters may be called from anywhere. Steps are taken by one thread at a time, in `run`, or by
+`generate` where nothing runs. Events are delivered on the stepping thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.errors import RequestError
+from toolkit.interfaces import GenerationRequest, StepEngine, TokenEvent
+from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
+from toolkit.speculative.drafters import Drafter, ModelDrafter
+from toolkit.speculative.limits import Limits, check_engines
+from toolkit.speculative.sampling import argmax, to_host
+from toolkit.speculative.sequence import OnEvent, Sequence
+from toolkit.speculative.stats import RuntimeCounters, Totals
+from toolkit.speculative.text import TextCodec
+
+__all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
+
+IDLE_S = 0.1  # how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+
+
+class QueueFull(RequestError):
+    """Overload: the request was refused and may be sent again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """max_draft_len 0: plain decoding only. acceptance (auto | rejection | coupled | sample_match) holds where a request states
+    none.
+    """
+
+    max_draft_len: int
+    acceptance: str = "auto"
+    max_queue_size: int = 256  # requests waiting for a slot; beyond it they are refused
+    eos_token_ids: tuple[int, ...] = ()
+    max_input_len: int | None = None  # None: as long as the target's context allows
+
+
+class SpeculativeRuntime:
+    """An Engine made of two StepEngines. It owns every slot of both."""
+
+    def __init__(
+        self,
+        target: StepEngine,
+        draft: StepEngine | None,
+        codec: TextCodec,
+        settings: RuntimeSettings,
+        *,
+        rules: Mapping[str, RuleFactory] = RULES,
+        drafter: Drafter | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """drafter: another source of drafts than the draft engine. clock: monotonic nanoseconds. Raises UsageError."""
+        check_engines(target, draft, settings.max_draft_len)
+        self.codec = codec
+        self.settings = settings
+        self.vocab_size = target.vocab_size
+        self._target = target
+        self._drafter: Drafter | None = drafter or (None if draft is None else ModelDrafter(draft))
+        self._max_draft_len = settings.max_draft_len if self._drafter is not None else 0
+        self._limits = Limits(
+            vocab_size=target.vocab_size,
+            max_input_len=min(settings.max_input_len or target.max_seq_len, target.max_seq_len - 1),
+            max_seq_len=target.max_seq_len,
+            max_draft_len=self._max_draft_len,
+        )
+        self._eos = frozenset(settings.eos_token_ids)
+        self._rules = rules
+        self._clock = clock
+
+        self._lock = threading.Lock()  # guards the four below
+        self._open: dict[str, Sequence] = {}  # waiting or active, by request id
+        self._waiting: deque[Sequence] = deque()
+        self._cancelled: set[str] = set()
+        self._closed = False
+        self._wake = threading.Event()
+
+        self._stepping = threading.RLock()  # guards the rest: held for a whole step
+        self._runner: threading.Thread | None = None
+        self._free_slots = list(range(target.max_batch_size))
+        self._prefilling: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._totals = Totals()
+
+    # From any thread.
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent) -> None:
+        """Queue a request; on_event is called on the stepping thread, the last time with a finish_reason.
+
+        Raises RequestError for what can never be served, and QueueFull at overload. Nothing is cut down to fit: a request whose
+        prompt and max_tokens together exceed the context is refused.
+        """
+        self._limits.check(request)
+        sequence = Sequence(
+            request,
+            on_event,
+            rule=self._rules[choose_rule(request, self.settings.acceptance)](request.sampling, self.vocab_size),
+            text=self.codec.stream(request.prompt_ids, request.stop),
+            eos=self._eos,
+            draft_len=self._max_draft_len if request.draft_len is None else request.draft_len,
+            arrival_ns=self._clock(),
+        )
+        with self._lock:
+            if self._closed:
+                raise RequestError("the runtime is closed")
+            if request.request_id in self._open:
+                raise RequestError(f"request id {request.request_id!r} is already being served", mend="Send another id.")
+            most = self._target.max_batch_size + self.settings.max_queue_size
+            if len(self._open) >= most:
+                raise QueueFull(f"{most} requests are being served or waiting", mend="Send it again later.")
+            self._open[request.request_id] = sequence
+            self._waiting.append(sequence)
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step; no effect on one that is unknown or has ended."""
+        with self._lock:
+            if request_id in self._open:
+                self._cancelled.add(request_id)
+        self._wake.set()
+
+    def counters(self) -> RuntimeCounters:
+        with self._lock:
+            queued = len(self._waiting)
+            return self._totals.snapshot(active=len(self._open) - queued, queued=queued)
+
+    def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
+        """Serve one request and yield its events; takes the steps itself where no `run` is at work.
+
+        Leaving the iterator early cancels the request. Raises as submit does, at the first `next`.
+        """
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self.submit(request, events.put)
+        finished = False
+        try:
+            while not finished:
+                try:
+                    event = events.get(block=self._runner is not None, timeout=IDLE_S)
+                except queue.Empty:
+                    if self._runner is None:
+                        self.step()
+                    continue
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            if not finished:
+                self.cancel(request.request_id)
+                if self._runner is None:
+                    with self._stepping:
+                        self._end_overdue()
+
+    # The stepping thread.
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop` is set; sleeps while there is nothing to do. What is open then stays open: see close()."""
+        self._runner = threading.current_thread()
+        try:
+            while not stop.is_set():
+                self._wake.clear()
+                if not self.step():
+                    self._wake.wait(IDLE_S)
+        finally:
+            self._runner = None
+
+    def step(self) -> bool:
+        """One iteration. False if there was nothing to do."""
+        with self._stepping:
+            self._end_overdue()
+            if self._waiting:
+                self._admit()
+            if not self._prefilling and not self._running:
+                return False
+            if self._prefilling:
+                self._prefill()
+            if self._running:
+                self._verify()
+            return True
+
+    def close(self) -> None:
+        """End whatever is open as cancelled and refuse what comes later. Call it once `run` has returned."""
+        with self._lock:
+            self._closed = True
+            self._cancelled.update(self._open)
+        with self._stepping:
+            self._end_overdue()
+
+    def _end_overdue(self) -> None:
+        """Cancelled requests and those past their deadline, wherever they stand."""
+        with self._lock:
+            if not self._open:
+                return
+            cancelled, self._cancelled = self._cancelled, set()
+            open_now = list(self._open.values())
+        now = self._clock()
+        for sequence in open_now:
+            deadline = sequence.request.deadline_ns
+            if cancelled and sequence.request.request_id in cancelled:
+                self._end(sequence, "cancelled")
+            elif deadline is not None and now >= deadline:
+                self._end(sequence, "deadline")
+
+    def _admit(self) -> None:
+        now = self._clock()
+        with self._lock:
+            while self._waiting and self._free_slots:
+                sequence = self._waiting.popleft()
+                sequence.slot = heapq.heappop(self._free_slots)
+                sequence.tally.first_scheduled_ns = now
+                self._prefilling.append(sequence)
+
+    def _prefill(self) -> None:
+        """Feed prompts in the order they came: whole chunks, until a step's worth of tokens is spent."""
+        chunk_len = self._target.max_step_tokens
+        left = chunk_len
+        while self._prefilling and left > 0:
+            sequence = self._prefilling[0]
+            chunk = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
+            left -= len(chunk)
+            try:
+                logits = self._target.forward([sequence.slot], torch.tensor([chunk]), last_only=True)
+                sequence.prefilled += len(chunk)
+                prompt = sequence.ids[: sequence.prefilled]
+                if len(prompt) == len(sequence.ids):
+                    self._begin(sequence, logits)
+                # The draft reads behind the target, so that the first token waits for the target alone.
+                if sequence.finish_reason is None and sequence.speculates and self._drafter is not None:
+                    self._drafter.feed(sequence.slot, prompt)
+            except Exception as error:
+                self._fail([sequence], error)
+
+    def _begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """The first token, from the last logits of the prompt."""
+        host = to_host(logits)[0]  # [1, vocab]
+        if not math.isfinite(float(host.max())):
+            raise ValueError("the target's logits are not finite; its weights are damaged or its dtype overflows")
+        _, token = sequence.rule.decide(host, len(sequence.ids), [])
+        event = sequence.take(0, token, host if sequence.request.cumulative_logprob else None, self._clock())
+        self._prefilling.popleft()
+        self._running.append(sequence)
+        self._deliver(sequence, event)
+
+    def _verify(self) -> None:
+        rows = self._running[:]
+        try:
+            self._verify_rows(rows)
+        except Exception as error:
+            self._fail(rows, error)
+
+    def _verify_rows(self, rows: list[Sequence]) -> None:
+        start = self._clock()
+        speculating = [row for row in rows if row.speculates and row.draft_room() > 0] if self._drafter is not None else []
+        if speculating and self._drafter is not None:
+            self._drafter.propose(speculating)
+        drafted = self._clock()
+        width = 1 + max(len(row.drafts) for row in rows)
+        # A row with fewer drafts is padded with a token that is in range; what follows a row's last draft is cut off again.
+        tokens = torch.tensor([[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows])
+        logits = self._target.forward([row.slot for row in rows], tokens)  # [rows, width, vocab]
+        verified = self._clock()
+
+        choices = argmax(logits) if any(row.rule.by_argmax for row in rows) else []
+        host = to_host(logits) if any(not row.rule.by_argmax or row.request.cumulative_logprob for row in rows) else None
+        slots, lengths, outcomes = [], [], []
+        for index, row in enumerate(rows):
+            before, count = len(row.ids), len(row.drafts)
+            own = None if host is None else host[index, : count + 1]
+            if row.rule.by_argmax or own is None:
+                kept, token = match(row.drafts, choices[index])
+            else:
+                kept, token = row.rule.decide(own, before, row.drafts)
+            event = row.take(kept, token, own if row.request.cumulative_logprob else None, verified)
+            outcomes.append((row, event))
+            if row.finish_reason is None:
+                length = len(row.ids) - 1  # the newest token is fed by the next step
+                if count and self._drafter is not None:
+                    self._drafter.settle(row.slot, length)
+                if length != before - 1 + width:
+                    slots.append(row.slot)
+                    lengths.append(length)
+        if slots:
+            self._target.rewind(slots, lengths)
+        host_ns = self._clock() - verified
+        self._totals.add_step(drafted - start, verified - drafted, host_ns)
+        for row, event in outcomes:
+            row.tally.add_time(drafted - start, verified - drafted, host_ns)
+            self._deliver(row, event)
+
+    # The ends of a request.
+
+    def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Tell the client. With the last event the slot is free already, so that whoever hears it finds room."""
+        if sequence.finish_reason is not None:
+            event = dataclasses.replace(event, stats=sequence.tally.stats())
+            self._release(sequence, event)
+        self._tell(sequence, event)
+
+    def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
+        try:
+            sequence.on_event(event)
+        except Exception as error:  # a client's own fault ends its request and nobody else's
+            if sequence.finish_reason is None:
+                self._release(sequence, sequence.end("error", f"the receiver of the events failed: {error!r}"))
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        event = sequence.end(reason, error)
+        self._release(sequence, event)
+        self._tell(sequence, event)
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """A forward or a decision failed: the requests that took part end with it, and the runtime goes on."""
+        for sequence in sequences:
+            if self._open.get(sequence.request.request_id) is sequence:
+                self._end(sequence, "error", f"{type(error).__name__}: {error}")
+
+    def _release(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Forget a request that has ended: queue, slot and both caches."""
+        request_id = sequence.request.request_id
+        with self._lock:
+            self._open.pop(request_id, None)
+            self._cancelled.discard(request_id)
+            if sequence.slot < 0:
+                self._waiting.remove(sequence)
+            if event.finish_reason is not None and event.stats is not None:
+                self._totals.add_request(event.finish_reason, event.stats)
+        if sequence.slot < 0:
+            return
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        slot, sequence.slot = sequence.slot, -1
+        self._target.rewind([slot], [0])
+        if self._drafter is not None and sequence.speculates:
+            self._drafter.free([slot])
+        heapq.heappush(self._free_slots, slot)

@@ -1,0 +1,157 @@
+"""From logits to weights over the vocabulary, and from weights to a token. Pure arithmetic on the host.
+
+NumPy, not torch: these are a few calls over a few thousand numbers between forwards of about a millisecond. NumPy pays about a
+microsecond per call and stays on its thread; a torch operation above its parallel threshold (a softmax over 5 x 2048) wakes the
+thread pool, which was seen to cost 5 ms on a busy 2-core machine.
+
+Arithmetic is in the logits' own dtype, so a float64 engine is exact to its last bits and a float32 one is fast. Sums and
+cumulative distributions are float64 always: a running float32 sum over 128k tokens would lose the rare ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.interfaces import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ExponentialRace", "Floats", "Penalties", "argmax", "draw", "log_probability", "to_host", "weights"]
+
+Floats = NDArray[Any]  # float32 or float64
+TOP_P_CANDIDATES = 128  # a nucleus larger than this is found by a full sort
+
+
+def to_host(logits: Tensor) -> Floats:
+    """The logits as an array: a view of the same memory on the CPU, a copy otherwise."""
+    array: Floats = logits.cpu().numpy()
+    return array
+
+
+def argmax(logits: Tensor) -> list[list[int]]:
+    """[batch, n, vocab] -> [batch][n] ids. The lowest id wins a tie, in target and draft alike, so that both mean the same."""
+    ids: list[list[int]] = (logits if logits.is_cuda else logits.numpy()).argmax(-1).tolist()
+    return ids
+
+
+def weights(logits: Floats, sampling: Sampling) -> Floats:
+    """Unnormalised probabilities after temperature, then top-k, then top-p; filtered tokens weigh 0, the best one weighs 1.
+
+    logits: [n, vocab], penalties already subtracted; not modified. temperature must be above 0.
+    Tokens that tie with the last one kept by a filter are kept too: the result then does not depend on how a sort breaks ties.
+    """
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    with np.errstate(over="ignore"):  # a tiny temperature drives all but the best to -inf, which is what it asks for
+        shifted /= shifted.dtype.type(sampling.temperature)
+    if 0 < sampling.top_k < shifted.shape[-1]:
+        last = np.partition(shifted, -sampling.top_k, axis=-1)[..., -sampling.top_k, None]
+        shifted[shifted < last] = -np.inf
+    with np.errstate(under="ignore"):
+        raised: Floats = np.exp(shifted, out=shifted)
+    if sampling.top_p < 1.0:
+        raised[raised < _nucleus_edge(raised, sampling.top_p)] = 0.0
+    return raised
+
+
+def _nucleus_edge(raised: Floats, top_p: float) -> Floats:
+    """[n, 1]: the smallest weight inside the smallest set of best tokens that holds a share of at least top_p."""
+    wanted = top_p * raised.sum(axis=-1, dtype=np.float64, keepdims=True)
+    vocab = raised.shape[-1]
+    few = min(TOP_P_CANDIDATES, vocab)
+    best = -np.sort(-np.partition(raised, vocab - few, axis=-1)[..., vocab - few :], axis=-1)
+    held = best.cumsum(axis=-1, dtype=np.float64)
+    if few < vocab and (held[..., -1:] < wanted).any():
+        best = -np.sort(-raised, axis=-1)
+        held = best.cumsum(axis=-1, dtype=np.float64)
+    needed = np.minimum((held < wanted).sum(axis=-1, keepdims=True), held.shape[-1] - 1)
+    return np.take_along_axis(best, needed, axis=-1)
+
+
+def draw(distribution: Floats, uniform: float) -> int:
+    """Invert the cumulative distribution of `distribution` [vocab], normalised or not, at `uniform` in [0, 1).
+
+    uniform * total stays below the total for every double below 1, so the result is a token of positive weight.
+    """
+    cumulative = distribution.cumsum(dtype=np.float64)
+    return int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+
+
+def log_probability(logits: Floats, token: int) -> float:
+    """Log-probability of `token` under the model's own logits [vocab]: before penalties, temperature and filters."""
+    shifted = logits - logits.max()
+    with np.errstate(under="ignore"):
+        return float(shifted[token]) - math.log(float(np.exp(shifted).sum(dtype=np.float64)))
+
+
+class Penalties:
+    """What frequency and presence penalties subtract from the logits, given the output so far. The prompt does not count.
+
+    Kept as one dense row and updated token by token; a draft's tokens are added on the fly for the positions behind them.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        self._frequency = sampling.frequency_penalty
+        self._presence = sampling.presence_penalty
+        self._row = np.zeros(vocab_size)
+        self._seen: set[int] = set()
+
+    def note(self, token: int) -> None:
+        """One more output token."""
+        self._row[token] += self._step(token, self._seen)
+        self._seen.add(token)
+
+    def apply(self, logits: Floats, drafts: list[int], first: int) -> Floats:
+        """A penalised copy. logits: [n, vocab]; row r stands behind the output so far and drafts[: first + r]."""
+        out: Floats = logits - self._row.astype(logits.dtype)
+        seen = set(self._seen)
+        for index, token in enumerate(drafts):
+            out[max(0, index + 1 - first) :, token] -= self._step(token, seen)
+            seen.add(token)
+        return out
+
+    def _step(self, token: int, seen: set[int]) -> float:
+        return self._frequency + (0.0 if token in seen else self._presence)
+
+
+class ExponentialRace:
+    """Sampling noise keyed by (seed, position): draft and target that look at one position race with the same noise.
+
+    Token i wins if weight[i] / E[i] is largest, E being independent standard exponentials; it then has probability
+    weight[i] / sum. This is the Gumbel-max trick without its logarithm, as -log E is Gumbel noise. Sharing the noise is the
+    coupling of Daliri et al. 2024 (arXiv:2408.07978).
+
+    The noise comes from the counter-based Philox generator with the seed as key and the position as counter, so it depends on
+    nothing else: not on the draft, its length, the batch, or what was drawn before. One position costs about 0.02 ms for a
+    vocabulary of 2048 and 1 ms for 128k; the rows of the positions at hand are kept, since draft and target both need them.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._key = seed % 2**64
+        self._vocab_size = vocab_size
+        self._rows: dict[int, Floats] = {}
+
+    def winner(self, weight: Floats, position: int) -> int:
+        """weight: [vocab]; position: index of the token to choose, counted from the start of the prompt."""
+        row = self._rows.get(position)
+        if row is None:
+            row = self._rows[position] = self._noise(position)
+        return int((weight * row).argmax())
+
+    def gumbel(self, position: int) -> Floats:
+        """The same noise in the other form [vocab]: the winner is the largest of log(weight) + gumbel."""
+        noise: Floats = np.log(self._noise(position))
+        return noise
+
+    def forget_before(self, position: int) -> None:
+        for old in [kept for kept in self._rows if kept < position]:
+            del self._rows[old]
+
+    def _noise(self, position: int) -> Floats:
+        generator = np.random.Generator(np.random.Philox(key=self._key, counter=position << 128))
+        exponentials = generator.standard_exponential(self._vocab_size)
+        return 1.0 / np.maximum(exponentials, 1e-300)
