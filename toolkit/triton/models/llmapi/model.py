@@ -162,6 +162,7 @@ class TritonPythonModel:
             draft_len=request.draft_len,
             acceptance=request.acceptance,
             deadline_ns=arrival_ns + timeout_ms * 1_000_000,
+            cumulative_logprob="return_cumulative_logprob" in request.returns,
         )
         try:
             self._runtime.submit(generation, lambda event: self._outbox.put((job, event)))
