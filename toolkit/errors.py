@@ -53,7 +53,10 @@ class ToolkitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault in a config file. line and column count from 1; excerpt is the source line, width the caret's length."""
+    """One fault in a config file. line and column count from 1; excerpt is the source line, width the caret's length.
+
+    origin: the command-line argument that it stands in, where it is not in the file.
+    """
 
     path: str  # dotted key path, e.g. "target.quantization.quant_algo"
     message: str
@@ -62,10 +65,11 @@ class Fault:
     excerpt: str | None = None
     width: int = 1
     mend: str | None = None
+    origin: str | None = None
 
     def render(self, file: str) -> str:
         position = "" if self.line is None else f":{self.line}:{self.column or 1}"
-        lines = [f"{file}{position}: {self.path + ': ' if self.path else ''}{self.message}"]
+        lines = [f"{self.origin or file}{position}: {self.path + ': ' if self.path else ''}{self.message}"]
         if self.excerpt is not None and self.line is not None:
             number = str(self.line)
             lines.append(f"  {number} | {self.excerpt}")

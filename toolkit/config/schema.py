@@ -1,8 +1,10 @@
 """What a deployment YAML may say: frozen pydantic models that refuse unknown keys.
 
 Field names are TensorRT-LLM's own wherever it has one. Cross-field rules stand on the smallest model that sees both fields, and
-raise ValueError with a text that ends in the mend. Positions in the file are added by `toolkit.config.load`.
-Paths stay as written here; `load` resolves them against the folder of the YAML.
+raise ValueError with a text of the form "what is wrong; how to mend it". Where two fields disagree, the rule belongs to the
+later one and looks at the earlier one in `info.data`, so that it is judged even when other fields are at fault.
+Positions in the file are added by `toolkit.config.load`. Paths stay as written here; `load` resolves them against the folder of
+the YAML.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 __all__ = [
     "CalibrationConfig",
@@ -29,10 +31,13 @@ __all__ = [
 QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+AnyPath = Annotated[Path, Field(strict=False)]  # text in the YAML
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """Strict: "4" and true are no numbers, and "yes" is no truth value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class QuantizationConfig(Section):
@@ -41,21 +46,23 @@ class QuantizationConfig(Section):
     quant_algo: QuantAlgo = "NO_QUANT"
     kv_cache_quant_algo: Literal["FP8"] | None = None
 
-    @model_validator(mode="after")
-    def _fp8_cache_goes_with_fp8_weights(self) -> QuantizationConfig:
+    @field_validator("kv_cache_quant_algo")
+    @classmethod
+    def _fp8_cache_goes_with_fp8_weights(cls, algo: Literal["FP8"] | None, info: ValidationInfo) -> Literal["FP8"] | None:
         # Under other weights TensorRT-LLM's builder switches paged context FMHA off in silence, and speculation needs it.
-        if self.kv_cache_quant_algo == "FP8" and self.quant_algo != "FP8":
+        weights = info.data.get("quant_algo", "FP8")
+        if algo == "FP8" and weights != "FP8":
             raise ValueError(
-                f"kv_cache_quant_algo FP8 does not go with quant_algo {self.quant_algo}; "
+                f"kv_cache_quant_algo FP8 does not go with quant_algo {weights}; "
                 "set quant_algo: FP8, or remove kv_cache_quant_algo"
             )
-        return self
+        return algo
 
 
 class ModelConfig(Section):
     """One checkpoint. `checkpoint` is a directory in Hugging Face form; a relative path starts at the YAML's folder."""
 
-    checkpoint: Path
+    checkpoint: AnyPath
     quantization: QuantizationConfig = QuantizationConfig()
 
 
@@ -65,8 +72,8 @@ class CalibrationConfig(Section):
     Files are JSON Lines with a `text` (or `prompt`) string per line.
     """
 
-    dataset: Path
-    heldout: Path | None = None  # None: the last tenth of the dataset is kept apart and not calibrated on
+    dataset: AnyPath
+    heldout: AnyPath | None = None  # None: the last tenth of the dataset is kept apart and not calibrated on
     calib_size: Count = 128
     calib_max_seq_length: Count = 512
     batch_size: Count = 4
@@ -88,16 +95,18 @@ class TorchEngineConfig(Section):
     threads: Count | None = None  # None: all cores this process may use
     max_batch_size: Count = 8
     max_input_len: Count = 512
-    max_seq_len: Count = 1024
+    max_seq_len: Annotated[Count, Field(validate_default=True)] = 1024
 
-    @model_validator(mode="after")
-    def _input_leaves_room_for_output(self) -> TorchEngineConfig:
-        if self.max_input_len >= self.max_seq_len:
+    @field_validator("max_seq_len")
+    @classmethod
+    def _input_leaves_room_for_output(cls, max_seq_len: int, info: ValidationInfo) -> int:
+        max_input_len = info.data.get("max_input_len", 0)
+        if max_input_len >= max_seq_len:
             raise ValueError(
-                f"max_input_len {self.max_input_len} leaves no room for output in max_seq_len {self.max_seq_len}; "
+                f"max_input_len {max_input_len} leaves no room for output in max_seq_len {max_seq_len}; "
                 "max_seq_len counts prompt and output together, so make it larger"
             )
-        return self
+        return max_seq_len
 
 
 class TritonConfig(Section):
@@ -144,22 +153,25 @@ class LatencyGates(Section):
 class ValidationConfig(Section):
     """How the served deployment is judged. prompts: JSON Lines with a `prompt` string per line."""
 
-    prompts: Path
+    prompts: AnyPath
     max_prompts: Count = 64  # the first lines of the file; below 59 no rate can be bounded by 0.05
     max_tokens: Count = 64
     temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 0.8  # of the sampled runs; greedy is always run too
     rounds: Count = 3  # interleaved plain/speculative passes at least
-    max_rounds: Count = 8  # more rounds are added up to this while the interval straddles the gate
+    # More rounds are added up to this while the interval straddles the gate.
+    max_rounds: Annotated[Count, Field(validate_default=True)] = 8
     seed: int = 0
     parity: ParityGates = ParityGates()
     quality: QualityGates = QualityGates()
     latency: LatencyGates = LatencyGates()
 
-    @model_validator(mode="after")
-    def _rounds_are_ordered(self) -> ValidationConfig:
-        if self.rounds > self.max_rounds:
-            raise ValueError(f"rounds {self.rounds} is above max_rounds {self.max_rounds}; raise max_rounds")
-        return self
+    @field_validator("max_rounds")
+    @classmethod
+    def _rounds_are_ordered(cls, max_rounds: int, info: ValidationInfo) -> int:
+        rounds = info.data.get("rounds", 0)
+        if rounds > max_rounds:
+            raise ValueError(f"rounds {rounds} is above max_rounds {max_rounds}; raise max_rounds")
+        return max_rounds
 
 
 class DeploymentConfig(Section):
@@ -168,8 +180,8 @@ class DeploymentConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
     target: ModelConfig
     draft: ModelConfig | None = None
-    calibration: CalibrationConfig | None = None
-    speculation: SpeculationConfig = SpeculationConfig()
+    calibration: Annotated[CalibrationConfig | None, Field(validate_default=True)] = None
+    speculation: Annotated[SpeculationConfig, Field(validate_default=True)] = SpeculationConfig()
     engine: TorchEngineConfig = TorchEngineConfig()
     triton: TritonConfig = TritonConfig()
     validation: ValidationConfig
@@ -178,29 +190,38 @@ class DeploymentConfig(Section):
     @classmethod
     def _name_is_no_path(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError("must not contain '..', since folders are named after it")
+            raise ValueError("must not contain '..'; folders are named after it")
         return name
 
-    @model_validator(mode="after")
-    def _speculation_has_its_draft(self) -> DeploymentConfig:
-        if self.speculation.kind == "draft_target" and self.draft is None:
-            raise ValueError("speculation.kind draft_target needs a `draft` section; add one, or set speculation.kind: none")
-        if self.speculation.kind == "none" and self.draft is not None:
-            raise ValueError("speculation.kind none does not use the `draft` section; remove it, or set kind: draft_target")
-        return self
+    @field_validator("calibration")
+    @classmethod
+    def _calibration_is_there_where_needed(
+        cls, calibration: CalibrationConfig | None, info: ValidationInfo
+    ) -> CalibrationConfig | None:
+        models = {role: info.data.get(role) for role in ("target", "draft")}
+        needing = [role for role, model in models.items() if model and model.quantization.quant_algo != "NO_QUANT"]
+        if needing and calibration is None:
+            raise ValueError(f"quantizing {' and '.join(needing)} needs a `calibration` section; add one with a `dataset`")
+        return calibration
 
-    @model_validator(mode="after")
-    def _calibration_is_there_where_needed(self) -> DeploymentConfig:
-        models = {"target": self.target, "draft": self.draft}
-        needing = [name for name, model in models.items() if model and model.quantization.quant_algo != "NO_QUANT"]
-        if needing and self.calibration is None:
-            raise ValueError(f"quantizing {' and '.join(needing)} needs a `calibration` section with a `dataset`")
-        return self
+    @field_validator("speculation")
+    @classmethod
+    def _speculation_has_its_draft(cls, speculation: SpeculationConfig, info: ValidationInfo) -> SpeculationConfig:
+        if "draft" not in info.data:  # it has faults of its own
+            return speculation
+        if speculation.kind == "draft_target" and info.data["draft"] is None:
+            raise ValueError("kind draft_target needs a `draft` section; add one, or set speculation.kind: none")
+        if speculation.kind == "none" and info.data["draft"] is not None:
+            raise ValueError("kind none does not use the `draft` section; remove it, or set speculation.kind: draft_target")
+        return speculation
 
-    @model_validator(mode="after")
-    def _run_fits_the_engine(self) -> DeploymentConfig:
-        if self.validation.max_tokens >= self.engine.max_seq_len:
+    @field_validator("validation")
+    @classmethod
+    def _run_fits_the_engine(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+        engine = info.data.get("engine")
+        if engine is not None and validation.max_tokens >= engine.max_seq_len:
             raise ValueError(
-                f"validation.max_tokens {self.validation.max_tokens} does not fit engine.max_seq_len {self.engine.max_seq_len}"
+                f"max_tokens {validation.max_tokens} does not fit engine.max_seq_len {engine.max_seq_len}; "
+                "max_seq_len counts prompt and output together"
             )
-        return self
+        return validation

@@ -1,0 +1,245 @@
+"""Every fault at once, each with its place and its mend; and a sound file becomes a config with resolved paths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.load import load_config
+from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import ConfigError, Fault
+
+GOOD = """\
+name: tiny
+target:
+  checkpoint: models/target
+  quantization: {quant_algo: FP8, kv_cache_quant_algo: FP8}
+draft:
+  checkpoint: models/draft
+calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}
+engine: {max_seq_len: 640}
+validation:
+  prompts: prompts.jsonl
+"""
+
+BAD = """\
+# Everything in here is wrong.
+name: llama 70b
+target:
+  checkpoint: meta-llama/Llama-3.3
+  quantization: {quant_algo: INT8, kv_cache_quant_algo: FP16}
+draft:
+  checkpoint: nowhere
+  quantisation: {quant_algo: fp8}
+speculation: {kind: ngram, max_draft_len: auto}
+engine:
+  kind: trt_engine
+  tp_size: 2
+  max_batch_size: "8"
+  max_input_len: 2048
+  max_batch_size: 4
+  dtype: f32
+triton: {http_port: 99999, decoupled: yes, layout: bls}
+max_draft_len: 3
+hardware: auto
+validation:
+  promts: prompts.jsonl
+  rounds: 9
+  max_tokens: 2.5
+  temperature: .nan
+  latency: {min_speedup: -1e-5, max_ttft_p90_ms: abc}
+  parity:
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with all that GOOD names."""
+    home = tmp_path / "home"
+    for name in ("target", "draft"):
+        (home / "models" / name).mkdir(parents=True)
+    for file in (home / "calib.jsonl", home / "prompts.jsonl", tmp_path / "heldout.jsonl"):
+        file.write_text("{}\n")
+    (home / "tiny.yaml").write_text(GOOD)
+    return home
+
+
+def faults_of(file: Path, *overrides: str) -> tuple[Fault, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value.faults
+
+
+def with_line(folder: Path, old: str, new: str) -> Path:
+    assert old in GOOD
+    file = folder / "changed.yaml"
+    file.write_text(GOOD.replace(old, new))
+    return file
+
+
+def test_paths_start_at_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    config = load_config(Path("home/tiny.yaml"))
+    assert config.target.checkpoint == folder / "models" / "target"
+    assert config.draft is not None and config.draft.checkpoint == folder / "models" / "draft"
+    assert config.calibration is not None and config.calibration.heldout == folder.parent / "heldout.jsonl"
+    assert config.validation.prompts == folder / "prompts.jsonl"
+    assert config.target.quantization.kv_cache_quant_algo == "FP8"
+
+
+def test_every_fault_is_reported_at_once(
+    folder: Path, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("bad.yaml").write_text(BAD)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("bad.yaml"), ["engine.mode=fast", "foo", "calibration.dataset=gone.jsonl", "engine.threads=1e0"])
+    golden("config-faults.txt", str(caught.value).replace(str(folder), "FOLDER") + "\n")
+    lines = [fault.line for fault in caught.value.faults if fault.line is not None]
+    assert lines == sorted(lines)
+    assert all(fault.mend for fault in caught.value.faults)
+
+
+def test_numbers_in_exponent_form_are_numbers(folder: Path) -> None:
+    file = with_line(
+        folder, "  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  quality: {max_kl: 1e-5}\n  max_tokens: 1e1"
+    )
+    validation = load_config(file).validation
+    assert validation.quality.max_kl == 1e-5
+    assert validation.max_tokens == 10
+
+
+@pytest.mark.parametrize("value", ["true", '"8"', "eight", "2.5", "[8]", "~", "0", "-1"])
+def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
+    file = with_line(folder, "max_seq_len: 640", f"max_seq_len: 640, max_batch_size: {value}")
+    (fault,) = faults_of(file)
+    assert (fault.path, fault.line, fault.column) == ("engine.max_batch_size", 8, 44)
+    assert fault.mend
+
+
+@pytest.mark.parametrize(
+    "key, mend",
+    [
+        ("kv_cache_quant_algoo", "did you mean 'kv_cache_quant_algo'?"),
+        ("quantalgo", "did you mean 'quant_algo'?"),
+        ("max_draft_len", "did you mean speculation.max_draft_len?"),
+        ("zzz", "known in `target.quantization`: quant_algo, kv_cache_quant_algo"),
+    ],
+)
+def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> None:
+    (fault,) = faults_of(with_line(folder, "kv_cache_quant_algo", key))
+    assert (fault.line, fault.column, fault.width) == (4, 35, len(key))
+    assert fault.mend == mend
+
+
+@pytest.mark.parametrize(
+    "value, mend",
+    [
+        ("fp8", "did you mean 'FP8'?"),
+        ("W8A8_SQ_PERCHANNEL", "did you mean 'W8A8_SQ_PER_CHANNEL'?"),
+        ("INT8", "W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16"),
+        ("int8", "W8A16"),
+        ("none", "did you mean 'NO_QUANT'?"),
+        ("NVFP4", "known: FP8, W8A8_SQ_PER_CHANNEL, W8A16, NO_QUANT"),
+    ],
+)
+def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str) -> None:
+    fault = faults_of(with_line(folder, "quant_algo: FP8, kv_cache_quant_algo: FP8", f"quant_algo: {value}"))[0]
+    assert fault.path == "target.quantization.quant_algo"
+    assert fault.mend is not None and mend in fault.mend
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.kind=trt_engine",
+        "engine.kind=trtllm_pytorch",
+        "engine.tensorrt_llm=1.2.1",
+        "speculation.kind=ngram",
+        "speculation.max_draft_len=auto",
+        "triton.layout=bls",
+        "hardware=auto",
+    ],
+)
+def test_what_is_not_built_yet_is_refused_with_what_works(folder: Path, override: str) -> None:
+    fault = faults_of(folder / "tiny.yaml", override)[0]
+    assert "not built yet" in fault.message
+    assert fault.mend
+    assert fault.origin == f"--set {override}"
+
+
+def test_a_hub_id_is_refused_with_what_to_do(folder: Path) -> None:
+    (fault,) = faults_of(with_line(folder, "models/draft", "meta-llama/Llama-3.2-1B"))
+    assert fault.mend is not None and "download the checkpoint" in fault.mend
+
+
+@pytest.mark.parametrize(
+    "old, new, path",
+    [
+        ("checkpoint: models/draft", "checkpoint: calib.jsonl", "draft.checkpoint"),
+        ("prompts: prompts.jsonl", "prompts: models", "validation.prompts"),
+        ("prompts: prompts.jsonl", "prompts: ''", "validation.prompts"),
+        ("dataset: calib.jsonl", "dataset: gone.jsonl", "calibration.dataset"),
+    ],
+)
+def test_a_path_that_leads_to_nothing_usable_is_a_fault(folder: Path, old: str, new: str, path: str) -> None:
+    (fault,) = faults_of(with_line(folder, old, new))
+    assert fault.path == path
+    assert fault.line is not None
+
+
+@pytest.mark.parametrize(
+    "old, new, path, message",
+    [
+        ("draft:\n  checkpoint: models/draft\n", "", "speculation", "needs a `draft` section"),
+        ("engine:", "speculation: {kind: none}\nengine:", "speculation", "does not use the `draft` section"),
+        ("calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}\n", "", "calibration", "quantizing target needs"),
+        ("max_seq_len: 640", "max_seq_len: 500", "engine.max_seq_len", "leaves no room"),
+        ("max_seq_len: 640", "max_input_len: 2000", "engine.max_seq_len", "leaves no room"),
+        ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  max_tokens: 900", "validation", "does not fit"),
+        ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  rounds: 90", "validation.max_rounds", "above max_rounds"),
+        ("quant_algo: FP8, kv", "quant_algo: W8A16, kv", "target.quantization.kv_cache_quant_algo", "does not go with"),
+        ("  prompts: prompts.jsonl", "  max_tokens: 8", "validation.prompts", "is missing"),
+        ("name: tiny", "name: ../tiny", "name", "cannot name folders"),
+        ("name: tiny", "name: a..b", "name", "must not contain"),
+    ],
+)
+def test_fields_that_disagree_are_a_fault(folder: Path, old: str, new: str, path: str, message: str) -> None:
+    (fault,) = faults_of(with_line(folder, old, new))
+    assert fault.path == path
+    assert message in fault.message
+    assert fault.mend
+
+
+def test_a_rule_is_judged_even_when_other_fields_are_at_fault(folder: Path) -> None:
+    file = with_line(folder, "max_seq_len: 640", "max_seq_len: 100, threads: x")
+    assert {fault.path for fault in faults_of(file)} >= {"engine.max_seq_len", "engine.threads"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_says_so(folder: Path) -> None:
+    (folder / "tiny.yaml").chmod(0)
+    (fault,) = faults_of(folder / "tiny.yaml")
+    assert "cannot be read" in fault.message
+
+
+def test_every_key_has_a_default_that_the_strict_schema_accepts() -> None:
+    """Defaults are not validated by pydantic unless they are asked to be."""
+
+    def check(model: type) -> None:
+        for name, info in model.model_fields.items():  # type: ignore[attr-defined]
+            if not info.is_required() and hasattr(info.default, "model_dump"):
+                check(type(info.default))
+                type(info.default).model_validate(info.default.model_dump())
+            assert name
+
+    check(DeploymentConfig)
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_shipped_config_is_sound(file: Path) -> None:
+    config = load_config(file)
+    assert config.name == file.stem

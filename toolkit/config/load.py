@@ -1,0 +1,250 @@
+"""A YAML file -> DeploymentConfig with resolved paths, or a ConfigError that holds every fault with its place and its mend.
+
+Faults come from three readers that do not stop at the first: the text (`source`), the schema (pydantic), and the file system,
+which has to hold what the paths name. This module puts pydantic's verdicts into the words of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from toolkit.config.schema import DeploymentConfig
+from toolkit.config.source import KeyPath, Source, dotted, read_source
+from toolkit.errors import ConfigError, Fault
+
+__all__ = ["load_config"]
+
+FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
+FILES: tuple[KeyPath, ...] = (("calibration", "dataset"), ("calibration", "heldout"), ("validation", "prompts"))
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+
+# What the design has and this version has not: refused by name, with what works.
+NOT_BUILT_VALUES: dict[KeyPath, tuple[tuple[Any, ...], str]] = {
+    ("engine", "kind"): (("trt_engine", "trtllm_pytorch"), "`torch`, the embedded engine, works here"),
+    ("speculation", "kind"): (("ngram",), "`draft_target` and `none` work here"),
+    ("speculation", "max_draft_len"): (("auto",), "write a whole number from 1 to 16; 4 is a good start"),
+    ("triton", "layout"): (("bls",), "`llmapi` works here"),
+}
+NOT_BUILT_KEYS: dict[KeyPath, str] = {
+    ("hardware",): "the stages run on the machine they are started on",
+    ("engine", "tensorrt_llm"): "only `kind: torch` works here, which has no TensorRT-LLM version",
+    ("engine", "tp_size"): "the engine runs on one device",
+    ("engine", "pp_size"): "the engine runs on one device",
+    ("target", "revision"): "checkpoints are folders on this machine",
+    ("draft", "revision"): "checkpoints are folders on this machine",
+    ("validation", "distribution"): "seeded requests are compared token by token instead",
+}
+INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
+SPELLINGS = {
+    "INT8": INT8,
+    "INT8_SQ": INT8,
+    "W8A8": INT8,
+    "SMOOTHQUANT": INT8,
+    "NONE": "did you mean 'NO_QUANT'?",
+    "NULL": "did you mean 'NO_QUANT'?",
+}
+NOUNS = {
+    "quant_algo": "a quantization algorithm that is known here",
+    "kv_cache_quant_algo": "a KV-cache algorithm",
+    "kind": "a kind that is known here",
+    "acceptance": "an acceptance rule",
+    "device": "a device",
+    "mode": "a mode",
+    "dtype": "a dtype",
+    "layout": "a layout",
+}
+KEEP_KV = "To keep the cache in the model's dtype, remove this line."
+TYPES = {
+    "int_type": ("a whole number", "Write digits without quotes, for example 4."),
+    "int_from_float": ("a whole number", "Write it without a fraction."),
+    "float_type": ("a number", "Write a number without quotes, for example 1.5."),
+    "finite_number": ("a finite number", "Write a number, or remove the line."),
+    "bool_type": ("true or false", "Write true or false, without quotes."),
+    "string_type": ("text", "Put it in quotes."),
+    "path_type": ("a path", "Put it in quotes."),
+}
+
+
+def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
+    """Read, check and resolve a deployment file; `overrides` are `a.b=c` texts that win over it.
+
+    Every path in the result is absolute; a relative one in the file starts at the file's folder. Raises ConfigError with all
+    faults, in the order of their lines.
+    """
+    source = read_source(file, overrides)
+    faults = list(source.faults)
+    config: DeploymentConfig | None = None
+    try:
+        config = DeploymentConfig.model_validate(source.data)
+    except ValidationError as error:
+        known = {fault.path for fault in faults}
+        for detail in error.errors():
+            fault = _fault(source, tuple(detail["loc"]), detail["type"], detail.get("ctx", {}), detail["input"], detail["msg"])
+            if fault.path not in known:  # the text had said what is wrong with it
+                faults.append(fault)
+    faults.extend(_missing_files(source))
+    if faults or config is None:
+        raise ConfigError(
+            file, sorted(faults, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
+        )
+    return _resolved(config, file.absolute().parent)
+
+
+def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> Fault:
+    """One of pydantic's errors, in our words and at its place."""
+    if kind == "extra_forbidden":
+        return source.place(path, of_key=True).fault(path, *_unknown_key(path))
+    if kind == "missing":
+        message = "is missing"
+        mend = f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`." if path[:-1] else f"Add `{path[-1]}:` to the file."
+        return source.place(path[:-1], of_key=True).fault(path, message, mend)
+    return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
+
+
+def _unknown_key(path: KeyPath) -> tuple[str, str]:
+    if path in NOT_BUILT_KEYS:
+        return "is not built yet", f"{_capital(NOT_BUILT_KEYS[path])}; remove this line."
+    name, here = str(path[-1]), _known_keys().get(path[:-1], ())
+    near = difflib.get_close_matches(name, here, n=1, cutoff=0.6)
+    if near:
+        return "unknown key", f"did you mean {near[0]!r}?"
+    elsewhere = [dotted((*section, name)) for section, keys in _known_keys().items() if name in keys]
+    if elsewhere:
+        return "unknown key here", f"did you mean {' or '.join(elsewhere[:3])}?"
+    section = f"in `{dotted(path[:-1])}`" if path[:-1] else "at the top level"
+    return "unknown key", f"known {section}: {', '.join(here)}"
+
+
+def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> tuple[str, str | None]:  # noqa: PLR0911
+    shown = _shown(value)
+    refused, instead = NOT_BUILT_VALUES.get(path, ((), ""))
+    if isinstance(value, str) and value in refused:
+        return f"{shown} is not built yet", f"{_capital(instead)}."
+    if kind == "value_error":
+        message, _, mend = text.removeprefix("Value error, ").partition("; ")
+        return message, f"{_capital(mend)}." if mend else None
+    if kind == "literal_error":
+        return f"{shown} is not {NOUNS.get(str(path[-1]), 'allowed here')}", _choices(path, value)
+    if kind == "model_type":
+        keys = ", ".join(_known_keys().get(path, ())[:4])
+        return ("is empty" if value is None else f"{shown} is not a section"), f"Write keys beneath it: {keys}, ..."
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        (bound,) = (context[name] for name in ("gt", "ge", "lt", "le") if name in context)
+        relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[
+            next(iter(set(context) & {"gt", "ge", "lt", "le"}))
+        ]
+        return f"{shown} is out of range", f"It has to be {relation} {bound:g}."
+    if kind == "string_pattern_mismatch":
+        return f"{shown} cannot name folders", "Use letters, digits, '.', '_' and '-', beginning with a letter or digit."
+    if kind == "string_too_long":
+        return f"is {len(str(value))} characters long", f"At most {context['max_length']} are allowed."
+    if kind in TYPES:
+        wanted, mend = TYPES[kind]
+        return ("is empty" if value is None else f"{shown} is not {wanted}"), mend
+    return f"{shown}: {text[:1].lower()}{text[1:]}", None
+
+
+def _choices(path: KeyPath, value: Any) -> str:
+    allowed = _literals(path)
+    listed = f"known: {', '.join(allowed)}."
+    if isinstance(value, str):
+        if path[-1] == "quant_algo" and value.upper() in SPELLINGS:
+            return f"{SPELLINGS[value.upper()]}\n  {listed}"
+        by_case = {name.lower(): name for name in allowed}
+        near = difflib.get_close_matches(value.lower(), by_case, n=1, cutoff=0.6)
+        if near:
+            return f"did you mean {by_case[near[0]]!r}? {listed}"
+    return f"{listed} {KEEP_KV}" if path[-1] == "kv_cache_quant_algo" else listed
+
+
+def _missing_files(source: Source) -> Iterator[Fault]:
+    """Paths that are written down and lead nowhere; judged even when the schema finds other faults."""
+    base = source.file.absolute().parent
+    for path in FOLDERS + FILES:
+        section = source.data.get(str(path[0]))
+        written = section.get(path[1]) if isinstance(section, dict) else None
+        if not isinstance(written, str):
+            continue
+        found = _resolve(base, Path(written))
+        folder = path in FOLDERS
+        if not written.strip():
+            yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
+        elif not found.exists():
+            mend = f"A relative path starts at the folder of this file: {found}"
+            if folder and HUB_ID.match(written):
+                mend += "\n  Hub ids are not fetched yet: if it is one, download the checkpoint and name its folder."
+            yield source.place(path).fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
+        elif folder and not found.is_dir():
+            yield source.place(path).fault(path, f"{written} is a file", "Name the folder that holds it.")
+        elif not folder and not found.is_file():
+            yield source.place(path).fault(path, f"{written} is not a file", "Name a JSON Lines file.")
+
+
+def _resolve(base: Path, path: Path) -> Path:
+    return (base / path.expanduser()).resolve()
+
+
+def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
+    """The same config with absolute paths."""
+
+    def at(section: Any, **paths: Path | None) -> Any:
+        return section.model_copy(update={name: path and _resolve(base, path) for name, path in paths.items()})
+
+    sections = {
+        "target": at(config.target, checkpoint=config.target.checkpoint),
+        "draft": config.draft and at(config.draft, checkpoint=config.draft.checkpoint),
+        "calibration": config.calibration
+        and at(config.calibration, dataset=config.calibration.dataset, heldout=config.calibration.heldout),
+        "validation": at(config.validation, prompts=config.validation.prompts),
+    }
+    return config.model_copy(update=sections)
+
+
+def _known_keys() -> dict[KeyPath, tuple[str, ...]]:
+    """Section -> its keys, for every section of the schema."""
+    found: dict[KeyPath, tuple[str, ...]] = {}
+
+    def visit(model: type[BaseModel], path: KeyPath) -> None:
+        found[path] = tuple(model.model_fields)
+        for name, info in model.model_fields.items():
+            for inner in _members(info.annotation):
+                if isinstance(inner, type) and issubclass(inner, BaseModel):
+                    visit(inner, (*path, name))
+
+    visit(DeploymentConfig, ())
+    return found
+
+
+def _literals(path: KeyPath) -> tuple[str, ...]:
+    model: Any = DeploymentConfig
+    for part in path[:-1]:
+        members = _members(model.model_fields[part].annotation)
+        model = next(member for member in members if isinstance(member, type) and issubclass(member, BaseModel))
+    members = _members(model.model_fields[path[-1]].annotation)
+    return tuple(str(word) for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member))
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """X | None -> (X, NoneType); anything else -> itself."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (dict, list)):
+        return "a section" if isinstance(value, dict) else "a list"
+    return f"{value!r:.60}"
+
+
+def _capital(text: str) -> str:
+    """As a sentence begins, unless it begins with the name of a key."""
+    return text if "_" in text.split(" ", 1)[0] else text[:1].upper() + text[1:]

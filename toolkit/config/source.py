@@ -1,0 +1,283 @@
+"""YAML text -> plain data, with the place of every key and value.
+
+Composed nodes keep their marks, so places are exact for keys and scalars alike. Scalars are read as YAML 1.2 says: `1e-5` is a
+number, and `no`, `010` and `12:30` are not silently something else. What the parser would pass over is a fault here: a key that
+stands twice, a tag, a merge key, a second document.
+
+Values of `--set a.b=c` are laid over the data afterwards, and have that argument as their place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ConfigError, Fault
+
+__all__ = ["KeyPath", "Place", "Source", "dotted", "read_source"]
+
+KeyPath = tuple[str | int, ...]
+MAX_NODES = 20_000  # aliases of aliases can unfold to any size
+TAG = "tag:yaml.org,2002:"
+NOT_A_CONFIG = "a deployment file is a mapping: `name: ...`, `target: ...`; see configs/quickstart.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands: line and column from 1, the source line, the caret's length. origin: the argument, if no file."""
+
+    line: int | None
+    column: int | None
+    width: int
+    excerpt: str | None
+    origin: str | None = None
+
+    def fault(self, path: KeyPath, message: str, mend: str | None = None) -> Fault:
+        return Fault(dotted(path), message, self.line, self.column, self.excerpt, self.width, mend, self.origin)
+
+
+@dataclass(slots=True)
+class Source:
+    """What a file says. keys and values: path -> place of that key, of that value. faults: what the text alone gets wrong."""
+
+    file: Path
+    data: dict[str, Any]
+    keys: dict[KeyPath, Place] = field(default_factory=dict)
+    values: dict[KeyPath, Place] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def place(self, path: KeyPath, *, of_key: bool = False) -> Place:
+        """The place of a value (or its key); of the nearest section around it where it is not written down at all."""
+        chosen = self.keys if of_key else self.values
+        if path in chosen:
+            return chosen[path]
+        while path and path not in self.keys:
+            path = path[:-1]
+        return self.keys.get(path, Place(1, 1, 1, None))
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def read_source(file: Path, overrides: Sequence[str] = ()) -> Source:
+    """Read a YAML file, then lay `a.b=c` texts over it.
+
+    Raises ConfigError for a file that cannot be read as one mapping at all; other faults are collected in the result.
+    """
+    text = _read_text(file)
+    root = _compose(file, text, None)
+    if root is None:
+        raise ConfigError(file, [Place(1, 1, 1, None).fault((), "the file is empty", NOT_A_CONFIG)])
+    source = Source(file, {})
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r:.60}"
+        raise ConfigError(
+            file, [_Reader(source, text, None).place(root).fault((), f"holds {kind}, not a mapping", NOT_A_CONFIG)]
+        )
+    source.data = _Reader(source, text, None).build(root, ())
+    for override in overrides:
+        _override(source, override)
+    return source
+
+
+def _read_text(file: Path) -> str:
+    try:
+        raw = file.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(file, [Fault("", "no such file", mend="Check the path.")]) from None
+    except IsADirectoryError:
+        found = sorted(path.name for path in file.glob("*.y*ml"))
+        mend = f"Name a file in it: {', '.join(found[:5])}" if found else "Name a YAML file."
+        raise ConfigError(file, [Fault("", "is a folder, not a file", mend=mend)]) from None
+    except OSError as error:
+        raise ConfigError(file, [Fault("", f"cannot be read: {error.strerror}", mend="Check its permissions.")]) from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start]
+        line, column = before.count(b"\n") + 1, len(before.rpartition(b"\n")[2].decode("utf-8", "replace")) + 1
+        message = f"is not UTF-8 (byte 0x{raw[error.start]:02x})"
+        raise ConfigError(file, [Fault("", message, line, column, mend="Save it as UTF-8 text.")]) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser with the implicit types of YAML 1.2 (core schema) in place of those of 1.1."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute
+
+
+for _name, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _compose(file: Path, text: str, origin: str | None) -> Any:
+    """The root node, None for an empty text. Raises ConfigError with the place of a syntax error."""
+    lines = _lines(text)
+
+    def fault(line: int, column: int, message: str, mend: str | None) -> ConfigError:
+        place = Place(line, column, 1, _shown(lines, line)) if origin is None else Place(None, None, 1, None, origin)
+        return ConfigError(file, [place.fault((), message, mend)])
+
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (1, 1) if mark is None else (mark.line + 1, mark.column + 1)
+        problem = error.problem or "bad syntax"
+        context = (
+            f" ({error.context}" + (f", line {error.context_mark.line + 1})" if error.context_mark else ")")
+            if error.context
+            else ""
+        )
+        raise fault(line, column, f"not valid YAML: {problem}{context}", _syntax_mend(problem, lines, line)) from error
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before.rpartition("\n")[2]) + 1
+        raise fault(line, column, f"holds the control character U+{ord(text[error.position]):04X}", "Remove it.") from error
+    except RecursionError as error:
+        raise fault(1, 1, "is nested too deeply", NOT_A_CONFIG) from error
+
+
+def _syntax_mend(problem: str, lines: list[str], line: int) -> str | None:
+    if "'\\t'" in problem or "\t" in lines[min(line, len(lines)) - 1].partition("#")[0]:
+        return "YAML is indented with spaces, not tabs."
+    if "mapping values are not allowed" in problem:
+        return 'Text that holds ": " is written in quotes; otherwise check the indentation.'
+    if "single document" in problem:
+        return "One file holds one deployment: remove the `---` between documents."
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    """As the parser counts them: YAML breaks lines at fewer characters than str.splitlines does."""
+    return re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
+
+
+def _shown(lines: list[str], line: int) -> str:
+    return lines[line - 1].replace("\t", " ") if line <= len(lines) else ""
+
+
+class _Reader:
+    """Nodes -> data, noting places and faults in `source`."""
+
+    def __init__(self, source: Source, text: str, origin: str | None) -> None:
+        self.source = source
+        self.lines = _lines(text)
+        self.origin = origin
+        self.nodes = 0
+        self.above: list[int] = []
+
+    def place(self, node: Any) -> Place:
+        if self.origin is not None:
+            return Place(None, None, 1, None, self.origin)
+        start, end = node.start_mark, node.end_mark
+        excerpt = _shown(self.lines, start.line + 1)
+        width = end.column - start.column if end.line == start.line else len(excerpt.rstrip()) - start.column
+        return Place(start.line + 1, start.column + 1, max(1, width), excerpt)
+
+    def fault(self, node: Any, path: KeyPath, message: str, mend: str) -> None:
+        self.source.faults.append(self.place(node).fault(path, message, mend))
+
+    def build(self, node: Any, path: KeyPath) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES or id(node) in self.above:
+            if self.nodes <= MAX_NODES + 1:
+                self.fault(node, path, "holds itself, or unfolds without end", "Write it out without the alias.")
+            return None
+        self.source.values[path] = self.place(node)
+        if node.tag.removeprefix(TAG) not in ("null", "bool", "int", "float", "str", "seq", "map"):
+            self.fault(node, path, f"the tag {node.tag!r} is not read", "Remove it: keys, text and numbers are all there is.")
+            return None
+        self.above.append(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+            return self._scalar(node, path)
+        finally:
+            self.above.pop()
+
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + "str":
+                self.fault(key, path, f"the key {key.value!r:.40} is not a name", "Keys are words; write text keys in quotes.")
+            elif key.value == "<<":
+                self.fault(key, path, "merge keys (`<<`) are not read", "Write the keys out, or alias each value.")
+            elif key.value in data:
+                first = self.source.keys[(*path, key.value)]
+                where = f"on line {first.line}" if first.line is not None else "before"
+                self.fault(
+                    key,
+                    (*path, key.value),
+                    f"stands twice; it is also {where}",
+                    "Keep one: a parser would take the last in silence.",
+                )
+            else:
+                self.source.keys[(*path, key.value)] = self.place(key)
+                data[key.value] = self.build(value, (*path, key.value))
+        return data
+
+    def _scalar(self, node: Any, path: KeyPath) -> Any:
+        text, kind = node.value, node.tag.removeprefix(TAG)
+        try:
+            if kind == "null":
+                return None
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if kind == "int":
+                return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+            if kind == "float":
+                number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+                return int(number) if "e" in text.lower() and number.is_integer() else number  # 1e3 is a whole number
+        except (KeyError, ValueError):
+            self.fault(node, path, f"{text!r:.40} is not a value of type {kind}", "Remove the tag, or correct the value.")
+            return None
+        return text
+
+
+def _override(source: Source, override: str) -> None:
+    """Lay one `a.b=c` over the data."""
+    origin = f"--set {override}"
+    name, equals, text = override.partition("=")
+    path = tuple(name.strip().split("."))
+    whole = Place(None, None, 1, None, origin)
+    if not equals or not all(path):
+        source.faults.append(whole.fault((), "is not of the form key.key=value", "For example: --set engine.max_batch_size=4"))
+        return
+    inner: Any = source.data
+    for depth, part in enumerate(path[:-1], 1):
+        if inner.get(part) is None:  # absent, or a section left empty
+            inner[part] = {}
+            source.keys[path[:depth]] = source.values[path[:depth]] = whole
+        inner = inner[part]
+        if not isinstance(inner, dict):
+            source.faults.append(whole.fault(path[:depth], "is a value, not a section with keys", "Set it as a whole."))
+            return
+    for places in (source.keys, source.values):
+        for known in [known for known in places if known[: len(path)] == path]:
+            del places[known]
+    try:
+        node = _compose(source.file, text, origin)
+    except ConfigError as error:
+        source.faults.extend(error.faults)
+        return
+    source.keys[path] = whole
+    inner[path[-1]] = None if node is None else _Reader(source, text, origin).build(node, path)
+    source.values.setdefault(path, whole)
