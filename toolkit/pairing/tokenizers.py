@@ -17,6 +17,7 @@ from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.checkpoints.tokenizer import SIDE_FILES, load_tokenizer
 from toolkit.errors import PairingError
 from toolkit.pairing.probes import PROBES
+from toolkit.pipeline.hashing import DigestMemo, digest_tree
 from toolkit.records import Finding, PairProof
 
 if TYPE_CHECKING:
@@ -40,14 +41,12 @@ class _Side:
     parts: dict[str, Any]
 
 
-def prove_pair(target: Path, draft: Path | None) -> PairProof:
+def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None) -> PairProof:
     """Read both checkpoints' headers, configs and tokenizers, and compare them by content.
 
     Raises PairingError with the first ids that differ when they do not belong together, CheckpointError for a damaged one.
-    Without a draft the target alone is read and digested.
+    Without a draft the target alone is read and digested. memo: digests of big files remembered from earlier runs.
     """
-    from toolkit.pipeline.hashing import digest_tree
-
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
@@ -56,9 +55,9 @@ def prove_pair(target: Path, draft: Path | None) -> PairProof:
         findings += _fits_its_model(draft_side, "draft")
         findings += _compare(target_side, draft_side)
     return PairProof(
-        target_digest=digest_tree(target, patterns),
-        draft_digest=None if draft is None else digest_tree(draft, patterns),
-        tokenizer_digest=digest_tree(target, TOKENIZER_PATTERNS),
+        target_digest=digest_tree(target, patterns, memo),
+        draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
+        tokenizer_digest=digest_tree(target, TOKENIZER_PATTERNS, memo),
         vocab_size=target_side.shape.vocab_size,
         findings=tuple(findings),
     )

@@ -15,6 +15,8 @@ from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
+from toolkit.pipeline.hashing import PREFIX, digest_file
+from toolkit.quantize.algorithms import ALGORITHMS
 
 __all__ = ["Source", "check_weights", "open_source"]
 
@@ -94,16 +96,11 @@ def _check_recorded_digests(source: Source) -> None:
 
     The hub client writes .cache/huggingface/download/FILE.metadata: commit, etag, time; the etag of a large file is its sha256.
     """
-    recorded_digests = {**_hub_digests(source.path), **_sums(source.path)}
-    if not recorded_digests:
-        return
-    from toolkit.pipeline.hashing import digest_file
-
-    for name, recorded in recorded_digests.items():
+    for name, recorded in {**_hub_digests(source.path), **_sums(source.path)}.items():
         file = source.path / name
         if not file.is_file():
             continue
-        found = digest_file(file).removeprefix("sha256:")
+        found = digest_file(file).removeprefix(PREFIX)
         if found != recorded:
             raise CheckpointError(
                 f"its sha256 is {found[:12]}..., {recorded[:12]}... was recorded", where=file, mend="fetch this file again"
@@ -152,8 +149,6 @@ def _quantization(directory: Path) -> tuple[str | None, str | None]:
 
 
 def _known(stated: dict[str, Any], kv_key: str, where: Path) -> tuple[str | None, str | None]:
-    from toolkit.quantize.algorithms import ALGORITHMS
-
     algo, kv = stated.get("quant_algo"), stated.get(kv_key)
     if algo is not None and algo not in ALGORITHMS:
         raise CheckpointError(
