@@ -56,6 +56,7 @@ class ScriptedEndpoint:
     text_tokens: int | None = None  # None: up to max_tokens
     looping: bool = False
     counted_twice: bool = False
+    late_ms: float = 0.0  # how long the first tokens wait between server and client
     clock_ns: int = 1_000_000_000
     generator: random.Random = field(default_factory=lambda: random.Random(5))
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -126,6 +127,8 @@ class ScriptedEndpoint:
             verify_steps=steps,
             drafted_by_position=tuple(drafted_at),
             accepted_by_position=tuple(kept_at),
+            arrival_ns=sent,
+            first_token_ns=chunks[0][0] - round(1e6 * self.late_ms),
         )
         reason = "length" if length == options["max_tokens"] else "stop"
         text = " ".join(map(str, tokens))

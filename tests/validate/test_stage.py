@@ -147,6 +147,14 @@ def test_texts_that_loop_are_reported(prompts_file: Path) -> None:
     assert report.arms.plain.distinct_4grams is not None and report.arms.plain.distinct_4grams < 0.5
 
 
+def test_tokens_that_wait_between_server_and_client_are_reported(prompts_file: Path) -> None:
+    def warned(report: ValidationReport) -> bool:
+        return any(one.check == "streaming" for one in report.findings)
+
+    assert warned(run(ScriptedEndpoint(late_ms=4.0), prompts_file))
+    assert not warned(run(ScriptedEndpoint(late_ms=0.5), prompts_file))
+
+
 def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:
     endpoint = ScriptedEndpoint()
     latency = LatencyGates(min_speedup=1.15, max_itl_p90_ms=3.0)

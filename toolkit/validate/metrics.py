@@ -17,7 +17,7 @@ from toolkit.validate.statistics import CONFIDENCE, bootstrap_percentile, bootst
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["DEFINITIONS", "PERCENTILES", "acceptance", "arm", "distinct_ngrams", "latency", "speedup"]
+__all__ = ["DEFINITIONS", "PERCENTILES", "acceptance", "arm", "delivered_late", "distinct_ngrams", "latency", "speedup"]
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
 Samples: TypeAlias = list[tuple[float, int]]  # (milliseconds, weight) of one request
@@ -210,6 +210,21 @@ def acceptance(requests: Iterable[RequestTiming]) -> Acceptance:
         verify_steps=steps,
         by_position=tuple(positions),
     )
+
+
+def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:
+    """(requests whose first token reached the client late, requests that can be judged).
+
+    Late: the client's time to first token exceeds the server's own (arrival to first token, on its clock) by more than `share`
+    of the whole request. Tokens that wait between server and client arrive in bursts, and bend TTFT, ITL and ICL.
+    """
+    late, judged = 0, 0
+    for request in requests:
+        known, arrived = request.statistics.first_token_ns, request.statistics.arrival_ns
+        if known is not None and arrived is not None and request.ttft_ns is not None and request.e2e_ns is not None:
+            judged += 1
+            late += request.ttft_ns - (known - arrived) > share * request.e2e_ns
+    return late, judged
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:

@@ -41,6 +41,7 @@ __all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "validate"]
 VERSION = 1
 SCHEMA_VERSION = 1
 WARM_UP_PROMPTS = 2
+BURSTS = 0.05  # share of requests delivered late above which we say so
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
@@ -205,6 +206,15 @@ def _findings(
                     f"their 4-grams are distinct (below {LOOPING}), which flatters the speed-up; choose other prompts"
                 )
                 findings.append(Finding("looping texts", "warning", detail))
+    late, judged = metrics.delivered_late(
+        request for rounds in (greedy.plain, greedy.speculative) for one in rounds for request in one
+    )
+    if late > BURSTS * judged:
+        detail = (
+            f"{late} of {judged} requests got their first token late: the server had it long before. Tokens wait between server and "
+            "client and arrive in bursts, so TTFT, ITL and ICL tell of a busy machine, not of the engine; e2e and tokens/s hold"
+        )
+        findings.append(Finding("streaming", "warning", detail))
     for name, rounds in (("plain", greedy.plain), ("speculative", greedy.speculative)):
         if count := unrepeatable(rounds):
             detail = (
