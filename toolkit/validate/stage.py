@@ -211,8 +211,8 @@ def _findings(
     )
     if late > BURSTS * judged:
         detail = (
-            f"{late} of {judged} requests got their first token late: the server had it long before. Tokens wait between server and "
-            "client and arrive in bursts, so TTFT, ITL and ICL tell of a busy machine, not of the engine; e2e and tokens/s hold"
+            f"{late} of {judged} requests got their first token late: the server had it long before. Tokens wait on their way "
+            "and arrive in bursts, so TTFT, ITL and ICL tell of a busy machine, not of the engine; e2e and tokens/s hold"
         )
         findings.append(Finding("streaming", "warning", detail))
     for name, rounds in (("plain", greedy.plain), ("speculative", greedy.speculative)):
