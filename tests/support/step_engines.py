@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+LOOK_BACK = 4  # tokens that the logits depend on
+
 
 class TableEngine:
     """Logits are a sum of random tables, one per look-back distance, read through a per-slot cache of tokens.
@@ -26,17 +28,19 @@ class TableEngine:
         max_step_tokens: int = 9,
         closeness: float = 0.0,
         sharpness: float = 2.0,
-        dtype: torch.dtype = torch.float64,
+        dtype: str = "float64",
     ) -> None:
         self.vocab_size = vocab_size
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
         self.max_step_tokens = max_step_tokens
-        shape = (4, vocab_size, vocab_size)
+        shape = (LOOK_BACK, vocab_size, vocab_size)
         own = np.random.default_rng(seed).normal(size=shape)
         common = np.random.default_rng(0).normal(size=shape)
-        self._tables = torch.tensor(sharpness * (closeness * common + (1 - closeness) * own)).to(dtype)
-        self._cache = torch.zeros(max_batch_size, max_seq_len + 2 * max_step_tokens, dtype=torch.int64)
+        tables = sharpness * (closeness * common + (1 - closeness) * own)
+        # One row more, of zeros, for the places before a sequence begins.
+        self._tables = np.concatenate([tables, np.zeros((LOOK_BACK, 1, vocab_size))], axis=1).astype(dtype)
+        self._cache = np.full((max_batch_size, LOOK_BACK + max_seq_len + 2 * max_step_tokens), vocab_size)
         self._lengths = [0] * max_batch_size
         self.forwards: list[tuple[int, int]] = []  # (batch, n) of every forward
 
@@ -45,16 +49,16 @@ class TableEngine:
         assert rows == len(slots) == len(set(slots))
         assert 0 < n <= self.max_step_tokens
         self.forwards.append((rows, n))
-        out = torch.zeros(rows, n, self.vocab_size, dtype=self._tables.dtype)
+        out = np.empty((rows, n, self.vocab_size), dtype=self._tables.dtype)
+        given = tokens.numpy()
         for row, slot in enumerate(slots):
-            start = self._lengths[slot]
-            self._cache[slot, start : start + n] = tokens[row]
-            for back, table in enumerate(self._tables):
-                at = torch.arange(start, start + n) - back
-                known = at >= 0
-                out[row, known] += table[self._cache[slot, at[known]]]
-            self._lengths[slot] = start + n
-        return out[:, -1:] if last_only else out
+            cache, start = self._cache[slot], LOOK_BACK + self._lengths[slot]
+            cache[start : start + n] = given[row]
+            out[row] = self._tables[0, cache[start : start + n]]
+            for back in range(1, LOOK_BACK):
+                out[row] += self._tables[back, cache[start - back : start - back + n]]
+            self._lengths[slot] += n
+        return torch.from_numpy(out[:, -1:] if last_only else out)
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, lengths, strict=True):
@@ -76,7 +80,7 @@ class ForgetfulRewind(TableEngine):
     def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
         for slot in slots:
             self._claimed[slot] += tokens.shape[1]
-        self._cache = torch.nn.functional.pad(self._cache, (0, tokens.shape[1]))
+        self._cache = np.pad(self._cache, ((0, 0), (0, tokens.shape[1])))
         return super().forward(slots, tokens, last_only=last_only)
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:

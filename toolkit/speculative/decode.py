@@ -232,9 +232,13 @@ class SpeculativeRuntime:
                 self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
-        """Feed prompts in the order they came: whole chunks, until a step's worth of tokens is spent."""
+        """Feed prompts in the order they came, in whole chunks, until the step's allowance of tokens is spent.
+
+        That is one forward's worth while most slots decode, so that a long prompt stalls them by a chunk per step at most, and
+        more where those that wait for their first token outnumber those that would be stalled.
+        """
         chunk_len = self._target.max_step_tokens
-        left = chunk_len
+        left = chunk_len * max(1, len(self._prefilling) - len(self._running))
         while self._prefilling and left > 0:
             sequence = self._prefilling[0]
             chunk = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]

@@ -1,7 +1,9 @@
 """Text in, ids out; ids in, text out bit by bit, never showing what a later token could still change.
 
 Held back are a character whose bytes are not all there and the beginning of a stop word. What is shown in the end, put
-together, is the decoding of all output ids up to the stop word, special tokens left out.
+together, is the decoding of all output ids up to the stop word, special tokens left out. (One exception: a byte-fallback
+decoder turns a whole run of byte tokens into replacement characters once one of them is broken. Characters of such a run that
+were complete are out by then and stay.)
 """
 
 from __future__ import annotations

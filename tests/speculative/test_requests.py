@@ -1,0 +1,235 @@
+"""How requests come and go: refusals, overload, cancellation, deadlines, faults, threads. Nothing is ever left behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runtimes import Outcome, assert_idle, make_request, make_runtime, serve, serve_one
+from tests.support.step_engines import FailingEngine, TableEngine
+from toolkit.errors import RequestError, UsageError
+from toolkit.interfaces import TokenEvent
+from toolkit.speculative.decode import QueueFull
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"prompt": ()}, "prompt is empty"),
+    "long prompt": ({"prompt": (1,) * 33}, r"33 tokens.*up to 32"),
+    "foreign token": ({"prompt": (1, 40)}, "outside the vocabulary of 40"),
+    "negative token": ({"prompt": (-1,)}, "outside the vocabulary"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "too many tokens": ({"prompt": (1,) * 30, "max_tokens": 67}, "exceed max_seq_len 96"),
+    "long draft": ({"draft_len": 5}, "drafts 0 to 4"),
+    "negative draft": ({"draft_len": -1}, "drafts 0 to 4"),
+    "empty stop word": ({"stop": ("a", "")}, "empty stop word"),
+    "negative temperature": ({"temperature": -0.1}, "temperature"),
+    "temperature is no number": ({"temperature": float("nan")}, "temperature"),
+    "top_p": ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+    "top_k": ({"temperature": 1.0, "top_k": -1}, "top_k"),
+    "penalty": ({"presence_penalty": float("inf")}, "finite"),
+    "acceptance": ({"temperature": 1.0, "acceptance": "hope"}, "known: auto"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_never_be_served_is_refused_at_once(name: str) -> None:
+    fields, message = REFUSED[name]
+    target, draft = TableEngine(1), TableEngine(2)
+    runtime = make_runtime(target, draft, max_input_len=32)
+    with pytest.raises(RequestError, match=message):
+        runtime.submit(make_request(**fields), lambda event: None)
+    assert_idle(runtime, target, draft)
+    assert serve_one(runtime, make_request()).finish_reason == "length"
+
+
+def test_overload_is_refused_and_passes() -> None:
+    target = TableEngine(1, max_batch_size=2)
+    runtime = make_runtime(target, max_draft_len=0, max_queue_size=3)
+    outcomes = [Outcome() for _ in range(5)]
+    for i, outcome in enumerate(outcomes):
+        runtime.submit(make_request(request_id=str(i)), outcome.events.append)
+    with pytest.raises(QueueFull, match="5 requests"):
+        runtime.submit(make_request(request_id="5"), lambda event: None)
+    runtime.step()
+    assert (runtime.counters().active, runtime.counters().queued) == (2, 3)
+    while runtime.step():
+        pass
+    assert [outcome.finish_reason for outcome in outcomes] == ["length"] * 5
+    assert serve_one(runtime, make_request(request_id="5")).finish_reason == "length"
+    assert_idle(runtime, target)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    runtime = make_runtime(TableEngine(1), max_draft_len=0)
+    runtime.submit(make_request(), lambda event: None)
+    with pytest.raises(RequestError, match="already being served"):
+        runtime.submit(make_request(), lambda event: None)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_a_cancelled_request_frees_its_slot_wherever_it_stands(steps: int) -> None:
+    target, draft = TableEngine(1, max_batch_size=1), TableEngine(2, max_batch_size=1)
+    runtime = make_runtime(target, draft)
+    first, second = Outcome(), Outcome()
+    runtime.submit(make_request((1,) * 30, 60, "first"), first.events.append)
+    runtime.submit(make_request(request_id="second"), second.events.append)
+    for _ in range(steps):
+        runtime.step()
+    runtime.cancel("first")
+    runtime.cancel("unknown")
+    while runtime.step():
+        pass
+    assert first.finish_reason == "cancelled"
+    assert first.stats.output_tokens == len(first.ids)
+    assert second.finish_reason == "length"
+    assert second.ids == serve_one(make_runtime(TableEngine(1), max_draft_len=0), make_request()).ids
+    assert_idle(runtime, target, draft)
+    assert runtime.counters().requests == {"cancelled": 1, "length": 1}
+    runtime.cancel("first")  # it has ended: no effect, and its id may be used again
+    assert serve_one(runtime, make_request(request_id="first")).finish_reason == "length"
+
+
+def test_a_deadline_ends_running_and_waiting_requests() -> None:
+    now = [1000]
+    target, draft = TableEngine(1, max_batch_size=1), TableEngine(2, max_batch_size=1)
+    runtime = make_runtime(target, draft, clock=lambda: now[0])
+    running, waiting = Outcome(), Outcome()
+    runtime.submit(make_request(max_tokens=60, request_id="running", deadline_ns=2000), running.events.append)
+    runtime.submit(make_request(request_id="waiting", deadline_ns=2000), waiting.events.append)
+    for _ in range(3):
+        runtime.step()
+    now[0] = 2000
+    assert not runtime.step()
+    assert (running.finish_reason, waiting.finish_reason) == ("deadline", "deadline")
+    assert len(running.ids) > 1
+    assert (waiting.ids, waiting.stats.first_scheduled_ns) == ([], None)
+    assert_idle(runtime, target, draft)
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_a_failed_forward_ends_the_requests_of_its_step_and_no_other(where: str) -> None:
+    engines = {"target": FailingEngine(1, max_batch_size=2), "draft": FailingEngine(2, max_batch_size=2)}
+    runtime = make_runtime(engines["target"], engines["draft"])
+    requests = [make_request(request_id=str(i), max_tokens=8) for i in range(5)]
+    expected = serve_one(make_runtime(TableEngine(1), max_draft_len=0), requests[0]).ids
+    engines[where].failing = frozenset({3})
+    outcomes = serve(runtime, requests)
+    assert [outcome.finish_reason for outcome in outcomes] == ["error", "error", "length", "length", "length"]
+    assert outcomes[0].events[-1].error == "RuntimeError: planted fault"
+    assert all(outcome.ids == expected for outcome in outcomes[2:])
+    assert_idle(runtime, *engines.values())
+
+
+def test_a_fault_in_prefill_ends_that_request_alone() -> None:
+    target = FailingEngine(1, max_batch_size=4)
+    runtime = make_runtime(target, max_draft_len=0)
+    target.failing = frozenset({1})
+    outcomes = serve(runtime, [make_request(request_id=str(i)) for i in range(3)])
+    assert [outcome.finish_reason for outcome in outcomes] == ["length", "error", "length"]
+    assert_idle(runtime, target)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    class Damaged(TableEngine):
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            return super().forward(*args, **options) * float("nan")
+
+    outcome = serve_one(make_runtime(Damaged(1), max_draft_len=0), make_request())
+    assert outcome.finish_reason == "error"
+    assert "not finite" in str(outcome.events[-1].error)
+
+
+def test_a_receiver_that_fails_ends_its_own_request_only() -> None:
+    target, draft = TableEngine(1), TableEngine(2)
+    runtime = make_runtime(target, draft)
+    seen: list[TokenEvent] = []
+
+    def broken(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == 2:
+            raise OSError("the client is gone")
+
+    other = Outcome()
+    runtime.submit(make_request(request_id="broken"), broken)
+    runtime.submit(make_request(request_id="other"), other.events.append)
+    while runtime.step():
+        pass
+    assert len(seen) == 2
+    assert other.finish_reason == "length"
+    assert_idle(runtime, target, draft)
+
+
+def test_generate_takes_the_steps_itself() -> None:
+    runtime = make_runtime(TableEngine(1), TableEngine(2))
+    events = list(runtime.generate(make_request()))
+    assert [event.finish_reason for event in events] == [*[None] * (len(events) - 1), "length"]
+    assert [token for event in events for token in event.token_ids] == serve_one(runtime, make_request()).ids
+
+
+def test_leaving_generate_early_frees_the_slot() -> None:
+    target, draft = TableEngine(1), TableEngine(2)
+    runtime = make_runtime(target, draft)
+    events = runtime.generate(make_request(max_tokens=60))
+    next(events)
+    assert runtime.counters().active == 1
+    events.close()  # type: ignore[attr-defined]
+    assert_idle(runtime, target, draft)
+
+
+def test_threads_submit_while_one_runs() -> None:
+    target, draft = TableEngine(1, max_batch_size=4), TableEngine(2, max_batch_size=4)
+    runtime = make_runtime(target, draft)
+    expected = serve_one(runtime, make_request()).ids
+    stop, found = threading.Event(), []
+    runner = threading.Thread(target=runtime.run, args=(stop,))
+    runner.start()
+
+    def client(name: str) -> None:
+        for i in range(5):
+            events = runtime.generate(make_request(request_id=f"{name}-{i}"))
+            found.append([token for event in events for token in event.token_ids])
+
+    clients = [threading.Thread(target=client, args=(str(i),)) for i in range(8)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(timeout=30)
+    stop.set()
+    runner.join(timeout=5)
+    assert not runner.is_alive()
+    assert found == [expected] * 40
+    assert_idle(runtime, target, draft)
+
+
+def test_close_ends_what_is_open_and_refuses_the_rest() -> None:
+    target, draft = TableEngine(1, max_batch_size=1), TableEngine(2, max_batch_size=1)
+    runtime = make_runtime(target, draft)
+    outcomes = [Outcome(), Outcome()]
+    for i, outcome in enumerate(outcomes):
+        runtime.submit(make_request(request_id=str(i)), outcome.events.append)
+    runtime.step()
+    runtime.close()
+    assert [outcome.finish_reason for outcome in outcomes] == ["cancelled", "cancelled"]
+    with pytest.raises(RequestError, match="closed"):
+        runtime.submit(make_request(), lambda event: None)
+    assert_idle(runtime, target, draft)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (TableEngine(2, vocab_size=41), "vocabulary"),
+        (TableEngine(2, max_batch_size=4), "max_batch_size"),
+        (TableEngine(2, max_seq_len=50), "max_seq_len"),
+    ],
+)
+def test_engines_that_cannot_serve_together_are_refused(draft: TableEngine, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_runtime(TableEngine(1), draft)
+
+
+def test_a_target_that_cannot_verify_the_draft_length_is_refused() -> None:
+    with pytest.raises(UsageError, match="too few to verify 9"):
+        make_runtime(TableEngine(1), TableEngine(2), max_draft_len=9)

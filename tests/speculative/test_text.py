@@ -1,0 +1,149 @@
+"""Text comes out bit by bit, is never taken back, and adds up to the decoding of all ids."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from tests.support.runtimes import CODEC
+from toolkit.errors import CheckpointError
+from toolkit.speculative.text import LONGEST_WINDOW, TextCodec
+
+WORDS = ["▁the", "▁cat", "s", "▁", "é", "▁sat", "ing", "▁mat"]
+
+
+def metaspace_codec() -> TextCodec:
+    """Llama 2's form: words with a leading ▁, bytes as <0xNN> where the vocabulary has no piece, the first space stripped."""
+    pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *WORDS]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return TextCodec(tokenizer)
+
+
+METASPACE = metaspace_codec()
+WORD_IDS = {word: 257 + i for i, word in enumerate(WORDS)}
+SPECIAL = 257 + len(WORDS)
+
+
+def chunks_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = sorted({0, len(ids), *[cut % (len(ids) + 1) for cut in cuts]})
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def stream(codec: TextCodec, chunks: list[list[int]], prompt: list[int] | None = None, stop: tuple[str, ...] = ()) -> list[str]:
+    texts, out = codec.stream(prompt or [], stop), []
+    for chunk in chunks:
+        _, text = texts.push(chunk)
+        out.append(text)
+        if texts.stopped_by is not None:
+            break
+    return [*out, texts.finish()]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_chunks_add_up_to_the_text(text: str, cuts: list[int]) -> None:
+    ids = CODEC.encode(text)
+    assert "".join(stream(CODEC, chunks_of(ids, cuts))) == text
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_any_bytes_add_up_to_their_decoding(ids: list[int], cuts: list[int]) -> None:
+    assert "".join(stream(CODEC, chunks_of(ids, cuts))) == CODEC.decode(ids)
+
+
+PIECES = st.sampled_from([*[[each] for each in WORD_IDS.values()], [SPECIAL], [1 + 0x41], [1 + 0xE2, 1 + 0x82, 1 + 0xAC]])
+
+
+@settings(deadline=None)
+@given(pieces=st.lists(PIECES, max_size=40), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_word_pieces_and_byte_fallback_add_up_to_the_continuation_of_the_prompt(
+    pieces: list[list[int]], cuts: list[int]
+) -> None:
+    ids = [each for piece in pieces for each in piece]
+    prompt = [SPECIAL, WORD_IDS["▁the"]]
+    whole = METASPACE.decode([*prompt, *ids])
+    assert "the" + "".join(stream(METASPACE, chunks_of(ids, cuts), prompt)) == whole
+
+
+def test_a_word_keeps_its_leading_space_behind_a_prompt() -> None:
+    assert stream(METASPACE, [[WORD_IDS["▁cat"]], [WORD_IDS["s"]]], [WORD_IDS["▁the"]]) == [" cat", "s", ""]
+
+
+def test_broken_bytes_between_words_do_not_hurt_the_words() -> None:
+    ids = [WORD_IDS["▁the"], 1 + 0xE2, 1 + 0x82, WORD_IDS["▁cat"]]
+    assert stream(METASPACE, [[each] for each in ids]) == ["the", "", "", "\N{REPLACEMENT CHARACTER}" * 2 + " cat", ""]
+
+
+def test_special_tokens_are_not_printed() -> None:
+    ids = [WORD_IDS["▁the"], SPECIAL, WORD_IDS["▁cat"]]
+    assert "".join(stream(METASPACE, [[each] for each in ids])) == "the cat"
+
+
+def test_an_unfinished_character_is_held_back_and_stands_for_itself_at_the_end() -> None:
+    euro = CODEC.encode("€")
+    assert stream(CODEC, [[each] for each in euro]) == ["", "", "€", ""]
+    assert stream(CODEC, [CODEC.encode("a"), euro[:2]]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+    assert stream(CODEC, [euro[:2], CODEC.encode("a")]) == ["", "\N{REPLACEMENT CHARACTER}a", ""]
+
+
+def test_endless_broken_bytes_are_let_out_in_time() -> None:
+    broken = CODEC.encode("€")[0]
+    out = stream(CODEC, [[broken]] * (3 * LONGEST_WINDOW))
+    assert "".join(out) == "\N{REPLACEMENT CHARACTER}" * (3 * LONGEST_WINDOW)
+    assert len("".join(out[: 2 * LONGEST_WINDOW])) >= LONGEST_WINDOW
+
+
+def test_the_beginning_of_a_stop_word_is_held_back() -> None:
+    chunks = [CODEC.encode(piece) for piece in ("on", "e EN", "X two E", "N", "D three")]
+    assert stream(CODEC, chunks, stop=("END",)) == ["on", "e ", "ENX two ", "", "", ""]
+    assert stream(CODEC, chunks[:4], stop=("END",)) == ["on", "e ", "ENX two ", "", "EN"]
+
+
+def test_a_stop_word_names_the_token_that_completed_it() -> None:
+    texts = CODEC.stream([], ("wo", "two"))
+    assert texts.push(CODEC.encode("one two three")) == (7, "one ")  # "two" begins before "wo"
+    assert texts.stopped_by == "two"
+    assert texts.finish() == ""
+
+
+@settings(deadline=None)
+@given(text=st.text("abc", max_size=20), stop=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
+def test_text_ends_before_the_first_stop_word_however_it_is_cut(text: str, stop: list[str]) -> None:
+    ids = CODEC.encode(text)
+    complete = next((end for end in range(len(text) + 1) if any(word in text[:end] for word in stop)), None)
+    expected = (
+        text if complete is None else text[: min(text[:complete].index(word) for word in stop if word in text[:complete])]
+    )
+    assert "".join(stream(CODEC, [[each] for each in ids], stop=tuple(stop))) == expected
+    assert "".join(stream(CODEC, [ids], stop=tuple(stop))) == expected
+
+
+def test_encoding_has_the_tokenizers_own_habits_and_no_limits(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_pair[0] / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = TextCodec.from_file(tmp_path / "tokenizer.json").encode("a longer text")
+    assert len(ids) == 1 + len("a longer text")
+    assert ids[0] == tokenizer.token_to_id("<|bos|>")
+
+
+def test_a_damaged_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextCodec.from_file(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        TextCodec.from_file(tmp_path / "nowhere.json")
