@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensors
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
@@ -18,10 +18,14 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import PREFIX, digest_file
 from toolkit.quantize.algorithms import ALGORITHMS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["Source", "check_weights", "open_source"]
 
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ABSURD = 1e8  # no weight of a trained model comes near; one flipped exponent bit does
+PART = 1 << 20  # values looked at at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +71,30 @@ def open_source(directory: Path) -> Source:
 
 def check_weights(source: Source, progress: Progress) -> None:
     """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what was found in it."""
-    import torch
-
     _check_recorded_digests(source)
     for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
         if tensor.is_floating_point():
-            values = tensor.float() if tensor.element_size() < 4 else tensor
-            low, high = (float(value) for value in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
-            if not (math.isfinite(low) and math.isfinite(high)):
-                bad = int((~torch.isfinite(values)).sum())
-                raise CheckpointError(
-                    f"{name} holds {bad} values that are NaN or infinite", where=source.tensors[name].file, mend=_FETCH_AGAIN
-                )
-            if max(-low, high) > ABSURD:
-                raise CheckpointError(
-                    f"{name} holds a value of {high if high > -low else low:.3g}; a bit of the file has flipped",
-                    where=source.tensors[name].file,
-                    mend=_FETCH_AGAIN,
-                )
+            fault = _fault_of(tensor)
+            if fault is not None:
+                raise CheckpointError(f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN)
         progress(done, len(source.tensors), "checking weights")
+
+
+def _fault_of(tensor: Tensor) -> str | None:
+    """What is wrong with the values of a float tensor. Looked at in parts, so that widening to float32 takes little memory."""
+    import torch
+
+    bad, largest = 0, 0.0
+    flat = tensor.reshape(-1)
+    for start in range(0, len(flat), PART):
+        values = flat[start : start + PART].float()
+        low, high = (float(value) for value in torch.aminmax(values))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            bad += int((~torch.isfinite(values)).sum())
+        largest = max(largest, -low, high)
+    if bad:
+        return f"{bad} values that are NaN or infinite"
+    return f"a value of magnitude {largest:.3g}; a bit of the file has flipped" if largest > ABSURD else None
 
 
 _FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"

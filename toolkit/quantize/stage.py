@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.metadata import version
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def _quantize(
         captured = capture(model, algorithm)
         export(model, source.dtype, out_dir)
     del model
+    gc.collect()  # ModelOpt's modules refer to one another in circles
     finish(source, out_dir, algorithm.name, kv_cache_quant_algo)
     progress(0, None, "reading back")
     return quality, read_back(out_dir, source, captured)
