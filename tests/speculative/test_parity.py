@@ -1,0 +1,120 @@
+"""Speculation against plain decoding on real transformers: 200 prompts, four draft lengths, one by one and eight at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import BOS_ID, EOS_ID, write_checkpoint
+from tests.support.runtimes import assert_idle, make_request, make_runtime, serve
+from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
+from toolkit.interfaces import GenerationRequest
+from toolkit.speculative.decode import SpeculativeRuntime
+from toolkit.speculative.text import TextCodec
+
+PROMPTS, MAX_TOKENS, DRAFT_LENS = 200, 9, (1, 2, 4, 7)
+EPSILON = 1e-3  # logits; rounding of these float32 models stays below 1e-4 from one shape of forward to another
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.8, "seed": 5},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are too small to share out, and a busy machine makes sharing slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def kindred(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a draft that is the target with noise on its weights: it agrees often and not always."""
+    folder = tmp_path_factory.mktemp("kindred")
+    target = write_checkpoint(folder / "target", dtype="float32", init_scale=1.5)
+    draft = shutil.copytree(target, folder / "draft")
+    noise = torch.Generator().manual_seed(3)
+    tensors = load_file(draft / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + 0.05 * tensor.std() * torch.randn(tensor.shape, generator=noise)
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    return target, draft
+
+
+def open_pair(pair: tuple[Path, Path], dtype: str, batch: int) -> tuple[EmbeddedEngine, EmbeddedEngine]:
+    limits = {"max_batch_size": batch, "max_seq_len": 64, "max_step_tokens": 16}
+    return tuple(open_checkpoint(path, dtype=dtype, **limits) for path in pair)  # type: ignore[return-value,arg-type]
+
+
+def requests(**fields: Any) -> list[GenerationRequest]:
+    rng = np.random.default_rng(17)
+    prompts = [(BOS_ID, *rng.integers(0, 256, size=rng.integers(1, 24)).tolist()) for _ in range(PROMPTS)]
+    return [make_request(prompt, MAX_TOKENS, f"r{i}", **fields) for i, prompt in enumerate(prompts)]
+
+
+def outputs(runtime: SpeculativeRuntime, kind: str) -> list[list[int]]:
+    return [outcome.ids for outcome in serve(runtime, requests(**SAMPLED[kind]))]
+
+
+def runtime_of(pair: tuple[Path, Path], dtype: str, batch: int, draft_len: int) -> SpeculativeRuntime:
+    target, draft = open_pair(pair, dtype, batch)
+    codec = TextCodec.from_file(pair[0] / "tokenizer.json")
+    options = {"max_queue_size": PROMPTS, "eos_token_ids": (EOS_ID,), "codec": codec}
+    return make_runtime(target, draft if draft_len else None, max_draft_len=draft_len, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(kindred: tuple[Path, Path]) -> dict[tuple[str, str], list[list[int]]]:
+    """(dtype, kind) -> outputs of plain decoding, one request at a time."""
+    cases = [("float64", "greedy"), ("float64", "coupled"), ("float32", "greedy")]
+    return {(dtype, kind): outputs(runtime_of(kindred, dtype, 1, 0), kind) for dtype, kind in cases}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("draft_len", DRAFT_LENS)
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_float64_outputs_are_those_of_plain_decoding(
+    kindred: tuple[Path, Path], plain: dict[tuple[str, str], list[list[int]]], kind: str, draft_len: int, batch: int
+) -> None:
+    runtime = runtime_of(kindred, "float64", batch, draft_len)
+    assert outputs(runtime, kind) == plain["float64", kind]
+    counters = runtime.counters()
+    assert 0.2 < counters.accepted / counters.drafted < 0.98  # both outcomes were met
+    assert_idle(runtime)
+
+
+@pytest.mark.slow
+def test_another_draft_changes_no_coupled_output(
+    kindred: tuple[Path, Path], tiny_pair: tuple[Path, Path], plain: dict[tuple[str, str], list[list[int]]]
+) -> None:
+    foreign = (kindred[0], tiny_pair[1])
+    assert outputs(runtime_of(foreign, "float64", 8, 3), "coupled") == plain["float64", "coupled"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+def test_float32_outputs_differ_at_near_ties_only(
+    kindred: tuple[Path, Path], plain: dict[tuple[str, str], list[list[int]]], batch: int
+) -> None:
+    """A divergence is excused only where the reference, teacher-forced, scores both tokens within EPSILON of its best."""
+    found = outputs(runtime_of(kindred, "float32", batch, 4), "greedy")
+    reference, _ = open_pair(kindred, "float32", 1)
+    for request, one, other in zip(requests(), found, plain["float32", "greedy"], strict=True):
+        if one == other:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        ids = [*request.prompt_ids, *other[:at]]
+        for start in range(0, len(ids), 16):
+            logits = reference.forward([0], torch.tensor([ids[start : start + 16]]), last_only=True)[0, -1].clone()
+        reference.rewind([0], [0])
+        assert logits.max() - logits[[one[at], other[at]]].min() < EPSILON
