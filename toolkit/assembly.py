@@ -1,0 +1,407 @@
+"""The pipeline itself: which stages there are, what each one's key is made of, and where results are published.
+
+    pair -> quantize/{target,draft} -> compile/{target,draft} -> package -> validate
+
+This is one of the two places where the working packages meet (`serving` is the other). Stage functions are imported when they
+are called, and keys are made of versions that can be read without importing a heavy library, so that a build that finds nothing
+to do takes about a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import DeploymentConfig, ModelConfig
+from toolkit.errors import CheckpointError, StoreError, UsageError
+from toolkit.interfaces import EngineSpec, Fingerprint, Progress
+from toolkit.pipeline.files import store_error, write_whole
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
+from toolkit.pipeline.machine import gpus, machine, program
+from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
+from toolkit.pipeline.stage import Done, Finished, Stage
+from toolkit.pipeline.store import Store
+from toolkit.records import (
+    CompiledEngine,
+    PairProof,
+    Quality,
+    QuantizedCheckpoint,
+    StageCost,
+    TritonRepository,
+    ValidationReport,
+    to_json,
+)
+
+__all__ = ["STAGES", "Built", "Workplace", "build", "explain_build", "stages_of"]
+
+STAGES = ("pair", "quantize", "compile", "package", "validate")
+SOURCES = Path(__file__).parent
+SERVED_SOURCES = (
+    "serving.py",
+    "client.py",
+    "interfaces.py",
+    "checkpoints/*",
+    "engines/*",
+    "speculative/*",
+    "triton/*",
+    "validate/*",
+)
+MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
+REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
+
+REMEMBERED = 64  # fingerprints of engine backends
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Where results go: the folders beneath the one that the command runs in."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        return self.root / "build" / "store"
+
+    def engines(self, name: str) -> Path:
+        return self.root / "engines" / name
+
+    def repository(self, name: str) -> Path:
+        return self.root / "triton_repo" / name
+
+    def report(self, name: str) -> Path:
+        return self.root / "build" / "reports" / name
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build did. published: the folders that hold its results; changed: whether anything ran or was put there anew."""
+
+    stages: dict[str, Done]
+    published: tuple[Path, ...]
+    changed: bool
+
+    @property
+    def report(self) -> ValidationReport | None:
+        return self.stages["validate"].record if "validate" in self.stages else None
+
+
+def build(
+    config: DeploymentConfig,
+    workplace: Workplace,
+    observer: Observer,
+    store: Store,
+    *,
+    until: str = "validate",
+    fresh: Collection[str] = (),
+    stages: Sequence[Stage] | None = None,
+) -> Built:
+    """Run the stages that `until` needs and are not in the store, and publish what people use.
+
+    fresh: stages that run in any case. stages: others than `stages_of(config)`. Raises what the stages raise.
+    """
+    chosen = upto(stages or stages_of(config, workplace, store.memo), until)
+    finished: dict[str, Done] = {}
+    published: list[Path] = []
+    changed = False
+    for name, done in run_stages(chosen, store, config.name, observer, fresh=fresh):
+        finished[name] = done
+        changed |= not done.reused
+        for destination, parts in _publications(config, workplace):
+            if name in parts.values() and set(parts.values()) <= set(finished):
+                entries = {folder: finished[stage].entry for folder, stage in parts.items()}
+                changed |= store.publish(entries, destination)
+                published.append(destination)
+    return Built(finished, tuple(published), changed)
+
+
+def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
+    """What `build` would do, and why."""
+    return explain(stages_of(config, workplace, store.memo), store, config.name)
+
+
+def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Folder -> its subfolders and the stages that they come from."""
+    yield workplace.engines(config.name), {role: f"compile/{role}" for role in _models(config)}
+    yield workplace.repository(config.name), {"": "package"}
+    yield workplace.report(config.name), {"": "validate"}
+
+
+def _models(config: DeploymentConfig) -> dict[str, ModelConfig]:
+    models = {"target": config.target}
+    return models if config.draft is None else {**models, "draft": config.draft}
+
+
+def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
+    """All stages of a deployment, in order. Raises UsageError for calibration or prompt files that cannot be used."""
+    _check_inputs(config)
+    roles = tuple(_models(config))
+    return [
+        _pair(config, memo),
+        *(_quantize(config, role, memo) for role in roles),
+        *(_compile(config, role, workplace) for role in roles),
+        _package(config, roles),
+        _validate(config, roles, workplace, memo),
+    ]
+
+
+def _check_inputs(config: DeploymentConfig) -> None:
+    """Read the small input files now: a bad line in the prompts should not be found after an hour of quantizing."""
+    from toolkit.quantize.calibrate import split_texts
+    from toolkit.validate.prompts import read_prompts
+
+    read_prompts(config.validation.prompts, config.validation.max_prompts)
+    if config.calibration is not None:
+        split_texts(config.calibration)
+
+
+def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
+    from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
+        try:
+            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in _models(config).items()}
+        except StoreError as error:
+            raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
+        return {"inputs": digests, "fingerprint": _versions(["tokenizers"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
+        draft = None if config.draft is None else config.draft.checkpoint
+        return prove_pair(config.target.checkpoint, draft, memo)
+
+    return Stage("pair", 1, PairProof, (), parts, run)
+
+
+def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
+    from toolkit.quantize import stage
+
+    model = _models(config)[role]
+    calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        proof = finished["pair"].record
+        inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
+        settings = model.quantization.model_dump()
+        if calibration is not None:
+            inputs["dataset"] = digest_file(calibration.dataset, memo)
+            inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
+            settings["calibration"] = calibration.model_dump(exclude={"dataset", "heldout"})
+        return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
+        return stage.quantize(role, model.checkpoint, model.quantization, calibration, out_dir, progress)
+
+    return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
+
+
+def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage:
+    from toolkit.engines import stage
+
+    kind, needed = config.engine.kind, f"quantize/{role}"
+    spec = EngineSpec(
+        role=role,
+        max_batch_size=config.engine.max_batch_size,
+        max_input_len=config.engine.max_input_len,
+        max_seq_len=config.engine.max_seq_len,
+        max_draft_len=config.speculation.max_draft_len if role == "target" and config.draft is not None else 0,
+        dtype=config.engine.dtype,
+        device=_device(config.engine.device),
+        mode=config.engine.mode,
+    )
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        return {
+            "config": {"kind": kind, **dataclasses.asdict(spec)},
+            "inputs": {"checkpoint": finished[needed].entry.digest},
+            "fingerprint": _engine_fingerprint(kind, spec, workplace.store / ".fingerprints.json"),
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
+        return stage.compile_engine(kind, finished[needed].record, spec, out_dir, progress)
+
+    return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, (needed,), parts, run)
+
+
+def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    from toolkit.triton import stage
+
+    needs = tuple(f"compile/{role}" for role in roles)
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
+        settings = {
+            "speculation": config.speculation.model_dump(),
+            "triton": config.triton.model_dump(exclude=where_it_listens),
+            "threads": config.engine.threads,
+        }
+        inputs = {need: finished[need].entry.digest for need in needs}
+        # The model and the client are files of ours, copied into the repository.
+        inputs["sources"] = digest_tree(SOURCES, ("client.py", "triton/*.py"))
+        return {"config": settings, "inputs": inputs, "fingerprint": _versions(["tritonclient"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
+        engines = [finished[need].record for need in needs]
+        draft = engines[1] if len(engines) > 1 else None
+        return stage.package(engines[0], draft, config.speculation, config.triton, config.engine.threads, out_dir)
+
+    return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+
+
+def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workplace, memo: DigestMemo) -> Stage:
+    from toolkit.validate import stage
+
+    needs = ("pair", *(f"quantize/{role}" for role in roles), *(f"compile/{role}" for role in roles), "package")
+
+    def quality_of(finished: Finished) -> Quality:
+        records = {role: finished[f"quantize/{role}"].record for role in roles}
+        return Quality(records["target"].quality, records["draft"].quality if "draft" in records else None)
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        """The name is in it, since it stands in the report; so are our own sources and the machine, since they are measured."""
+        return {
+            "config": {"name": config.name, **config.validation.model_dump(exclude={"prompts"})},
+            "inputs": {
+                "repository": finished["package"].entry.digest,
+                "quality": digest_value(to_json(quality_of(finished))),
+                "prompts": digest_file(config.validation.prompts, memo),
+                "sources": digest_tree(SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]),
+            },
+            "fingerprint": _versions(MEASURED_LIBRARIES),
+            "machine": machine(),
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
+        return _measure(config, finished, quality_of(finished), workplace, out_dir, progress)
+
+    def decided(report: ValidationReport) -> bool:
+        return report.verdict != "INCONCLUSIVE"
+
+    return Stage("validate", stage.VERSION, ValidationReport, needs, parts, run, decided)
+
+
+def _measure(
+    config: DeploymentConfig, finished: Finished, quality: Quality, workplace: Workplace, out_dir: Path, progress: Progress
+) -> ValidationReport:
+    """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
+    from toolkit.client import Client
+    from toolkit.engines.registry import backend
+    from toolkit.report.render import write_report
+    from toolkit.serving import eos_token_ids
+    from toolkit.triton.server import TritonServer
+    from toolkit.validate.counters import read_counters
+    from toolkit.validate.reference import reference_from_engine
+    from toolkit.validate.stage import validate
+
+    repository = finished["package"].record
+    engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
+    target = engines["target"].path
+    reference = reference_from_engine(
+        lambda: backend(config.engine.kind).load(target, threads=config.engine.threads),
+        lambda prompt: _codec(target).encode(prompt),
+        eos_token_ids(target),
+        _noise,
+    )
+    free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    with (
+        TritonServer(repository.path, free_ports, log_path=out_dir / "server.log", progress=progress) as server,
+        Client(server.grpc_url) as client,
+    ):
+        report = validate(
+            client,
+            config.validation,
+            name=config.name,
+            max_draft_len=repository.max_draft_len,
+            acceptance=config.speculation.acceptance,
+            reference=reference,
+            quality=quality,
+            engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
+            environment=_environment(),
+            counters=lambda: read_counters(server.metrics_url),
+            stages=[StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
+            progress=progress,
+        )
+    write_report(report, out_dir)
+    return report
+
+
+@functools.cache
+def _codec(engine_dir: Path) -> Any:
+    from toolkit.speculative.text import TextCodec
+
+    return TextCodec.from_file(engine_dir / "tokenizer.json")
+
+
+def _noise(seed: int, position: int, vocab: int) -> Any:
+    from toolkit.speculative.sampling import ExponentialRace
+
+    return ExponentialRace(seed, vocab).gumbel(position)
+
+
+def _environment() -> dict[str, str]:
+    """What the report says it was measured with."""
+    facts = {name: value for name, value in program().items() if value is not None}
+    return {**facts, **machine(), **_versions(REPORTED_LIBRARIES)}
+
+
+def _versions(libraries: Sequence[str]) -> Fingerprint:
+    """From the installed metadata, without importing anything."""
+    found = {}
+    for library in libraries:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            found[library] = "none"
+    return found
+
+
+def _device(asked: str) -> str:
+    """`auto` is cuda where there is a GPU that torch can use."""
+    if asked == "auto":
+        if not gpus():
+            return "cpu"
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not gpus():
+        raise UsageError("engine.device is cuda, and this machine has no NVIDIA GPU", mend="set engine.device: auto")
+    return asked
+
+
+def _engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
+    """The backend's fingerprint, remembered: asking for it means importing torch and running the compiler.
+
+    It is asked again when anything changes that it could depend on: what is asked for, versions, the compiler's file, the
+    machine, or our own sources.
+    """
+    from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
+    from toolkit.engines.stage import fingerprint
+
+    compiler = compiler_path()
+    status = None if compiler is None else Path(compiler).resolve().stat()
+    depends_on = digest_value(
+        {
+            "spec": {"kind": kind, **dataclasses.asdict(spec)},
+            "torch": _versions(["torch"]),
+            "compiler": None if status is None else [compiler, status.st_size, status.st_mtime_ns],
+            "machine": [*instruction_set(), *gpus()],
+            "sources": digest_tree(SOURCES / "engines", ("*.py", "*.cpp")),
+        }
+    )
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if depends_on not in known:
+        known = dict([*known.items(), (depends_on, fingerprint(kind, spec))][-REMEMBERED:])
+        try:
+            write_whole(file, json.dumps(known, indent=1))
+        except OSError as error:
+            raise store_error("compile", error, file) or error from error
+    remembered: Fingerprint = known[depends_on]
+    return remembered

@@ -1,0 +1,493 @@
+"""The `toolkit` command: arguments, printing and exit codes, and nothing else does these.
+
+Exit codes: 0 done or PASS; 1 a gate failed; 2 config or usage; 3 a stage failed; 4 INCONCLUSIVE; 130 interrupted.
+Results go to stdout, progress and errors to stderr. Everything heavy is imported by the command that needs it, so that `--help`
+and errors in a YAML are there at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from toolkit.errors import ToolkitError, UsageError
+
+if TYPE_CHECKING:
+    from toolkit.assembly import Built
+    from toolkit.config.schema import DeploymentConfig
+    from toolkit.records import ValidationReport
+
+__all__ = ["app", "main"]
+
+STAGES = ("pair", "quantize", "compile", "package", "validate")
+VERDICTS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4}
+USAGE, FAILED, INTERRUPTED = 2, 3, 130
+URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
+
+app = typer.Typer(
+    help="Quantize, compile, package, serve and judge an LLM with draft-target speculative decoding.\n\n"
+    "Exit codes: 0 done or PASS; 1 a gate failed; 2 config or usage; 3 a stage failed; 4 INCONCLUSIVE.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+Config = Annotated[Path, typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Set a key of the YAML: engine.max_batch_size=4. Repeatable.", metavar="KEY=VALUE"),
+]
+Fresh = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Run this stage anew, stored or not ({', '.join(STAGES)}). Repeatable.", metavar="STAGE"),
+]
+Rehash = Annotated[
+    bool, typer.Option("--rehash", help="Read every file again instead of trusting size and time of the last look.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command("build")
+def build_command(
+    config: Config,
+    until: Annotated[str, typer.Option(help=f"Stop after this stage: {', '.join(STAGES)}.", metavar="STAGE")] = "validate",
+    fresh: Fresh = None,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pair, quantize, compile, package and validate; whatever has not changed is reused."""
+    _build(config, until, fresh, overrides, rehash, as_json)
+
+
+def _one_stage(stage: str, text: str) -> None:
+    def command(
+        config: Config,
+        fresh: Fresh = None,
+        overrides: Overrides = None,
+        rehash: Rehash = False,
+        as_json: Json = False,
+        debug: Debug = False,
+    ) -> None:
+        _build(config, stage, fresh, overrides, rehash, as_json)
+
+    app.command(stage, help=text)(command)
+
+
+_one_stage("pair", "Prove that draft and target belong together.")
+_one_stage("quantize", "Quantize both checkpoints, and measure what it cost.")
+_one_stage("compile", "Compile both engines into engines/NAME/.")
+_one_stage("package", "Write the Triton model repository triton_repo/NAME/.")
+_one_stage("validate", "Serve the repository, measure and judge it; the report is in build/reports/NAME/.")
+
+
+@app.command()
+def explain(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say per stage whether it would be reused, or which parts of its key have changed."""
+    from toolkit.assembly import explain_build
+    from toolkit.pipeline.store import Store
+
+    loaded, workplace = _load(config, overrides), _workplace()
+    explanations = explain_build(loaded, workplace, Store(workplace.store, notice=_say))
+    if as_json:
+        from toolkit.records import to_json
+
+        _print(json.dumps(to_json(explanations), indent=2))
+        return
+    for one in explanations:
+        state = "reused" if one.reused else "would run" if one.key is not None else "not known yet"
+        key = f"  {one.key[:12]}" if one.key is not None else ""
+        _print(f"{one.stage:18} {state:14}{key}")
+        for reason in one.reasons:
+            _print(f"{'':18} {reason}")
+
+
+@app.command()
+def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False) -> None:
+    """Start tritonserver on the packaged repository, until Ctrl-C."""
+    import threading
+
+    from toolkit.triton.server import TritonServer
+
+    loaded = _load(config, overrides)
+    _run_stages(loaded, "package", rehash=rehash)
+    repository = _workplace().repository(loaded.name)
+    stop = threading.Event()
+    with _signals(stop.set):
+        _say(f"starting tritonserver on {repository}")
+        with TritonServer(repository, loaded.triton) as server:
+            body = json.dumps({"text_input": "def main():", "streaming": False, "sampling_param_max_tokens": 32})
+            _print(f"http     http://{server.http_url}")
+            _print(f"grpc     {server.grpc_url}")
+            _print(f"metrics  {server.metrics_url}")
+            if loaded.triton.decoupled:
+                _print(f"curl -s http://{server.http_url}/v2/models/tensorrt_llm/generate -d '{body}'")
+                _print(f'toolkit generate {server.grpc_url} "def main():"')
+            _print("ready; Ctrl-C stops it")
+            while not stop.wait(0.5):
+                server.check()
+            _say("stopping")
+    _print("stopped")
+
+
+@app.command()
+def generate(
+    where: Annotated[
+        str, typer.Argument(help="A deployment's YAML file, or host:port of a gRPC endpoint.", metavar="CONFIG|URL")
+    ],
+    prompt: Annotated[str, typer.Argument(help="The text to complete.", show_default=False)],
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens at most.", min=1, show_default="128, or the YAML's")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", show_default=False)] = None,
+    draft_len: Annotated[
+        int | None, typer.Option(help="Draft tokens per step; 0 decodes plainly.", min=0, show_default="the YAML's")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Stream one completion to the terminal, with tokens/s and acceptance."""
+    asked = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
+    address = None if Path(where).exists() else URL.match(where)
+    if address is not None:
+        if overrides:
+            raise UsageError("--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out.")
+        _from_endpoint(address["address"], prompt, max_tokens or 128, asked, as_json=as_json)
+    else:
+        _in_process(_load(Path(where), overrides), prompt, max_tokens, asked, as_json=as_json)
+
+
+@app.command()
+def report(
+    config: Config,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the HTML report in a browser.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the last report in full, or open it."""
+    folder = _workplace().report(_load(config, overrides).name)
+    file = folder / "report.json"
+    if not file.exists():
+        raise UsageError("there is no report yet", where=folder, mend=f"Make one: toolkit build {config}")
+    if open_it:
+        import webbrowser
+
+        page = (folder / "report.html").absolute()
+        if not webbrowser.open(page.as_uri()):
+            raise UsageError("no browser could be started", mend=f"Open it yourself: {page}")
+        _print(str(page))
+    elif as_json:
+        _print(file.read_text(encoding="utf-8").rstrip("\n"))
+    else:
+        from toolkit.report.render import read_report
+
+        _print_report(read_report(file), full=True)
+        _print(f"in full: {folder / 'report.html'}")
+
+
+@app.command()
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
+    """List what works on this machine and what is missing, each with its mend."""
+    from toolkit.engines.embedded.toolchain import compiler_path
+    from toolkit.plan.doctor import diagnose
+    from toolkit.records import to_json
+    from toolkit.triton.server import find_libpython, find_server
+
+    def server() -> tuple[Path, Path | None]:
+        install = find_server()
+        return install.binary, install.wheel
+
+    found = diagnose(Path.cwd(), find_server=server, find_libpython=find_libpython, find_compiler=compiler_path)
+    if as_json:
+        _print(json.dumps(to_json(found), indent=2))
+    else:
+        _print_diagnoses(found)
+    if any(one.essential and one.status == "missing" for one in found):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    from toolkit.config.schema import DeploymentConfig
+
+    described = {"$schema": "https://json-schema.org/draft/2020-12/schema", **DeploymentConfig.model_json_schema()}
+    _print(json.dumps(described, indent=2))
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    from toolkit import __version__
+
+    _print(f"toolkit {__version__}")
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    arguments = sys.argv[1:]
+    try:
+        code = app(arguments, standalone_mode=False) or 0
+    except ToolkitError as error:
+        if "--debug" in arguments:
+            raise
+        _say(str(error))
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = _interrupted(arguments)
+    except click.ClickException as error:
+        error.show()
+        code = USAGE
+    except KeyboardInterrupt:
+        code = _interrupted(arguments)
+    except BrokenPipeError:  # the reader of our output has gone, for instance `| head`
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted(arguments: list[str]) -> int:
+    again = (
+        "; finished stages are kept, the same command goes on from there"
+        if arguments[:1] in [["build"], *([s] for s in STAGES)]
+        else ""
+    )
+    _say(f"interrupted{again}")
+    return INTERRUPTED
+
+
+# Behind the commands.
+
+
+def _load(config: Path, overrides: list[str] | None) -> DeploymentConfig:
+    from toolkit.config.load import load_config
+
+    return load_config(config, overrides or ())
+
+
+def _workplace() -> Any:
+    from toolkit.assembly import Workplace
+
+    return Workplace(Path.cwd())
+
+
+def _build(config: Path, until: str, fresh: list[str] | None, overrides: list[str] | None, rehash: bool, as_json: bool) -> None:
+    loaded = _load(config, overrides)
+    for name in (until, *(fresh or ())):
+        known = {*STAGES, *(f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft"))}
+        if name not in known:
+            raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
+    built = _run_stages(loaded, until, fresh=fresh or (), rehash=rehash)
+    verdict = built.report
+    if as_json:
+        _print(json.dumps(_as_json(loaded.name, built), indent=2))
+    else:
+        if verdict is not None:
+            _print_report(verdict, full=False)
+        for folder in built.published:
+            _print(f"in {folder.relative_to(Path.cwd())}/")
+        if not built.changed:
+            _print("nothing changed: every stage was reused")
+    if verdict is not None:
+        raise typer.Exit(VERDICTS[verdict.verdict])
+
+
+def _run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
+    from toolkit.assembly import build
+    from toolkit.pipeline.store import Store
+    from toolkit.progress import displayed
+
+    workplace = _workplace()
+    with displayed() as display:
+        store = Store(workplace.store, rehash=rehash, notice=display.notice)
+        return build(config, workplace, display, store, until=until, fresh=fresh)
+
+
+def _as_json(name: str, built: Built) -> dict[str, Any]:
+    return {
+        "name": name,
+        "verdict": None if built.report is None else built.report.verdict,
+        "changed": built.changed,
+        "stages": [
+            {
+                "stage": stage,
+                "reused": done.reused,
+                "key": done.entry.key,
+                "seconds": done.seconds,
+                "peak_memory_bytes": done.peak_memory_bytes,
+            }
+            for stage, done in built.stages.items()
+        ],
+        "published": [str(folder) for folder in built.published],
+    }
+
+
+def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, asked: dict[str, Any], *, as_json: bool) -> None:
+    """Build what is missing, load both engines into this process, stream one request."""
+    import time
+
+    _run_stages(config, "compile")
+    from toolkit.interfaces import GenerationRequest, Sampling
+    from toolkit.serving import load_runtime
+
+    engines = _workplace().engines(config.name)
+    runtime = load_runtime(
+        engines / "target",
+        None if config.draft is None else engines / "draft",
+        threads=config.engine.threads,
+        max_draft_len=0 if config.draft is None else config.speculation.max_draft_len,
+        acceptance=config.speculation.acceptance,
+        max_queue_size=1,
+    )
+    with contextlib.closing(runtime):
+        request = GenerationRequest(
+            request_id="generate",
+            prompt_ids=tuple(runtime.codec.encode(prompt)),
+            max_tokens=max_tokens or config.triton.default_max_tokens,
+            sampling=Sampling(temperature=asked["temperature"], seed=asked["seed"]),
+            draft_len=asked["draft_len"],
+        )
+        text, began = "", time.monotonic()
+        for event in runtime.generate(request):
+            text += event.text
+            if not as_json:
+                _stream(event.text)
+            if event.finish_reason is not None:
+                seconds = time.monotonic() - began
+                if event.error is not None:
+                    raise UsageError(f"the request ended with an error: {event.error}")
+                stats = event.stats
+                _close(
+                    text,
+                    event.finish_reason,
+                    None if stats is None else stats.output_tokens,
+                    seconds,
+                    None if stats is None else stats.acceptance_rate,
+                    None if stats is None else stats.acceptance_length,
+                    as_json=as_json,
+                )
+
+
+def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, Any], *, as_json: bool) -> None:
+    """Stream one request from a running endpoint over gRPC."""
+    import time
+
+    from toolkit.client import Client, ClientError, Options
+
+    options = Options(
+        max_tokens=max_tokens, temperature=asked["temperature"], seed=asked["seed"], num_draft_tokens=asked["draft_len"]
+    )
+    try:
+        with Client(address) as client:
+            text, began = "", time.monotonic()
+            for chunk in client.stream(prompt, options):
+                text += chunk.text
+                if not as_json:
+                    _stream(chunk.text)
+                if chunk.finish_reason is not None:
+                    figures = chunk.statistics
+                    _close(
+                        text,
+                        chunk.finish_reason,
+                        chunk.output_tokens,
+                        time.monotonic() - began,
+                        None if figures is None else figures.acceptance_rate,
+                        None if figures is None else figures.acceptance_length,
+                        as_json=as_json,
+                    )
+    except ClientError as error:
+        mend = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
+        raise UsageError(str(error), where=address, mend=mend) from error
+
+
+def _stream(text: str) -> None:
+    sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8"))
+    sys.stdout.flush()
+
+
+def _close(
+    text: str,
+    finish_reason: str,
+    tokens: int | None,
+    seconds: float,
+    rate: float | None,
+    length: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """The line after a completion: tokens per second of the whole request, prefill included."""
+    per_second = None if tokens is None or seconds <= 0 else tokens / seconds
+    if as_json:
+        figures = {"tokens_per_s": per_second, "acceptance_rate": rate, "acceptance_length": length}
+        _print(
+            json.dumps({"text": text, "finish_reason": finish_reason, "output_tokens": tokens, "seconds": seconds, **figures})
+        )
+        return
+    facts = [f"{tokens} tokens in {seconds:.2f} s"]
+    facts += [] if per_second is None else [f"{per_second:.1f} tokens/s"]
+    facts += ["no speculation"] if rate is None else [f"acceptance {rate:.2f}"]
+    facts += [] if length is None or rate is None else [f"{length:.2f} tokens per step"]
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    _say(", ".join([*facts, f"ended by {finish_reason}"]))
+
+
+def _print_report(found: ValidationReport, *, full: bool) -> None:
+    from rich.console import Console
+
+    from toolkit.report.render import print_report
+
+    print_report(found, Console(soft_wrap=not sys.stdout.isatty()), full=full)
+
+
+def _print_diagnoses(found: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "warn": "yellow", "missing": "bold red"}
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "check", "what was found"):
+        table.add_column(title, overflow="fold")
+    for one in found:
+        detail = Text(one.detail)
+        if one.mend is not None:
+            detail.append(f"\n-> {one.mend}")
+        table.add_row(Text(one.status, style=styles[one.status]), one.check, detail)
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def _signals(stop: Any) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call `stop` inside the block."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

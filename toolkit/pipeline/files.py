@@ -1,0 +1,77 @@
+"""Folders and files that appear whole or not at all, and what an OSError means to a person."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from toolkit.errors import StoreError
+
+__all__ = ["replace_folder", "store_error", "write_whole"]
+
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+MENDS = {
+    errno.ENOSPC: "Free some space there and run the same command again: finished stages are kept.",
+    errno.EDQUOT: "Your quota is used up; free some space and run the same command again: finished stages are kept.",
+    errno.EFBIG: "The file-size limit of this shell or file system is too low (ulimit -f).",
+    errno.EACCES: "Give this user the permission to write there, or run from a folder of your own.",
+    errno.EPERM: "Give this user the permission to write there, or run from a folder of your own.",
+    errno.EROFS: "Run from a folder on a file system that can be written.",
+    errno.EMFILE: "Raise the number of files a process may open (ulimit -n).",
+}
+
+
+def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | None:
+    """The error as one that says how to mend it; None if it is not one of the file system's own (space, permission, limits)."""
+    if error.errno not in MENDS:
+        return None
+    return StoreError(stage, f"cannot write: {error.strerror}", where=error.filename or where, mend=MENDS[error.errno])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def replace_folder(new: Path, destination: Path) -> None:
+    """Put the folder `new` in the place of `destination`, whose present content is removed. Both lie on one file system.
+
+    Where the file system can exchange two names there is no moment without a whole folder at `destination`.
+    """
+    if not destination.exists():
+        new.rename(destination)
+        return
+    if _exchange(new, destination):
+        shutil.rmtree(new, ignore_errors=True)
+        return
+    old = new.with_name(new.name + ".old")
+    destination.rename(old)
+    new.rename(destination)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """renameat2(2) with RENAME_EXCHANGE, which Python does not offer. False where it is not supported."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
