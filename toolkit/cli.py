@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
+from typer.exceptions import TyperException
 
 from toolkit.errors import ToolkitError, UsageError
 
@@ -30,6 +30,7 @@ __all__ = ["app", "main"]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 VERDICTS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4}
+PIPED_WIDTH = 120  # of a report that goes to a file
 USAGE, FAILED, INTERRUPTED = 2, 3, 130
 URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
 
@@ -243,24 +244,30 @@ def main() -> None:
     """Run the command line and exit."""
     arguments = sys.argv[1:]
     try:
-        code = app(arguments, standalone_mode=False) or 0
+        code = app(arguments, prog_name="toolkit", standalone_mode=False) or 0
+        if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            code = _interrupted(arguments)
     except ToolkitError as error:
         if "--debug" in arguments:
             raise
         _say(str(error))
         code = error.exit_code
-    except click.exceptions.Abort:
-        code = _interrupted(arguments)
-    except click.ClickException as error:
-        error.show()
+    except TyperException as error:  # an unknown option, a missing argument
+        _say(_usage_error(error))
         code = USAGE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         code = _interrupted(arguments)
     except BrokenPipeError:  # the reader of our output has gone, for instance `| head`
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = 0
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_error(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f"\n  {context.command_path} --help lists what there is."
+    return f"{error.format_message()}{hint}"
 
 
 def _interrupted(arguments: list[str]) -> int:
@@ -414,7 +421,7 @@ def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, 
                     )
     except ClientError as error:
         mend = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
-        raise UsageError(str(error), where=address, mend=mend) from error
+        raise UsageError(str(error), mend=mend) from error
 
 
 def _stream(text: str) -> None:
@@ -454,7 +461,7 @@ def _print_report(found: ValidationReport, *, full: bool) -> None:
 
     from toolkit.report.render import print_report
 
-    print_report(found, Console(soft_wrap=not sys.stdout.isatty()), full=full)
+    print_report(found, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH), full=full)
 
 
 def _print_diagnoses(found: Any) -> None:

@@ -77,23 +77,21 @@ class PlainDisplay:
     def started(self, stage: str) -> Progress:
         self.notice(f"{stage:18} started")
         began = said = self._clock()
-        doing = ""
+        doing, first = "", 0
 
         def progress(done: int, total: int | None, what: str) -> None:
-            nonlocal said, doing, began
+            nonlocal said, doing, began, first
             now = self._clock()
             kind = what.rstrip("0123456789. s")  # "waiting, 3 s" is what "waiting, 2 s" was
             if kind != doing:
-                doing, began = kind, now
+                doing, began, first = kind, now, done
             elif now - said < LINE_EVERY_S:
                 return
             said = now
             count = f" {done}/{total}" if total else f" {done}" if done else ""
-            left = (
-                f", about {duration((now - began) / done * (total - done))} left"
-                if total and 0 < done < total and now > began
-                else ""
-            )
+            left = ""
+            if total and first < done < total:
+                left = f", about {duration((now - began) / (done - first) * (total - done))} left"
             self.notice(f"{stage:18} {what}{count}{left}")
 
         return progress

@@ -69,7 +69,7 @@ def diagnose(
         try:
             found.extend(check())
         except Exception as error:  # whatever is broken, the other checks are still worth having
-            found.append(Diagnosis(name, WARN, f"could not be looked at: {error}"))
+            found.append(Diagnosis(name, WARN, f"could not be looked at: {error}", "look at it by hand"))
     return found
 
 

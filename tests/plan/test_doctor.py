@@ -1,0 +1,89 @@
+"""The doctor goes on whatever is broken, and every finding that is not ok has a mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import BackendUnavailable
+from toolkit.plan import doctor
+from toolkit.plan.doctor import Diagnosis, diagnose
+
+
+def no_server() -> tuple[Path, Path | None]:
+    raise BackendUnavailable("tritonserver", extra="embedded")
+
+
+def found(
+    folder: Path, server: Path | None, wheel: Path | None, libpython: Path | None, compiler: str | None
+) -> dict[str, Diagnosis]:
+    """The checks that look at what they are given; those of installed libraries are left to the test of the command."""
+
+    def find_server() -> tuple[Path, Path | None]:
+        return no_server() if server is None else (server, wheel)
+
+    checks = diagnose(folder, find_server=find_server, find_libpython=lambda: libpython, find_compiler=lambda: compiler)
+    assert all(one.mend for one in checks if one.status != "ok")
+    assert all(one.status in ("ok", "warn", "missing") for one in checks)
+    return {one.check: one for one in checks}
+
+
+@pytest.fixture(autouse=True)
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch and ModelOpt takes seconds."""
+    monkeypatch.setattr(doctor, "_libraries", lambda: iter(()))
+
+
+def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
+    stub = tmp_path / "python_backend_stubs" / f"{doctor.sys.version_info.major}.{doctor.sys.version_info.minor}"
+    stub.mkdir(parents=True)
+    (stub / "triton_python_backend_stub").touch()
+    checks = found(tmp_path, tmp_path / "bin" / "tritonserver", tmp_path, tmp_path, "/usr/bin/g++")
+    for name in (
+        "python",
+        "tritonserver",
+        "Python stub",
+        "libpython",
+        "C++ compiler",
+        "loopback",
+        "/dev/shm",
+        "numpy",
+        "results",
+    ):
+        assert checks[name].status == "ok", checks[name]
+
+
+def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
+    checks = found(tmp_path, None, None, None, None)
+    assert checks["tritonserver"].status == "missing"
+    assert checks["tritonserver"].essential
+    assert checks["tritonserver"].mend == "pip install 'toolkit[embedded]'"
+    assert checks["C++ compiler"].status == "warn"
+    assert not checks["C++ compiler"].essential
+
+
+def test_a_wheel_without_our_stub_or_libpython_is_told(tmp_path: Path) -> None:
+    (tmp_path / "python_backend_stubs" / "3.99").mkdir(parents=True)
+    checks = found(tmp_path, tmp_path / "tritonserver", tmp_path, None, "g++")
+    assert checks["Python stub"].mend == "use one of 3.99"
+    assert checks["libpython"].essential
+
+
+def test_a_server_on_path_needs_no_stub(tmp_path: Path) -> None:
+    checks = found(tmp_path, tmp_path / "tritonserver", None, None, "g++")
+    assert "Python stub" not in checks
+
+
+def test_a_check_that_breaks_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no /proc here")
+
+    monkeypatch.setattr(doctor, "_cpu", broken)
+    checks = {
+        one.check: one
+        for one in diagnose(tmp_path, find_server=no_server, find_libpython=lambda: None, find_compiler=lambda: None)
+    }
+    assert checks["cpu"].status == "warn"
+    assert "no /proc here" in checks["cpu"].detail
+    assert checks["loopback"].status == "ok"

@@ -1,0 +1,115 @@
+"""What keys are made of: content and choices, never names, paths or ports."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.stages import Silent, small_stages
+from tests.test_cli import write_config
+from toolkit.assembly import Workplace, build, explain_build, stages_of
+from toolkit.config.load import load_config
+from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import CheckpointError, UsageError
+from toolkit.pipeline.stage import key_of
+from toolkit.pipeline.store import Store
+
+
+@pytest.fixture
+def config(tiny_pair: tuple[Path, Path], tmp_path: Path) -> DeploymentConfig:
+    return load_config(write_config(tmp_path, tiny_pair))
+
+
+def pair_key(config: DeploymentConfig, workplace: Workplace) -> str:
+    stage = stages_of(config, workplace, Store(workplace.store).memo)[0]
+    return key_of(stage, stage.parts({}))
+
+
+def flat(value: object, prefix: str = "") -> list[str]:
+    if isinstance(value, dict) and value:
+        return [name for key, inner in value.items() for name in flat(inner, f"{prefix}.{key}")]
+    return [prefix.lstrip(".")]
+
+
+@pytest.mark.slow
+def test_the_parts_of_every_key_are_the_reviewed_ones(
+    config: DeploymentConfig, tmp_path: Path, golden: Callable[[str, str], None]
+) -> None:
+    """A key that gains or loses a part rebuilds everybody's store, or reuses what it should not: a choice, so a golden file."""
+    workplace, lines = Workplace(tmp_path), list[str]()
+    store = Store(workplace.store)
+    built = build(config, workplace, Silent(), store, until="package")
+    for stage in stages_of(config, workplace, store.memo):
+        parts = stage.parts(built.stages)
+        lines += [f"{stage.name} (version {stage.version})", *(f"  {name}" for name in sorted(flat(dict(parts))))]
+    golden("key-parts.txt", "\n".join(lines) + "\n")
+
+
+def test_a_key_does_not_depend_on_where_things_lie(
+    config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere"
+    for source in tiny_pair:
+        shutil.copytree(source, moved / source.name)
+    other = load_config(write_config(moved, (moved / tiny_pair[0].name, moved / tiny_pair[1].name), name="other"))
+    assert pair_key(config, Workplace(tmp_path)) == pair_key(other, Workplace(moved))
+    tokenizer = moved / tiny_pair[1].name / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    assert pair_key(config, Workplace(tmp_path)) != pair_key(other, Workplace(moved))
+
+
+@pytest.mark.slow
+def test_where_the_server_listens_is_no_part_of_the_package(config: DeploymentConfig, tmp_path: Path) -> None:
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    first = build(config, workplace, Silent(), store, until="package")
+    assert first.changed
+    moved = config.model_copy(update={"triton": config.triton.model_copy(update={"http_port": 8000, "host": "0.0.0.0"})})
+    second = build(moved, workplace, Silent(), store, until="package")
+    assert not second.changed
+    assert [path.relative_to(tmp_path).as_posix() for path in second.published] == ["engines/tiny", "triton_repo/tiny"]
+    other = config.model_copy(update={"triton": config.triton.model_copy(update={"max_queue_size": 7})})
+    reasons = [one.reasons for one in explain_build(other, workplace, store) if one.stage == "package"]
+    assert reasons == [("config.triton.max_queue_size: 256 -> 7",)]
+
+
+@pytest.mark.slow
+def test_switching_speculation_off_drops_the_draft_from_what_is_published(
+    config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    build(config, workplace, Silent(), store, until="compile")
+    assert {path.name for path in (tmp_path / "engines" / "tiny").iterdir()} == {"target", "draft"}
+    alone = load_config(write_config(tmp_path, tiny_pair, draft=None, speculation={"kind": "none"}))
+    build(alone, workplace, Silent(), store, until="package")
+    assert [path.name for path in (tmp_path / "engines" / "tiny").iterdir()] == ["target"]
+
+
+def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(config: DeploymentConfig, tmp_path: Path) -> None:
+    config.validation.prompts.write_text('{"prompt": "x"}\nnonsense\n')
+    with pytest.raises(UsageError, match=r"prompts\.jsonl:2"):
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_checkpoint_with_a_link_to_nowhere_is_a_checkpoint_error(
+    config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_pair[0], broken)
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    torn = load_config(write_config(tmp_path, (broken, tiny_pair[1])))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        build(torn, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+
+
+def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) -> None:
+    observer = Silent()
+    built = build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until="upper", stages=small_stages("a"))
+    assert observer.lines == ["words built", "upper/target built"]
+    assert built.report is None

@@ -1,0 +1,283 @@
+"""The command line as people meet it: what it prints, how it exits, how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STAGES = ("pair", "quantize", "compile", "package", "validate")
+COMMANDS = ("build", *STAGES, "explain", "serve", "generate", "report", "doctor", "schema", "version")
+
+
+def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command with its output piped."""
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "110", "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def write_config(folder: Path, pair: tuple[Path, Path], **sections: Any) -> Path:
+    """A YAML that needs nothing quantized and measures next to nothing."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(4)))
+    config: dict[str, Any] = {
+        "name": "tiny",
+        "target": {"checkpoint": str(pair[0])},
+        "draft": {"checkpoint": str(pair[1])},
+        "speculation": {"max_draft_len": 2},
+        "engine": {
+            "mode": "eager",
+            "dtype": "float64",
+            "max_batch_size": 2,
+            "max_input_len": 64,
+            "max_seq_len": 128,
+            "threads": 1,
+        },
+        "validation": {
+            "prompts": "prompts.jsonl",
+            "max_tokens": 6,
+            "rounds": 1,
+            "max_rounds": 1,
+            "parity": {"max_divergence_rate": 0.95},
+            "latency": {"min_speedup": None},
+        },
+        **sections,
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(config, indent=1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def deployment(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny.yaml, shared by the tests of this module: what one has built, the next one reuses."""
+    folder = tmp_path_factory.mktemp("deployment")
+    write_config(folder, tiny_pair)
+    return folder
+
+
+def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    texts = [toolkit("--help", cwd=tmp_path).stdout]
+    texts += [toolkit(command, "--help", cwd=tmp_path).stdout for command in COMMANDS]
+    golden("help.txt", f"\n{'-' * 110}\n\n".join(texts))
+
+
+def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    (tmp_path / "empty.yaml").touch()
+    said = []
+    for arguments in (
+        ["bild"],
+        ["build"],
+        ["build", "--untill", "pair"],
+        ["build", "gone.yaml"],
+        ["build", "empty.yaml"],
+        ["generate", "127.0.0.1:9", "x", "--set", "a=1"],
+        ["generate", "gone.yaml", "x"],
+        ["generate", "x", "y", "--max-tokens", "0"],
+    ):
+        done = toolkit(*arguments, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        said.append(f"$ toolkit {' '.join(arguments)}\n{done.stderr}")
+    golden("usage-errors.txt", "\n".join(said).replace(str(tmp_path), "FOLDER"))
+
+
+def test_a_wrong_stage_is_refused(deployment: Path) -> None:
+    for arguments in (["--until", "quantise"], ["--fresh", "quantise"]):
+        done = toolkit("build", "tiny.yaml", *arguments, cwd=deployment)
+        assert done.returncode == 2
+        assert "there is no stage 'quantise'" in done.stderr
+
+
+def test_config_faults_exit_2_without_a_traceback_unless_asked(deployment: Path) -> None:
+    arguments = ["build", "tiny.yaml", "--set", "engine.threads=none"]
+    assert "--set engine.threads=none: engine.threads" in (plain := toolkit(*arguments, cwd=deployment)).stderr
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in toolkit(*arguments, "--debug", cwd=deployment).stderr
+
+
+def test_schema_is_json_schema_of_every_key(tmp_path: Path) -> None:
+    schema = json.loads(toolkit("schema", cwd=tmp_path).stdout)
+    assert {"name", "target", "draft", "validation"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
+def test_version_prints_one_line(tmp_path: Path) -> None:
+    assert re.fullmatch(r"toolkit \d+\.\d+\.\d+\n", toolkit("version", cwd=tmp_path).stdout)
+
+
+def test_a_report_that_is_not_there_yet_says_how_to_make_it(deployment: Path, tmp_path: Path) -> None:
+    done = toolkit("report", str(deployment / "tiny.yaml"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "toolkit build" in done.stderr
+
+
+@pytest.mark.slow
+def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment: Path) -> None:
+    before = toolkit("explain", "tiny.yaml", cwd=deployment)
+    assert "never built under this name" in before.stdout
+    done = toolkit("build", "tiny.yaml", "--until", "pair", cwd=deployment)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^pair +done in", done.stderr, re.MULTILINE)
+    assert "quantize" not in done.stderr
+    packaged = toolkit("package", "tiny.yaml", "--json", cwd=deployment)
+    found = json.loads(packaged.stdout)
+    assert [stage["reused"] for stage in found["stages"]] == [True, False, False, False, False, False]
+    assert all(Path(folder).is_dir() for folder in found["published"])
+    explained = toolkit(
+        "explain", "tiny.yaml", "--set", "engine.max_batch_size=3", "--set", "validation.max_tokens=7", cwd=deployment
+    )
+    assert re.search(r"^quantize/target +reused", explained.stdout, re.MULTILINE)
+    assert "config.max_batch_size: 2 -> 3" in explained.stdout
+    again = toolkit("package", "tiny.yaml", cwd=deployment)
+    assert "nothing changed" in again.stdout
+
+
+@pytest.mark.slow
+def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Path) -> None:
+    passed = toolkit("build", "tiny.yaml", cwd=deployment)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    report = json.loads((deployment / "build/reports/tiny/report.json").read_text())
+    assert report["verdict"] == "PASS"
+    assert {stage["stage"] for stage in report["stages"]} >= {"pair", "quantize/target", "compile/draft", "package"}
+    assert all(stage["peak_memory_bytes"] > 0 for stage in report["stages"])
+    too_much = ["build", "tiny.yaml", "--set", "validation.latency.min_speedup=1000"]
+    too_much += ["--set", "validation.rounds=2", "--set", "validation.max_rounds=2"]
+    failed = toolkit(*too_much, cwd=deployment)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    reused = toolkit(*too_much, cwd=deployment)
+    assert reused.returncode == 1
+    assert "nothing changed" in reused.stdout
+    assert re.search(r"^validate +reused", reused.stderr, re.MULTILINE)
+    undecided = ["build", "tiny.yaml", "--set", "validation.parity.max_divergence_rate=0.01", "--json"]
+    for _ in range(2):
+        done = toolkit(*undecided, cwd=deployment)
+        assert done.returncode == 4, done.stdout + done.stderr
+        assert json.loads(done.stdout)["stages"][-1]["reused"] is False
+
+
+@pytest.mark.slow
+def test_the_last_report_can_be_printed(deployment: Path) -> None:
+    toolkit("build", "tiny.yaml", cwd=deployment)
+    printed = toolkit("report", "tiny.yaml", cwd=deployment)
+    assert printed.returncode == 0
+    assert "tiny: PASS" in printed.stdout
+    assert "report.html" in printed.stdout
+    assert json.loads(toolkit("report", "tiny.yaml", "--json", cwd=deployment).stdout)["verdict"] == "PASS"
+
+
+@pytest.mark.slow
+def test_generate_streams_a_completion_with_its_figures(deployment: Path) -> None:
+    arguments = ["generate", "tiny.yaml", "def f(x):", "--max-tokens", "8"]
+    done = toolkit(*arguments, cwd=deployment)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"8 tokens in .* tokens/s, acceptance \d.\d\d, \d.\d\d tokens per step, ended by length", done.stderr)
+    found = json.loads(toolkit(*arguments, "--json", cwd=deployment).stdout)
+    assert found["output_tokens"] == 8
+    assert found["text"] == done.stdout.removesuffix("\n")
+    plain = json.loads(toolkit(*arguments, "--json", "--draft-len", "0", cwd=deployment).stdout)
+    assert plain["text"] == found["text"]
+    assert plain["acceptance_rate"] is None
+    refused = toolkit("generate", "tiny.yaml", "x" * 100, cwd=deployment)
+    assert refused.returncode == 2
+    assert "max_input_len" in refused.stderr
+
+
+@pytest.fixture
+def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `toolkit serve`, and its gRPC address."""
+    command = [sys.executable, "-m", "toolkit", "serve", "tiny.yaml"]
+    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("ready"):
+            break
+    assert lines, process.communicate(timeout=60)[1]
+    (address,) = [line.split()[1] for line in lines if line.startswith("grpc")]
+    assert any(line.startswith("curl -s http://127.0.0.1:") for line in lines)
+    yield process, address
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_until_it_is_stopped(served: tuple[subprocess.Popen[str], str], number: int, tmp_path: Path) -> None:
+    process, address = served
+    found = json.loads(toolkit("generate", address, "def f(x):", "--max-tokens", "8", "--json", cwd=tmp_path).stdout)
+    assert found["output_tokens"] == 8
+    assert found["finish_reason"] == "length"
+    streamed = toolkit("generate", f"grpc://{address}", "def f(x):", "--max-tokens", "8", cwd=tmp_path)
+    assert streamed.stdout == found["text"] + "\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.endswith("stopped\n")
+    refused = toolkit("generate", address, "x", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "cannot be reached" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_reported(served: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = served
+    servers = subprocess.run(["pgrep", "-x", "tritonserver"], capture_output=True, text=True, check=True).stdout.split()
+    ours = [pid for pid in servers if process.pid in _ancestors(int(pid))]
+    assert len(ours) == 1
+    os.kill(int(ours[0]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "was killed by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
+@pytest.mark.slow
+def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
+    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("validate"):
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "finished stages are kept" in err
+    assert "Traceback" not in err
+    assert list((deployment / "build" / "store").rglob(".tmp.*")) == []
+
+
+@pytest.mark.slow
+def test_doctor_lists_findings_and_how_to_mend_them(tmp_path: Path) -> None:
+    done = toolkit("doctor", cwd=tmp_path, CXX="no-such-compiler")
+    assert done.returncode == 0, done.stdout
+    for check in ("python", "torch", "tritonserver", "libpython", "/dev/shm"):
+        assert re.search(rf"^ok +{check} ", done.stdout, re.MULTILINE)
+    assert re.search(r"^warn +C\+\+ compiler +no-such-compiler not found.*\n +-> apt install g\+\+", done.stdout, re.MULTILINE)

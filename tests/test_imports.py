@@ -1,0 +1,123 @@
+"""Imports point one way, and nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "toolkit"
+
+# docs/architecture.md draws this arrow. A package may import those on lower levels, and itself; on its own level nothing.
+WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report")
+LEVELS = (
+    ("__main__",),
+    ("cli",),
+    ("assembly",),
+    ("serving", "progress"),
+    WORKING,
+    ("pipeline",),
+    ("client", "checkpoints"),
+    ("interfaces",),
+    ("records",),
+    ("config",),
+    ("errors",),
+)
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# Programs that run inside or beside the server: composition roots of their own, and files that must stand alone.
+ROOTS = {"triton/models/llmapi/model.py"}
+ALONE = {"client.py", "triton/supervise.py"}
+HEAVY = ("torch", "transformers", "modelopt", "tritonclient", "scipy", "numpy", "pydantic", "tokenizers", "grpc", "rich")
+
+
+def imported(file: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import of ours, wherever it stands; those for the type checker alone are left out."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "toolkit" else [node.module]
+            yield from ((name, node.lineno) for name in names if name.startswith("toolkit."))
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.startswith("toolkit."))
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+SOURCES = sorted(file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py")
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file: Path) -> None:
+    relative, here = str(file.relative_to(ROOT)), part_of(file)
+    assert here in LEVEL, f"{here} has no place in the layers: give it one here and in docs/architecture.md"
+    if relative in ROOTS:
+        return
+    for module, line in imported(file):
+        there = module.split(".")[1]
+        if there.startswith("__"):
+            continue
+        assert relative not in ALONE, f"{relative}:{line} imports {module}, and has to stand alone"
+        assert there == here or LEVEL[there] > LEVEL[here], f"{relative}:{line} imports {module}, which is not below it"
+
+
+def test_the_check_finds_an_import_that_points_up(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "from toolkit import cli\nimport toolkit.assembly\ndef f():\n    from toolkit.triton.server import TritonServer\n"
+    )
+    assert list(imported(file)) == [("toolkit.cli", 1), ("toolkit.assembly", 2), ("toolkit.triton.server", 4)]
+
+
+def loaded_by(code: str, modules: tuple[str, ...], *arguments: str) -> list[str]:
+    """Which of `modules` are loaded after running `code` in a fresh interpreter."""
+    program = f"import sys, json\n{code}\nprint(json.dumps([name for name in {modules!r} if name in sys.modules]))"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+RUN = """
+from toolkit.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert loaded_by(RUN, HEAVY, "--help") == []
+
+
+def test_the_help_of_a_command_imports_nothing_heavier_than_pydantic() -> None:
+    """Which typer itself imports to look at arguments."""
+    for command in ("build", "generate", "doctor"):
+        assert set(loaded_by(RUN, HEAVY, command, "--help")) <= {"pydantic"}
+
+
+def test_a_config_error_imports_nothing_heavier_than_pydantic(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: x\nnonsense: 1\n")
+    for command in ("build", "explain", "serve", "report"):
+        assert loaded_by(RUN, HEAVY, command, str(tmp_path / "bad.yaml")) == ["pydantic"]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_modules_say_what_they_are_for(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or not file.read_text().strip()
