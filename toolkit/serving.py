@@ -30,14 +30,10 @@ def load_runtime(
     Raises CheckpointError for a directory that is no engine, PairingError for engines that do not belong together, UsageError
     for a draft length that the target's engine was not built for, BackendUnavailable.
     """
-    import torch
-
     from toolkit.engines.registry import backend
     from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     config = _engine_config(target_dir)
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
     torch_backend = backend("torch")

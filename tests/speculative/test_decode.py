@@ -98,7 +98,7 @@ def test_500_mixed_requests_at_concurrency_16_come_out_as_one_by_one() -> None:
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     single = make_runtime(target, draft, eos_token_ids=(3,))
     expected = [serve_one(single, request) for request in requests]
-    many_target = TableEngine(1, closeness=0.8, max_batch_size=16)
+    many_target = TableEngine(1, closeness=0.8, max_batch_size=16, max_step_tokens=24)
     many_draft = TableEngine(2, closeness=0.8, max_batch_size=16)
     runtime = make_runtime(many_target, many_draft, eos_token_ids=(3,), max_queue_size=500)
     found = serve(runtime, requests)

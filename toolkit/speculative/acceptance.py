@@ -15,7 +15,7 @@ temperature and filters, and inside a block the penalties see the draft tokens b
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,18 +27,17 @@ from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, dra
 __all__ = ["RULES", "Coupled", "Greedy", "Rejection", "Rule", "RuleFactory", "SampleMatch", "choose_rule", "match", "reject"]
 
 
-def match(drafts: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
+def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int]:
     """Keep drafts while they equal the target's own choices. Returns (kept, the target's choice behind them).
 
-    drafts [k]; choices [k + 1] or longer: what the target chooses behind 0, 1, ... k drafts. The output is what choosing one by
-    one would give, since each choice that is used stands behind a prefix that was chosen.
+    choose(i) is what the target chooses behind drafts[:i]; it is asked in order and not beyond the first that differs. The
+    output is that of choosing one by one, since every choice that is used stands behind a prefix that was chosen.
     """
-    kept = 0
-    for draft, choice in zip(drafts, choices, strict=False):
-        if draft != choice:
-            break
-        kept += 1
-    return kept, choices[kept]
+    for index, draft in enumerate(drafts):
+        choice = choose(index)
+        if choice != draft:
+            return index, choice
+    return len(drafts), choose(len(drafts))
 
 
 def reject(
@@ -115,7 +114,7 @@ class Greedy(_Penalised):
         return int(self._penalised(logits[None], drafts, len(drafts)).argmax())
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        return match(drafts, self._penalised(logits, drafts, 0).argmax(-1).tolist())
+        return match(drafts, self._penalised(logits, drafts, 0).argmax(-1).tolist().__getitem__)
 
 
 class Rejection(_Penalised):
@@ -152,8 +151,7 @@ class Coupled(_Penalised):
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         rows = self._weights(logits, drafts, 0)
-        choices = [self._race.winner(row, position + index) for index, row in enumerate(rows)]
-        kept, token = match(drafts, choices)
+        kept, token = match(drafts, lambda index: self._race.winner(rows[index], position + index))
         self._race.forget_before(position + kept + 1)
         return kept, token
 
@@ -168,7 +166,7 @@ class SampleMatch(_Penalised):
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         rows = self._weights(logits, drafts, 0)
-        return match(drafts, [draw(row, self._random.random()) for row in rows])
+        return match(drafts, lambda index: draw(rows[index], self._random.random()))
 
 
 def _normalised(rows: Floats) -> Floats:

@@ -292,7 +292,7 @@ class SpeculativeRuntime:
             before, count = len(row.ids), len(row.drafts)
             own = None if host is None else host[index, : count + 1]
             if row.rule.by_argmax or own is None:
-                kept, token = match(row.drafts, choices[index])
+                kept, token = match(row.drafts, choices[index].__getitem__)
             else:
                 kept, token = row.rule.decide(own, before, row.drafts)
             event = row.take(kept, token, own if row.request.cumulative_logprob else None, verified)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ExponentialRace", "Floats", "Penalties", "argmax", "draw", "log_probability", "to_host", "weights"]
 
 Floats = NDArray[Any]  # float32 or float64
+COLDEST = 1e-30  # below this temperature a float32 quotient overflows; all but the best token weigh 0 long before
 TOP_P_CANDIDATES = 128  # a nucleus larger than this is found by a full sort
 
 
@@ -42,34 +43,36 @@ def argmax(logits: Tensor) -> list[list[int]]:
 def weights(logits: Floats, sampling: Sampling) -> Floats:
     """Unnormalised probabilities after temperature, then top-k, then top-p; filtered tokens weigh 0, the best one weighs 1.
 
-    logits: [n, vocab], penalties already subtracted; not modified. temperature must be above 0.
-    Tokens that tie with the last one kept by a filter are kept too: the result then does not depend on how a sort breaks ties.
+    logits: [n, vocab], penalties already subtracted; not modified. temperature must be above 0. top_p is a share of what the
+    top_k best hold. Tokens that tie with the last one kept are kept too: the result does not depend on how a sort breaks ties.
     """
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    with np.errstate(over="ignore"):  # a tiny temperature drives all but the best to -inf, which is what it asks for
-        shifted /= shifted.dtype.type(sampling.temperature)
-    if 0 < sampling.top_k < shifted.shape[-1]:
-        last = np.partition(shifted, -sampling.top_k, axis=-1)[..., -sampling.top_k, None]
-        shifted[shifted < last] = -np.inf
-    with np.errstate(under="ignore"):
-        raised: Floats = np.exp(shifted, out=shifted)
+    raised: Floats = logits - logits.max(axis=-1, keepdims=True)
+    raised /= raised.dtype.type(max(sampling.temperature, COLDEST))
+    np.exp(raised, out=raised)
+    vocab = raised.shape[-1]
+    has_top_k = 0 < sampling.top_k < vocab
+    if not has_top_k and sampling.top_p >= 1.0:
+        return raised
+    best = _best(raised, sampling.top_k if has_top_k else min(TOP_P_CANDIDATES, vocab))
+    edge = best[:, -1:]
     if sampling.top_p < 1.0:
-        raised[raised < _nucleus_edge(raised, sampling.top_p)] = 0.0
+        wanted = sampling.top_p * (best if has_top_k else raised).sum(axis=-1, dtype=np.float64, keepdims=True)
+        held = best.cumsum(axis=-1, dtype=np.float64)
+        if (held[:, -1:] < wanted).any():
+            best = _best(raised, vocab)
+            held = best.cumsum(axis=-1, dtype=np.float64)
+        last = (held < wanted).sum(axis=-1, keepdims=True).clip(max=best.shape[-1] - 1)
+        edge = np.take_along_axis(best, last, axis=-1)
+    raised *= raised >= edge
     return raised
 
 
-def _nucleus_edge(raised: Floats, top_p: float) -> Floats:
-    """[n, 1]: the smallest weight inside the smallest set of best tokens that holds a share of at least top_p."""
-    wanted = top_p * raised.sum(axis=-1, dtype=np.float64, keepdims=True)
+def _best(raised: Floats, count: int) -> Floats:
+    """[n, count]: the largest weights of each row, in falling order."""
     vocab = raised.shape[-1]
-    few = min(TOP_P_CANDIDATES, vocab)
-    best = -np.sort(-np.partition(raised, vocab - few, axis=-1)[..., vocab - few :], axis=-1)
-    held = best.cumsum(axis=-1, dtype=np.float64)
-    if few < vocab and (held[..., -1:] < wanted).any():
-        best = -np.sort(-raised, axis=-1)
-        held = best.cumsum(axis=-1, dtype=np.float64)
-    needed = np.minimum((held < wanted).sum(axis=-1, keepdims=True), held.shape[-1] - 1)
-    return np.take_along_axis(best, needed, axis=-1)
+    some = raised if count == vocab else np.partition(raised, vocab - count, axis=-1)[:, vocab - count :]
+    falling: Floats = np.sort(some, axis=-1)[:, ::-1]
+    return falling
 
 
 def draw(distribution: Floats, uniform: float) -> int:
@@ -84,8 +87,7 @@ def draw(distribution: Floats, uniform: float) -> int:
 def log_probability(logits: Floats, token: int) -> float:
     """Log-probability of `token` under the model's own logits [vocab]: before penalties, temperature and filters."""
     shifted = logits - logits.max()
-    with np.errstate(under="ignore"):
-        return float(shifted[token]) - math.log(float(np.exp(shifted).sum(dtype=np.float64)))
+    return float(shifted[token]) - math.log(float(np.exp(shifted).sum(dtype=np.float64)))
 
 
 class Penalties:
@@ -102,20 +104,16 @@ class Penalties:
 
     def note(self, token: int) -> None:
         """One more output token."""
-        self._row[token] += self._step(token, self._seen)
+        self._row[token] += self._frequency + (0.0 if token in self._seen else self._presence)
         self._seen.add(token)
 
     def apply(self, logits: Floats, drafts: list[int], first: int) -> Floats:
         """A penalised copy. logits: [n, vocab]; row r stands behind the output so far and drafts[: first + r]."""
         out: Floats = logits - self._row.astype(logits.dtype)
-        seen = set(self._seen)
         for index, token in enumerate(drafts):
-            out[max(0, index + 1 - first) :, token] -= self._step(token, seen)
-            seen.add(token)
+            new = token not in self._seen and token not in drafts[:index]
+            out[max(0, index + 1 - first) :, token] -= self._frequency + (self._presence if new else 0.0)
         return out
-
-    def _step(self, token: int, seen: set[int]) -> float:
-        return self._frequency + (0.0 if token in seen else self._presence)
 
 
 class ExponentialRace:
@@ -153,5 +151,7 @@ class ExponentialRace:
 
     def _noise(self, position: int) -> Floats:
         generator = np.random.Generator(np.random.Philox(key=self._key, counter=position << 128))
-        exponentials = generator.standard_exponential(self._vocab_size)
-        return 1.0 / np.maximum(exponentials, 1e-300)
+        exponentials: Floats = generator.standard_exponential(self._vocab_size)
+        np.maximum(exponentials, 1e-300, out=exponentials)
+        np.reciprocal(exponentials, out=exponentials)
+        return exponentials
