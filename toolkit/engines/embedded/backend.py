@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoints.quantized import open_checkpoint
-from toolkit.engines.embedded.directory import WEIGHTS, EngineDirectory, copy_side_files, open_directory, write_config
+from toolkit.engines.embedded.directory import (
+    KERNELS,
+    PACKAGE,
+    WEIGHTS,
+    EngineDirectory,
+    copy_side_files,
+    open_directory,
+    write_config,
+)
 from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_engine
 from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
@@ -46,7 +54,16 @@ class TorchBackend:
         if mode == "compiled":
             from toolkit.engines.embedded.compile import compile_package
 
-            compile_package(source, weights, spec, max_step_tokens, out_dir, progress)
+            compile_package(
+                source.shape,
+                weights,
+                spec,
+                max_step_tokens,
+                fp8_kv=source.quantization.kv_cache_quant_algo == "FP8",
+                kernels=out_dir / KERNELS,
+                package=out_dir / PACKAGE,
+                progress=progress,
+            )
         write_config(
             out_dir,
             shape=source.shape,
@@ -104,7 +121,7 @@ class TorchBackend:
 
 def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
     """compiled or eager, with the reason where it is not what `auto` would like best."""
-    obstacle: str | None = "compiled mode is being built"
+    obstacle: str | None = None
     if spec.device != "cpu":
         obstacle = f"device {spec.device} runs eager"
     elif spec.dtype == "float64":
@@ -126,7 +143,7 @@ def _built_with(mode: str, device: str) -> Fingerprint:
     """Versions and instruction set, as far as the result depends on them."""
     facts = {"torch": torch.__version__, "device": device}
     if mode == "compiled":
-        from toolkit.engines.embedded.kernels import source_digest
+        from toolkit.engines.embedded.kernels import namespace, source_digest
 
         compiler = compiler_path()
         facts |= {
@@ -134,6 +151,7 @@ def _built_with(mode: str, device: str) -> Fingerprint:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "instruction_set": " ".join(instruction_set()),
             "kernels": source_digest(),
+            "namespace": namespace(),
         }
     if device == "cuda" and torch.cuda.is_available():
         facts["compute_capability"] = ".".join(str(part) for part in torch.cuda.get_device_capability())

@@ -26,13 +26,18 @@ EXACT_FLOAT32 = 2**24  # integers of this size and below are exact in float32, w
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x first, after pre_scale."""
+    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x first, after pre_scale.
+
+    rows and start are for kernels, whose weights are packed: the number of outputs, and where INT8 counting begins.
+    """
 
     weight: Tensor  # [out, in]
     scale: Tensor | None = None  # [out]
     input_scale: Tensor | None = None  # []
     pre_scale: Tensor | None = None  # [in]
     bias: Tensor | None = None  # [out]
+    rows: int = 0
+    start: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,10 @@ def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, T
     """Arrange named tensors (see weights.py) as the model reads them."""
 
     def linear(name: str) -> Linear:
-        return Linear(
-            tensors[f"{name}.weight"],
-            *(tensors.get(f"{name}.{part}") for part in ("scale", "input_scale", "pre_scale", "bias")),
+        scale, input_scale, pre_scale, bias = (
+            tensors.get(f"{name}.{part}") for part in ("scale", "input_scale", "pre_scale", "bias")
         )
+        return Linear(tensors[f"{name}.weight"], scale, input_scale, pre_scale, bias)
 
     def layer(i: int) -> Layer:
         name = f"layers.{i}"
@@ -191,7 +196,8 @@ class TorchOps:
             visible &= seen > place[..., None] - how.window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
         mixed = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype) @ v[:, :, None]
-        return mixed.permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
+        result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
+        return result
 
     def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
         """Static per-tensor E4M3 activations on E4M3 weights; the scales follow the product, as in hardware."""

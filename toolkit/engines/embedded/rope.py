@@ -1,7 +1,7 @@
 """Rotary position embeddings as tables by position, one row for every position an engine can reach.
 
-With tables, a variant is nothing but another way to fill them: the model and its kernels know one RoPE. Frequencies are computed
-in float32 and in transformers' order of operations (`modeling_rope_utils`), so that the tables equal its own bit by bit.
+With tables, a variant is nothing but another way to fill them: the model and its kernels know one RoPE. Frequencies are
+computed in float32 and in transformers' order of operations (`modeling_rope_utils`), so the tables equal its own bit for bit.
 
 Dynamic NTK is the one variant whose frequencies depend on the length of the sequence. Here position p takes those of length
 p + 1, which is what transformers' generation with a cache does from a prompt within the original length, and what makes a

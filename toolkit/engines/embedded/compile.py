@@ -1,0 +1,151 @@
+"""torch.export and AOTInductor: the decoder as one package that serves every step, from a draft token to a chunk of a prompt.
+
+Batch and tokens are dynamic. The package holds code alone: weights, tables and KV caches are buffers that the loader binds to
+memory of ours (`package.py`): nothing is copied or passed per call, and compile time does not depend on the weights' size.
+The LM head stays outside, because a step wants it for all columns or for the last one only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.engines.embedded.kernels import BLOCK, KernelOps, build_library, kernel_caches, load_library, pack
+from toolkit.engines.embedded.model import Weights, build, decode
+from toolkit.engines.embedded.rope import rope_tables
+from toolkit.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.checkpoints.shape import ModelShape
+    from toolkit.interfaces import EngineSpec, Progress
+
+__all__ = ["Decoder", "capacity_of", "compile_package", "prepare"]
+
+OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "cpp.threads": 1,  # what is left to inductor is norms and activations: microseconds, less than starting a second thread
+}
+
+
+def compile_package(
+    shape: ModelShape,
+    tensors: dict[str, Tensor],
+    spec: EngineSpec,
+    max_step_tokens: int,
+    *,
+    fp8_kv: bool,
+    kernels: Path,
+    package: Path,
+    progress: Progress,
+) -> None:
+    """Write the kernel library and the .pt2. Raises StageError with the compiler's last lines."""
+    progress(0, 2, f"{spec.role}: compiling kernels")
+    ops = load_library(kernels, build_library(kernels))
+    progress(1, 2, f"{spec.role}: compiling the decoder")
+    weights, caches = prepare(shape, tensors, spec.dtype, spec.max_batch_size, spec.max_seq_len, max_step_tokens, fp8_kv=fp8_kv)
+    module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
+    batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
+    tokens = torch.export.Dim("tokens", min=1, max=max_step_tokens)
+    example = (torch.zeros((2, 3), dtype=torch.int64), torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    try:
+        with _quiet(), torch.no_grad():
+            exported = torch.export.export(
+                module, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}), strict=False
+            )
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=OPTIONS)
+    except Exception as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
+        tail = "\n".join(str(exc).strip().splitlines()[-12:])
+        raise StageError("compile", f"AOTInductor failed:\n{tail}", mend="set engine.mode: eager to go on without it") from exc
+    progress(2, 2, f"{spec.role}: compiled")
+
+
+def prepare(
+    shape: ModelShape,
+    tensors: dict[str, Tensor],
+    dtype: str,
+    slots: int,
+    max_seq_len: int,
+    max_step_tokens: int,
+    *,
+    fp8_kv: bool,
+) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
+    """(packed weights, empty caches) of an engine; the same at compile time and at load, so that names and shapes agree."""
+    capacity = capacity_of(max_seq_len, max_step_tokens)
+    weights = pack(build(shape, tensors, rope_tables(shape, capacity)), getattr(torch, dtype))
+    return weights, kernel_caches(weights, slots, capacity, fp8=fp8_kv)
+
+
+def capacity_of(max_seq_len: int, max_step_tokens: int) -> int:
+    """Positions of a slot's cache: a last step may be padded past max_seq_len."""
+    return -(-(max_seq_len + max_step_tokens) // BLOCK) * BLOCK
+
+
+class Decoder(torch.nn.Module):
+    """`decode` as torch.export wants it: every tensor that is no input is a buffer, named by where it stands in Weights."""
+
+    def __init__(self, weights: Weights, caches: list[tuple[Tensor, Tensor]], ops: KernelOps, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._ops, self._dtype = ops, dtype
+        self._weights = replace(weights, lm_head=replace(weights.lm_head, weight=torch.empty(0)))
+        self._tensors = dict(_tensors(self._weights, "w")) | {
+            f"{part}_{i}": tensor
+            for i, pair in enumerate(caches)
+            for part, tensor in zip(("keys", "values"), pair, strict=True)
+        }
+        for name, tensor in self._tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, tokens: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
+        """tokens [batch, n], slots [batch], lengths [batch], int64 -> hidden [batch, n, hidden]."""
+        buffers = dict(self.named_buffers())
+        weights: Weights = _rebuilt(self._weights, "w", buffers)
+        caches = [(buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))]
+        return decode(weights, self._ops, tokens, slots, lengths, caches, self._dtype)
+
+
+def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in a tree of dataclasses and tuples."""
+    if isinstance(node, torch.Tensor):
+        yield name, node
+    elif isinstance(node, tuple):
+        for i, child in enumerate(node):
+            yield from _tensors(child, f"{name}_{i}")
+    elif is_dataclass(node):
+        for field in fields(node):
+            yield from _tensors(getattr(node, field.name), f"{name}_{field.name}")
+
+
+def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """The tree again, with the tensors of that name put in."""
+    if isinstance(node, torch.Tensor):
+        return tensors[name]
+    if isinstance(node, tuple):
+        return tuple(_rebuilt(child, f"{name}_{i}", tensors) for i, child in enumerate(node))
+    if is_dataclass(node) and not isinstance(node, type):
+        return replace(
+            node, **{field.name: _rebuilt(getattr(node, field.name), f"{name}_{field.name}", tensors) for field in fields(node)}
+        )
+    return node
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns about its own internals while it exports; none of it concerns the user."""
+    logger = logging.getLogger("torch._inductor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
