@@ -40,7 +40,6 @@ def load_runtime(
     target = torch_backend.load(target_dir, threads=threads)
     draft = None
     if draft_dir is not None and max_draft_len > 0:
-        _engine_config(draft_dir)
         _same_tokenizer(target_dir, draft_dir)
         draft = torch_backend.load(draft_dir, threads=threads)
         if draft.vocab_size != target.vocab_size:
@@ -54,31 +53,27 @@ def load_runtime(
         acceptance=acceptance,
         max_queue_size=max_queue_size,
         eos_token_ids=eos_token_ids(target_dir),
-        max_input_len=config.get("build_config", {}).get("max_input_len"),
+        max_input_len=config["build_config"]["max_input_len"],
     )
     return SpeculativeRuntime(target, draft, codec, settings)
 
 
-def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json's, else config.json's (in an engine directory the model's own), or none.
-
-    Either file may hold one id, several, or null.
+def eos_token_ids(engine_dir: Path) -> tuple[int, ...]:
+    """The ids that end a text: one, several or none. generation_config.json's, else those of the model's own config.json, which
+    the engine keeps with the model's shape.
     """
-    config = read_json(directory / "config.json")
-    sources: list[dict[str, Any]] = [config, config.get("pretrained_config") or {}]
-    if (directory / "generation_config.json").exists():
-        sources.insert(0, read_json(directory / "generation_config.json"))
-    for source in sources:
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    return ()
+    generation = engine_dir / "generation_config.json"
+    ids = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if ids is None:
+        ids = _engine_config(engine_dir)["toolkit"]["shape"]["eos_token_ids"]
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 def _engine_config(directory: Path) -> dict[str, Any]:
-    if not (directory / "config.json").is_file():
-        raise CheckpointError("is not an engine directory: it holds no config.json", where=directory, mend="Run toolkit build.")
-    return read_json(directory / "config.json")
+    config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    if "toolkit" not in config:
+        raise CheckpointError("is not an engine directory of this toolkit", where=directory, mend="Run toolkit build.")
+    return config
 
 
 def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
@@ -91,7 +86,7 @@ def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
         if (directory / "tokenizer.json").is_file()
     ]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
-        differing = min(dict(vocabularies[0].items() ^ vocabularies[1].items()).values())
+        differing = min(token_id for _, token_id in vocabularies[0].items() ^ vocabularies[1].items())
         raise PairingError(
             f"its tokenizer differs from the target's, first at id {differing}",
             where=draft_dir,
