@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
@@ -243,3 +245,16 @@ def test_every_key_has_a_default_that_the_strict_schema_accepts() -> None:
 def test_every_shipped_config_is_sound(file: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+
+    def names(model: type[BaseModel]) -> Iterator[str]:
+        for name, info in model.model_fields.items():
+            yield name
+            for inner in (info.annotation, *typing.get_args(info.annotation)):
+                if isinstance(inner, type) and issubclass(inner, BaseModel):
+                    yield from names(inner)
+
+    assert [name for name in names(DeploymentConfig) if f"{name}`" not in text and f"`{name}." not in text] == []
