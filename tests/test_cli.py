@@ -241,10 +241,8 @@ def test_serve_answers_until_it_is_stopped(served: tuple[subprocess.Popen[str], 
 @pytest.mark.slow
 def test_a_server_that_dies_is_reported(served: tuple[subprocess.Popen[str], str]) -> None:
     process, _ = served
-    servers = subprocess.run(["pgrep", "-x", "tritonserver"], capture_output=True, text=True, check=True).stdout.split()
-    ours = [pid for pid in servers if process.pid in _ancestors(int(pid))]
-    assert len(ours) == 1
-    os.kill(int(ours[0]), signal.SIGKILL)
+    (server,) = [pid for pid in _servers() if process.pid in _ancestors(pid)]
+    os.kill(server, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "was killed by SIGKILL" in err
@@ -253,8 +251,39 @@ def test_a_server_that_dies_is_reported(served: tuple[subprocess.Popen[str], str
 
 def _ancestors(pid: int) -> Iterator[int]:
     while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            return
         yield pid
+
+
+@pytest.mark.slow
+def test_a_build_that_is_killed_while_it_serves_leaves_no_server_and_resumes(deployment: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
+    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "warming up" in line or "measuring" in line:
+            break
+    (server,) = [pid for pid in _servers() if process.pid in _ancestors(pid)]
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while server in _servers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server not in _servers()
+    again = toolkit("build", "tiny.yaml", "--fresh", "validate", cwd=deployment)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("reused") == 6
+    assert list((deployment / "build" / "store").rglob(".tmp.*")) == []
+
+
+def _servers() -> list[int]:
+    return [
+        int(pid)
+        for pid in subprocess.run(["pgrep", "-x", "tritonserver"], capture_output=True, text=True, check=False).stdout.split()
+    ]
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class PlainDisplay:
             elif now - said < LINE_EVERY_S:
                 return
             said = now
-            count = f" {done}/{total}" if total else f" {done}" if done else ""
+            count = f" {done}/{total}" if total else f" {done}" if done and str(done) not in what else ""
             left = ""
             if total and first < done < total:
                 left = f", about {duration((now - began) / (done - first) * (total - done))} left"
