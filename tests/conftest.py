@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# As the command line does, and before anything loads OpenMP: threads that spin while they wait slow a busy machine to a crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

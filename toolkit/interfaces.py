@@ -76,7 +76,7 @@ class RequestStats:
     """What one request cost and how well speculation did. Times are monotonic nanoseconds.
 
     drafted_by_position[i] counts the verify steps that drafted a token at position i, accepted_by_position[i] those that
-    kept it (joint rates). verify_steps counts target forwards after prefill, so acceptance_length = 1 + accepted / verify_steps.
+    kept it (joint rates). verify_steps counts target forwards after prefill: acceptance_length = 1 + accepted / verify_steps.
     """
 
     prompt_tokens: int
@@ -137,10 +137,10 @@ class StepEngine(Protocol):
     def forward(self, slots: Sequence[int], tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Run `tokens` through the model behind each slot's cached prefix.
 
-        slots: batch distinct slot numbers. tokens: [batch, n] int64 with n <= max_step_tokens; rows shorter than n are padded by
-        the caller, who rewinds afterwards. Every slot's length grows by n.
-        Returns logits [batch, n, vocab], or [batch, 1, vocab] for the last column with last_only, float32 (float64 for a float64
-        engine). The tensor may be reused by the next forward: copy what must outlive it.
+        slots: batch distinct slot numbers. tokens: [batch, n] int64 with n <= max_step_tokens; rows shorter than n are padded
+        by the caller, who rewinds afterwards. Every slot's length grows by n.
+        Returns logits [batch, n, vocab], or [batch, 1, vocab] for the last column with last_only, float32 (float64 for a
+        float64 engine). The tensor may be reused by the next forward: copy what must outlive it.
         """
         ...
 

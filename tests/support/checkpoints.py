@@ -84,5 +84,7 @@ def write_checkpoint(
 def write_pair(directory: Path, *, seed: int = 0, **overrides: Any) -> tuple[Path, Path]:
     """A target and a one-layer draft that share a tokenizer."""
     target = write_checkpoint(directory / "target", seed=seed, **overrides)
-    draft = write_checkpoint(directory / "draft", seed=seed + 1, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=8)
+    draft = write_checkpoint(
+        directory / "draft", seed=seed + 1, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=8
+    )
     return target, draft

@@ -1,0 +1,107 @@
+"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged deployment out, through the real CLI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import write_checkpoint
+
+PROMPTS = ("def read(path):\n", "class Stack:\n", "import os\n", "for i in range(", "# sort the list\n", "return x + ")
+
+
+def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[str, Any]) -> Path:
+    """A YAML with its data files. The random pair cannot pay, so latency is measured here and not gated."""
+    lines = [{"text": f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times and more"} for i in range(12)]
+    (folder / "calib.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    quantization = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
+    config: dict[str, Any] = {
+        "name": "tiny",
+        "target": {"checkpoint": str(target), "quantization": quantization},
+        "draft": {"checkpoint": str(draft), "quantization": quantization},
+        "calibration": {"dataset": "calib.jsonl", "calib_size": 8, "calib_max_seq_length": 64},
+        "speculation": {"max_draft_len": 3},
+        "engine": {"kind": "torch", "mode": "eager", "max_batch_size": 4, "max_input_len": 64, "max_seq_len": 160},
+        "validation": {
+            "prompts": "prompts.jsonl",
+            "max_tokens": 12,
+            "rounds": 1,
+            "max_rounds": 1,
+            "parity": {"max_divergence_rate": 0.9},
+            "quality": {"max_kl": 5.0},
+            "latency": {"min_speedup": None},
+        },
+    }
+    config.update(sections)
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(config, indent=1))  # JSON is YAML
+    return path
+
+
+def toolkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments], cwd=cwd, capture_output=True, text=True, timeout=400, check=False
+    )
+
+
+@pytest.mark.slow
+def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = write_deployment(tmp_path, *tiny_pair)
+    first = toolkit("build", str(config), cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "PASS" in first.stdout
+    report = json.loads((tmp_path / "build/reports/tiny/report.json").read_text())
+    assert report["verdict"] == "PASS"
+    assert report["parity"]["prompts"] == len(PROMPTS)
+    assert {"plain", "speculative"} <= set(report["arms"])
+    assert report["quality"]["target"]["tokens"] > 0
+    for folder in ("engines/tiny/target", "engines/tiny/draft", "triton_repo/tiny/tensorrt_llm/1"):
+        assert (tmp_path / folder).is_dir()
+    second = toolkit("build", str(config), cwd=tmp_path)
+    assert second.returncode == 0
+    assert "nothing changed" in second.stdout
+    explained = toolkit("explain", str(config), cwd=tmp_path)
+    assert explained.returncode == 0
+    assert "reused" in explained.stdout
+
+
+ODD_PAIRS = {
+    "qwen2-f16-shards": (
+        {"family": "qwen2", "dtype": "float16", "max_shard_size": "60KB", "num_attention_heads": 6, "num_key_value_heads": 3},
+        {"family": "llama", "dtype": "float32", "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+    ),
+    "qwen3-odd-heads": (
+        {"family": "qwen3", "dtype": "float32", "head_dim": 32, "tie_word_embeddings": True},
+        {"family": "mistral", "dtype": "bfloat16", "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD_PAIRS)
+def test_checkpoints_that_differ_in_all_but_the_tokenizer_work(name: str, tmp_path: Path) -> None:
+    target_options, draft_options = ODD_PAIRS[name]
+    eos = [257, 10]  # several EOS ids
+    target = write_checkpoint(tmp_path / "target", seed=3, eos_token_id=eos, **target_options)
+    draft = write_checkpoint(tmp_path / "draft", seed=4, eos_token_id=eos, num_hidden_layers=1, **draft_options)
+    for folder in (target, draft):
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    config = write_deployment(tmp_path, target, draft)
+    done = toolkit("build", str(config), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "build/reports/tiny/report.json").read_text())
+    assert report["verdict"] == "PASS"
+
+
+def test_generated_files_are_left_out_of_git() -> None:
+    root = Path(__file__).parents[1]
+    ignored = (root / ".gitignore").read_text()
+    for folder in ("build", "engines", "triton_repo"):
+        assert f"/{folder}/*" in ignored
+        assert (root / folder / "README.md").is_file()
