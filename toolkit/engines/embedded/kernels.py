@@ -127,7 +127,7 @@ class KernelOps:
         self._attention = operators.attention.default
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        wide = x.float()
+        wide = x.float().contiguous()
         if linear.start is not None:
             y = self._linear_w8a8(
                 wide, linear.weight, linear.start, linear.scale, linear.input_scale, linear.pre_scale, linear.bias, linear.rows

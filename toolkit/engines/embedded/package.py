@@ -46,7 +46,7 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
 
     def run(tokens: Tensor, slots: Tensor, lengths: Tensor, last_only: bool) -> Tensor:
         states = hidden(tokens, slots, lengths)
-        return ops.linear(states[:, -1:].contiguous() if last_only else states, head).float()
+        return ops.linear(states[:, -1:] if last_only else states, head).float()
 
     return EmbeddedEngine(
         run,

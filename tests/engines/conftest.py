@@ -1,0 +1,103 @@
+"""Checkpoints that ModelOpt quantized, with its own simulation's logits, and engines over the kernel library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint
+from toolkit.checkpoints import quantized
+from toolkit.engines.embedded.compile import capacity_of, prepare
+from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_runner
+from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
+from toolkit.engines.embedded.toolchain import compiler_path
+from toolkit.engines.embedded.weights import fuse
+
+TOKENS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(5))
+EXPORTS = {
+    "llama_fp8_kv_fp8": ("llama", "FP8", "FP8"),
+    "qwen2_fp8": ("qwen2", "FP8", None),
+    "llama_w8a8": ("llama", "W8A8_SQ_PER_CHANNEL", None),
+    "qwen2_w8a8_kv_fp8": ("qwen2", "W8A8_SQ_PER_CHANNEL", "FP8"),
+    "qwen3_w8a16_kv_fp8": ("qwen3", "W8A16", "FP8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A unified HF checkpoint, and logits [2, 40, vocab] on TOKENS: of the source, and of ModelOpt's fake-quantized model."""
+
+    path: Path
+    quant_algo: str
+    kv_cache_quant_algo: str | None
+    source: torch.Tensor
+    simulated: torch.Tensor
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Models this small gain nothing from more, and threads that wait for one another on a busy machine cost a great deal."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export]:
+    """One of EXPORTS by name, made when first asked for. float32 sources, so that the simulation is as exact as the engine."""
+    from toolkit.quantize import modelopt
+    from toolkit.quantize.algorithms import ALGORITHMS
+    from toolkit.quantize.source import open_source
+
+    made: dict[str, Export] = {}
+
+    def make(name: str) -> Export:
+        family, algo, kv = EXPORTS[name]
+        folder = tmp_path_factory.mktemp(name)
+        source = write_checkpoint(folder / "source", family=family, dtype="float32")
+        with modelopt.quiet(), torch.no_grad():
+            model = modelopt.load_model(open_source(source))
+            before = model(TOKENS, use_cache=False).logits
+            modelopt.quantize_model(model, ALGORITHMS[algo], kv, lambda m: [m(TOKENS), m(TOKENS.flip(0))])
+            simulated = model(TOKENS, use_cache=False).logits
+            modelopt.export(model, "float32", folder / "export")
+        write_byte_tokenizer(folder / "export")
+        return Export(folder / "export", algo, kv, before, simulated)
+
+    def get(name: str) -> Export:
+        if name not in made:
+            made[name] = make(name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
+    """The kernel library, compiled for this machine; tests of it skip where there is no compiler."""
+    if compiler_path() is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    return load_library(library, build_library(library))
+
+
+@pytest.fixture(scope="session")
+def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
+    """(checkpoint, dtype) -> the model step by step over the kernels, without AOTInductor: 3 slots of 96."""
+
+    def make(path: Path, dtype: str = "float32") -> EmbeddedEngine:
+        source = quantized.open_checkpoint(path)
+        fp8_kv = source.quantization.kv_cache_quant_algo == "FP8"
+        weights, caches = prepare(source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, fp8_kv=fp8_kv)
+        return EmbeddedEngine(
+            eager_runner(weights, kernels, caches, getattr(torch, dtype)),
+            vocab_size=source.shape.vocab_size,
+            max_batch_size=3,
+            max_seq_len=96,
+            max_step_tokens=PREFILL_TOKENS,
+            capacity=capacity_of(96, PREFILL_TOKENS),
+        )
+
+    return make

@@ -1,0 +1,116 @@
+"""The kernel library against plain torch, and its promise: the same bits for a token, however many others take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.conftest import EXPORTS, TOKENS, Export
+from tests.engines.contract import StepEngineContract
+from tests.engines.reference import reference_logits
+from tests.engines.test_families import CASES
+from tests.support.checkpoints import write_checkpoint
+from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
+from toolkit.engines.embedded.kernels import KernelOps, pack_linear
+from toolkit.engines.embedded.model import Linear, TorchOps
+
+MakeEngine = Callable[..., EmbeddedEngine]
+
+
+def random_linear(kind: str, rows: int, columns: int) -> Linear:
+    generator = torch.Generator().manual_seed(rows * columns)
+    codes = torch.randint(-127, 128, (rows, columns), generator=generator).to(torch.int8)
+    scale = torch.rand(rows, generator=generator) + 0.1
+    bias = torch.randn(rows, generator=generator)
+    return {
+        "float32": lambda: Linear(torch.randn(rows, columns, generator=generator), bias=bias),
+        "bfloat16": lambda: Linear(torch.randn(rows, columns, generator=generator).bfloat16()),
+        "w8a16": lambda: Linear(codes, scale, bias=bias),
+        "w8a8": lambda: Linear(codes, scale, torch.tensor(0.03), torch.rand(columns, generator=generator) + 0.5, bias),
+        "fp8": lambda: Linear(codes.float().to(torch.float8_e4m3fn), scale, torch.tensor(0.01)),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (130, 33), (1, 3), (257, 300)])
+def test_linear_equals_torch(kernels: KernelOps, kind: str, rows: int, columns: int) -> None:
+    """Integer products exactly, up to one rounding of the scale; float sums up to their order, 1e-5 of their size."""
+    linear = random_linear(kind, rows, columns)
+    x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
+    ours, plain = kernels.linear(x, pack_linear(linear, torch.float32)), TorchOps().linear(x, linear)
+    assert torch.allclose(ours, plain, rtol=1e-6 if kind == "w8a8" else 1e-5, atol=1e-5 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
+def test_linear_gives_the_same_bits_for_any_number_of_tokens(kernels: KernelOps, kind: str) -> None:
+    linear = pack_linear(random_linear(kind, 200, 300), torch.float32)
+    x = torch.randn(23, 300, generator=torch.Generator().manual_seed(2))
+    whole = kernels.linear(x, linear)
+    for count in range(1, 14):
+        assert torch.equal(kernels.linear(x[:count], linear), whole[:count]), count
+
+
+def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # not a number
+    weight = codes.view(torch.float8_e4m3fn)[:, None]
+    widened = kernels.linear(torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256)), torch.float32))
+    assert torch.equal(widened[0], weight[:, 0].float())
+
+
+def test_threads_do_not_change_the_bits(kernels: KernelOps, kernel_engine: MakeEngine, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=2048, num_hidden_layers=1)
+    alone = kernel_engine(source).forward([0, 1], TOKENS)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(kernel_engine(source).forward([0, 1], TOKENS), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_equals_transformers(name: str, kernel_engine: MakeEngine, tmp_path: Path) -> None:
+    """float32 against float64: 1e-4, as for the eager engine."""
+    source = write_checkpoint(tmp_path, seed=3, **CASES[name])
+    assert (kernel_engine(source).forward([0, 1], TOKENS) - reference_logits(source, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTS)
+def test_quantized_models_equal_the_eager_engine(
+    name: str, kernel_engine: MakeEngine, exported: Callable[[str], Export]
+) -> None:
+    """Both compute the same codes; only float sums differ in order. A code on the edge may flip: see test_quantized."""
+    export = exported(name)
+    plain = open_checkpoint(export.path, max_batch_size=2, max_seq_len=96).forward([0, 1], TOKENS)
+    difference = (kernel_engine(export.path).forward([0, 1], TOKENS) - plain).abs().amax(-1)
+    assert difference.median() < 1e-5
+    assert difference.max() < (export.simulated - export.source).abs().max()
+
+
+def test_garbage_behind_a_slots_length_is_never_read(kernel_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = kernel_engine(write_checkpoint(tmp_path))
+    fresh = engine.forward([0], TOKENS[:1, :8]).clone()
+    engine.forward([0], TOKENS[1:, :40])
+    engine.rewind([0], [0])
+    assert torch.equal(engine.forward([0], TOKENS[:1, :8]), fresh)
+
+
+class TestKernelContract(StepEngineContract):
+    """Tolerance 0: this is the promise that speculation rests on."""
+
+    @pytest.fixture(params=["llama_w8a8", "qwen3_w8a16_kv_fp8", "llama_fp8_kv_fp8", "float32", "bfloat16"])
+    def engine(
+        self,
+        request: pytest.FixtureRequest,
+        kernel_engine: MakeEngine,
+        exported: Callable[[str], Export],
+        tiny_pair: tuple[Path, Path],
+    ) -> Iterator[EmbeddedEngine]:
+        kind: str = request.param
+        plain = kind in ("float32", "bfloat16")
+        yield kernel_engine(tiny_pair[0], kind) if plain else kernel_engine(exported(kind).path)
