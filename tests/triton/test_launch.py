@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from tests.support.serving import package_pair
 from toolkit.client import Client, RequestRefused, ServerUnavailable
+from toolkit.errors import ServerError
 from toolkit.records import TritonRepository
 from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
 
@@ -123,6 +125,17 @@ def test_a_repository_that_is_not_decoupled_answers_once(tiny_pair: tuple[Path, 
             answer = plain.infer("tensorrt_llm", [prompt, tokens]).as_numpy("text_output")
             assert answer is not None
             assert answer[0].decode() == "def f" + completion.text
+
+
+def test_a_repository_of_another_version_is_refused(tiny_repository: TritonRepository, tmp_path: Path) -> None:
+    repository = tmp_path / "old"
+    shutil.copytree(tiny_repository.path, repository)
+    path = repository / "tensorrt_llm" / "1" / "model.yaml"
+    path.write_text(re.sub(r"package_version: \d+", "package_version: 0", path.read_text()))
+    with pytest.raises(ServerError) as failed, TritonServer(repository):
+        pass
+    assert "this repository has package version 0" in failed.value.log_tail
+    assert "package it again" in failed.value.log_tail
 
 
 def test_a_server_that_goes_away_is_said_so(tiny_repository: TritonRepository) -> None:

@@ -155,21 +155,36 @@ def events() -> list[TokenEvent]:
 
 def test_streaming_gives_what_is_new_and_never_the_prompt() -> None:
     answer = Answer(parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True))
-    assert [answer.add(event) for event in events()] == [
+    assert [answer.add(event, 0) for event in events()] == [
         {"text_output": ["a"], "output_ids": [5], "num_output_tokens": [1]},
         {"text_output": [""], "output_ids": [6, 7], "num_output_tokens": [3]},
         {"text_output": ["bc"], "output_ids": [8], "num_output_tokens": [4]},
     ]
 
 
+def test_chunks_of_a_stream_keep_their_distance_and_lose_nothing() -> None:
+    answer = Answer(parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True), interval_ns=10)
+    times = (100, 105, 109, 110, 112, 113)
+    steps = [TokenEvent("1", (number,), str(number)) for number in range(5)]
+    last = TokenEvent("1", (9,), "9", finish_reason="length", stats=STATS)
+    assert [answer.add(event, now) for event, now in zip([*steps, last], times, strict=True)] == [
+        {"text_output": ["0"], "output_ids": [0], "num_output_tokens": [1]},
+        None,
+        None,
+        {"text_output": ["123"], "output_ids": [1, 2, 3], "num_output_tokens": [4]},
+        None,
+        {"text_output": ["49"], "output_ids": [4, 9], "num_output_tokens": [6]},
+    ]
+
+
 def test_one_response_holds_everything_and_the_prompt_unless_it_is_excluded() -> None:
     with_prompt, without = Answer(parsed(return_token_ids=True)), Answer(parsed(sampling_param_exclude_input_from_output=True))
-    assert [with_prompt.add(event) for event in events()] == [
+    assert [with_prompt.add(event, 0) for event in events()] == [
         None,
         None,
         {"text_output": ["helloabc"], "output_ids": [5, 6, 7, 8]},
     ]
-    assert [without.add(event) for event in events()][-1] == {"text_output": ["abc"]}
+    assert [without.add(event, 0) for event in events()][-1] == {"text_output": ["abc"]}
 
 
 def test_statistics_come_with_the_last_response_when_asked_for() -> None:
@@ -182,7 +197,7 @@ def test_statistics_come_with_the_last_response_when_asked_for() -> None:
             return_speculation_stats=True,
         )
     )
-    last = [answer.add(event) for event in events()][-1]
+    last = [answer.add(event, 0) for event in events()][-1]
     assert last is not None
     assert last["finish_reason"] == ["stop"]
     assert last["stop_reason"] == ["d"]
@@ -201,7 +216,7 @@ def test_a_rate_of_nothing_is_left_out() -> None:
 
     stats = dataclasses.replace(STATS, drafted=0, accepted=0)
     last = Answer(parsed(sampling_param_return_perf_metrics=True)).add(
-        TokenEvent("1", (1,), "a", finish_reason="stop", stats=stats)
+        TokenEvent("1", (1,), "a", finish_reason="stop", stats=stats), 0
     )
     assert last is not None
     assert "acceptance_rate" not in last

@@ -4,7 +4,8 @@ Names, types and shapes of the tensors marked TensorRT-LLM are those of its `llm
 the others are ours, all optional, and named with TensorRT-LLM's words where it has one elsewhere.
 
 What a response holds
-- streaming: every chunk holds only what is new (delta) and never the prompt. `output_ids` too holds the chunk's own tokens, and
+- streaming: a chunk per step, but none within triton.stream_interval_ms of the one before: its tokens come with the next.
+  Every chunk holds only what is new (delta) and never the prompt. `output_ids` too holds the chunk's own tokens, and
   `num_output_tokens` counts all tokens so far, so that the difference of two chunks is what the later one carries.
   TensorRT-LLM's own model repeats the whole text in every chunk; config.pbtxt carries STREAM_TEXT so that a client can tell.
 - not streaming: exactly one response with the whole text. The prompt precedes it unless
@@ -23,11 +24,16 @@ __all__ = [
     "MODEL",
     "OUTCOMES",
     "OUTPUTS",
+    "PACKAGE_VERSION",
     "STREAM_TEXT",
     "STREAM_TEXT_PARAMETER",
     "MetricSpec",
     "TensorSpec",
 ]
+
+# Of the packaged files and what they use of the toolkit; written into model.yaml, so that a repository packaged by another
+# version is told apart when it is loaded. Raise it with every change of either: it is the package stage's version, too.
+PACKAGE_VERSION = 2
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 STREAM_TEXT_PARAMETER = "stream_text"  # of config.pbtxt

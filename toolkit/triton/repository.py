@@ -21,7 +21,7 @@ from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records import CompiledEngine
 from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS
+from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS, PACKAGE_VERSION
 
 __all__ = ["model_settings", "write_repository"]
 
@@ -56,10 +56,12 @@ def model_settings(
         "cancellation_check_period_ms": CANCELLATION_CHECK_PERIOD_MS,
     }
     settings["toolkit"] = {
+        "package_version": PACKAGE_VERSION,
         "acceptance": speculation.acceptance,
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
         "request_timeout_s": triton.request_timeout_s,
+        "stream_interval_ms": triton.stream_interval_ms,
         "threads": threads,
     }
     return settings

@@ -176,30 +176,37 @@ def _acceptance(value: Any) -> str | None:
 
 
 class Answer:
-    """Turns the events of one request into the tensors of its responses. Not thread-safe; one thread answers a request."""
+    """Turns the events of one request into the tensors of its responses. Not thread-safe; one thread answers a request.
 
-    def __init__(self, request: Request) -> None:
+    interval_ns: chunks of a stream are at least this far apart, except for the last. What comes in between is held and goes
+    with the next: a response costs time that a small model's step does not have.
+    """
+
+    def __init__(self, request: Request, interval_ns: int = 0) -> None:
         self._request = request
-        self._tokens = 0  # sent or waiting to be sent
+        self._interval_ns = interval_ns
+        self._due_ns = 0  # when the next chunk may be sent; the first one at once
+        self._tokens = 0  # of the request so far
+        # What has not been sent.
         self._text: list[str] = [request.prompt] if request.include_prompt else []
         self._ids: list[int] = []
 
-    def add(self, event: TokenEvent) -> dict[str, list[Any]] | None:
-        """Name -> values of the response that is due after this event; None while a request that does not stream is running."""
+    def add(self, event: TokenEvent, now_ns: int) -> dict[str, list[Any]] | None:
+        """Name -> values of the response that is due after this event; None if none is."""
         self._tokens += len(event.token_ids)
-        if not self._request.streaming:
-            self._text.append(event.text)
-            self._ids.extend(event.token_ids)
-            if event.finish_reason is None:
-                return None
-        streams = self._request.streaming
-        response: dict[str, list[Any]] = {"text_output": [event.text if streams else "".join(self._text)]}
+        self._text.append(event.text)
+        self._ids.extend(event.token_ids)
+        if event.finish_reason is None and not (self._request.streaming and now_ns >= self._due_ns):
+            return None
+        response: dict[str, list[Any]] = {"text_output": ["".join(self._text)]}
         if self._wants("return_token_ids"):
-            response["output_ids"] = list(event.token_ids) if streams else self._ids
+            response["output_ids"] = self._ids
         if self._wants("return_num_output_tokens"):
             response["num_output_tokens"] = [self._tokens]
         if event.finish_reason is not None:
             response.update(self._ending(event))
+        self._text, self._ids = [], []
+        self._due_ns = now_ns + self._interval_ns
         return response
 
     def _wants(self, name: str) -> bool:

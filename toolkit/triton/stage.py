@@ -8,12 +8,12 @@ from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records import CompiledEngine, TritonRepository
 from toolkit.triton import model_config
-from toolkit.triton.contract import MODEL
+from toolkit.triton.contract import MODEL, PACKAGE_VERSION
 from toolkit.triton.repository import model_settings, write_repository
 
 __all__ = ["VERSION", "package"]
 
-VERSION = 1
+VERSION = PACKAGE_VERSION
 
 
 def package(

@@ -31,7 +31,7 @@ try:
     from toolkit.interfaces import GenerationRequest, TokenEvent
     from toolkit.serving import load_runtime
     from toolkit.speculative.decode import QueueFull
-    from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS
+    from toolkit.triton.contract import METRICS, MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.requests import Answer, Limits, Request, parse
 except ImportError as error:
     import sys
@@ -96,6 +96,7 @@ class TritonPythonModel:
         self._stop = threading.Event()
         self._metrics = Metrics()
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
+        self._stream_interval_ns = int(1e6 * own["stream_interval_ms"])
         self._threads = [
             threading.Thread(target=self._run, name="runtime"),
             threading.Thread(target=self._watch, name="watcher"),
@@ -148,7 +149,7 @@ class TritonPythonModel:
         timeout_ms = request.timeout_ms or self._default_timeout_ms
         with self._jobs_lock:
             self._next += 1
-            job = Job(str(self._next), name, sender, Answer(request), timeout_ms)
+            job = Job(str(self._next), name, sender, Answer(request, self._stream_interval_ns), timeout_ms)
             self._jobs[job.id] = job
         generation = GenerationRequest(
             request_id=job.id,
@@ -219,7 +220,7 @@ class TritonPythonModel:
 
     def _response(self, job: Job, event: TokenEvent) -> Any:
         if event.finish_reason in ("stop", "length", None):
-            tensors = job.answer.add(event)
+            tensors = job.answer.add(event, time.monotonic_ns())
             return tensors and pb_utils.InferenceResponse([_tensor(name, values) for name, values in tensors.items()])
         if event.finish_reason == "deadline":
             tokens = 0 if event.stats is None else event.stats.output_tokens
@@ -311,10 +312,11 @@ def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
         raise pb_utils.TritonModelException(
             f"decoupled is {stated} in config.pbtxt and {not stated} in {path}; write it equal in both"
         )
-    declared = {tensor["name"] for tensor in model_config["input"]}
-    if declared != {spec.name for spec in INPUTS}:
+    packaged = settings["toolkit"].get("package_version")
+    if packaged != PACKAGE_VERSION:
         raise pb_utils.TritonModelException(
-            "config.pbtxt was packaged by another version of the toolkit than the one installed here; package again"
+            f"this repository has package version {packaged}, and the toolkit installed here serves version {PACKAGE_VERSION}: "
+            "package it again"
         )
     return settings
 
