@@ -1,4 +1,4 @@
-"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged deployment out, through the real CLI."""
+"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged deployment out, by the real CLI."""
 
 from __future__ import annotations
 
