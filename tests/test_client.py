@@ -245,7 +245,7 @@ def test_measured_times_follow_the_schedule(serve: Callable[..., Any]) -> None:
         assert timing.ttft_ns is not None
         assert timing.e2e_ns is not None
         assert timing.ttft_ns >= 50 * MS
-        assert timing.e2e_ns - timing.ttft_ns >= 100 * MS - 1
+        assert timing.e2e_ns >= 150 * MS  # the gap between two chunks has no lower bound: the first may arrive late
         assert timing.text == "abc"
         assert timing.token_ids == (1, 2, 3)
 
