@@ -115,7 +115,7 @@ class TritonConfig(Section):
     max_queue_size: Count = 256  # requests beyond this are refused at once
     default_max_tokens: Count = 128
     request_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # deadline of a request that states none
-    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 5.0  # chunks of a stream are this far apart; 0: one per step
+    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0  # chunks of a stream are this far apart; 0: one per step
     host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
