@@ -47,7 +47,13 @@ _loaded: set[str] = set()
 
 def source_digest() -> str:
     """Of the kernel source and the flags: what decides the library's behaviour besides compiler, torch and machine."""
-    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    return hashlib.sha256(_source() + " ".join(FLAGS).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _source() -> bytes:
+    """Read once: what is compiled is what was digested, even if the file changes under a long-lived process."""
+    return SOURCE.read_bytes()
 
 
 def namespace() -> str:
@@ -77,9 +83,9 @@ def _compiled_once(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="toolkit-kernels-"))
     _keep_until_exit(folder)
     library = folder / "kernels.so"
-    command = [compiler, *FLAGS, f"-DTOOLKIT_NAMESPACE={name}", str(SOURCE), "-o", str(library)]
+    command = [compiler, *FLAGS, f"-DTOOLKIT_NAMESPACE={name}", "-x", "c++", "-", "-o", str(library)]
     command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=_source().decode(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise StageError(
