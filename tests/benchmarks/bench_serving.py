@@ -81,6 +81,7 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
     """prompt -> (tokens, seconds) of greedy decoding with the target engine alone; the least that plain decoding can cost."""
     import torch
     from tokenizers import Tokenizer
+
     from toolkit.engines.registry import backend
 
     folder = repository / MODEL / "1" / "engines" / "target"
