@@ -113,3 +113,21 @@ def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) 
     built = build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until="upper", stages=small_stages("a"))
     assert observer.lines == ["words built", "upper/target built"]
     assert built.report is None
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"engine": {"kind": "trt_engine"}}, "engine.kind trt_engine is not built yet"),
+        ({"engine": {"kind": "trtllm_pytorch"}}, "engine.kind trtllm_pytorch is not built yet"),
+        ({"triton": {"layout": "bls"}}, "triton.layout bls is not built yet"),
+        ({"target": {"checkpoint": "meta-llama/Llama-3.2-1B"}}, "hub ids are not fetched yet"),
+    ],
+)
+def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, sections: dict[str, object], message: str
+) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair, **sections))
+    with pytest.raises(UsageError, match=message):
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()

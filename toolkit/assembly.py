@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig
 from toolkit.errors import CheckpointError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.pipeline.files import store_error, write_whole
@@ -38,7 +38,7 @@ from toolkit.records import (
     to_json,
 )
 
-__all__ = ["STAGES", "Built", "Workplace", "build", "explain_build", "stages_of"]
+__all__ = ["STAGES", "Built", "Workplace", "build", "embedded", "explain_build", "stages_of"]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SOURCES = Path(__file__).parent
@@ -138,7 +138,11 @@ def _models(config: DeploymentConfig) -> dict[str, ModelConfig]:
 
 
 def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """All stages of a deployment, in order. Raises UsageError for calibration or prompt files that cannot be used."""
+    """All stages of a deployment, in order.
+
+    Raises UsageError for what is not built yet, and for calibration or prompt files that cannot be used.
+    """
+    _refuse_unbuilt(config)
     _check_inputs(config)
     roles = tuple(_models(config))
     return [
@@ -148,6 +152,28 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
         _package(config, roles),
         _validate(config, roles, workplace, memo),
     ]
+
+
+def _refuse_unbuilt(config: DeploymentConfig) -> None:
+    """What the YAML may say and no stage can do yet. Raises UsageError: a plan is made of it all the same."""
+    if config.triton.layout == "bls":
+        raise UsageError("triton.layout bls is not built yet", mend="`llmapi` works here")
+    for role, model in _models(config).items():
+        if model.hub_id is not None:
+            mend = f"download it (hf download {model.hub_id}) and name the folder"
+            raise UsageError(f"{role}.checkpoint {model.hub_id} is not a folder; hub ids are not fetched yet", mend=mend)
+        if model.trust_remote_code:
+            raise UsageError(
+                f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
+            )
+    embedded(config)
+
+
+def embedded(config: DeploymentConfig) -> TorchEngineConfig:
+    """The section of the embedded engine. Raises UsageError for another kind, where no stage can build it."""
+    if not isinstance(config.engine, TorchEngineConfig):
+        raise UsageError(f"engine.kind {config.engine.kind} is not built yet", mend="`torch`, the embedded engine, works here")
+    return config.engine
 
 
 def _check_inputs(config: DeploymentConfig) -> None:
@@ -187,7 +213,7 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
-        settings = model.quantization.model_dump()
+        settings = model.quantization.model_dump(exclude={"allow_unsupported"})
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
@@ -203,16 +229,17 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
 def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage:
     from toolkit.engines import stage
 
-    kind, needed = config.engine.kind, f"quantize/{role}"
+    engine, needed = embedded(config), f"quantize/{role}"
+    kind = engine.kind
     spec = EngineSpec(
         role=role,
-        max_batch_size=config.engine.max_batch_size,
-        max_input_len=config.engine.max_input_len,
-        max_seq_len=config.engine.max_seq_len,
+        max_batch_size=engine.max_batch_size,
+        max_input_len=engine.max_input_len,
+        max_seq_len=engine.max_seq_len,
         max_draft_len=config.speculation.max_draft_len if role == "target" and config.draft is not None else 0,
-        dtype=config.engine.dtype,
-        device=_device(config.engine.device),
-        mode=config.engine.mode,
+        dtype=engine.dtype,
+        device=_device(engine.device),
+        mode=engine.mode,
     )
 
     def parts(finished: Finished) -> Mapping[str, Any]:
@@ -238,7 +265,7 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         settings = {
             "speculation": config.speculation.model_dump(),
             "triton": config.triton.model_dump(exclude=where_it_listens),
-            "threads": config.engine.threads,
+            "threads": embedded(config).threads,
         }
         inputs = {need: finished[need].entry.digest for need in needs}
         # The model and the client are files of ours, copied into the repository.
@@ -248,7 +275,7 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
         engines = [finished[need].record for need in needs]
         draft = engines[1] if len(engines) > 1 else None
-        return stage.package(engines[0], draft, config.speculation, config.triton, config.engine.threads, out_dir)
+        return stage.package(engines[0], draft, config.speculation, config.triton, embedded(config).threads, out_dir)
 
     return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
 
@@ -302,7 +329,7 @@ def _measure(
     engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
     target = engines["target"].path
     reference = reference_from_engine(
-        lambda: backend(config.engine.kind).load(target, threads=config.engine.threads),
+        lambda: backend(embedded(config).kind).load(target, threads=embedded(config).threads),
         lambda prompt: _codec(target).encode(prompt),
         eos_token_ids(target),
         _noise,

@@ -355,6 +355,7 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     import time
 
     _run_stages(config, "compile")
+    from toolkit.assembly import embedded
     from toolkit.interfaces import GenerationRequest, Sampling
     from toolkit.serving import load_runtime
 
@@ -362,7 +363,7 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     runtime = load_runtime(
         engines / "target",
         None if config.draft is None else engines / "draft",
-        threads=config.engine.threads,
+        threads=embedded(config).threads,
         max_draft_len=0 if config.draft is None else config.speculation.max_draft_len,
         acceptance=config.speculation.acceptance,
         max_queue_size=1,

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from toolkit.config.load import load_config
-from toolkit.config.schema import DeploymentConfig
+from toolkit.config.schema import DeploymentConfig, TensorRtLlmConfig
 from toolkit.errors import ConfigError, Fault
 
 GOOD = """\
@@ -128,7 +128,7 @@ def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
         ("kv_cache_quant_algoo", "did you mean 'kv_cache_quant_algo'?"),
         ("quantalgo", "did you mean 'quant_algo'?"),
         ("max_draft_len", "did you mean speculation.max_draft_len?"),
-        ("zzz", "known in `target.quantization`: quant_algo, kv_cache_quant_algo"),
+        ("zzz", "known in `target.quantization`: quant_algo, kv_cache_quant_algo, allow_unsupported"),
     ],
 )
 def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> None:
@@ -157,13 +157,9 @@ def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str
 @pytest.mark.parametrize(
     "override",
     [
-        "engine.kind=trt_engine",
-        "engine.kind=trtllm_pytorch",
-        "engine.tensorrt_llm=1.2.1",
         "speculation.kind=ngram",
         "speculation.max_draft_len=auto",
-        "triton.layout=bls",
-        "hardware=auto",
+        "validation.distribution={}",
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_what_works(folder: Path, override: str) -> None:
@@ -173,9 +169,61 @@ def test_what_is_not_built_yet_is_refused_with_what_works(folder: Path, override
     assert fault.origin == f"--set {override}"
 
 
-def test_a_hub_id_is_refused_with_what_to_do(folder: Path) -> None:
-    (fault,) = faults_of(with_line(folder, "models/draft", "meta-llama/Llama-3.2-1B"))
-    assert fault.mend is not None and "download the checkpoint" in fault.mend
+@pytest.mark.parametrize(
+    "override, path, words",
+    [
+        ("engine.kind=tensorrt", "engine.kind", "known: torch, trt_engine, trtllm_pytorch"),
+        ("engine.kind=trt-engine", "engine.kind", "did you mean 'trt_engine'?"),
+        ("engine.kind=[a]", "engine.kind", "known: torch"),
+        ("engine.kind=", "engine.kind", "known: torch"),
+        ("engine=torch", "engine", "Write keys beneath it"),
+        ("engine.tp_size=2", "engine.tp_size", "It belongs to trt_engine and trtllm_pytorch"),
+        ("engine.cuda_graph=true", "engine.cuda_graph", "It belongs to trtllm_pytorch"),
+        ("engine.tpsize=2", "engine.tpsize", "known in `engine`: max_batch_size"),
+        ("engine.threads=x", "engine.threads", "Write digits"),
+        ("hardware.gpu=h200", "hardware.gpu", "did you mean 'H200'?"),
+        ("hardware.count=0", "hardware.count", "at least 1"),
+        ("triton.layout=ensemble", "triton.layout", "known: auto, llmapi, bls"),
+    ],
+)
+def test_a_key_or_word_of_another_engine_says_whose_it_is(folder: Path, override: str, path: str, words: str) -> None:
+    (fault,) = faults_of(folder / "tiny.yaml", override)
+    assert fault.path == path
+    assert fault.mend is not None and words in fault.mend
+
+
+@pytest.mark.parametrize("kind", ["trt_engine", "trtllm_pytorch"])
+def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> None:
+    file = with_line(
+        folder, "engine: {max_seq_len: 640}", f'engine: {{kind: {kind}, tensorrt_llm: "1.1", tp_size: 2, pp_size: 4}}'
+    )
+    engine = load_config(file).engine
+    assert isinstance(engine, TensorRtLlmConfig)
+    assert (engine.kind, engine.tensorrt_llm, engine.world_size) == (kind, "1.1", 8)
+    (fault,) = faults_of(file, "engine.threads=2")
+    assert fault.message == f"is no key of kind {kind}"
+    (fault,) = faults_of(file, "engine.tensorrt_llm=1.4")
+    assert fault.mend is not None and "Put it in quotes" in fault.mend  # YAML reads it as a number
+    (fault,) = faults_of(file, 'engine.tensorrt_llm="1.4"')
+    assert fault.mend is not None and "1.2.1, 1.3" in fault.mend
+
+
+def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
+    file = with_line(folder, "models/draft", "meta-llama/Llama-3.2-1B\n  revision: main")
+    config = load_config(file)
+    assert config.draft is not None and config.draft.hub_id == "meta-llama/Llama-3.2-1B"
+    assert config.target.hub_id is None
+
+
+def test_a_path_with_a_typing_error_is_no_hub_id(folder: Path) -> None:
+    for written in ("models/drfat", "./meta-llama/Llama", "../meta/Llama", "/meta/Llama", "nowhere"):
+        (fault,) = faults_of(with_line(folder, "models/draft", written))
+        assert fault.message == f"no such folder: {written}"
+
+
+def test_a_folder_has_no_revisions(folder: Path) -> None:
+    (fault,) = faults_of(with_line(folder, "models/draft", "models/draft\n  revision: main"))
+    assert (fault.path, fault.line) == ("draft.revision", 7)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +295,21 @@ def test_every_shipped_config_is_sound(file: Path) -> None:
     assert config.name == file.stem
 
 
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Every config model inside an annotation, however deep."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from models_in(inner)
+
+
 def test_every_key_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 
     def names(model: type[BaseModel]) -> Iterator[str]:
         for name, info in model.model_fields.items():
             yield name
-            for inner in (info.annotation, *typing.get_args(info.annotation)):
-                if isinstance(inner, type) and issubclass(inner, BaseModel):
-                    yield from names(inner)
+            for inner in models_in(info.annotation):
+                yield from names(inner)
 
     assert [name for name in names(DeploymentConfig) if f"{name}`" not in text and f"`{name}." not in text] == []

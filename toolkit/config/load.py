@@ -28,18 +28,10 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 # What the design has and this version has not: refused by name, with what works.
 NOT_BUILT_VALUES: dict[KeyPath, tuple[tuple[Any, ...], str]] = {
-    ("engine", "kind"): (("trt_engine", "trtllm_pytorch"), "`torch`, the embedded engine, works here"),
     ("speculation", "kind"): (("ngram",), "`draft_target` and `none` work here"),
     ("speculation", "max_draft_len"): (("auto",), "write a whole number from 1 to 16; 4 is a good start"),
-    ("triton", "layout"): (("bls",), "`llmapi` works here"),
 }
 NOT_BUILT_KEYS: dict[KeyPath, str] = {
-    ("hardware",): "the stages run on the machine they are started on",
-    ("engine", "tensorrt_llm"): "only `kind: torch` works here, which has no TensorRT-LLM version",
-    ("engine", "tp_size"): "the engine runs on one device",
-    ("engine", "pp_size"): "the engine runs on one device",
-    ("target", "revision"): "checkpoints are folders on this machine",
-    ("draft", "revision"): "checkpoints are folders on this machine",
     ("validation", "distribution"): "seeded requests are compared token by token instead",
 }
 INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
@@ -100,8 +92,11 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
 
 def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> Fault:
     """One of pydantic's errors, in our words and at its place."""
+    path, variant = _without_tag(path)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        path, kind, value = (*path, "kind"), "literal_error", value["kind"]
     if kind == "extra_forbidden":
-        return source.place(path, of_key=True).fault(path, *_unknown_key(path))
+        return source.place(path, of_key=True).fault(path, *_unknown_key(path, variant))
     if kind == "missing":
         message = "is missing"
         mend = f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`." if path[:-1] else f"Add `{path[-1]}:` to the file."
@@ -109,10 +104,13 @@ def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], va
     return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
 
 
-def _unknown_key(path: KeyPath) -> tuple[str, str]:
+def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
     if path in NOT_BUILT_KEYS:
         return "is not built yet", f"{_capital(NOT_BUILT_KEYS[path])}; remove this line."
-    name, here = str(path[-1]), _known_keys().get(path[:-1], ())
+    name, here = str(path[-1]), _known_keys(variant).get(path[:-1], ())
+    kinds = [kind for kind in _variants() if variant is not None and name in _known_keys(kind).get(path[:-1], ())]
+    if kinds:
+        return f"is no key of kind {variant}", f"It belongs to {' and '.join(kinds)}; set {path[0]}.kind, or remove this line."
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.6)
     if near:
         return "unknown key", f"did you mean {near[0]!r}?"
@@ -155,6 +153,8 @@ def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, 
 def _choices(path: KeyPath, value: Any) -> str:
     allowed = _literals(path)
     listed = f"known: {', '.join(allowed)}."
+    if isinstance(value, (int, float)) and allowed[0][:1].isdigit():  # YAML takes a version for a number
+        return f"Put it in quotes; {listed}"
     if isinstance(value, str):
         if path[-1] == "quant_algo" and value.upper() in SPELLINGS:
             return f"{SPELLINGS[value.upper()]}\n  {listed}"
@@ -178,14 +178,22 @@ def _missing_files(source: Source) -> Iterator[Fault]:
         if not written.strip():
             yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
         elif not found.exists():
+            if folder and _is_hub_id(base, written):
+                continue
             mend = f"A relative path starts at the folder of this file: {found}"
-            if folder and HUB_ID.match(written):
-                mend += "\n  Hub ids are not fetched yet: if it is one, download the checkpoint and name its folder."
             yield source.place(path).fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
         elif folder and not found.is_dir():
             yield source.place(path).fault(path, f"{written} is a file", "Name the folder that holds it.")
         elif not folder and not found.is_file():
             yield source.place(path).fault(path, f"{written} is not a file", "Name a JSON Lines file.")
+        elif folder and section.get("revision") is not None:  # type: ignore[union-attr]
+            of = (path[0], "revision")
+            yield source.place(of).fault(of, f"{written} is a folder, which has no revisions", "Remove this line.")
+
+
+def _is_hub_id(base: Path, written: str) -> bool:
+    """OWNER/NAME, where no folder OWNER beside the file says that a path was meant."""
+    return HUB_ID.match(written) is not None and not (base / written).parent.exists()
 
 
 def _resolve(base: Path, path: Path) -> Path:
@@ -198,9 +206,13 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
     def at(section: Any, **paths: Path | None) -> Any:
         return section.model_copy(update={name: path and _resolve(base, path) for name, path in paths.items()})
 
+    def model(section: Any) -> Any:
+        found = _resolve(base, section.checkpoint)
+        return section if not found.exists() else at(section, checkpoint=section.checkpoint)
+
     sections = {
-        "target": at(config.target, checkpoint=config.target.checkpoint),
-        "draft": config.draft and at(config.draft, checkpoint=config.draft.checkpoint),
+        "target": model(config.target),
+        "draft": config.draft and model(config.draft),
         "calibration": config.calibration
         and at(config.calibration, dataset=config.calibration.dataset, heldout=config.calibration.heldout),
         "validation": at(config.validation, prompts=config.validation.prompts),
@@ -208,15 +220,29 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
     return config.model_copy(update=sections)
 
 
-def _known_keys() -> dict[KeyPath, tuple[str, ...]]:
-    """Section -> its keys, for every section of the schema."""
+def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
+    """pydantic's path through a tagged union holds the tag, the file does not: (path as in the file, tag)."""
+    if len(path) > 1 and path[0] == "engine" and path[1] in _variants():
+        return (path[0], *path[2:]), str(path[1])
+    return path, None
+
+
+def _variants() -> dict[str, type[BaseModel]]:
+    """Tag -> member of the union that `engine` is."""
+    members = _models(DeploymentConfig.model_fields["engine"].annotation)
+    return {str(member.model_fields["kind"].default): member for member in members}
+
+
+def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
+    """Section -> its keys, for every section of the schema; of `engine`, those of one kind, or of all."""
     found: dict[KeyPath, tuple[str, ...]] = {}
 
     def visit(model: type[BaseModel], path: KeyPath) -> None:
-        found[path] = tuple(model.model_fields)
+        found[path] = tuple(dict.fromkeys((*found.get(path, ()), *model.model_fields)))
         for name, info in model.model_fields.items():
-            for inner in _members(info.annotation):
-                if isinstance(inner, type) and issubclass(inner, BaseModel):
+            models = _models(info.annotation)
+            for inner in models:
+                if len(models) == 1 or variant is None or inner is _variants()[variant]:
                     visit(inner, (*path, name))
 
     visit(DeploymentConfig, ())
@@ -224,17 +250,25 @@ def _known_keys() -> dict[KeyPath, tuple[str, ...]]:
 
 
 def _literals(path: KeyPath) -> tuple[str, ...]:
-    model: Any = DeploymentConfig
+    """The words that a key may have; `kind` of a union has those of all its members."""
+    models: tuple[type[BaseModel], ...] = (DeploymentConfig,)
     for part in path[:-1]:
-        members = _members(model.model_fields[part].annotation)
-        model = next(member for member in members if isinstance(member, type) and issubclass(member, BaseModel))
-    members = _members(model.model_fields[path[-1]].annotation)
-    return tuple(str(word) for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member))
+        models = tuple(inner for model in models for inner in _models(model.model_fields[str(part)].annotation))
+    annotations = [model.model_fields[str(path[-1])].annotation for model in models if path[-1] in model.model_fields]
+    members = [member for annotation in annotations for member in _members(annotation)]
+    words = [str(word) for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
+    return tuple(dict.fromkeys(words))
+
+
+def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The config models among the members of an annotation."""
+    return tuple(member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel))
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """X | None -> (X, NoneType); anything else -> itself."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+    """X | None -> (X, NoneType); anything else -> itself; without what Annotated adds."""
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+    return tuple(typing.get_args(member)[0] if typing.get_origin(member) is typing.Annotated else member for member in members)
 
 
 def _shown(value: Any) -> str:

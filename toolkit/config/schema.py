@@ -10,25 +10,49 @@ the YAML.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 __all__ = [
     "CalibrationConfig",
     "DeploymentConfig",
+    "EngineConfig",
+    "HardwareConfig",
     "LatencyGates",
     "ModelConfig",
     "ParityGates",
     "QualityGates",
     "QuantizationConfig",
     "SpeculationConfig",
+    "TensorRtLlmConfig",
     "TorchEngineConfig",
     "TritonConfig",
+    "TrtEngineConfig",
+    "TrtllmPytorchConfig",
     "ValidationConfig",
+    "engine_kind",
 ]
 
 QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
+TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
+GpuName = Literal[
+    "auto",
+    "A100-40GB",
+    "A100",
+    "A10",
+    "A30",
+    "L4",
+    "L40S",
+    "RTX4090",
+    "RTX5090",
+    "H100",
+    "H100-NVL",
+    "H200",
+    "GH200",
+    "B200",
+    "B300",
+]
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AnyPath = Annotated[Path, Field(strict=False)]  # text in the YAML
@@ -45,6 +69,7 @@ class QuantizationConfig(Section):
 
     quant_algo: QuantAlgo = "NO_QUANT"
     kv_cache_quant_algo: Literal["FP8"] | None = None
+    allow_unsupported: bool = False  # go on where nobody vouches for it; never where it is known to fail
 
     @field_validator("kv_cache_quant_algo")
     @classmethod
@@ -60,10 +85,19 @@ class QuantizationConfig(Section):
 
 
 class ModelConfig(Section):
-    """One checkpoint. `checkpoint` is a directory in Hugging Face form; a relative path starts at the YAML's folder."""
+    """One checkpoint: a directory in Hugging Face form, or a hub id (`meta-llama/Llama-3.2-1B-Instruct`).
+
+    A relative path starts at the folder of the YAML. Once it is loaded, directories are absolute; what is relative is a hub id.
+    """
 
     checkpoint: AnyPath
+    revision: str | None = None  # branch, tag or commit of a hub id; None: its main branch
+    trust_remote_code: bool = False  # let the tokenizer's own Python code run
     quantization: QuantizationConfig = QuantizationConfig()
+
+    @property
+    def hub_id(self) -> str | None:
+        return None if self.checkpoint.is_absolute() else self.checkpoint.as_posix()
 
 
 class CalibrationConfig(Section):
@@ -85,14 +119,9 @@ class SpeculationConfig(Section):
     acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
 
 
-class TorchEngineConfig(Section):
-    """The embedded engine: our runtime over compiled torch graphs."""
+class EngineLengths(Section):
+    """What every engine is sized for. max_seq_len counts prompt and output together."""
 
-    kind: Literal["torch"] = "torch"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    mode: Literal["auto", "compiled", "eager"] = "auto"
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    threads: Count | None = None  # None: all cores this process may use
     max_batch_size: Count = 8
     max_input_len: Count = 512
     max_seq_len: Annotated[Count, Field(validate_default=True)] = 1024
@@ -109,8 +138,75 @@ class TorchEngineConfig(Section):
         return max_seq_len
 
 
+class TorchEngineConfig(EngineLengths):
+    """The embedded engine: our runtime over compiled torch graphs."""
+
+    kind: Literal["torch"] = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    mode: Literal["auto", "compiled", "eager"] = "auto"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    threads: Count | None = None  # None: all cores this process may use
+
+
+class TensorRtLlmConfig(EngineLengths):
+    """What both flows of TensorRT-LLM have in common, under its own names. What is possible where: `toolkit.plan.resolve`."""
+
+    tensorrt_llm: TensorRtLlmVersion = "1.2.1"
+    tp_size: Count = 1
+    pp_size: Count = 1
+    gpus_per_node: Count = 8
+    max_num_tokens: Count | None = None  # tokens of one forward over all requests; None: 8192, as TensorRT-LLM does
+    tokens_per_block: Count = 32
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = (
+        0.9  # of what the weights leave free, for both KV caches
+    )
+    enable_block_reuse: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+class TrtEngineConfig(TensorRtLlmConfig):
+    """The engine flow: TRT-LLM checkpoint -> trtllm-build -> rank{N}.engine. Ends with TensorRT-LLM 1.2.1."""
+
+    kind: Literal["trt_engine"] = "trt_engine"
+    multiple_profiles: bool = False
+    opt_num_tokens: Count | None = None
+    builder: Literal["auto", "local", "container"] = "auto"  # auto: where trtllm-build is on the PATH, else its container
+
+
+class TrtllmPytorchConfig(TensorRtLlmConfig):
+    """The PyTorch flow: a quantized checkpoint in Hugging Face form, no compile step."""
+
+    kind: Literal["trtllm_pytorch"] = "trtllm_pytorch"
+    cuda_graph: bool = True
+    attn_backend: Literal["TRTLLM", "FLASHINFER", "VANILLA"] = "TRTLLM"
+
+
+def engine_kind(engine: Any) -> Any:
+    """The tag of the union: `kind`, and `torch` where none is written."""
+    return engine.get("kind", "torch") if isinstance(engine, dict) else getattr(engine, "kind", "torch")
+
+
+EngineConfig = Annotated[
+    Annotated[TorchEngineConfig, Tag("torch")]
+    | Annotated[TrtEngineConfig, Tag("trt_engine")]
+    | Annotated[TrtllmPytorchConfig, Tag("trtllm_pytorch")],
+    Discriminator(engine_kind),
+]
+
+
+class HardwareConfig(Section):
+    """Where it will be served. gpu auto: the GPUs of this machine. count: in each node; None: as many as the engine takes."""
+
+    gpu: GpuName = "auto"
+    count: Count | None = None
+    nodes: Count = 1
+
+
 class TritonConfig(Section):
-    layout: Literal["auto", "llmapi"] = "auto"
+    layout: Literal["auto", "llmapi", "bls"] = "auto"
     decoupled: bool = True
     max_queue_size: Count = 256  # requests beyond this are refused at once
     default_max_tokens: Count = 128
@@ -183,7 +279,8 @@ class DeploymentConfig(Section):
     draft: ModelConfig | None = None
     calibration: Annotated[CalibrationConfig | None, Field(validate_default=True)] = None
     speculation: Annotated[SpeculationConfig, Field(validate_default=True)] = SpeculationConfig()
-    engine: TorchEngineConfig = TorchEngineConfig()
+    engine: EngineConfig = TorchEngineConfig()
+    hardware: HardwareConfig = HardwareConfig()
     triton: TritonConfig = TritonConfig()
     validation: ValidationConfig
 
