@@ -99,6 +99,29 @@ def test_checkpoints_that_differ_in_all_but_the_tokenizer_work(name: str, tmp_pa
     assert report["verdict"] == "PASS"
 
 
+@pytest.mark.slow
+def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(tmp_path: Path) -> None:
+    """Qwen2.5's habit: the target has more rows than the draft over the same tokens; another chat template is worth a word."""
+    target = write_checkpoint(tmp_path / "target", family="qwen2", seed=5, vocab_size=320)
+    draft = write_checkpoint(
+        tmp_path / "draft", family="qwen2", seed=6, vocab_size=272, num_hidden_layers=1, tie_word_embeddings=True
+    )
+    (draft / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    config = write_deployment(tmp_path, target, draft)
+    done = toolkit("build", str(config), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "build/reports/tiny/report.json").read_text())
+    assert report["verdict"] == "PASS"
+    assert {role: engine["vocab_size"] for role, engine in report["engines"].items()} == {"target": 272, "draft": 272}
+    said = {finding["check"]: finding for finding in report["findings"] if finding["severity"] == "warning"}
+    assert said["vocabulary"]["detail"].startswith("the target's 320 rows are trimmed to 272")
+    assert said["chat template"]["detail"] == "differs; prompts are formatted with the target's"
+    assert "the target's 320 rows are trimmed to 272" in (tmp_path / "build/reports/tiny/report.md").read_text()
+    [proof] = (tmp_path / "build/store/pair").glob("*/record.json")
+    record = json.loads(proof.read_text())["record"]
+    assert (record["target_vocab_size"], record["draft_vocab_size"], record["vocab_size"]) == (320, 272, 272)
+
+
 def test_generated_files_are_left_out_of_git() -> None:
     root = Path(__file__).parents[1]
     ignored = (root / ".gitignore").read_text()

@@ -189,19 +189,21 @@ def _check_inputs(config: DeploymentConfig) -> None:
 def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
+    tp_size = 1 if config.engine.kind == "torch" else config.engine.tp_size
+
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
         try:
             digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in _models(config).items()}
         except StoreError as error:
             raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
-        return {"inputs": digests, "fingerprint": _versions(["tokenizers"])}
+        return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": _versions(["tokenizers"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
         draft = None if config.draft is None else config.draft.checkpoint
-        return prove_pair(config.target.checkpoint, draft, memo)
+        return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size)
 
-    return Stage("pair", 1, PairProof, (), parts, run)
+    return Stage("pair", 2, PairProof, (), parts, run)
 
 
 def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
@@ -213,7 +215,7 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
-        settings = model.quantization.model_dump(exclude={"allow_unsupported"})
+        settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
@@ -221,7 +223,8 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
         return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
-        return stage.quantize(role, model.checkpoint, model.quantization, calibration, out_dir, progress)
+        vocab_size = finished["pair"].record.vocab_size
+        return stage.quantize(role, model.checkpoint, model.quantization, calibration, out_dir, progress, vocab_size=vocab_size)
 
     return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
 
@@ -296,6 +299,7 @@ def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workpla
             "inputs": {
                 "repository": finished["package"].entry.digest,
                 "quality": digest_value(to_json(quality_of(finished))),
+                "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
                 "sources": digest_tree(SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]),
             },
@@ -350,6 +354,7 @@ def _measure(
             engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
             environment=_environment(),
             counters=lambda: read_counters(server.metrics_url),
+            preceding=finished["pair"].record.findings,
             stages=[StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
             progress=progress,
         )

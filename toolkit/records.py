@@ -54,12 +54,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PairProof:
-    """Both checkpoints were read, and their tokenizers and vocabularies are the same by content."""
+    """Both checkpoints were read, and their tokenizers and vocabularies are the same by content.
+
+    vocab_size: rows of embedding and LM head that both are built with; the sources' own are target_vocab_size and
+    draft_vocab_size, and rows above vocab_size are padding.
+    """
 
     target_digest: str  # content digest of the source checkpoint
     draft_digest: str | None
     tokenizer_digest: str
     vocab_size: int
+    target_vocab_size: int
+    draft_vocab_size: int | None
     findings: tuple[Finding, ...]
 
 

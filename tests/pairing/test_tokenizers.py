@@ -104,11 +104,54 @@ def test_special_tokens_that_one_lacks_are_named(pair: tuple[Path, Path]) -> Non
     assert "id 257: target '<|eos|>', draft has no such id" in message
 
 
-def test_padding_alone_is_told_apart_from_other_tokens(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    padded = write_checkpoint(tmp_path / "padded", vocab_size=320)
-    message = refusal(pair[0], padded)
-    assert "have the same 258 tokens, but 258 and 320 rows" in message
-    assert "padding" in message
+def add_token(folder: Path, *names: str) -> None:
+    def add(data: dict[str, Any]) -> None:
+        last = data["added_tokens"][-1]
+        data["added_tokens"] += [{**last, "id": last["id"] + i, "content": name} for i, name in enumerate(names, start=1)]
+
+    edit(folder / "tokenizer.json", add)
+
+
+@pytest.mark.parametrize("wider", ["target", "draft"])
+def test_padding_alone_is_repaired_and_recorded(wider: str, tmp_path: Path) -> None:
+    """Qwen2.5's habit in the small: the same tokens under 151936 and 152064 rows."""
+    plain, padded = write_checkpoint(tmp_path / "plain", vocab_size=264), write_checkpoint(tmp_path / "padded", vocab_size=320)
+    target, draft = (padded, plain) if wider == "target" else (plain, padded)
+    proof = prove_pair(target, draft, tp_size=8)
+    assert proof.vocab_size == 264
+    assert (proof.target_vocab_size, proof.draft_vocab_size) == ((320, 264) if wider == "target" else (264, 320))
+    found = {finding.check: finding.detail for finding in proof.findings if finding.severity == "warning"}
+    assert found == {
+        "vocabulary": f"the {wider}'s 320 rows are trimmed to 264; those above id 257 are padding over the same tokens"
+    }
+
+
+def test_both_are_trimmed_where_tensor_parallelism_asks_for_it(tmp_path: Path) -> None:
+    target, draft = write_checkpoint(tmp_path / "target", vocab_size=269), write_checkpoint(tmp_path / "draft", vocab_size=320)
+    assert prove_pair(target, draft, tp_size=4).vocab_size == 268
+    assert "the target's 269 rows and the draft's 320 rows are trimmed to 268" in [
+        finding.detail.split(";")[0] for finding in prove_pair(target, draft, tp_size=4).findings
+    ]
+    with pytest.raises(PairingError, match="no size from the 258 rows in use to 269 is divisible by tp_size 16") as caught:
+        prove_pair(target, draft, tp_size=16)
+    assert "choose a tp_size that divides 269" in str(caught.value)
+
+
+def test_rows_of_a_token_that_only_one_has_are_no_padding(tmp_path: Path) -> None:
+    """Llama's habit in the small: 128000 tokens against 128256, the rest being special tokens."""
+    target = write_checkpoint(tmp_path / "target", vocab_size=262)
+    draft = write_checkpoint(tmp_path / "draft", vocab_size=258)
+    add_token(target, "<|start_header|>", "<|end_header|>", "<|eot|>", "<|reserved|>")
+    message = refusal(target, draft)
+    assert "have different tokens at 4 ids" in message
+    assert "id 258: target '<|start_header|>', draft has no such id" in message
+    assert "id 261: target '<|reserved|>', draft has no such id" in message
+
+
+def test_a_row_that_an_eos_id_stands_in_is_not_cut(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", vocab_size=320, eos_token_id=300)
+    draft = write_checkpoint(tmp_path / "draft", vocab_size=264)
+    assert "no size from the 301 rows in use to 264" in refusal(target, draft)
 
 
 def test_another_bos_habit_is_refused_with_the_first_text(pair: tuple[Path, Path]) -> None:
@@ -124,6 +167,32 @@ def test_another_normalizer_is_refused(pair: tuple[Path, Path]) -> None:
     message = refusal(*pair)
     assert "encode text differently" in message
     assert "their normalizer differs" in message
+
+
+def test_another_pre_tokenizer_is_refused(pair: tuple[Path, Path]) -> None:
+    edit(pair[1] / "tokenizer.json", lambda data: data["pre_tokenizer"].update(add_prefix_space=True))
+    message = refusal(*pair)
+    assert "encode text differently" in message
+    assert "their pre-tokenizer differs" in message
+
+
+def test_another_decoder_is_refused(pair: tuple[Path, Path]) -> None:
+    edit(pair[1] / "tokenizer.json", lambda data: data.update(decoder={"type": "Fuse"}))
+    assert "decode ids differently" in refusal(*pair)
+
+
+def test_special_tokens_in_one_anothers_place_are_named(pair: tuple[Path, Path]) -> None:
+    def rename(data: dict[str, Any]) -> None:
+        data["added_tokens"][1]["content"] = "<|end|>"
+
+    edit(pair[1] / "tokenizer.json", rename)
+    assert "id 257: target '<|eos|>', draft '<|end|>'" in refusal(*pair)
+
+
+def test_another_bos_id_is_a_warning(pair: tuple[Path, Path]) -> None:
+    """The prompt is encoded once, by the target's tokenizer; the id in the draft's config is never used."""
+    edit(pair[1] / "config.json", lambda config: config.update(bos_token_id=3))
+    assert warnings_of(*pair) == {"BOS id": "target 256, draft 3; prompts are encoded by the target's tokenizer"}
 
 
 def test_a_rule_that_no_probe_shows_is_refused(pair: tuple[Path, Path]) -> None:

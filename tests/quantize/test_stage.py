@@ -75,6 +75,46 @@ def test_every_family_is_quantized_checked_and_close_to_its_source(
     assert from_json(QuantizedCheckpoint, json.loads(json.dumps(to_json(record)))) == record
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("asked", [FP8_KV, SMOOTHQUANT, NO_QUANT], ids=["fp8+kv", "smoothquant", "none"])
+def test_padding_rows_are_cut_off_embedding_and_head(
+    asked: QuantizationConfig, tied: bool, calibration: CalibrationConfig, tmp_path: Path
+) -> None:
+    """As pairing decided. Rows that are kept are bit for bit the source's; a pad id above them is not kept either."""
+    import torch
+
+    source = write_checkpoint(
+        tmp_path / "source", vocab_size=300, tie_word_embeddings=tied, pad_token_id=299, max_shard_size="40KB"
+    )
+    record = quantize("target", source, asked, calibration, tmp_path / "out", silent, vocab_size=260)
+    assert record.vocab_size == read_shape(record.path).vocab_size == 260
+    assert {finding.severity for finding in record.checks} == {"ok"}
+    tensors, originals = tensors_of(record.path), tensors_of(source)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert (name in tensors) == (name in originals)
+        if name in tensors:
+            assert torch.equal(tensors[name], originals[name][:260])
+    assert json.loads((record.path / "config.json").read_text())["pad_token_id"] is None
+    assert record.weight_bytes < sum(file.stat().st_size for file in source.glob("*.safetensors"))
+
+
+def test_padding_rows_of_an_already_quantized_checkpoint_are_cut(calibration: CalibrationConfig, tmp_path: Path) -> None:
+    import torch
+
+    first = run(write_checkpoint(tmp_path / "source", vocab_size=300), FP8_KV, calibration, tmp_path / "first")
+    again = quantize("target", first.path, FP8_KV, None, tmp_path / "again", silent, vocab_size=272)
+    before, after = tensors_of(first.path), tensors_of(again.path)
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor.float(), before[name][: len(tensor)].float() if tensor.ndim else before[name])
+    assert len(after["lm_head.weight"]) == 272
+
+
+def test_rows_that_the_source_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 258 rows \(vocab_size\), 300 are asked for"):
+        quantize("target", write_checkpoint(tmp_path / "source"), NO_QUANT, None, tmp_path / "out", silent, vocab_size=300)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("asked", [FP8, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8", "smoothquant", "weight-only"])
 def test_other_dtypes_stay_what_they_are(

@@ -2,7 +2,8 @@
 
 Speculation hands token ids from one model to the other, so both tokenizers must be the same by content: id for id, step for
 step of encoding and decoding, and on a corpus of awkward texts. Whether the files are byte-equal says nothing either way.
-Vocabulary sizes must agree too; a difference of padding rows alone is told apart from one of tokens, and refused for now.
+Vocabulary sizes are made to agree: a difference of padding rows alone is repaired at build time (`toolkit.pairing.padding`)
+and recorded, one of tokens is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from toolkit.checkpoints.reader import check_against_shape, read_index
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.checkpoints.tokenizer import SIDE_FILES, load_tokenizer
 from toolkit.errors import PairingError
+from toolkit.pairing.padding import common_vocab_size
 from toolkit.pairing.probes import PROBES
 from toolkit.pipeline.hashing import DigestMemo, digest_tree
 from toolkit.records import Finding, PairProof
@@ -41,24 +43,31 @@ class _Side:
     parts: dict[str, Any]
 
 
-def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None) -> PairProof:
+def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1) -> PairProof:
     """Read both checkpoints' headers, configs and tokenizers, and compare them by content.
 
+    The proof's vocab_size is what both are to be built with; where padding was repaired, tp_size divides it. memo: digests of
+    big files remembered from earlier runs. Without a draft the target alone is read and digested.
+
     Raises PairingError with the first ids that differ when they do not belong together, CheckpointError for a damaged one.
-    Without a draft the target alone is read and digested. memo: digests of big files remembered from earlier runs.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
+    vocab_size, draft_rows = target_side.shape.vocab_size, None
     if draft is not None:
         draft_side = _read(draft)
+        draft_rows = draft_side.shape.vocab_size
         findings += _fits_its_model(draft_side, "draft")
-        findings += _compare(target_side, draft_side)
+        compared, vocab_size = _compare(target_side, draft_side, tp_size)
+        findings += compared
     return PairProof(
         target_digest=digest_tree(target, patterns, memo),
         draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
         tokenizer_digest=digest_tree(target, TOKENIZER_PATTERNS, memo),
-        vocab_size=target_side.shape.vocab_size,
+        vocab_size=vocab_size,
+        target_vocab_size=target_side.shape.vocab_size,
+        draft_vocab_size=draft_rows,
         findings=tuple(findings),
     )
 
@@ -84,7 +93,7 @@ def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
             where=side.path,
             mend="tokenizer and weights must come from the same model",
         )
-    special = {*side.shape.eos_token_ids, *(() if side.shape.bos_token_id is None else (side.shape.bos_token_id,))}
+    special = _special_ids(side)
     outside = sorted(index for index in special if not 0 <= index < rows)
     if outside:
         raise PairingError(f"the {role}'s BOS/EOS id {outside[0]} is outside its {rows} rows (vocab_size)", where=side.path)
@@ -97,11 +106,19 @@ def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def _compare(target: _Side, draft: _Side) -> list[Finding]:
-    """Findings where the pair fits, PairingError where it does not. The order is from the cause to its symptoms."""
+def _special_ids(side: _Side) -> set[int]:
+    return {*side.shape.eos_token_ids, *(() if side.shape.bos_token_id is None else (side.shape.bos_token_id,))}
+
+
+def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], int]:
+    """Findings and the common vocabulary size where the pair fits, PairingError where it does not.
+
+    The order is from the cause to its symptoms.
+    """
     _same_tokens(target, draft)
-    _same_vocab_size(target, draft)
     findings = [Finding("tokens", "ok", f"{len(target.tokens)} ids with the same tokens")]
+    vocabulary, vocab_size = _vocabulary(target, draft, tp_size)
+    findings.append(vocabulary)
     _same_added_tokens(target, draft)
     findings.append(Finding("added tokens", "ok", f"{len(target.parts.get('added_tokens') or [])} the same"))
     encoded = _same_encodings(target, draft)
@@ -110,7 +127,7 @@ def _compare(target: _Side, draft: _Side) -> list[Finding]:
     findings += _same_ends(target, draft)
     findings.append(_chat_template(target, draft))
     findings.append(_positions(target, draft))
-    return findings
+    return findings, vocab_size
 
 
 def _refuse(what: str, target: _Side, draft: _Side, lines: list[str], mend: str | None = None) -> PairingError:
@@ -141,16 +158,16 @@ def _show(token: str | None) -> str:
     return "has no such id" if token is None else repr(token)
 
 
-def _same_vocab_size(target: _Side, draft: _Side) -> None:
-    rows = target.shape.vocab_size, draft.shape.vocab_size
-    if rows[0] != rows[1]:
-        raise _refuse(
-            f"have the same {len(target.tokens)} tokens, but {rows[0]} and {rows[1]} rows for them (vocab_size)",
-            target,
-            draft,
-            ["the rows above the tokens are padding; a runtime that compares the two distributions needs equal widths"],
-            mend="use models padded alike; trimming the padding is not supported yet",
-        )
+def _vocabulary(target: _Side, draft: _Side, tp_size: int) -> tuple[Finding, int]:
+    """Rows above the tokens are padding, and the models may have different numbers of them."""
+    rows = {"target": target.shape.vocab_size, "draft": draft.shape.vocab_size}
+    needed = 1 + max({*target.tokens, *_special_ids(target), *_special_ids(draft)})
+    size = common_vocab_size(rows, needed, tp_size)
+    trimmed = [f"the {role}'s {count} rows" for role, count in rows.items() if count != size]
+    if not trimmed:
+        return Finding("vocabulary", "ok", f"{size} rows in both"), size
+    detail = f"{' and '.join(trimmed)} are trimmed to {size}; those above id {needed - 1} are padding over the same tokens"
+    return Finding("vocabulary", "warning", detail), size
 
 
 def _same_added_tokens(target: _Side, draft: _Side) -> None:

@@ -12,17 +12,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.reader import TensorInfo
 from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.checkpoints.tokenizer import write_tokenizer
-from toolkit.quantize.source import Source
+from toolkit.checkpoints.writer import plan_of, write_shard
+from toolkit.quantize.source import VOCABULARY, Source
 
 __all__ = ["copy_as_it_is", "finish", "rope_spellings"]
 
 
 def copy_as_it_is(source: Source, out_dir: Path) -> None:
-    """Copy weights and configs. A copy and no link: what the store holds must not change when the source is written again."""
-    shards = {info.file.name for info in source.tensors.values()}
-    for name in sorted(shards | {"model.safetensors.index.json", "config.json", "hf_quant_config.json"}):
+    """Copy weights and configs. A copy and no link: what the store holds must not change when the source is written again.
+
+    A shard with padding rows that pairing trimmed is written anew without them.
+    """
+    shards: dict[str, list[TensorInfo]] = {}
+    for info in source.tensors.values():
+        shards.setdefault(info.file.name, []).append(info)
+    for name, infos in shards.items():
+        if source.is_trimmed and any(info.name in VOCABULARY for info in infos):
+            rows = dict.fromkeys(VOCABULARY, source.shape.vocab_size)
+            write_shard(out_dir / name, [plan_of(info, rows.get(info.name)) for info in infos])
+        else:
+            shutil.copyfile(source.path / name, out_dir / name)
+    for name in ("model.safetensors.index.json", "config.json", "hf_quant_config.json"):
         if (source.path / name).exists():
             shutil.copyfile(source.path / name, out_dir / name)
     finish(source, out_dir, source.quant_algo, source.kv_cache_quant_algo)
@@ -33,6 +46,9 @@ def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant
     config = read_json(out_dir / "config.json")
     config["architectures"] = [source.shape.architecture]
     config["dtype"] = config["torch_dtype"] = source.dtype  # transformers 5.x and 4.x
+    config["vocab_size"] = source.shape.vocab_size
+    if (config.get("pad_token_id") or 0) >= source.shape.vocab_size:
+        config["pad_token_id"] = None  # it stood in a padding row; transformers refuses an id without a row
     config.update(rope_spellings(source.shape))
     if quant_algo is not None or kv_cache_quant_algo is not None:
         _name_quantization(config, out_dir, quant_algo, kv_cache_quant_algo)

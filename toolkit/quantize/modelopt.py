@@ -78,7 +78,22 @@ def load_model(source: Source) -> Any:
     except Exception as exc:  # config validators, key errors, allocation: all kinds, and all about this checkpoint
         raise CheckpointError(f"transformers cannot load it ({exc})", where=source.path) from exc
     model.config.architectures = [source.shape.architecture]  # the export fails without it
+    if source.is_trimmed:
+        _trim(model, source.shape.vocab_size)
     return model.eval()
+
+
+def _trim(model: Any, vocab_size: int) -> None:
+    """Cut padding rows off embedding and LM head: views, no copies, and tied weights stay tied."""
+    import torch
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    embedding.weight = torch.nn.Parameter(embedding.weight.data[:vocab_size], requires_grad=False)
+    head.weight = embedding.weight if tied else torch.nn.Parameter(head.weight.data[:vocab_size], requires_grad=False)
+    if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
+        embedding.padding_idx = None  # it matters to gradients alone, and torch checks it
+    embedding.num_embeddings = head.out_features = model.config.vocab_size = vocab_size
 
 
 def quantize_model(

@@ -16,7 +16,7 @@ from toolkit.checkpoints.reader import TensorInfo, expected_shapes, read_index, 
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.check import linear_names, verdict
 from toolkit.quantize.modelopt import quantized_linears
-from toolkit.quantize.source import Source
+from toolkit.quantize.source import Source, read_source
 from toolkit.records import Finding
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _untouched(tensors: dict[str, TensorInfo], source: Source, linears: set[str]
     names = [name for name in expected_shapes(source.shape) if name not in weights]
     faults = []
     for name in names:
-        original = read_tensor(source.tensors[name]).to(getattr(torch, source.dtype))
+        original = read_source(source, name).to(getattr(torch, source.dtype))
         written = read_tensor(tensors[name])
         if written.dtype != original.dtype or not torch.equal(written, original):
             faults.append(f"{name} differs from the source")

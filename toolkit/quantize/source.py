@@ -7,11 +7,11 @@ A checkpoint that ModelOpt has quantized already is recognised; one quantized by
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensors
+from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensor, read_tensors
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
@@ -21,18 +21,20 @@ from toolkit.quantize.algorithms import ALGORITHMS
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Source", "check_weights", "open_source"]
+__all__ = ["VOCABULARY", "Source", "check_weights", "open_source", "read_source"]
 
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ABSURD = 1e8  # no weight of a trained model comes near; one flipped exponent bit does
 PART = 1 << 20  # values looked at at a time
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint whose headers and config agree. dtype: torch's name of the unquantized weights' dtype, as stored.
 
-    quant_algo is set when it is already quantized in ModelOpt's unified form.
+    quant_algo is set when it is already quantized in ModelOpt's unified form. shape.vocab_size may be smaller than the rows in
+    the files: the rest is padding that is left out of everything made from this source.
     """
 
     path: Path
@@ -46,9 +48,16 @@ class Source:
     def is_quantized(self) -> bool:
         return self.quant_algo is not None or self.kv_cache_quant_algo is not None
 
+    @property
+    def is_trimmed(self) -> bool:
+        return self.tensors[VOCABULARY[0]].shape[0] != self.shape.vocab_size
 
-def open_source(directory: Path) -> Source:
-    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`, `check_against_shape` refuse."""
+
+def open_source(directory: Path, vocab_size: int | None = None) -> Source:
+    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`, `check_against_shape` refuse.
+
+    vocab_size: keep only the first rows of embedding and LM head, as pairing decided; None keeps all.
+    """
     tensors = read_index(directory)
     shape = read_shape(directory)
     check_against_shape(tensors, shape, directory)
@@ -66,7 +75,17 @@ def open_source(directory: Path) -> Source:
                     where=tensors[name].file,
                     mend=f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its hf_quant_config.json",
                 )
+    if vocab_size is not None:
+        if vocab_size > shape.vocab_size:
+            raise CheckpointError(f"has {shape.vocab_size} rows (vocab_size), {vocab_size} are asked for", where=directory)
+        shape = replace(shape, vocab_size=vocab_size)
     return Source(directory, shape, tensors, FLOAT_DTYPES[embedding.dtype], quant_algo, kv_cache_quant_algo)
+
+
+def read_source(source: Source, name: str) -> Tensor:
+    """One tensor, memory-mapped, without padding rows."""
+    tensor = read_tensor(source.tensors[name])
+    return tensor[: source.shape.vocab_size] if name in VOCABULARY else tensor
 
 
 def check_weights(source: Source, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from toolkit.records import Finding, QuantizationQuality, QuantizedCheckpoint
 
 __all__ = ["VERSION", "fingerprint", "quantize"]
 
-VERSION = 1
+VERSION = 2
 
 
 def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
@@ -37,14 +37,18 @@ def quantize(
     calibration: CalibrationConfig | None,
     out_dir: Path,
     progress: Progress,
+    *,
+    vocab_size: int | None = None,
 ) -> QuantizedCheckpoint:
     """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the same bytes.
+
+    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None keeps all.
 
     A source that ModelOpt has quantized already is checked and used as it is. Raises CheckpointError for a source that is
     damaged, contradicts itself or has another algorithm than the one asked for, UsageError for calibration text that cannot be
     used, and StageError when the export fails a check.
     """
-    opened = open_source(source)
+    opened = open_source(source, vocab_size)
     algorithm = algorithm_of(quantization.quant_algo)
     _agree(opened, quantization)
     check_weights(opened, progress)

@@ -57,6 +57,7 @@ def validate(
     engines: Mapping[str, CompiledEngine],
     environment: Mapping[str, str],
     counters: Callable[[], Mapping[str, float]] | None = None,
+    preceding: Sequence[Finding] = (),
     stages: Sequence[StageCost] = (),
     progress: Progress | None = None,
 ) -> ValidationReport:
@@ -67,6 +68,7 @@ def validate(
     reference: judges divergences; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
     max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
     `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
+    preceding: findings of earlier stages that a reader of the report must know; those that warn are taken over.
     config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable path).
 
     Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses or breaks.
@@ -134,7 +136,10 @@ def validate(
         ),
         quality=quality,
         counters=checks,
-        findings=tuple(_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms})),
+        findings=(
+            *(finding for finding in preceding if finding.severity != "ok"),
+            *_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms}),
+        ),
         environment=dict(environment),
         engines=dict(engines),
         stages=tuple(stages),
