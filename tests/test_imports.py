@@ -26,6 +26,7 @@ LEVELS = (
     ("interfaces",),
     ("records",),
     ("config",),
+    ("facts",),
     ("errors",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,139 @@
+"""Every rule that a plan is judged by: what upstream does, and where that is known from.
+
+`toolkit.plan.resolve` holds the code of each rule under the same id. All are upstream behaviour, but for those that begin with
+`toolkit-`: they are this project's own limits.
+"""
+
+from __future__ import annotations
+
+from toolkit.facts.source import Source
+
+__all__ = ["RULES"]
+
+BUILDER = "TRT tensorrt_llm/commands/build.py, tensorrt_llm/builder.py, tensorrt_llm/plugin/plugin.py"
+LLM_ARGS = "TRT tensorrt_llm/llmapi/llm_args.py"
+SPECULATION = "TRT docs/source/features/speculative-decoding.md, docs/source/features/feature-combination-matrix.md"
+OWN = Source("this toolkit", "A")
+
+# id -> (what upstream does, source)
+RULES: dict[str, tuple[str, Source]] = {
+    # trtllm-build: errors
+    "profiles-with-opt-tokens": (
+        "trtllm-build raises RuntimeError for multiple_profiles with opt_num_tokens",
+        Source(BUILDER, "B"),
+    ),
+    "blackwell-no-int8": (
+        "trtllm-build raises RuntimeError on SM 100 to 119 for INT8 weights, SmoothQuant and INT8 KV",
+        Source(BUILDER, "B"),
+    ),
+    "int8-on-sm120": ("INT8 on SM 120 was seen working in one public project and is documented nowhere", Source(BUILDER, "I")),
+    # trtllm-build: silent adjustments
+    "spec-extends-seq-len": ("the engine records max_seq_len + max_draft_len", Source(BUILDER, "B")),
+    "spec-raises-num-tokens": ("max_num_tokens becomes at least max_batch_size * (max_draft_len + 1)", Source(BUILDER, "B")),
+    "fp8-kv-needs-fp8-weights-for-paged-fmha": (
+        "paged context FMHA is switched off for an FP8 KV cache under other weights, and with it KV block reuse",
+        Source(BUILDER, "B"),
+    ),
+    "int8-kv-disables-paged-fmha": ("an INT8 KV cache switches paged context FMHA off", Source(BUILDER, "B")),
+    "fp8-fmha-needs-sm89": ("below SM 89 FP8 FMHA is off, and with an FP8 KV cache paged FMHA too", Source(BUILDER, "B")),
+    "fp8-fmha-needs-fp8-kv": ("FP8 weights without an FP8 KV cache switch FP8 FMHA off", Source(BUILDER, "B")),
+    "fp8-kv-forces-fp8-fmha": ("FP8 weights with an FP8 KV cache switch FP8 FMHA on", Source(BUILDER, "B")),
+    "fused-mlp-scope": ("use_fused_mlp is switched off for algorithms other than FP8", Source(BUILDER, "B")),
+    "nccl-single-rank": ("the NCCL plugin is dropped for a single rank", Source(BUILDER, "B")),
+    # both flows
+    "engine-flow-removed": (
+        "1.3 has no trtllm-build, and LLM(backend='tensorrt') raises ValueError",
+        Source("TRT docs/source/legacy/tensorrt-backend-removal.md", "A"),
+    ),
+    "fp8-needs-sm89": ("FP8 linears need SM 89", Source("TRT docs/source/legacy/reference/precision.md", "B")),
+    "kv-fp8-needs-sm89": (
+        "the engine flow has no FP8 KV cache below SM 89",
+        Source("TRT docs/source/legacy/reference/precision.md", "B"),
+    ),
+    "heads-divide-tp": (
+        "attention heads are split evenly over the ranks; KV heads are split or repeated evenly",
+        Source("TRT tensorrt_llm/layers/attention.py, tensorrt_llm/_torch/modules/attention.py", "C"),
+    ),
+    "mlp-divides-tp": ("the MLP's inner size is split evenly over the ranks", Source("TRT tensorrt_llm/layers/mlp.py", "C")),
+    "layers-for-pp": ("each pipeline rank holds at least one layer", Source("TRT tensorrt_llm/mapping.py", "C")),
+    "no-pp-with-draft-target": (
+        "draft-target is documented with tensor parallelism only; the two-model engine refuses pipeline parallelism",
+        Source(f"{SPECULATION}, examples/draft_target_model/README.md", "B"),
+    ),
+    "length-within-model": ("positions beyond the model's own are not trained and not encoded", Source(BUILDER, "B")),
+    "draft-seq-len": (
+        "the draft has to reach as far as the target's longest prompt plus output",
+        Source("TB issues 473, 2709; checks derived from trtllm-build's rules", "I"),
+    ),
+    "same-vocab": (
+        "draft and target need one vocabulary",
+        Source("TRT issue 2789, examples/draft_target_model/README.md", "B"),
+    ),
+    "input-within-num-tokens": (
+        "without chunked prefill a prompt is one forward, of at most max_num_tokens tokens",
+        Source(LLM_ARGS, "B"),
+    ),
+    "draft-within-num-tokens": (
+        "one verify step of a full batch has max_batch_size * (max_draft_len + 1) tokens",
+        Source(LLM_ARGS, "I"),
+    ),
+    "tokens-per-block-power-of-two": (
+        "tokens_per_block is a power of two",
+        Source("TRT examples/*/build.py up to 0.9, cpp kvCacheManager", "C"),
+    ),
+    # PyTorch flow
+    "no-w8a8-in-pytorch": (
+        "linears of W8A8_SQ_* raise ValueError, unsupported quant mode",
+        Source("TRT tensorrt_llm/_torch/modules/linear.py, issue 3701", "B"),
+    ),
+    "w8a16-not-established": (
+        "W8A16 linears exist, and no supported hardware lists them",
+        Source("TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md", "I"),
+    ),
+    "unified-hf-min-version": (
+        "checkpoints of the current ModelOpt are documented for TensorRT-LLM 1.2.0 and later",
+        Source("MO docs/source/deployment/3_unified_hf.rst", "A"),
+    ),
+    "draft-target-min-version": ("the PyTorch flow has draft-target from 1.0 on", Source(LLM_ARGS, "B")),
+    "draft-target-two-model-overlap": (
+        "the overlap scheduler is switched off for two-model draft-target",
+        Source(LLM_ARGS, "B"),
+    ),
+    "attention-backend": ("FLASHINFER turns KV block reuse off; TRTLLM is the tested one", Source(LLM_ARGS, "B")),
+    "acceptance-rule": (
+        "two-model draft-target drafts greedily and accepts a token when the target's own sample equals it",
+        Source(SPECULATION, "B"),
+    ),
+    # engine flow
+    "block-reuse-for-drafts": (
+        "external drafts need paged KV with block reuse",
+        Source("TRT examples/draft_target_model/README.md", "B"),
+    ),
+    "qwen3-min-version": ("the engine flow has Qwen3 from 1.0 on", Source("TRT docs/source/release-notes.md", "A")),
+    "smoothquant-families": (
+        "ModelOpt lists SmoothQuant for Llama 2, Mistral, Qwen 1 to 2.5 and Phi, and lists Llama 3 as not supported",
+        Source("MO examples/hf_ptq/README.md", "A"),
+    ),
+    "no-int8-kv-preset": (
+        "ModelOpt has no preset for an INT8 KV cache",
+        Source("MO modelopt/torch/quantization/config.py", "M"),
+    ),
+    # layouts, hardware
+    "layout-of-flow": (
+        "the llmapi layout serves LLM(), the BLS layout serves two engines; neither serves the other",
+        Source("TRT triton_backend/all_models, docs/source/release-notes.md 1.0", "B"),
+    ),
+    "world-size": ("every rank has a GPU of its own", Source("TRT tensorrt_llm/mapping.py", "B")),
+    "ranks-per-node": ("gpus_per_node is what the launcher places on one machine", Source("TRT tensorrt_llm/mapping.py", "B")),
+    "serving-container": (
+        "no Triton container holds this version",
+        Source("TS docs/introduction/compatibility.md", "A"),
+    ),
+    "mixed-precision-pair": ("no published recipe pairs these two precisions", Source("not established", "I")),
+    "hardware-needed": ("precision, memory and speed depend on the GPU", OWN),
+    "memory": ("weights, KV caches and activations have to fit", Source("formulas in docs/planning.md", "I")),
+    "batch-fits": ("every request of a full batch may grow to max_seq_len", Source("formulas in docs/planning.md", "I")),
+    # this toolkit
+    "toolkit-one-device": ("the embedded engine runs on one device", OWN),
+    "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),
+}
