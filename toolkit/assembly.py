@@ -321,7 +321,7 @@ def _measure(
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
     from toolkit.client import Client
-    from toolkit.engines.registry import backend
+    from toolkit.engines.registry import loader
     from toolkit.report.render import write_report
     from toolkit.serving import eos_token_ids
     from toolkit.triton.server import TritonServer
@@ -333,7 +333,7 @@ def _measure(
     engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
     target = engines["target"].path
     reference = reference_from_engine(
-        lambda: backend(embedded(config).kind).load(target, threads=embedded(config).threads),
+        lambda: loader(embedded(config).kind).load(target, threads=embedded(config).threads),
         lambda prompt: _codec(target).encode(prompt),
         eos_token_ids(target),
         _noise,

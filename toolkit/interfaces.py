@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Engine",
     "EngineBackend",
+    "EngineLoader",
     "EngineSpec",
     "Fingerprint",
     "GenerationRequest",
@@ -27,6 +28,7 @@ __all__ = [
     "RequestStats",
     "Sampling",
     "StepEngine",
+    "TensorRtLlmSpec",
     "TokenEvent",
 ]
 
@@ -160,6 +162,32 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorRtLlmSpec:
+    """What the kinds `trt_engine` and `trtllm_pytorch` are asked beyond an EngineSpec, in TensorRT-LLM's own words."""
+
+    version: str  # "1.2.1"
+    tp_size: int = 1
+    pp_size: int = 1
+    gpus_per_node: int = 8
+    max_num_tokens: int | None = None  # None: TensorRT-LLM's own default
+    tokens_per_block: int = 32
+    free_gpu_memory_fraction: float = 0.9
+    enable_block_reuse: bool = True
+    speculation: str = "none"  # draft_target | ngram | none
+    draft_len_schedule: dict[int, int] | None = None  # batch size -> draft length
+    multiple_profiles: bool = False  # trt_engine
+    opt_num_tokens: int | None = None  # trt_engine
+    builder: str = "auto"  # trt_engine: auto | local | container
+    cuda_graph: bool = True  # trtllm_pytorch
+    attn_backend: str = "TRTLLM"  # trtllm_pytorch
+    trust_remote_code: bool = False  # trtllm_pytorch
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What is asked of one engine, the same words for every kind."""
 
@@ -171,15 +199,20 @@ class EngineSpec:
     dtype: str = "float32"  # of activations and unquantized weights: float64 | float32 | bfloat16
     device: str = "cpu"  # cpu | cuda
     mode: str = "auto"  # auto | compiled | eager
+    tensorrt_llm: TensorRtLlmSpec | None = None  # None: for the kind torch
 
 
 class EngineBackend(Protocol):
-    """Build time: a quantized checkpoint in, an engine directory out; and back again into something that steps."""
+    """Build time: a quantized checkpoint in, an engine directory out."""
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint: ...
 
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
     ) -> CompiledEngine: ...
+
+
+class EngineLoader(Protocol):
+    """And back again, for the kinds that step: an engine directory in, something that runs out."""
 
     def load(self, engine_dir: Path, *, threads: int | None = None) -> StepEngine: ...

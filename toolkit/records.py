@@ -24,6 +24,7 @@ __all__ = [
     "Finding",
     "Gate",
     "Latency",
+    "LayerCounts",
     "LayerError",
     "PairProof",
     "Parity",
@@ -34,6 +35,7 @@ __all__ = [
     "Sampled",
     "Speedup",
     "StageCost",
+    "TensorRtLlmBuild",
     "TritonRepository",
     "ValidationReport",
     "from_json",
@@ -110,13 +112,45 @@ class QuantizedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """What TensorRT's own inspector says of a deserialized engine. fused: layers made of several; plugins: by name."""
+
+    layers: int
+    fused: int
+    plugins: dict[str, int]
+    precisions: dict[str, int]  # data type of a layer's first output -> layers; empty where the engine keeps names only
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtLlmBuild:
+    """How an engine for TensorRT-LLM came about, and how much of that a GPU has seen.
+
+    executed and not_executed say in words what ran on a GPU of this machine and what did not.
+    """
+
+    version: str  # that it is for
+    builder: str  # local: PATH | container: IMAGE | none
+    command: tuple[str, ...]  # empty without a build
+    tp_size: int
+    pp_size: int
+    max_num_tokens: int | None
+    checks: tuple[Finding, ...]
+    executed: tuple[str, ...]
+    not_executed: tuple[str, ...]
+    layers: LayerCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledEngine:
-    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages where there are any."""
+    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages where there are any.
+
+    Of kind trtllm_pytorch: a checkpoint in Hugging Face form with `llm_args.json` beside it.
+    """
 
     role: str
     path: Path
-    kind: str  # torch
-    mode: str  # compiled | eager
+    kind: str  # torch | trt_engine | trtllm_pytorch
+    mode: str  # compiled | eager | engine (trt_engine) | runtime (trtllm_pytorch)
     dtype: str
     device: str
     quant_algo: str | None
@@ -129,6 +163,7 @@ class CompiledEngine:
     vocab_size: int
     weight_bytes: int
     notes: tuple[str, ...]
+    tensorrt_llm: TensorRtLlmBuild | None = None  # None: of kind torch
 
 
 @dataclass(frozen=True, slots=True)

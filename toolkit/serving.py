@@ -30,18 +30,18 @@ def load_runtime(
     Raises CheckpointError for a directory that is no engine, PairingError for engines that do not belong together, UsageError
     for a draft length that the target's engine was not built for, BackendUnavailable.
     """
-    from toolkit.engines.registry import backend
+    from toolkit.engines.registry import loader
     from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
 
     config = _engine_config(target_dir)
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
-    torch_backend = backend("torch")
-    target = torch_backend.load(target_dir, threads=threads)
+    torch_loader = loader("torch")
+    target = torch_loader.load(target_dir, threads=threads)
     draft = None
     if draft_dir is not None and max_draft_len > 0:
         _same_tokenizer(target_dir, draft_dir)
-        draft = torch_backend.load(draft_dir, threads=threads)
+        draft = torch_loader.load(draft_dir, threads=threads)
         if draft.vocab_size != target.vocab_size:
             raise PairingError(
                 f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of {target.vocab_size}",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.engines import compile_checkpoint, facts, in_turns, step, write_int8
-from toolkit.engines.registry import backend
+from toolkit.engines.registry import loader
 
 PAIR = Path(__file__).parents[2] / "configs" / "quickstart"
 TOKENS = (1, 2, 3, 5, 9)
@@ -38,7 +38,7 @@ def main() -> None:
             int8 = write_int8(PAIR / role, Path(folder) / f"{role}-int8", "W8A8_SQ_PER_CHANNEL")
             for precision, checkpoint in (("fp32", PAIR / role), ("int8", int8)):
                 built = compile_checkpoint(checkpoint, Path(folder) / f"{role}-{precision}-engine")
-                engine = backend("torch").load(built.path, threads=asked.threads)
+                engine = loader("torch").load(built.path, threads=asked.threads)
                 found = in_turns([step(engine, n, asked.context) for n in TOKENS], asked.rounds)
                 name, five = f"{role} {precision}", TOKENS.index(5)
                 ratios = [found[five][k] / found[0][k] for k in (0, 1)]

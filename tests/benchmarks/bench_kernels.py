@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.engines import compile_checkpoint, facts, in_turns, step, write_int8, write_random
-from toolkit.engines.registry import backend
+from toolkit.engines.registry import loader
 
 TOKENS = (1, 3, 5, 9)
 SHAPE = {
@@ -66,7 +66,7 @@ def main() -> None:
                     checkpoint, Path(folder) / "engine", mode=mode, dtype=dtype, max_seq_len=128, max_input_len=64
                 )
                 size = weight_bytes(built.path / "weights.safetensors")
-                engine = backend("torch").load(built.path, threads=asked.threads)
+                engine = loader("torch").load(built.path, threads=asked.threads)
                 shutil.rmtree(built.path)
                 words = torch.ones(size // 8, dtype=torch.int64)
                 rounds = asked.rounds if mode == "compiled" else max(3, asked.rounds // 5)

@@ -31,7 +31,7 @@ import torch
 
 from tests.support.runtimes import make_request, serve_one
 from toolkit.checkpoints.shape import read_json
-from toolkit.engines.registry import backend
+from toolkit.engines.registry import loader
 from toolkit.engines.stage import compile_engine
 from toolkit.interfaces import EngineSpec, RequestStats
 from toolkit.records import QuantizedCheckpoint
@@ -98,7 +98,7 @@ def behind_the_first(stats: RequestStats) -> float:
 def bare_loop(
     engine_dir: Path, threads: int, eos: Sequence[int], max_tokens: int
 ) -> Callable[[list[int]], tuple[list[int], float]]:
-    engine = backend("torch").load(engine_dir, threads=threads)
+    engine = loader("torch").load(engine_dir, threads=threads)
 
     def run(prompt: list[int]) -> tuple[list[int], float]:
         for start in range(0, len(prompt), engine.max_step_tokens):

@@ -82,11 +82,11 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
     import torch
     from tokenizers import Tokenizer
 
-    from toolkit.engines.registry import backend
+    from toolkit.engines.registry import loader
 
     folder = repository / MODEL / "1" / "engines" / "target"
     threads = yaml.safe_load((repository / MODEL / "1" / "model.yaml").read_text())["toolkit"]["threads"]
-    engine = backend("torch").load(folder, threads=threads)
+    engine = loader("torch").load(folder, threads=threads)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from tests.engines.contract import StepEngineContract
 from tests.support.checkpoints import write_checkpoint
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.toolchain import compiler_path
-from toolkit.engines.registry import backend
+from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
 from toolkit.errors import BackendUnavailable, CheckpointError, StageError, UsageError
 from toolkit.interfaces import EngineSpec
@@ -52,7 +52,7 @@ def eager_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def loaded(quantized_engine: CompiledEngine) -> EmbeddedEngine:
-    return backend("torch").load(quantized_engine.path)  # type: ignore[return-value]
+    return loader("torch").load(quantized_engine.path)  # type: ignore[return-value]
 
 
 @needs_compiler
@@ -87,7 +87,7 @@ def test_auto_compiles_where_there_is_a_compiler(plain_engine: CompiledEngine) -
     assert {"config.json", "weights.safetensors", "decode.pt2", "kernels.so", "tokenizer.json"} <= {
         p.name for p in source.iterdir()
     }
-    engine = backend("torch").load(source)
+    engine = loader("torch").load(source)
     config = json.loads((source / "config.json").read_text())
     assert config["toolkit"]["mode"] == "compiled"
     first = engine.forward([0], TOKENS[:1, :30])
@@ -119,7 +119,7 @@ def test_config_has_the_shape_of_an_engine_directory(eager_engine: CompiledEngin
 
 
 def test_eager_engine_loads_to_the_checkpoints_own_logits(eager_engine: CompiledEngine, tiny_pair: tuple[Path, Path]) -> None:
-    engine = backend("torch").load(eager_engine.path)
+    engine = loader("torch").load(eager_engine.path)
     plain = open_checkpoint(tiny_pair[0], max_batch_size=3, max_seq_len=96)
     assert torch.equal(engine.forward([0, 1], TOKENS), plain.forward([0, 1], TOKENS))
 
@@ -142,31 +142,31 @@ def test_changed_file_is_not_loaded(copied: Path, name: str) -> None:
     data[len(data) // 2] ^= 1
     (copied / name).write_bytes(bytes(data))
     with pytest.raises(StageError, match=rf"{name}: file changed since the engine was built"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 def test_missing_file_is_named(copied: Path) -> None:
     (copied / "weights.safetensors").unlink()
     with pytest.raises(StageError, match=r"weights.safetensors: file of the engine is missing"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="not an engine directory"):
-        backend("torch").load(tmp_path)
+        loader("torch").load(tmp_path)
 
 
 def test_engine_of_another_format_is_refused(copied: Path) -> None:
     edit(copied, lambda config: config["toolkit"].update(format=99))  # type: ignore[attr-defined]
     with pytest.raises(StageError, match="engine format 99 is not 1"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 def test_engine_for_another_cpu_is_refused(copied: Path) -> None:
     foreign = {"instruction_set": "avx2 avx1024", "cpu_capability": "AVX512", "torch": torch.__version__}
     edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=foreign))  # type: ignore[attr-defined]
     with pytest.raises(StageError, match="lacks avx1024"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 def test_engine_of_another_torch_is_refused(copied: Path) -> None:
@@ -176,7 +176,7 @@ def test_engine_of_another_torch_is_refused(copied: Path) -> None:
     older = {**here, "torch": "2.1.0"}
     edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=older))  # type: ignore[attr-defined]
     with pytest.raises(StageError, match=r"compiled with torch 2\.1\.0"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 def test_without_a_compiler_auto_is_eager_and_says_so(
@@ -186,7 +186,7 @@ def test_without_a_compiler_auto_is_eager_and_says_so(
     engine = build(tiny_pair[0], tmp_path, mode="auto")
     assert (engine.mode, engine.notes) == ("eager", ("eager: no C++ compiler was found",))
     assert json.loads((tmp_path / "config.json").read_text())["toolkit"]["notes"] == ["eager: no C++ compiler was found"]
-    backend("torch").load(tmp_path)
+    loader("torch").load(tmp_path)
 
 
 def test_compiled_without_a_compiler_is_an_error_with_its_mend(
@@ -234,7 +234,7 @@ def test_fingerprint_is_stable_and_knows_what_matters() -> None:
 def test_gpu_engine_without_a_gpu_is_refused(copied: Path) -> None:
     edit(copied, lambda config: config["toolkit"].update(device="cuda"))  # type: ignore[attr-defined]
     with pytest.raises(BackendUnavailable, match="CUDA"):
-        backend("torch").load(copied)
+        loader("torch").load(copied)
 
 
 @pytest.mark.gpu
@@ -243,7 +243,7 @@ def test_fp8_on_a_gpu_follows_the_simulation(exported: Callable[[str], Export], 
     """Native products sum in another order, and codes on the edge may flip: within what quantization itself costs."""
     export = exported("llama_fp8_kv_fp8")
     built = build(export.path, tmp_path, device="cuda")
-    logits = backend("torch").load(built.path).forward([0, 1], TOKENS).cpu()
+    logits = loader("torch").load(built.path).forward([0, 1], TOKENS).cpu()
     difference = (logits - export.simulated).abs().amax(-1)
     cost = (export.simulated - export.source).abs().max()
     assert difference.median() < cost / 4

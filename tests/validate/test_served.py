@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.client import Client, RequestTiming
 from toolkit.config.schema import LatencyGates, ParityGates, ValidationConfig
-from toolkit.engines.registry import backend
+from toolkit.engines.registry import loader
 from toolkit.records import Quality, TritonRepository, ValidationReport
 from toolkit.report.render import read_report, write_report
 from toolkit.speculative.sampling import ExponentialRace
@@ -41,7 +41,7 @@ def client(tiny_server: TritonServer) -> Iterator[Client]:
 def reference(tiny_repository: TritonRepository) -> Reference:
     engine = tiny_repository.path.parent / "target"
     codec = TextCodec.from_file(engine / "tokenizer.json")
-    return reference_from_engine(lambda: backend("torch").load(engine, threads=1), codec.encode, (257,), noise)
+    return reference_from_engine(lambda: loader("torch").load(engine, threads=1), codec.encode, (257,), noise)
 
 
 def run(endpoint: Endpoint, server: TritonServer, reference: Reference, folder: Path, **config: Any) -> ValidationReport:

@@ -1,21 +1,39 @@
-"""Engine backends by kind. Adding one is a file, a line here, and passing `tests/engines/contract.py`."""
+"""Engine backends by kind. Adding one is a file, a line here, and passing `tests/engines/contract.py` if its engines step."""
 
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import Any, cast
 
 from toolkit.errors import UsageError
-from toolkit.interfaces import EngineBackend
+from toolkit.interfaces import EngineBackend, EngineLoader
 
-__all__ = ["BACKENDS", "backend"]
+__all__ = ["BACKENDS", "backend", "loader"]
 
-BACKENDS = {"torch": "toolkit.engines.embedded.backend:TorchBackend"}
+BACKENDS = {
+    "torch": "toolkit.engines.embedded.backend:TorchBackend",
+    "trt_engine": "toolkit.engines.trt_engine:TrtEngineBackend",
+}
+STEPPING = ("torch",)  # the others speculate inside TensorRT-LLM, and run where it runs
 
 
 def backend(kind: str) -> EngineBackend:
     """The backend of that kind, imported on first use. Raises UsageError for an unknown one."""
+    return cast(EngineBackend, _made(kind))
+
+
+def loader(kind: str) -> EngineLoader:
+    """What makes a StepEngine of an engine directory of that kind. Raises UsageError where there is no such thing."""
+    if kind in BACKENDS and kind not in STEPPING:
+        raise UsageError(
+            f"an engine of kind {kind} does not run inside this program",
+            mend="TensorRT-LLM runs it: serve the packaged repository in its container",
+        )
+    return cast(EngineLoader, _made(kind))
+
+
+def _made(kind: str) -> Any:
     if kind not in BACKENDS:
         raise UsageError(f"engine kind {kind!r} is not known", mend=f"known: {', '.join(BACKENDS)}")
     module, name = BACKENDS[kind].split(":")
-    return cast(EngineBackend, getattr(importlib.import_module(module), name)())
+    return getattr(importlib.import_module(module), name)()

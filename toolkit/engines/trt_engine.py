@@ -1,0 +1,276 @@
+"""The `trt_engine` kind: TensorRT-LLM's engine flow. TRT-LLM checkpoint -> `trtllm-build` -> `rank{N}.engine`.
+
+The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation when it fails, and to believe
+nothing afterwards: the engine's config, its files and, where TensorRT can be imported, the engine itself are looked at. What no
+GPU has executed is said in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+from toolkit.engines.embedded.directory import copy_side_files
+from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, find_checkpoint
+from toolkit.engines.trtllm.checks import BuiltEngine, check_engine, read_engine
+from toolkit.engines.trtllm.command import BuildCommand, build_flags, flags_of, misfits
+from toolkit.engines.trtllm.failures import explain_failure
+from toolkit.engines.trtllm.inspect import inspect_engine
+from toolkit.engines.trtllm.installed import flags_of_help, flags_of_parser, table_disagreements, unknown_to_it
+from toolkit.engines.trtllm.process import run_build
+from toolkit.engines.trtllm.where import Builder, ContainerBuilder, choose_builder
+from toolkit.errors import CheckpointError, StageError
+from toolkit.interfaces import EngineSpec, Fingerprint, Progress, TensorRtLlmSpec
+from toolkit.pipeline.machine import gpus
+from toolkit.records import CompiledEngine, Finding, LayerCounts, QuantizedCheckpoint, TensorRtLlmBuild
+
+__all__ = ["LOG", "TrtEngineBackend"]
+
+LOG = "build.log"
+LOG_TAIL = 15  # lines shown where a build fails
+HELP_TIMEOUT_S = 600  # the container's image may have to be fetched first
+
+
+def _importable(name: str) -> Any | None:
+    """The module, or None where it is not installed. Raises ImportError where it is, and cannot be imported."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def _installed_parser() -> argparse.ArgumentParser | None:
+    """The argument parser of a TensorRT-LLM in this very environment."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        return None
+    parser: argparse.ArgumentParser = importlib.import_module("tensorrt_llm.commands.build").parse_arguments()
+    return parser
+
+
+@dataclass(frozen=True)
+class TrtEngineBackend:
+    """Implements EngineBackend. What it finds on the machine comes in through its fields."""
+
+    which: Callable[[str], str | None] = shutil.which
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    installed_parser: Callable[[], argparse.ArgumentParser | None] = _installed_parser
+    tensorrt: Callable[[], Any | None] = lambda: _importable("tensorrt")
+    gpus: Callable[[], list[str]] = gpus
+
+    def fingerprint(self, spec: EngineSpec) -> Fingerprint:
+        """Engines depend on version and GPU; where the builder ran makes no difference beyond that."""
+        return {"tensorrt_llm": _asked(spec).version, "gpus": ", ".join(sorted(set(self.gpus()))) or "none"}
+
+    def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
+        """Raises StageError when the build fails or leaves something else than was asked, CheckpointError for what it would be
+        built from, BackendUnavailable where there is no builder, UsageError for a version without one."""
+        asked = _asked(spec)
+        source = find_checkpoint(checkpoint.path, asked.tp_size, asked.pp_size)
+        _agree(checkpoint, source)
+        builder = choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
+        with tempfile.TemporaryDirectory(prefix="toolkit-build-") as scratch:
+            command = self._command(builder, source, spec, asked, out_dir, Path(scratch))
+            findings = self._ask_first(builder, command, source, asked, out_dir, progress)
+            self._build(builder, command, source, spec, out_dir, Path(scratch), progress)
+        built = read_engine(out_dir)
+        findings += check_engine(built, source, spec, asked, command)
+        _refuse(findings, out_dir)
+        inspected, layers = self._inspect(built, progress)
+        _refuse(inspected, out_dir)
+        copy_side_files(checkpoint.path, out_dir)
+        executed, not_executed = self._executed(builder, built, layers)
+        return CompiledEngine(
+            role=spec.role,
+            path=out_dir,
+            kind="trt_engine",
+            mode="engine",
+            dtype=source.dtype,
+            device="cuda",
+            quant_algo=built.quant_algo,
+            kv_cache_quant_algo=built.kv_cache_quant_algo,
+            fp8_compute="native" if built.quant_algo == "FP8" else None,
+            max_batch_size=built.max_batch_size,
+            max_input_len=built.max_input_len,
+            max_seq_len=spec.max_seq_len,  # the builder's own counts the draft tokens too
+            max_draft_len=built.max_draft_len,
+            vocab_size=built.vocab_size,
+            weight_bytes=sum(built.rank_bytes.values()),
+            notes=tuple(f"{finding.check}: {finding.detail}" for finding in findings if finding.severity == "warning"),
+            tensorrt_llm=TensorRtLlmBuild(
+                version=built.version,
+                builder=builder.name,
+                command=("trtllm-build", *command.arguments),
+                tp_size=built.tp_size,
+                pp_size=built.pp_size,
+                max_num_tokens=built.max_num_tokens,
+                checks=(*findings, *inspected),
+                executed=executed,
+                not_executed=not_executed,
+                layers=layers,
+            ),
+        )
+
+    def _command(
+        self, builder: Builder, source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, out_dir: Path, scratch: Path
+    ) -> BuildCommand:
+        checkpoint_dir, output_dir, timing_cache = builder.paths(source.path, out_dir, scratch)
+        command = build_flags(
+            spec,
+            asked,
+            quant_algo=source.quant_algo,
+            kv_cache_quant_algo=source.kv_cache_quant_algo,
+            checkpoint_dir=checkpoint_dir,
+            output_dir=output_dir,
+            timing_cache=timing_cache,
+        )
+        wrong = misfits(command, flags_of(asked.version))
+        assert not wrong, wrong  # our own command against our own table
+        return command
+
+    def _ask_first(
+        self,
+        builder: Builder,
+        command: BuildCommand,
+        source: TrtLlmCheckpoint,
+        asked: TensorRtLlmSpec,
+        out_dir: Path,
+        progress: Progress,
+    ) -> list[Finding]:
+        """What the builder itself says of our flags, before it is started in earnest."""
+        progress(0, None, "asking trtllm-build for its flags")
+        offered = None
+        if not isinstance(builder, ContainerBuilder):
+            try:
+                parser = self.installed_parser()
+                offered = None if parser is None else flags_of_parser(parser)
+            except Exception as error:  # noqa: BLE001 - another program's import; its --help is asked instead
+                progress(0, None, f"tensorrt_llm cannot be imported here ({type(error).__name__})")
+        if offered is None:
+            line = builder.command(("--help",), source.path, out_dir)
+            try:
+                done = subprocess.run(
+                    line, capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False, env=dict(self.environment)
+                )
+            except subprocess.TimeoutExpired as error:
+                raise StageError("compile", f"{builder.name}: no answer to --help in {HELP_TIMEOUT_S} s") from error
+            if done.returncode != 0:
+                raise _failed(builder, done.returncode, done.stdout + done.stderr, None)
+            offered = flags_of_help(done.stdout)
+        refused = unknown_to_it(command, offered)
+        if refused:
+            raise StageError(
+                "compile",
+                f"the trtllm-build of {builder.name} is not what our facts say of {asked.version}: {'; '.join(refused)}",
+                mend="Take the version that is installed (engine.tensorrt_llm), or engine.builder: container.",
+            )
+        return table_disagreements(offered, asked.version)
+
+    def _build(
+        self,
+        builder: Builder,
+        command: BuildCommand,
+        source: TrtLlmCheckpoint,
+        spec: EngineSpec,
+        out_dir: Path,
+        scratch: Path,
+        progress: Progress,
+    ) -> None:
+        outcome = run_build(
+            builder.command(command.arguments, source.path, out_dir),
+            out_dir / LOG,
+            progress,
+            what=f"{spec.role}: ",
+            world_size=source.tp_size * source.pp_size,
+            cwd=scratch,
+            environment=self.environment,
+            stop_command=builder.stop_command(),
+        )
+        if outcome.returncode != 0:
+            raise _failed(builder, outcome.returncode, outcome.log, _kept(out_dir / LOG, spec.role))
+
+    def _inspect(self, built: BuiltEngine, progress: Progress) -> tuple[list[Finding], LayerCounts | None]:
+        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors are the first stage's."""
+        try:
+            trt = self.tensorrt()
+        except Exception as error:  # noqa: BLE001 - whatever a foreign binary module raises
+            return [Finding("deserialization", "warning", f"tensorrt cannot be imported: {error}")], None
+        if trt is None or not self.gpus():
+            return [], None
+        progress(0, None, "opening the engine with TensorRT")
+        _load_plugins()
+        return inspect_engine(built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1)
+
+    def _executed(self, builder: Builder, built: BuiltEngine, layers: LayerCounts | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        here = self.gpus()
+        executed, missing = [], []
+        if here:
+            executed.append(f"trtllm-build {built.version} chose its kernels on {here[0]}")
+        else:
+            missing.append("trtllm-build ran on a machine without an NVIDIA GPU: no kernel was timed or tried")
+        if layers is not None:
+            executed.append("rank 0 was deserialized by TensorRT")
+        else:
+            missing.append("the engine was not opened: no tensorrt module, or no GPU, in this environment")
+        missing.append("no token was generated with it; validation does that")
+        return tuple(executed), tuple(missing)
+
+
+def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
+    assert spec.tensorrt_llm is not None, "the kind trt_engine is asked with a TensorRtLlmSpec"
+    return spec.tensorrt_llm
+
+
+def _agree(checkpoint: QuantizedCheckpoint, source: TrtLlmCheckpoint) -> None:
+    """The form that is built from is the one whose quality was measured."""
+    for name in ("quant_algo", "kv_cache_quant_algo", "vocab_size"):
+        expected, found = getattr(checkpoint, name), getattr(source, name)
+        if expected != found:
+            raise CheckpointError(
+                f"{name} is {found}, and {expected} in the checkpoint that it was written from",
+                where=source.path / "config.json",
+                mend="Write it again with `toolkit build --fresh quantize`.",
+            )
+
+
+def _refuse(findings: list[Finding], out_dir: Path) -> None:
+    errors = [f"{finding.check}: {finding.detail}" for finding in findings if finding.severity == "error"]
+    if errors:
+        raise StageError(
+            "compile",
+            f"the engine is not what was asked: {'; '.join(errors)}",
+            mend=f"Its log is kept in {_kept(out_dir / LOG, 'engine')}.",
+        )
+
+
+def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> StageError:
+    failure, line = explain_failure(returncode, log)
+    where = "" if kept is None else f"\n  The whole log: {kept}"
+    if failure is not None:
+        said = f"{failure.what}\n  it said: {line}" if line else failure.what
+        return StageError("compile", f"{builder.name} failed: {said}", mend=f"{failure.mend}{where}")
+    tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL:])
+    return StageError(
+        "compile", f"{builder.name} ended with {returncode}, for a reason that we do not know", mend=f"The end of its log:\n{tail}{where}"
+    )
+
+
+def _kept(log: Path, role: str) -> Path | None:
+    """A copy that outlives the folder of a failed stage."""
+    if not log.is_file():
+        return None
+    descriptor, name = tempfile.mkstemp(prefix=f"toolkit-{role}-build-", suffix=".log")
+    os.close(descriptor)
+    return Path(shutil.copyfile(log, name))
+
+
+def _load_plugins() -> None:
+    """TensorRT-LLM's kernels register with TensorRT when the package is imported."""
+    if importlib.util.find_spec("tensorrt_llm") is not None:
+        importlib.import_module("tensorrt_llm")

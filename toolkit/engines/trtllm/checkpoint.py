@@ -1,0 +1,73 @@
+"""The TRT-LLM form of a checkpoint, as `trtllm-build` reads it: config.json and one safetensors file per rank.
+
+Only what has to be known before a build is read: shapes stay in the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints.shape import read_json
+from toolkit.errors import CheckpointError
+
+__all__ = ["TrtLlmCheckpoint", "find_checkpoint", "is_trtllm_form"]
+
+MEND = "Write it again with `toolkit build --fresh quantize`."
+
+
+@dataclass(frozen=True, slots=True)
+class TrtLlmCheckpoint:
+    """rank_bytes[r] is the size of rank r's weights on disk."""
+
+    path: Path
+    architecture: str
+    dtype: str
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    vocab_size: int
+    tp_size: int
+    pp_size: int
+    rank_bytes: tuple[int, ...]
+
+
+def is_trtllm_form(config: dict[str, Any]) -> bool:
+    """architecture and dtype at the top level, and not an engine's config (which holds this one inside)."""
+    return "architecture" in config and "dtype" in config and "build_config" not in config
+
+
+def find_checkpoint(folder: Path, tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
+    """The TRT-LLM form in `folder` or in one of its subfolders, made for this many ranks. Raises CheckpointError."""
+    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())] if folder.is_dir() else []
+    for place in places:
+        if (place / "config.json").is_file() and is_trtllm_form(config := read_json(place / "config.json")):
+            return _checked(place, config, tp_size, pp_size)
+    raise CheckpointError("holds no checkpoint in TRT-LLM's form, which the engine flow builds from", where=folder, mend=MEND)
+
+
+def _checked(path: Path, config: dict[str, Any], tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
+    mapping = config.get("mapping") or {}
+    made_for = (int(mapping.get("tp_size", 1)), int(mapping.get("pp_size", 1)))
+    if made_for != (tp_size, pp_size):
+        raise CheckpointError(
+            f"made for tp_size {made_for[0]}, pp_size {made_for[1]}; the engine is asked for {tp_size} and {pp_size}",
+            where=path / "config.json",
+            mend=MEND,
+        )
+    ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size * pp_size)]
+    missing = [rank.name for rank in ranks if not rank.is_file()]
+    if missing:
+        raise CheckpointError(f"lacks {', '.join(missing)}", where=path, mend=MEND)
+    quantization = config.get("quantization") or {}
+    return TrtLlmCheckpoint(
+        path=path,
+        architecture=str(config["architecture"]),
+        dtype=str(config["dtype"]),
+        quant_algo=quantization.get("quant_algo"),
+        kv_cache_quant_algo=quantization.get("kv_cache_quant_algo"),
+        vocab_size=int(config["vocab_size"]),
+        tp_size=tp_size,
+        pp_size=pp_size,
+        rank_bytes=tuple(rank.stat().st_size for rank in ranks),
+    )

@@ -1,0 +1,431 @@
+"""The command line of `trtllm-build`: flags, types, defaults, choices, and what the builder changes or refuses. Data only.
+
+Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/build.py` (65f1d1536e18, of the 1.1-1.2 line; 008b2b8d23af, of the 0.x
+line), `plugin/plugin.py`, `builder.py`; `examples/draft_target_model/README.md` (0.18-1.2); the performance guide's pages
+"Useful build-time flags" and "FP8 quantization". The command is gone in 1.3 (pull requests 15918, 16369).
+
+Confidence: A read in the version itself; B the same in published revisions just before and after; C seen in one neighbouring
+revision; I inferred. For 0.21, whose plugin flags were not read one by one, every row is C at best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BUILD_IMAGES",
+    "DRAFT_TOKENS_EXTERNAL",
+    "ENGINE_INPUTS",
+    "ENGINE_OUTPUTS",
+    "FAILURES",
+    "FLAGS",
+    "GEMM_PLUGIN",
+    "HIDDEN_STATES",
+    "MILESTONES",
+    "RULES",
+    "SPECULATIVE_MODES",
+    "VERSIONS",
+    "Failure",
+    "Flag",
+    "Rule",
+]
+
+VERSIONS = ("0.21", "1.0", "1.1", "1.2.0", "1.2.1")
+DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
+SWITCH = ("enable", "disable")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """type: path | str | int | enum | flag (takes no value) | list[path] | list[str]. versions: where it exists."""
+
+    name: str
+    type: str
+    default: str | int | bool | None
+    group: str
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    deprecated: bool = False
+    versions: tuple[str, ...] = VERSIONS
+    confidence: str = "B"
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing the builder does on its own. effect: adjust (in silence, or with a log line) | error."""
+
+    id: str
+    when: str
+    effect: str
+    what: str
+    confidence: str = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A way in which builds are known to fail. pattern: a regular expression, searched in the log, last lines first.
+
+    source: where the text was seen: issues of NVIDIA/TensorRT-LLM, its source, or the messages of CUDA, Docker and Linux.
+    """
+
+    id: str
+    pattern: str
+    what: str
+    mend: str
+    source: str
+    confidence: str = "B"
+
+
+FLAGS = (
+    Flag("--checkpoint_dir", "path", None, "input"),
+    Flag("--model_config", "path", None, "input"),
+    Flag("--build_config", "path", None, "input"),
+    Flag("--model_cls_file", "path", None, "input"),
+    Flag("--model_cls_name", "str", None, "input"),
+    Flag("--output_dir", "path", "engine_outputs", "output"),
+    Flag("--max_batch_size", "int", 2048, "limits"),
+    Flag("--max_input_len", "int", 1024, "limits", note="clipped to max_seq_len"),
+    Flag(
+        "--max_seq_len",
+        "int",
+        None,
+        "limits",
+        aliases=("--max_decoder_seq_len",),
+        note="when unset: max_position_embeddings times rotary scaling factor",
+    ),
+    Flag("--max_beam_width", "int", 1, "limits"),
+    Flag("--max_num_tokens", "int", 8192, "limits"),
+    Flag("--opt_num_tokens", "int", None, "limits"),
+    Flag("--max_encoder_input_len", "int", 1024, "limits"),
+    Flag("--max_prompt_embedding_table_size", "int", 0, "limits", aliases=("--max_multimodal_len",)),
+    Flag(
+        "--kv_cache_type",
+        "enum",
+        None,
+        "limits",
+        choices=("continuous", "paged", "disabled"),
+        note="unset resolves to PAGED; case-insensitive",
+    ),
+    Flag("--paged_kv_cache", "enum", None, "limits", choices=SWITCH, deprecated=True),
+    Flag("--input_timing_cache", "path", None, "engine"),
+    Flag("--output_timing_cache", "path", "model.cache", "engine"),
+    Flag("--profiling_verbosity", "enum", "layer_names_only", "engine", choices=("layer_names_only", "detailed", "none")),
+    Flag("--strip_plan", "flag", False, "engine"),
+    Flag("--weight_sparsity", "flag", False, "engine"),
+    Flag(
+        "--weight_streaming",
+        "flag",
+        False,
+        "engine",
+        note="pairs with runtime gpu_weights_percent; gemm_plugin must be disabled for the weights to stream",
+    ),
+    Flag("--fast_build", "flag", False, "engine", note="turns on managed weights (rank*_managed_weights.safetensors)"),
+    Flag("--workers", "int", 1, "engine", note="clamped to visible device count"),
+    Flag(
+        "--log_level",
+        "enum",
+        "info",
+        "engine",
+        choices=("internal_error", "error", "warning", "info", "verbose", "debug", "trace"),
+        confidence="C",
+    ),
+    Flag("--enable_debug_output", "flag", False, "engine"),
+    Flag("--visualize_network", "path", None, "engine"),
+    Flag("--dry_run", "flag", False, "engine"),
+    Flag("--monitor_memory", "flag", False, "engine"),
+    Flag("--logits_dtype", "enum", None, "logits", choices=("float16", "float32")),
+    Flag("--gather_context_logits", "flag", False, "logits"),
+    Flag(
+        "--gather_generation_logits",
+        "flag",
+        False,
+        "logits",
+        deprecated=True,
+        note="accepted and recorded; runtime request/executor option decides in recent versions",
+    ),
+    Flag("--gather_all_token_logits", "flag", False, "logits", note="sets both gather flags"),
+    Flag("--lora_dir", "list[path]", None, "lora"),
+    Flag("--lora_ckpt_source", "enum", "hf", "lora", choices=("hf", "nemo")),
+    Flag("--lora_target_modules", "list[str]", None, "lora"),
+    Flag("--max_lora_rank", "int", 64, "lora"),
+    Flag(
+        "--speculative_decoding_mode",
+        "enum",
+        None,
+        "speculative",
+        choices=("draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"),
+    ),
+    Flag("--max_draft_len", "int", 0, "speculative"),
+    Flag("--bert_attention_plugin", "enum", "auto", "plugin", choices=DTYPES),
+    Flag("--gpt_attention_plugin", "enum", "auto", "plugin", choices=DTYPES),
+    Flag("--fp8_rowwise_gemm_plugin", "enum", "disable", "plugin", choices=DTYPES),
+    Flag("--lora_plugin", "enum", "disable", "plugin", choices=DTYPES),
+    Flag("--moe_plugin", "enum", "auto", "plugin", choices=DTYPES),
+    Flag("--mamba_conv1d_plugin", "enum", "auto", "plugin", choices=DTYPES),
+    Flag("--nccl_plugin", "enum", "auto", "plugin", choices=DTYPES),
+    Flag(
+        "--gemm_plugin",
+        "enum",
+        None,
+        "plugin",
+        choices=("auto", "float16", "float32", "bfloat16", "int32", "fp8", "nvfp4", "disable"),
+        note="unset means disabled",
+    ),
+    Flag("--gemm_swiglu_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
+    Flag("--low_latency_gemm_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
+    Flag("--low_latency_gemm_swiglu_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
+    Flag("--gemm_allreduce_plugin", "enum", "disable", "plugin", choices=("float16", "bfloat16", "disable")),
+    Flag("--dora_plugin", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--context_fmha", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--bert_context_fmha_fp32_acc", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--remove_input_padding", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--use_paged_context_fmha", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--use_fp8_context_fmha", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--fuse_fp4_quant", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--multiple_profiles", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--paged_state", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--streamingllm", "enum", "disable", "plugin", choices=SWITCH, note="enable is rejected"),
+    Flag("--norm_quant_fusion", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--reduce_fusion", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--user_buffer", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--use_fused_mlp", "enum", "enable", "plugin", choices=SWITCH),
+    Flag("--pp_reduce_scatter", "enum", "disable", "plugin", choices=SWITCH),
+    Flag("--tokens_per_block", "int", 32, "plugin"),
+    Flag("--auto_parallel", "int", 1, "auto_parallel", versions=("0.21",)),
+    Flag("--gpus_per_node", "int", 8, "auto_parallel", versions=("0.21",)),
+    Flag("--cluster_key", "enum", None, "auto_parallel", versions=("0.21",)),
+)
+
+RULES = (
+    Rule("context-logits-with-draft", "gather_context_logits and max_draft_len > 0", "error", "RuntimeError"),
+    Rule("profiles-with-opt-tokens", "multiple_profiles enabled and opt_num_tokens set", "error", "RuntimeError"),
+    Rule("spec-extends-seq-len", "any speculative mode", "adjust", "recorded max_seq_len is raised by max_draft_len"),
+    Rule(
+        "spec-raises-num-tokens",
+        "any speculative mode",
+        "adjust",
+        "max_num_tokens is raised to max_batch_size * (max_draft_len + 1)",
+    ),
+    Rule("input-len-clip", "max_input_len above max_seq_len", "adjust", "max_input_len is cut to max_seq_len"),
+    Rule("fmha-off-cascade", "context_fmha disabled", "adjust", "paged and FP8 context FMHA are switched off"),
+    Rule(
+        "fp8-kv-needs-fp8-weights-for-paged-fmha",
+        "FP8 KV cache under weights that are not FP8",
+        "adjust",
+        "paged context FMHA is switched off",
+    ),
+    Rule("int8-kv-disables-paged-fmha", "INT8 KV cache", "adjust", "paged context FMHA is switched off"),
+    Rule(
+        "fp8-fmha-needs-sm89",
+        "SM below 89",
+        "adjust",
+        "FP8 context FMHA is switched off; with an FP8 KV cache paged context FMHA too",
+    ),
+    Rule(
+        "fp8-fmha-needs-fp8-kv",
+        "FP8 weights and paged context FMHA without FP8 KV cache",
+        "adjust",
+        "FP8 context FMHA is switched off",
+    ),
+    Rule("fp8-kv-forces-fp8-fmha", "FP8 weights and FP8 KV cache", "adjust", "FP8 context FMHA is switched on"),
+    Rule(
+        "blackwell-no-int8",
+        "SM 100-119 with INT8 or INT4 weight-only, INT8 KV cache, SmoothQuant, per-channel or per-token scaling",
+        "error",
+        "RuntimeError",
+    ),
+    Rule(
+        "blackwell-no-hopper-plugins",
+        "SM 100 or above with gemm_swiglu, fp8_rowwise_gemm or low_latency_gemm plugins",
+        "error",
+        "NotImplementedError",
+    ),
+    Rule(
+        "reduce-fusion-scope",
+        "reduce_fusion with tp_size 1, or outside Llama, Gemma 2 and Medusa",
+        "adjust",
+        "reduce_fusion is switched off",
+    ),
+    Rule("fused-mlp-scope", "a quant_algo other than FP8 and MIXED_PRECISION", "adjust", "use_fused_mlp is switched off"),
+    Rule("nccl-single-rank", "world_size 1", "adjust", "nccl_plugin becomes null"),
+    Rule("fast-build-weight-only", "fast_build with INT8 or INT4 weight-only without its plugin", "error", "RuntimeError", "C"),
+    Rule("eagle-limits", "speculative_decoding_mode eagle", "error", "max_batch_size above 512 or max_draft_len above 256"),
+)
+
+# The image that has trtllm-build of a version. The serving image of the same version is another one.
+# Names of the nvcr.io catalogue; which release of a line: compatibility table of triton-inference-server/server (A for 1.2.1).
+BUILD_IMAGES = {
+    "0.21": "nvcr.io/nvidia/tensorrt-llm/release:0.21.0",
+    "1.0": "nvcr.io/nvidia/tensorrt-llm/release:1.0.0",
+    "1.1": "nvcr.io/nvidia/tensorrt-llm/release:1.1.0",
+    "1.2.0": "nvcr.io/nvidia/tensorrt-llm/release:1.2.0",
+    "1.2.1": "nvcr.io/nvidia/tensorrt-llm/release:1.2.1",
+}
+
+DRAFT_TOKENS_EXTERNAL = "draft_tokens_external"
+
+# build_config.speculative_decoding_mode in an engine's config.json. That it is stored as a number is I: read both forms.
+SPECULATIVE_MODES = {
+    "NONE": 1,
+    "DRAFT_TOKENS_EXTERNAL": 2,
+    "MEDUSA": 4,
+    "LOOKAHEAD_DECODING": 8,
+    "EXPLICIT_DRAFT_TOKENS": 16,
+    "EAGLE": 32,
+    "NGRAM": 64,
+    "USER_PROVIDED": 128,
+    "SAVE_HIDDEN_STATES": 256,
+    "AUTO": 512,
+}
+
+# quant_algo -> --gemm_plugin. NVIDIA's guide: on for FP16 and BF16 products, off for FP8 ones, which TensorRT's own kernels do
+# better except at the smallest batches (C). SmoothQuant and weight-only matrices have plugins of their own; LM head and
+# embeddings stay in 16 bits there, so it is on.
+GEMM_PLUGIN = {"FP8": "disable", "W8A8_SQ_PER_CHANNEL": "auto", "W8A16": "auto", "NO_QUANT": "auto"}
+
+# What the build log says when a step is done, in order, once per rank (public logs of 0.10-1.2, issues 2451, 1543, 346).
+MILESTONES = (
+    ("Total time of constructing network from module object", "network constructed"),
+    ("Build TensorRT engine", "choosing kernels"),
+    ("Total time of building", "engine built"),
+    ("Serializing engine to", "writing the engine"),
+    ("Engine serialized. Total time", "engine written"),
+)
+
+# The first that matches is told; so causes stand before what follows from them.
+FAILURES = (
+    Failure(
+        "unknown-flag",
+        r"unrecognized arguments: .+|argument --\w+: invalid choice: .+",
+        "the installed trtllm-build does not take a flag that this version has",
+        "Build in the container of the version that the YAML names (engine.builder: container), or name the installed one.",
+        "argparse",
+    ),
+    Failure(
+        "disk-full",
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full",
+        "An engine needs about the size of its checkpoint, and as much again while it is written: free space and build again.",
+        "Linux",
+    ),
+    Failure(
+        "blackwell-no-int8",
+        r"(INT8/INT4 quantization|SmoothQuant|Per-channel or per-token scaling) is not supported on SM>=100",
+        "this GPU generation (SM 100-119) has no INT8 engines",
+        "Quantize to FP8, or build on and for SM 80-90.",
+        "builder.py",
+    ),
+    Failure(
+        "unsupported-sm",
+        r"(?i)unsupported SM|no kernel image is available for execution|sm_?\d+ is not (currently )?supported",
+        "this TensorRT-LLM has no kernels for this GPU",
+        "Take a version that knows the GPU (engine.tensorrt_llm), or a GPU that the version knows.",
+        "CUDA; TensorRT's myelin and cask messages",
+        "C",
+    ),
+    Failure(
+        "version-mismatch",
+        r"engine plan file is not compatible|expecting library version|has a different version of TensorRT"
+        r"|undefined symbol: \w*nvinfer|does not match .*TensorRT",
+        "TensorRT and TensorRT-LLM are of different versions",
+        "Build in the container of the version that serves (engine.builder: container); a row of versions belongs together.",
+        "issue 1695; triton_cli pull request 59",
+    ),
+    Failure(
+        "gpu-out-of-memory",
+        r"OutOfMemory|CUDA out of memory|cudaErrorMemoryAllocation|CUDA runtime error in .*: out of memory"
+        r"|GPU memory \(\d+ bytes\) could not be allocated",
+        "the GPU ran out of memory while building",
+        "Lower max_batch_size, max_seq_len or max_num_tokens, raise tp_size, or free the GPU of other programs.",
+        "issues 346, 1543, 2451",
+    ),
+    Failure(
+        "no-gpu",
+        r"Found no NVIDIA driver|no CUDA-capable device|CUDA driver version is insufficient|libcuda\.so\.1: cannot open"
+        r"|max_workers must be greater than 0|could not select device driver",
+        "no NVIDIA GPU or no fitting driver was found",
+        "Engines are built on a GPU of the kind they run on: build there, with its driver and the NVIDIA container toolkit.",
+        "CUDA; Docker; build.py cuts the workers down to the number of devices",
+        "C",
+    ),
+    Failure(
+        "no-image",
+        r"manifest unknown|manifest for .* not found|pull access denied|unauthorized: |Unable to find image .*(?s:.)*denied",
+        "the build container's image could not be had",
+        "Log in (docker login nvcr.io), or load the image by hand; `docker pull IMAGE` shows why.",
+        "Docker",
+        "I",
+    ),
+    Failure(
+        "no-docker",
+        r"Cannot connect to the Docker daemon|permission denied while trying to connect to the Docker daemon",
+        "docker does not answer",
+        "Start the daemon, and let this user use it; or build inside the container with engine.builder: local.",
+        "Docker",
+    ),
+    Failure(
+        "shared-memory",
+        r"(?i)insufficient shared memory|bus error",
+        "shared memory is too small for the workers",
+        "Run the container with --ipc=host, or --shm-size=16g.",
+        "PyTorch",
+        "C",
+    ),
+    Failure(
+        "missing-library",
+        r"error while loading shared libraries: .+|ImportError: .+\.so[.\d]*: cannot open shared object file",
+        "a library that trtllm-build needs is missing",
+        "Build in the container (engine.builder: container), which has them all.",
+        "Linux",
+    ),
+    Failure(
+        "unknown-architecture",
+        r"Unsupported model architecture: \S+",
+        "the engine flow does not know this architecture",
+        "Take engine.kind: trtllm_pytorch, or a model of a family that the engine flow has.",
+        "build.py",
+    ),
+    Failure(
+        "tensors",
+        r"Required but not provided tensors: ?.+|Provided but not expected tensors: ?.+",
+        "the checkpoint's tensors are not those that this version expects",
+        "Write the checkpoint again for this version and tp_size: `toolkit build --fresh quantize`.",
+        "models/modeling_utils.py",
+        "C",
+    ),
+    Failure(
+        "no-implementation",
+        r"Could not find any implementation for node \S+",
+        "TensorRT has no kernel for a layer with these sizes, precisions or this much memory",
+        "Lower max_num_tokens and max_seq_len first: most often memory for the kernel was short.",
+        "issues 54, 619; TensorRT issue 2918",
+    ),
+    Failure(
+        "killed",
+        r"(?m)^(.*: line \d+: +\d+ )?Killed\b|terminated abruptly while the future was running",
+        "the build was killed, most often because the machine ran out of main memory",
+        "Building takes about twice the rank's checkpoint in main memory, for each worker: lower the workers, or add memory.",
+        "issues 102, 191, 743",
+    ),
+)
+
+# Tensors of a paged-attention decoder engine, by name (models/generation_mixin.py of the 1.1-1.2 line, C). Only those that
+# every such engine has are listed: a missing one means that the runtime will refuse the engine.
+ENGINE_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "last_token_ids",
+    "sequence_length",
+    "context_lengths",
+    "host_request_types",
+    "host_past_key_value_lengths",
+    "host_context_lengths",
+    "host_max_attention_window_sizes",
+    "cache_indirection",
+    "kv_cache_block_offsets",
+    "host_kv_cache_block_offsets",
+    "host_kv_cache_pool_pointers",
+)
+ENGINE_OUTPUTS = ("logits",)
+HIDDEN_STATES = ("hidden_states_input", "hidden_states_output")  # between the ranks of a pipeline
