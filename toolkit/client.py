@@ -59,6 +59,13 @@ TENSORS = {
     "acceptance": "acceptance",
     "timeout_ms": "timeout_ms",
 }
+# How TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates spell what they have of these: without the prefix, or thus.
+PREFIX = "sampling_param_"
+SPELLINGS = {
+    "sampling_param_stop": "stop_words",
+    "streaming": "stream",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+}
 ALWAYS = (
     "sampling_param_exclude_input_from_output",
     "sampling_param_return_perf_metrics",
@@ -167,15 +174,24 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """One measured request. chunks: (received_ns, new tokens) of every response that carried tokens, in order."""
+    """One measured request. chunks: (received_ns, new tokens) of every response that carried tokens, in order.
+
+    A server that counts no tokens gives chunks of None tokens, one per response with text. due_ns: when an open loop meant to
+    send the request, and what it is timed from; None in a closed loop, which is timed from the sending.
+    """
 
     prompt: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     sent_ns: int
-    chunks: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[int, int | None], ...]
     statistics: Statistics
+    due_ns: int | None = None
+
+    @property
+    def start_ns(self) -> int:
+        return self.sent_ns if self.due_ns is None else self.due_ns
 
     @property
     def output_tokens(self) -> int | None:
@@ -183,13 +199,13 @@ class RequestTiming:
 
     @property
     def ttft_ns(self) -> int | None:
-        """First tokens received - request sent."""
-        return self.chunks[0][0] - self.sent_ns if self.chunks else None
+        """First tokens received - request sent, or due to be sent."""
+        return self.chunks[0][0] - self.start_ns if self.chunks else None
 
     @property
     def e2e_ns(self) -> int | None:
-        """Last token received - request sent."""
-        return self.chunks[-1][0] - self.sent_ns if self.chunks else None
+        """Last token received - request sent, or due to be sent."""
+        return self.chunks[-1][0] - self.start_ns if self.chunks else None
 
     @property
     def tpot_ns(self) -> int | None:
@@ -205,8 +221,35 @@ class RequestTiming:
 
     @property
     def itl(self) -> tuple[tuple[int, int], ...]:
-        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a percentile."""
-        return tuple((round(gap / tokens), tokens) for gap, (_, tokens) in zip(self.icl_ns, self.chunks[1:], strict=True))
+        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a percentile.
+
+        Empty where the server did not say how many tokens a chunk carries.
+        """
+        gaps = zip(self.icl_ns, self.chunks[1:], strict=True)
+        return tuple((round(gap / tokens), tokens) for gap, (_, tokens) in gaps if tokens is not None)
+
+
+def timing(prompt: str, received: Sequence[Chunk], sent_ns: int, due_ns: int | None = None) -> RequestTiming:
+    """The measurements of a whole answer. Tokens are the server's count; where it keeps none, chunks are those with text."""
+    counted = any(chunk.output_tokens is not None for chunk in received)
+    chunks: list[tuple[int, int | None]] = []
+    before = 0
+    for chunk in received:
+        if chunk.output_tokens is not None and chunk.output_tokens > before:
+            chunks.append((chunk.received_ns, chunk.output_tokens - before))
+            before = chunk.output_tokens
+        elif not counted and chunk.text:
+            chunks.append((chunk.received_ns, None))
+    return RequestTiming(
+        prompt=prompt,
+        text="".join(chunk.text for chunk in received),
+        token_ids=tuple(token for chunk in received for token in chunk.token_ids),
+        finish_reason=received[-1].finish_reason,
+        sent_ns=sent_ns,
+        chunks=tuple(chunks),
+        statistics=received[-1].statistics or Statistics(output_tokens=received[-1].output_tokens),
+        due_ns=due_ns,
+    )
 
 
 class Client:
@@ -224,7 +267,7 @@ class Client:
         options = [("grpc.max_receive_message_length", -1), *([("grpc.enable_http_proxy", 0)] if local else [])]
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._form: _ModelForm | None = None
+        self._form: ModelForm | None = None
 
     def __enter__(self) -> Client:
         return self
@@ -266,30 +309,15 @@ class Client:
 
     def _time(self, prompt: str, options: Options) -> RequestTiming:
         sent_ns = time.monotonic_ns()
-        received = list(self._call(prompt, options, "", streaming=True))
-        chunks: list[tuple[int, int]] = []
-        before = 0
-        for chunk in received:
-            if chunk.output_tokens is not None and chunk.output_tokens > before:
-                chunks.append((chunk.received_ns, chunk.output_tokens - before))
-                before = chunk.output_tokens
-        return RequestTiming(
-            prompt=prompt,
-            text="".join(chunk.text for chunk in received),
-            token_ids=tuple(token for chunk in received for token in chunk.token_ids),
-            finish_reason=received[-1].finish_reason,
-            sent_ns=sent_ns,
-            chunks=tuple(chunks),
-            statistics=received[-1].statistics or Statistics(),
-        )
+        return timing(prompt, list(self._call(prompt, options, "", streaming=True)), sent_ns)
 
-    def _model_form(self) -> _ModelForm:
+    def _model_form(self) -> ModelForm:
         if self._form is None:
             try:
                 answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=self.model), timeout=self.timeout_s)
             except grpc.RpcError as error:
                 raise self._translated(error) from error
-            self._form = _ModelForm.of(answer.config)
+            self._form = ModelForm.of(answer.config)
         return self._form
 
     def _call(self, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Iterator[Chunk]:
@@ -303,14 +331,14 @@ class Client:
                 received_ns = time.monotonic_ns()
                 if response.error_message:
                     raise RequestRefused(response.error_message)
-                values = _decode(response.infer_response)
+                values = decode(response.infer_response)
                 if not values:
                     continue  # Triton's empty last response of a stream
                 answered = True
                 full = values["text_output"][0].decode("utf-8")
                 new = full[len(text) :] if form.cumulative and streaming else full
                 text += new
-                yield _chunk(new, values, received_ns)
+                yield read_chunk(new, values, received_ns)
         except grpc.RpcError as error:
             raise self._translated(error) from error
         finally:
@@ -328,37 +356,56 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelForm:
-    """What the served model understands: its inputs (name -> Triton's type), and whether a chunk repeats the text before it."""
+class ModelForm:
+    """What the served model understands: its inputs (name -> Triton's type), whether a chunk repeats the text before it, and
+    whether tensors have a batch dimension of one in front.
+    """
 
     inputs: dict[str, str]
     cumulative: bool
+    batched: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> _ModelForm:
+    def of(cls, config: Any) -> ModelForm:
+        """Of Triton's ModelConfig message."""
         from tritonclient.grpc import model_config_pb2
 
-        names = {tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_") for tensor in config.input}
-        return cls(names, config.parameters["stream_text"].string_value != "delta")
+        inputs = {
+            tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_") for tensor in config.input
+        }
+        if "streaming" in inputs:  # the llmapi template
+            cumulative = config.parameters["stream_text"].string_value != "delta"
+        else:
+            cumulative = config.parameters["accumulate_tokens"].string_value.lower() == "true"
+        return cls(inputs, cumulative, config.max_batch_size > 0)
 
-    def request(self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Any:
-        request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-        values: dict[str, Any] = {"text_input": prompt, "streaming": streaming}
+    def values(self, prompt: str, options: Options, *, streaming: bool) -> dict[str, Any]:
+        """Input -> value of a request, in the model's spelling. Raises RequestRefused for an option that it does not have."""
+        values: dict[str, Any] = {"text_input": prompt}
+        if (name := self._spelled("streaming")) is not None:
+            values[name] = streaming
         for option, tensor in TENSORS.items():
             value = getattr(options, option)
             if value is None:
                 continue
-            if tensor not in self.inputs:
+            if (name := self._spelled(tensor)) is None:
                 raise RequestRefused(f"the served model has no input {tensor!r}, so {option} cannot be set")
-            values[tensor] = value
-        values.update({tensor: True for tensor in ALWAYS if tensor in self.inputs})
-        for name, value in values.items():
+            values[name] = value
+        return values | {name: True for tensor in ALWAYS if (name := self._spelled(tensor)) is not None}
+
+    def request(self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Any:
+        """The ModelInferRequest message."""
+        request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+        for name, value in self.values(prompt, options, streaming=streaming).items():
             items = list(value) if isinstance(value, (list, tuple)) else [value]
-            request.inputs.add(
-                name=name, datatype="BYTES" if self.inputs[name] == "STRING" else self.inputs[name], shape=[len(items)]
-            )
+            dtype = "BYTES" if self.inputs[name] == "STRING" else self.inputs[name]
+            request.inputs.add(name=name, datatype=dtype, shape=[1, len(items)] if self.batched else [len(items)])
             request.raw_input_contents.append(_encode(items, self.inputs[name]))
         return request
+
+    def _spelled(self, tensor: str) -> str | None:
+        known = (tensor, SPELLINGS.get(tensor, ""), tensor.removeprefix(PREFIX))
+        return next((name for name in known if name in self.inputs), None)
 
 
 def _encode(items: Sequence[Any], dtype: str) -> bytes:
@@ -368,7 +415,7 @@ def _encode(items: Sequence[Any], dtype: str) -> bytes:
     return np.asarray(items, dtype=NUMPY_TYPES[dtype]).tobytes()
 
 
-def _decode(response: Any) -> dict[str, list[Any]]:
+def decode(response: Any) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":
@@ -383,34 +430,18 @@ def _decode(response: Any) -> dict[str, list[Any]]:
     return values
 
 
-def _chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
+def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
+    """A response's outputs (name -> values) as a chunk; `text` is what is new in it."""
+
     def first(name: str) -> Any:
         return values[name][0] if name in values else None
 
     def word(name: str) -> str | None:
         value = first(name)
-        return None if value is None or value == b"None" else value.decode("utf-8")
+        text = value.decode("utf-8") if isinstance(value, bytes) else value
+        return None if text is None or text == "None" else text
 
     finish_reason = word("finish_reason")
-    drafted, accepted = values.get("drafted_by_position"), values.get("accepted_by_position")
-    statistics = None
-    if finish_reason is not None:
-        statistics = Statistics(
-            input_tokens=first("num_input_tokens"),
-            output_tokens=first("num_output_tokens"),
-            drafted=first("total_draft_tokens"),
-            accepted=first("total_accepted_draft_tokens"),
-            verify_steps=first("verify_steps"),
-            drafted_by_position=None if drafted is None else tuple(drafted),
-            accepted_by_position=None if accepted is None else tuple(accepted),
-            draft_ns=first("draft_time_ns"),
-            verify_ns=first("verify_time_ns"),
-            host_ns=first("host_time_ns"),
-            arrival_ns=first("arrival_time_ns"),
-            first_scheduled_ns=first("first_scheduled_time_ns"),
-            first_token_ns=first("first_token_time_ns"),
-            last_token_ns=first("last_token_time_ns"),
-        )
     return Chunk(
         text=text,
         token_ids=tuple(values.get("output_ids", ())),
@@ -418,7 +449,34 @@ def _chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
         received_ns=received_ns,
         finish_reason=finish_reason,
         stop_reason=word("stop_reason"),
-        statistics=statistics,
+        statistics=None if finish_reason is None else read_statistics(values),
+    )
+
+
+def read_statistics(values: dict[str, list[Any]]) -> Statistics:
+    """The server's figures in the outputs of a last response."""
+
+    def first(name: str) -> Any:
+        return values[name][0] if name in values else None
+
+    def every(name: str) -> tuple[int, ...] | None:
+        return tuple(values[name]) if name in values else None
+
+    return Statistics(
+        input_tokens=first("num_input_tokens"),
+        output_tokens=first("num_output_tokens"),
+        drafted=first("total_draft_tokens"),
+        accepted=first("total_accepted_draft_tokens"),
+        verify_steps=first("verify_steps"),
+        drafted_by_position=every("drafted_by_position"),
+        accepted_by_position=every("accepted_by_position"),
+        draft_ns=first("draft_time_ns"),
+        verify_ns=first("verify_time_ns"),
+        host_ns=first("host_time_ns"),
+        arrival_ns=first("arrival_time_ns"),
+        first_scheduled_ns=first("first_scheduled_time_ns"),
+        first_token_ns=first("first_token_time_ns"),
+        last_token_ns=first("last_token_time_ns"),
     )
 
 

@@ -1,0 +1,266 @@
+"""Every protocol against an endpoint whose schedule and counts are known, and with each fault that an endpoint can have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.stub import Script, StubServer, openai_events, response_of, triton_outputs
+from toolkit.client import ModelForm, Options, RequestTiming
+from toolkit.errors import StageError, UsageError
+from toolkit.triton.contract import INPUTS
+from toolkit.validate import metrics
+from toolkit.validate.clients import (
+    PROTOCOLS,
+    BadAnswer,
+    Exchange,
+    GrpcTransport,
+    HttpTransport,
+    OpenAiTransport,
+    connect,
+    read_exchange,
+)
+
+MS = 1_000_000
+SCRIPT = Script(chunks=((5, "a", 1), (20, "bcd", 3), (6, "ef", 2)))
+TOKENS = [1, 3, 2]
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[StubServer]:
+    with StubServer(SCRIPT) as server:
+        yield server
+
+
+def url(stub: StubServer, protocol: str) -> str:
+    return stub.grpc if protocol == "triton-grpc" else stub.http
+
+
+def ask(
+    where: str, prompt: str = "hello", *, protocol: str = "auto", max_tokens: int = 64, timeout_s: float = 5.0, **options: Any
+) -> RequestTiming:
+    async def one() -> RequestTiming:
+        transport = await connect(where, protocol=protocol, timeout_s=timeout_s)
+        try:
+            exchange = await transport.exchange(transport.prepare(prompt, Options(max_tokens=max_tokens, **options)))
+            return read_exchange(transport, prompt, exchange, max_tokens)
+        finally:
+            await transport.close()
+
+    return asyncio.run(one())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_times_and_tokens_are_those_of_the_endpoint(stub: StubServer, protocol: str) -> None:
+    """The endpoint's own clock says when it wrote each chunk: TTFT, TPOT, ITL, ICL and e2e follow from that."""
+    got = ask(url(stub, protocol), f"{protocol} on schedule", protocol=protocol)
+    (said,) = [entry for entry in stub.log() if entry["prompt"] == f"{protocol} on schedule"]
+    wrote = [at for at, _ in said["written"]]
+    assert [tokens for _, tokens in got.chunks] == TOKENS
+    assert (got.text, got.output_tokens, got.finish_reason) == ("abcdef", 6, "length")
+    late = [seen - at for (seen, _), at in zip(got.chunks, wrote, strict=True)]
+    assert min(late) > 0 and sorted(late)[1] < 20 * MS
+    assert 0 < said["came_ns"] - got.sent_ns < 200 * MS
+    spread = max(late) - min(late) + 1
+    assert got.ttft_ns == pytest.approx(wrote[0] - got.sent_ns, abs=late[0])
+    assert got.e2e_ns == pytest.approx(wrote[2] - got.sent_ns, abs=late[2])
+    assert got.tpot_ns == pytest.approx((wrote[2] - wrote[0]) / 5, abs=spread / 5 + 1)
+    assert got.icl_ns == pytest.approx([wrote[1] - wrote[0], wrote[2] - wrote[1]], abs=spread)
+    assert [gap for gap, _ in got.itl] == pytest.approx(
+        [(wrote[1] - wrote[0]) / 3, (wrote[2] - wrote[1]) / 2], abs=spread / 2 + 1
+    )
+    assert [weight for _, weight in got.itl] == TOKENS[1:]
+
+
+FORM = ModelForm({spec.name: spec.dtype.removeprefix("TYPE_") for spec in INPUTS}, cumulative=False)
+
+
+def bare(protocol: str) -> Any:
+    """A transport that is connected to nothing: it can read."""
+    session: Any = None
+    if protocol == "triton-grpc":
+        transport = GrpcTransport.__new__(GrpcTransport)
+        transport._form = FORM
+        return transport
+    if protocol == "triton-http":
+        return HttpTransport(session, "", "m", 1.0, FORM)
+    return OpenAiTransport(session, "", protocol, "m", 1.0)
+
+
+def frames(protocol: str, fault: str = "", usage: str = "continuous") -> list[bytes]:
+    if protocol == "triton-grpc":
+        return [response_of(one) for one in triton_outputs(SCRIPT, fault)]
+    if protocol == "triton-http":
+        return [b"data: " + json.dumps(one).encode() + b"\n\n" for one in triton_outputs(SCRIPT, fault)]
+    return openai_events(SCRIPT, fault, protocol == "openai-chat", usage)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_figures_of_a_known_schedule_are_exact(protocol: str) -> None:
+    """Sent at 10 (due at 4), chunks of 1, 3 and 2 tokens at 15, 35 and 41 ms."""
+    arrived = list(zip((15 * MS, 35 * MS, 41 * MS), frames(protocol), strict=True))
+    closed = read_exchange(bare(protocol), "p", Exchange(10 * MS, 0, arrived), 64)
+    opened = read_exchange(bare(protocol), "p", Exchange(10 * MS, 0, arrived), 64, due_ns=4 * MS)
+    means = {name: one.mean for name, one in metrics.arm([[closed]]).latencies.items()}
+    assert means == {
+        "ttft": 5,
+        "e2e": 31,
+        "tpot": pytest.approx(26 / 5),
+        "icl": 13,
+        "itl": pytest.approx((20 + 6) / 5, abs=1e-6),
+    }
+    assert (opened.ttft_ns, opened.e2e_ns, opened.tpot_ns) == (11 * MS, 37 * MS, closed.tpot_ns)
+
+
+@pytest.mark.parametrize("protocol", [protocol for protocol in PROTOCOLS if protocol != "triton-grpc"])  # which has frames
+def test_an_event_may_arrive_in_pieces_and_two_at_once(protocol: str) -> None:
+    """Chunks that arrive together have one time; no chunk is lost, and none has the time of half of it."""
+    one, two, three = frames(protocol)
+    arrived = [(1 * MS, one[:9]), (2 * MS, one[9:] + two + three[:5]), (3 * MS, three[5:])]
+    got = read_exchange(bare(protocol), "p", Exchange(0, 0, arrived), 64)
+    assert got.chunks == ((2 * MS, 1), (2 * MS, 3), (3 * MS, 2))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("refuse", "no, on purpose"),
+        ("stall", r"not finished within 0\.3 s"),
+        ("die", "connection broke|died on purpose"),
+        ("garbage", "garbage: "),
+        ("fewer", "wrong counts: "),
+        ("down", "wrong counts: the number of output tokens went down, from 9 to 6"),
+        ("more", "wrong counts: .*10000 tokens"),
+        ("endless", "the stream ended without its end"),
+    ],
+)
+def test_every_fault_of_an_endpoint_is_a_failed_request_that_says_so(
+    stub: StubServer, protocol: str, fault: str, words: str
+) -> None:
+    with pytest.raises(BadAnswer, match=words):
+        ask(url(stub, protocol), f"fault:{fault} x", protocol=protocol, timeout_s=0.3 if fault == "stall" else 5.0)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_server_that_counts_nothing_leaves_tokens_unknown_and_times_known(stub: StubServer, protocol: str) -> None:
+    """Three chunks are not three tokens."""
+    got = ask(url(stub, protocol), "fault:silent x", protocol=protocol)
+    assert got.output_tokens is None and got.tpot_ns is None and got.itl == ()
+    assert got.ttft_ns is not None and got.e2e_ns is not None and len(got.icl_ns) == 2
+    arm = metrics.arm([[got]])
+    assert (arm.output_tokens, arm.tokens_per_s) == (0, 0.0)
+
+
+def test_a_total_alone_gives_tpot_and_no_itl() -> None:
+    arrived = list(zip((15 * MS, 35 * MS, 41 * MS), frames("openai-chat", usage="total"), strict=True))
+    got = read_exchange(bare("openai-chat"), "p", Exchange(10 * MS, 0, arrived), 64)
+    assert (got.output_tokens, got.tpot_ns, got.itl) == (6, 26 * MS // 5, ())
+    assert got.icl_ns == (20 * MS, 6 * MS)
+
+
+def test_token_ids_of_chunks_are_counted() -> None:
+    arrived = list(zip((15 * MS, 35 * MS, 41 * MS), frames("openai-completions", usage="ids"), strict=True))
+    got = read_exchange(bare("openai-completions"), "p", Exchange(10 * MS, 0, arrived), 64)
+    assert [tokens for _, tokens in got.chunks] == TOKENS
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"data: {}\n\n", b"data: [1]\n\n", b'data: {"choices": 3}\n\n', b'data: {"choices": [7]}\n\n']
+)
+def test_json_that_is_no_completion_is_garbage(wrong: bytes) -> None:
+    one, *rest = frames("openai-chat")
+    with pytest.raises(BadAnswer, match="garbage"):
+        read_exchange(bare("openai-chat"), "p", Exchange(0, 0, [(1, one + wrong), *((2, data) for data in rest)]), 64)
+
+
+def test_a_stream_that_ends_inside_an_event_is_broken() -> None:
+    *most, last = frames("openai-chat")
+    with pytest.raises(BadAnswer, match="inside an event"):
+        read_exchange(bare("openai-chat"), "p", Exchange(0, 0, [*((1, data) for data in most), (2, last[:-3])]), 64)
+
+
+def test_nothing_at_all_is_no_answer() -> None:
+    for protocol in PROTOCOLS:
+        with pytest.raises(BadAnswer, match="without an answer"):
+            read_exchange(bare(protocol), "p", Exchange(0, 1, []), 64)
+
+
+def test_an_openai_server_without_the_extension_is_asked_for_totals() -> None:
+    with StubServer(Script(chunks=SCRIPT.chunks, refuses_continuous=True, triton=False)) as stub:
+        got = ask(stub.http)
+        assert (got.output_tokens, got.itl) == (6, ())
+        assert stub.log()[-1]["asked"]["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions", "/v1/completions"])
+def test_urls_name_what_they_mean(stub: StubServer, path: str) -> None:
+    async def found() -> tuple[str, str]:
+        transport = await connect(stub.http + path)
+        await transport.close()
+        return transport.protocol, transport.model
+
+    expected = {"": "triton-http", "/v1/completions": "openai-completions"}.get(path, "openai-chat")
+    assert asyncio.run(found()) == (expected, "tensorrt_llm" if path == "" else "stub")
+
+
+def test_options_are_sent_in_the_endpoints_words(stub: StubServer) -> None:
+    ask(stub.http, "options", protocol="triton-http", temperature=0.5, num_draft_tokens=0)
+    ask(stub.http, "options", protocol="openai-chat", temperature=0.5, seed=3)
+    triton, openai = [entry["asked"] for entry in stub.log() if entry["prompt"] == "options"]
+    assert (triton["sampling_param_temperature"], triton["num_draft_tokens"], triton["streaming"]) == (0.5, 0, True)
+    assert (openai["temperature"], openai["seed"], openai["max_tokens"]) == (0.5, 3, 64)
+    with pytest.raises(UsageError, match="no num_draft_tokens"):
+        ask(stub.http, protocol="openai-chat", num_draft_tokens=0)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_nobody_at_home_is_said_with_the_address(protocol: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(StageError, match=f"{address}.*cannot be reached") as caught:
+            ask(address, protocol=protocol)
+    assert caught.value.mend is not None
+
+
+def test_a_model_that_is_not_there_is_named(stub: StubServer) -> None:
+    async def other() -> None:
+        await connect(stub.grpc, model="nonesuch")
+
+    with pytest.raises(StageError, match="no model 'nonesuch'"):
+        asyncio.run(other())
+
+
+@pytest.mark.parametrize("wrong", ["localhost", "ftp://host:1", "/a/path", ""])
+def test_what_is_no_address_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match="not an address"):
+        ask(wrong)
+
+
+BLS = {
+    "text_input": "STRING",
+    "max_tokens": "INT32",
+    "stream": "BOOL",
+    "stop_words": "STRING",
+    "return_num_output_tokens": "BOOL",
+}
+
+
+def test_a_bls_model_is_asked_in_its_own_spelling() -> None:
+    form = ModelForm(BLS, cumulative=False, batched=True)
+    values = form.values("p", Options(max_tokens=4, stop=("x",)), streaming=True)
+    assert values == {
+        "text_input": "p",
+        "stream": True,
+        "max_tokens": 4,
+        "stop_words": ("x",),
+        "return_num_output_tokens": True,
+    }
+    request = form.request("tensorrt_llm_bls", "p", Options(max_tokens=4), "", streaming=True)
+    assert {tuple(tensor.shape) for tensor in request.inputs} == {(1, 1)}

@@ -1,0 +1,579 @@
+"""Asynchronous clients of any streaming endpoint: Triton over gRPC or `generate_stream`, OpenAI's chat and text completions.
+
+The one idea: while the clock runs, nothing is read. A request is encoded before its time comes; an answer is kept as the bytes
+that arrived and when, and is decoded after the run. So what the client costs per chunk is a read and a timestamp.
+
+Tokens are those that the server counts (num_output_tokens, token ids, `usage`), never chunks. Where a server counts only the
+whole answer, the tokens of a chunk are unknown and ITL is absent; where it counts nothing, so are TPOT and throughput.
+An answer that breaks off, is not what the protocol says, or whose counts contradict each other raises BadAnswer: it is a failed
+request and not a fast one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from toolkit.client import (
+    Chunk,
+    ModelForm,
+    Options,
+    RequestRefused,
+    RequestTiming,
+    Statistics,
+    decode,
+    read_chunk,
+    read_statistics,
+    timing,
+)
+from toolkit.errors import StageError, UsageError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["PROTOCOLS", "BadAnswer", "Exchange", "Transport", "connect", "read_exchange"]
+
+PROTOCOLS = ("triton-grpc", "triton-http", "openai-chat", "openai-completions")
+ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
+BODY_SHOWN = 300  # characters of an error page
+EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+REFUSED_ARGUMENT = (400, 422)  # what servers answer to an argument they do not know
+PROBE = "Hello"
+
+
+class BadAnswer(Exception):
+    """One request failed. The text says how; it counts as an error and adds no latency."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request as it went over the wire. frames: (arrival, bytes) as read; failure: why it ended before its end."""
+
+    sent_ns: int = 0
+    ended_ns: int = 0
+    frames: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    failure: str | None = None
+
+
+class Transport(Protocol):
+    """A connection to one model of one endpoint."""
+
+    protocol: str
+    model: str
+    address: str
+
+    def prepare(self, prompt: str, options: Options) -> Any:
+        """The encoded request. Raises UsageError for an option that this endpoint does not have."""
+        ...
+
+    async def exchange(self, prepared: Any) -> Exchange:
+        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does."""
+        ...
+
+    def chunks(self, exchange: Exchange) -> list[Chunk]:
+        """Decode what arrived. Raises BadAnswer."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def read_exchange(
+    transport: Transport, prompt: str, exchange: Exchange, max_tokens: int | None, due_ns: int | None = None
+) -> RequestTiming:
+    """The measurements of one exchange. Raises BadAnswer when it failed, broke off or contradicts itself."""
+    if exchange.failure is not None:
+        raise BadAnswer(exchange.failure)
+    chunks = transport.chunks(exchange)
+    if not chunks:
+        raise BadAnswer("the stream ended without an answer")
+    measured = timing(prompt, chunks, exchange.sent_ns, due_ns)
+    _check_counts(chunks, measured, max_tokens)
+    return measured
+
+
+def _check_counts(chunks: Sequence[Chunk], measured: RequestTiming, max_tokens: int | None) -> None:
+    """Counts that cannot all be true are refused, since every figure per token would rest on them."""
+    running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
+    if any(later < earlier for earlier, later in itertools.pairwise(running)):
+        raise BadAnswer(f"wrong counts: the number of output tokens went down, from {max(running)} to {running[-1]}")
+    total = measured.output_tokens
+    if total is None:
+        return
+    if running and running[-1] != total:
+        raise BadAnswer(f"wrong counts: {running[-1]} tokens were streamed and {total} counted at the end")
+    if measured.token_ids and len(measured.token_ids) != total:
+        raise BadAnswer(f"wrong counts: {len(measured.token_ids)} token ids came and {total} tokens were counted")
+    spoken = sum(bool(chunk.text) for chunk in chunks)
+    if total < spoken:
+        raise BadAnswer(f"wrong counts: {spoken} chunks had text and only {total} tokens were counted")
+    if max_tokens is not None and total > max_tokens:
+        raise BadAnswer(f"wrong counts: {total} tokens where at most {max_tokens} were asked for")
+
+
+async def connect(
+    url: str,
+    *,
+    protocol: str = "auto",
+    model: str | None = None,
+    timeout_s: float = 120.0,
+    api_key: str | None = None,
+) -> Transport:
+    """A transport to the endpoint at url, after asking it what it is and what its model understands.
+
+    url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an OpenAI-compatible server,
+    whichever answers; .../v1 is OpenAI's chat, and a path that ends in /completions is taken as it stands. protocol: one of
+    PROTOCOLS where that guess is wrong. timeout_s bounds every request as a whole.
+    Raises UsageError for an address that is none, StageError when the endpoint cannot be reached or is not what it should be.
+    """
+    if protocol not in ("auto", *PROTOCOLS):
+        raise UsageError(f"there is no protocol {protocol!r}", mend=f"known: auto, {', '.join(PROTOCOLS)}")
+    bare = url.removeprefix("grpc://").rstrip("/")
+    if ADDRESS.match(bare) and protocol in ("auto", "triton-grpc"):
+        return await GrpcTransport.connect(bare, model, timeout_s)
+    if ADDRESS.match(bare):
+        url = f"http://{bare}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        mend = "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an OpenAI-compatible server."
+        raise UsageError("not an address of an endpoint", where=url, mend=mend)
+    session = _session(timeout_s, api_key)
+    try:
+        if protocol == "auto":
+            protocol = await _guess(session, url)
+        if protocol == "triton-http":
+            return await HttpTransport.connect(session, f"{parts.scheme}://{parts.netloc}", model, timeout_s)
+        return await OpenAiTransport.connect(session, url, protocol, model, timeout_s)
+    except BaseException:
+        await session.close()
+        raise
+
+
+async def _guess(session: aiohttp.ClientSession, url: str) -> str:
+    path = urlsplit(url).path.rstrip("/")
+    if path.endswith("/completions"):
+        return "openai-chat" if path.endswith("/chat/completions") else "openai-completions"
+    if path:
+        return "openai-chat"
+    status, _ = await _get(session, f"{url.rstrip('/')}/v2/health/ready")
+    return "triton-http" if status == 200 else "openai-chat"
+
+
+def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
+    import aiohttp
+
+    async def sent(_session: Any, context: Any, _parameters: Any) -> None:
+        context.trace_request_ctx.sent_ns = time.monotonic_ns()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(sent)  # the body follows the headers at once: now the request is on its way
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, 10.0)),
+        headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
+        trace_configs=[trace],
+        read_bufsize=2**18,
+        trust_env=False,
+    )
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
+    """(status, JSON or text). Raises StageError when nothing answers."""
+    import aiohttp
+
+    try:
+        async with session.get(url, trace_request_ctx=Exchange()) as response:
+            text = await response.text(errors="replace")
+            return response.status, _json(text)
+    except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError) as error:
+        raise _unreachable(url, error) from error
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _unreachable(url: str, error: BaseException) -> StageError:
+    return StageError(
+        "bench",
+        f"the endpoint cannot be reached: {_words(error)}",
+        where=url,
+        mend="Is it running, and is this its address? `toolkit serve` prints those of a deployment of ours.",
+    )
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+# Triton, gRPC.
+
+
+class GrpcTransport:
+    """ModelStreamInfer, one stream per request. Responses stay bytes until they are read."""
+
+    protocol = "triton-grpc"
+
+    def __init__(self, address: str, model: str, timeout_s: float, form: ModelForm, channel: Any) -> None:
+        self.address = address
+        self.model = model
+        self._timeout_s = timeout_s
+        self._form = form
+        self._channel = channel
+        self._infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+
+    @classmethod
+    async def connect(cls, address: str, model: str | None, timeout_s: float) -> GrpcTransport:
+        import grpc.aio
+        from tritonclient.grpc import service_pb2
+
+        host = address.rsplit(":", 1)[0]
+        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        if host in ("localhost", "127.0.0.1", "[::1]"):
+            options.append(("grpc.enable_http_proxy", 0))
+        channel = grpc.aio.insecure_channel(address, options=options)
+        model = model or "tensorrt_llm"
+        ask = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelConfig",
+            request_serializer=service_pb2.ModelConfigRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelConfigResponse.FromString,
+        )
+        try:
+            answer = await ask(service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, 10.0))
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise _unreachable(address, Exception(error.details())) from error
+            raise StageError(
+                "bench", f"no model {model!r}: {error.details()}", where=address, mend="Name the served model with --model."
+            ) from error
+        return cls(address, model, timeout_s, ModelForm.of(answer.config), channel)
+
+    def prepare(self, prompt: str, options: Options) -> bytes:
+        with _refusals(self.address):
+            request = self._form.request(self.model, prompt, options, "", streaming=True)
+        encoded: bytes = request.SerializeToString()
+        return encoded
+
+    async def exchange(self, prepared: bytes) -> Exchange:
+        import grpc.aio
+
+        done = Exchange(sent_ns=time.monotonic_ns())
+        call = self._infer(timeout=self._timeout_s)
+        try:
+            await call.write(prepared)
+            await call.done_writing()
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                done.frames.append((time.monotonic_ns(), frame))
+            if (code := await call.code()) is not grpc.StatusCode.OK:
+                done.failure = self._failure(code, await call.details())
+        except grpc.aio.AioRpcError as error:
+            done.failure = self._failure(error.code(), error.details())
+        except asyncio.InvalidStateError:  # the call ended while we wrote
+            done.failure = self._failure(await call.code(), await call.details())
+        finally:
+            call.cancel()
+            done.ended_ns = time.monotonic_ns()
+        return done
+
+    def _failure(self, code: Any, details: str | None) -> str:
+        if code.name == "DEADLINE_EXCEEDED":
+            return f"not finished within {self._timeout_s:g} s"
+        return f"{code.name}: {details}"
+
+    def chunks(self, exchange: Exchange) -> list[Chunk]:
+        from google.protobuf.message import DecodeError
+        from tritonclient.grpc import service_pb2
+
+        answers: list[tuple[int, dict[str, list[Any]]]] = []
+        for received_ns, frame in exchange.frames:
+            try:
+                response = service_pb2.ModelStreamInferResponse.FromString(frame)
+                values = decode(response.infer_response)
+            except (DecodeError, ValueError, KeyError, TypeError) as error:
+                raise BadAnswer(f"garbage: a response is no ModelStreamInferResponse ({_words(error)})") from error
+            if response.error_message:
+                raise BadAnswer(f"refused: {response.error_message}")
+            if values:  # else Triton's empty last response of a stream
+                answers.append((received_ns, values))
+        return _triton_chunks(answers, self._form)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class _refusals:  # noqa: N801 - reads as a statement in `with`
+    """Turns what the client refuses to send into a usage error."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RequestRefused):
+            raise UsageError(str(error), where=self.where, mend="Leave that option out for this endpoint.") from error
+
+
+def _triton_chunks(answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelForm) -> list[Chunk]:
+    """Outputs of a Triton model -> chunks. A model that never says why it ended gives its statistics with its last response."""
+    chunks: list[Chunk] = []
+    text = ""
+    for received_ns, values in answers:
+        if "text_output" not in values:
+            raise BadAnswer(f"garbage: a response without text_output, only {', '.join(sorted(values))}")
+        full = _text(values["text_output"][0] if values["text_output"] else "")
+        new = full[len(text) :] if form.cumulative else full
+        text += new
+        try:
+            chunks.append(read_chunk(new, values, received_ns))
+        except (TypeError, ValueError, IndexError) as error:
+            raise BadAnswer(f"garbage: a response that cannot be read ({_words(error)})") from error
+    if chunks and all(chunk.finish_reason is None for chunk in chunks):
+        if "return_finish_reason" in form.inputs:  # we asked for it
+            raise BadAnswer("the stream ended without its end")
+        chunks[-1] = dataclasses.replace(chunks[-1], statistics=read_statistics(answers[-1][1]))
+    elif chunks and chunks[-1].finish_reason is None:
+        raise BadAnswer("the answer went on after its end")
+    return chunks
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+# Server-sent events over HTTP.
+
+
+class _EventTransport:
+    """POST a JSON body, keep the bytes of the event stream."""
+
+    protocol = ""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, model: str, timeout_s: float) -> None:
+        self.address = address
+        self.model = model
+        self._session = session
+        self._timeout_s = timeout_s
+
+    async def exchange(self, prepared: bytes) -> Exchange:
+        import aiohttp
+
+        done = Exchange(sent_ns=time.monotonic_ns())
+        frames = done.frames
+        try:
+            async with self._session.post(self.address, data=prepared, trace_request_ctx=done) as response:
+                if response.status != 200:
+                    page = (await response.text(errors="replace"))[:BODY_SHOWN]
+                    done.failure = f"refused: HTTP {response.status} {_error_text(page)}"
+                else:
+                    content = response.content
+                    while data := await content.readany():
+                        frames.append((time.monotonic_ns(), data))
+        except (TimeoutError, asyncio.TimeoutError):
+            done.failure = f"not finished within {self._timeout_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            done.failure = f"the connection broke: {_words(error)}"
+        done.ended_ns = time.monotonic_ns()
+        return done
+
+    async def close(self) -> None:
+        await self._session.close()
+        await asyncio.sleep(0)  # lets the connections' close callbacks run
+
+
+def _error_text(page: str) -> str:
+    data = _json(page)
+    if isinstance(data, dict) and "error" in data:
+        inner = data["error"]
+        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return page.strip()
+
+
+def _events(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """(arrival of its last byte, data) of every event. Raises BadAnswer for a stream that ends inside one."""
+    rest = b""
+    for received_ns, data in frames:
+        *events, rest = EVENT_END.split(rest + data)
+        for event in events:
+            lines = (line for line in event.splitlines() if line.startswith(b"data:"))
+            if payload := b"\n".join(line[5:].strip() for line in lines):
+                yield received_ns, payload
+    if rest.strip():
+        raise BadAnswer(f"the stream ended inside an event: {rest[:80]!r}")
+
+
+def _objects(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(arrival, JSON object) of every event; None is OpenAI's [DONE]."""
+    for received_ns, payload in _events(frames):
+        if payload == b"[DONE]":
+            yield received_ns, None
+            continue
+        try:
+            data = json.loads(payload)
+        except ValueError as error:
+            raise BadAnswer(f"garbage: an event is not JSON: {payload[:80]!r}") from error
+        if not isinstance(data, dict):
+            raise BadAnswer(f"garbage: an event is no JSON object: {payload[:80]!r}")
+        if data.get("error"):
+            raise BadAnswer(f"refused: {_error_text(json.dumps(data))}")
+        yield received_ns, data
+
+
+class HttpTransport(_EventTransport):
+    """Triton's generate_stream extension."""
+
+    protocol = "triton-http"
+
+    def __init__(self, session: aiohttp.ClientSession, base: str, model: str, timeout_s: float, form: ModelForm) -> None:
+        super().__init__(session, f"{base}/v2/models/{model}/generate_stream", model, timeout_s)
+        self._form = form
+
+    @classmethod
+    async def connect(cls, session: aiohttp.ClientSession, base: str, model: str | None, timeout_s: float) -> HttpTransport:
+        model = model or "tensorrt_llm"
+        url = f"{base}/v2/models/{model}/config"
+        status, config = await _get(session, url)
+        if status != 200 or not isinstance(config, dict) or "input" not in config:
+            said = _error_text(config if isinstance(config, str) else json.dumps(config))[:BODY_SHOWN]
+            raise StageError("bench", f"no model {model!r}: HTTP {status} {said}", where=base, mend="Name it with --model.")
+        from google.protobuf import json_format
+        from tritonclient.grpc import model_config_pb2
+
+        try:
+            form = ModelForm.of(json_format.ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True))
+        except json_format.ParseError as error:
+            raise StageError("bench", f"its model configuration cannot be read: {error}", where=url) from error
+        return cls(session, base, model, timeout_s, form)
+
+    def prepare(self, prompt: str, options: Options) -> bytes:
+        with _refusals(self.address):
+            return json.dumps(self._form.values(prompt, options, streaming=True)).encode()
+
+    def chunks(self, exchange: Exchange) -> list[Chunk]:
+        answers: list[tuple[int, dict[str, list[Any]]]] = []
+        for received_ns, data in _objects(exchange.frames):
+            if data is None:
+                raise BadAnswer("garbage: [DONE] is no event of generate_stream")
+            values = {name: value if isinstance(value, list) else [value] for name, value in data.items()}
+            answers.append((received_ns, values))
+        return _triton_chunks(answers, self._form)
+
+
+class OpenAiTransport(_EventTransport):
+    """chat/completions, or completions, of any compatible server.
+
+    Tokens per chunk come from `usage` in every chunk (`continuous_usage_stats`, an extension of vLLM and trtllm-serve) or
+    from token ids; else the whole answer's from `include_usage`. Which of them the server knows is tried once, when connecting.
+    """
+
+    USAGE: tuple[dict[str, Any], ...] = (
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream_options": {"include_usage": True}},
+        {},
+    )
+    NAMES = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed", "stop")
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, protocol: str, model: str, timeout_s: float) -> None:
+        super().__init__(session, address, model, timeout_s)
+        self.protocol = protocol
+        self._usage: dict[str, Any] = {}
+
+    @classmethod
+    async def connect(
+        cls, session: aiohttp.ClientSession, url: str, protocol: str, model: str | None, timeout_s: float
+    ) -> OpenAiTransport:
+        base, path = url.rstrip("/"), "/chat/completions" if protocol == "openai-chat" else "/completions"
+        if base.endswith("/completions"):
+            address, base = base, base.removesuffix("/completions").removesuffix("/chat")
+        else:
+            base = base if urlsplit(base).path else f"{base}/v1"
+            address = base + path
+        if model is None:
+            model = await cls._first_model(session, base)
+        transport = cls(session, address, protocol, model, timeout_s)
+        for usage in cls.USAGE:
+            transport._usage = usage
+            answer = await transport.exchange(transport.prepare(PROBE, Options(max_tokens=1)))
+            refused = answer.failure is not None and any(f"HTTP {code}" in answer.failure for code in REFUSED_ARGUMENT)
+            if not refused:
+                break
+        if answer.failure is not None:
+            mend = "Check address, --model and --protocol."
+            raise StageError("bench", f"a first request failed: {answer.failure}", where=address, mend=mend)
+        return transport
+
+    @staticmethod
+    async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
+        status, data = await _get(session, f"{base}/models")
+        try:
+            return str(data["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise StageError(
+                "bench", f"{base}/models names no model (HTTP {status})", where=base, mend="Name it with --model."
+            ) from error
+
+    def prepare(self, prompt: str, options: Options) -> bytes:
+        asked = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
+        if unknown := sorted(set(asked) - set(self.NAMES)):
+            raise UsageError(
+                f"OpenAI's protocol has no {unknown[0]}", where=self.address, mend="Leave that option out for this endpoint."
+            )
+        content: dict[str, Any] = {"prompt": prompt}
+        if self.protocol == "openai-chat":
+            content = {"messages": [{"role": "user", "content": prompt}]}
+        return json.dumps({"model": self.model, **content, "stream": True, **self._usage, **asked}).encode()
+
+    def chunks(self, exchange: Exchange) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        usage: dict[str, Any] = {}
+        ended = False
+        for received_ns, data in _objects(exchange.frames):
+            if data is None:
+                ended = True
+                continue
+            try:
+                chunk, usage = self._chunk(data, usage, received_ns)
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                raise BadAnswer(f"garbage: an event that is no completion chunk: {json.dumps(data)[:80]}") from error
+            chunks.append(chunk)
+        if not chunks:
+            return []
+        reason = next((chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason is not None), None)
+        if reason is None or not ended:
+            raise BadAnswer("the stream ended without its end" if reason is None else "the stream ended without [DONE]")
+        return self._with_total(chunks, usage, reason)
+
+    @staticmethod
+    def _chunk(data: dict[str, Any], before: dict[str, Any], received_ns: int) -> tuple[Chunk, dict[str, Any]]:
+        usage = data.get("usage") or {}
+        choice = data["choices"][0] if data["choices"] else {}
+        spoken = choice.get("delta") or {}
+        text = choice.get("text") or spoken.get("content") or spoken.get("reasoning_content") or ""
+        ids = tuple(choice.get("token_ids") or ())
+        counted = usage.get("completion_tokens") if choice else None
+        return Chunk(text, ids, counted, received_ns, choice.get("finish_reason")), usage or before
+
+    @staticmethod
+    def _with_total(chunks: list[Chunk], usage: dict[str, Any], reason: str) -> list[Chunk]:
+        """Running counts where each chunk has one or its token ids; the last chunk ends the answer and has its total."""
+        if any(chunk.token_ids for chunk in chunks) and all(chunk.output_tokens is None for chunk in chunks):
+            count, counted = 0, []
+            for chunk in chunks:
+                count += len(chunk.token_ids)
+                counted.append(dataclasses.replace(chunk, output_tokens=count))
+            chunks = counted
+        running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
+        total = usage.get("completion_tokens", running[-1] if running else None)
+        figures = Statistics(input_tokens=usage.get("prompt_tokens"), output_tokens=total)
+        return [*chunks[:-1], dataclasses.replace(chunks[-1], finish_reason=reason, statistics=figures)]

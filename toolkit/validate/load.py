@@ -1,0 +1,160 @@
+"""How requests arrive: an open loop that keeps its schedule whatever the server does, or a closed loop of so many at a time.
+
+An open loop is timed from when a request was due. A server that stalls then pays with every request that waits, and a client
+that is late cannot hide it; how late it was is the lag, and it is reported. A closed loop stops asking while the server stalls,
+so its latencies flatter; it measures throughput at a concurrency.
+
+Schedules are pure. Running one takes a transport and the encoded requests; the garbage collector rests meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.errors import UsageError
+from toolkit.validate.clients import Exchange, Transport
+
+__all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "uniquely"]
+
+START_S = 0.05  # between the call and the first request of an open loop
+NS = 1_000_000_000
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> tuple[int, ...]:
+    """`count` arrivals in ns after the start: independent exponential gaps of 1 / rate seconds on average."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
+    return tuple(int(at * NS) for at in np.cumsum(gaps))
+
+
+def constant(rate: float, count: int) -> tuple[int, ...]:
+    """`count` arrivals in ns after the start, 1 / rate seconds apart."""
+    return tuple(round(i / rate * NS) for i in range(count))
+
+
+def read_trace(path: Path) -> tuple[int, ...]:
+    """Arrivals of a trace file, in ns after its first: a number of seconds per line, or JSON Lines with `timestamp` in ms.
+
+    The latter is the form of the published Mooncake traces. Raises UsageError naming the line that cannot be used.
+    """
+    mend = "Write one arrival in seconds per line, or one JSON object with a `timestamp` in milliseconds."
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the trace cannot be read: {error}", where=path, mend=mend) from error
+    seconds: list[float] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            at = data["timestamp"] / 1000 if isinstance(data, dict) else float(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError("no arrival time", where=f"{path}:{number}", mend=mend) from error
+        if not np.isfinite(at) or (seconds and at < seconds[-1]):
+            raise UsageError(f"{at:g} s is no time after the arrival before it", where=f"{path}:{number}", mend=mend)
+        seconds.append(at)
+    if not seconds:
+        raise UsageError("no arrivals in this file", where=path, mend=mend)
+    return tuple(round((at - seconds[0]) * NS) for at in seconds)
+
+
+def uniquely(prompts: Sequence[str], count: int) -> list[str]:
+    """`count` prompts, none twice: what a server has seen, it may answer from its cache.
+
+    The prompts in turn; from the second use on a number stands in front, where it changes every prefix.
+    """
+    seen: set[str] = set()
+    unique: list[str] = []
+    for i in range(count):
+        prompt = fresh = prompts[i % len(prompts)]
+        use = i // len(prompts)
+        while fresh in seen:
+            use += 1
+            fresh = f"{use}. {prompt}"
+        seen.add(fresh)
+        unique.append(fresh)
+    return unique
+
+
+async def run_open(
+    transport: Transport, requests: Sequence[Any], arrivals: Sequence[int], on_done: Callable[[], None] = lambda: None
+) -> tuple[list[Exchange], list[int]]:
+    """Send each request when it is due, however many are on their way. (exchanges, due times in ns), in the requests' order."""
+
+    async def one(request: Any) -> Exchange:
+        exchange = await transport.exchange(request)
+        on_done()
+        return exchange
+
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[Exchange]] = []
+    all_sent = loop.create_future()
+
+    def send(request: Any) -> None:
+        tasks.append(asyncio.create_task(one(request)))
+        if len(tasks) == len(requests) and not all_sent.done():
+            all_sent.set_result(None)
+
+    def keep_time() -> None:  # the event loop's own timers are a millisecond coarse, a thread's sleep is not
+        for at, request in zip(due, requests, strict=True):
+            if (left := at - time.monotonic_ns()) > 0 and stop.wait(left / NS):
+                return
+            loop.call_soon_threadsafe(send, request)
+
+    with _undisturbed():
+        start = time.monotonic_ns() + int(START_S * NS)
+        due = [start + at for at in arrivals]
+        stop = threading.Event()
+        keeper = threading.Thread(target=keep_time, name="arrivals", daemon=True)
+        keeper.start()
+        try:
+            await all_sent
+            return list(await asyncio.gather(*tasks)), due
+        finally:
+            stop.set()
+            keeper.join()
+
+
+async def run_closed(
+    transport: Transport, requests: Sequence[Any], concurrency: int, on_done: Callable[[], None] = lambda: None
+) -> list[Exchange]:
+    """Keep `concurrency` requests on their way until all are done. Exchanges in the requests' order."""
+    done: list[Exchange | None] = [None] * len(requests)
+    waiting = iter(range(len(requests)))
+
+    async def worker() -> None:
+        for i in waiting:
+            done[i] = await transport.exchange(requests[i])
+            on_done()
+
+    with _undisturbed():
+        await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
+    return [exchange for exchange in done if exchange is not None]
+
+
+def lag_ns(exchanges: Sequence[Exchange], due: Sequence[int]) -> list[int]:
+    """How late each request was handed to the network, in ns."""
+    return [exchange.sent_ns - at for exchange, at in zip(exchanges, due, strict=True)]
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection inside: a full one takes tens of milliseconds in a process that has imported much."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
