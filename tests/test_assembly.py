@@ -104,8 +104,21 @@ def test_a_checkpoint_with_a_link_to_nowhere_is_a_checkpoint_error(
     (broken / "model.safetensors").unlink()
     (broken / "model.safetensors").symlink_to(tmp_path / "nowhere")
     torn = load_config(write_config(tmp_path, (broken, tiny_pair[1])))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: .*\n  It is a link to .*nowhere"):
         build(torn, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+
+
+def test_a_recorded_digest_is_compared_even_when_everything_is_stored(
+    config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Else whoever doubts a checkpoint, and puts its SHA256SUMS there, hears that nothing has changed."""
+    copy = shutil.copytree(tiny_pair[0], tmp_path / "copy")
+    again = load_config(write_config(tmp_path, (copy, tiny_pair[1])))
+    workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
+    build(again, workplace, Silent(), store, until="pair")
+    (copy / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    with pytest.raises(CheckpointError, match="was recorded"):
+        build(again, workplace, Silent(), store, until="pair")
 
 
 def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) -> None:

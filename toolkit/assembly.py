@@ -187,6 +187,7 @@ def _check_inputs(config: DeploymentConfig) -> None:
 
 
 def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
+    from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
     tp_size = 1 if config.engine.kind == "torch" else config.engine.tp_size
@@ -197,6 +198,8 @@ def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
             digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in _models(config).items()}
         except StoreError as error:
             raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
+        for model in _models(config).values():
+            check_recorded_digests(model.checkpoint, memo)
         return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": _versions(["tokenizers"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:

@@ -127,6 +127,26 @@ def test_a_header_that_is_json_of_another_kind_is_found(whole: Path) -> None:
             read_index(whole)
 
 
+def test_a_second_copy_beside_the_checkpoint_is_not_read(whole: Path, sharded: Path) -> None:
+    """Mistral ships consolidated.safetensors beside the shards, with names of its own."""
+    for folder in (whole, sharded):
+        before = read_index(folder)
+        save_file(load_file(whole / "model.safetensors"), folder / "consolidated.safetensors")
+        assert read_index(folder) == before
+
+
+def test_model_safetensors_wins_over_an_index_as_in_transformers(whole: Path, sharded: Path) -> None:
+    (whole / INDEX).write_bytes((sharded / INDEX).read_bytes())
+    assert {info.file.name for info in read_index(whole).values()} == {"model.safetensors"}
+
+
+def test_shards_without_their_index_are_refused(whole: Path, sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    fails(sharded, r"no model\.safetensors\.index\.json that says which belong together\n  fetch the index too")
+    (whole / "model.safetensors").rename(whole / "weights.safetensors")
+    fails(whole, r"holds no model\.safetensors\n  is it weights\.safetensors\? Then rename it")
+
+
 def test_pickles_are_refused_with_the_way_out(whole: Path) -> None:
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert "save_pretrained" in fails(whole, r"holds pickles \(pytorch_model\.bin\)")
@@ -182,3 +202,5 @@ def test_weights_of_another_model_are_refused(whole: Path) -> None:
     fails(whole, r"gate_proj\.weight is \[128, 64\], config\.json implies \[96, 64\]")
     (whole / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     fails(whole, r"model\.layers\.2\..*is missing from the weights")
+    (whole / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    fails(whole, r"model\.layers\.1\..*belongs to a layer beyond the 1 of config\.json")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from toolkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TensorInfo", "check_against_shape", "read_index", "read_tensor", "read_tensors"]
+__all__ = ["TensorInfo", "check_against_shape", "read_file", "read_index", "read_tensor", "read_tensors"]
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.")
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
 
 
@@ -39,13 +41,18 @@ class TensorInfo:
 def read_index(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
+    Which files are the checkpoint is decided as transformers does: model.safetensors, or else the shards that the index names.
+    Others beside them are not looked at (a second copy in the trainer's own form, for instance).
+
     Raises CheckpointError for a missing folder, pickles, a missing or truncated shard, a damaged header, or an index file that
     disagrees with the shards.
     """
     if not directory.is_dir():
         raise CheckpointError("no such folder", where=directory, mend="check the path; it is relative to the YAML's folder")
     index_file = directory / "model.safetensors.index.json"
-    if index_file.exists():
+    if (directory / "model.safetensors").exists():
+        weight_map, names = None, ["model.safetensors"]
+    elif index_file.exists():
         weight_map = read_json(index_file).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError("has no weight_map", where=index_file)
@@ -54,17 +61,7 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
         if outside:
             raise CheckpointError(f"shard {outside[0]!r} points outside the checkpoint's folder", where=index_file)
     else:
-        weight_map = None
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not names:
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
-        if pickles:
-            raise CheckpointError(
-                f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not read",
-                where=directory,
-                mend="convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
-            )
-        raise CheckpointError("holds no *.safetensors file", where=directory)
+        raise _without_weights(directory)
     tensors: dict[str, TensorInfo] = {}
     for name in names:
         for info in _read_header(directory / name):
@@ -77,14 +74,41 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def _without_weights(directory: Path) -> CheckpointError:
+    """What stands there instead of model.safetensors or an index."""
+    loose = sorted(path.name for path in directory.glob("*.safetensors"))
+    if len(loose) == 1:
+        return CheckpointError("holds no model.safetensors", where=directory, mend=f"is it {loose[0]}? Then rename it")
+    if loose:
+        return CheckpointError(
+            f"holds {len(loose)} *.safetensors files and no model.safetensors.index.json that says which belong together",
+            where=directory,
+            mend="fetch the index too",
+        )
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    if pickles:
+        return CheckpointError(
+            f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not read",
+            where=directory,
+            mend="convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
+        )
+    return CheckpointError("holds no *.safetensors file", where=directory, mend="name a folder in Hugging Face form")
+
+
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor in turn, memory-mapped file by file."""
+    """Each tensor of a checkpoint in turn, memory-mapped file by file."""
+    for file in sorted({info.file for info in read_index(directory).values()}):
+        yield from read_file(file)
+
+
+def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of one safetensors file. Raises CheckpointError when it is damaged."""
     from safetensors import safe_open
 
-    for file in sorted({info.file for info in read_index(directory).values()}):
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
-                yield name, shard.get_tensor(name)
+    _read_header(file)
+    with safe_open(file, framework="pt") as shard:
+        for name in shard.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
+            yield name, shard.get_tensor(name)
 
 
 def read_tensor(info: TensorInfo) -> Tensor:
@@ -96,7 +120,7 @@ def read_tensor(info: TensorInfo) -> Tensor:
 
 
 def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, directory: Path) -> None:
-    """Raise CheckpointError where config.json and the weights disagree: a tensor missing, or of another shape."""
+    """Raise CheckpointError where config.json and the weights disagree: a tensor missing or of another shape, more layers."""
     for name, expected in expected_shapes(shape).items():
         info = tensors.get(name)
         if info is None:
@@ -104,6 +128,14 @@ def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, direc
         if info.shape != expected:
             raise CheckpointError(
                 f"{name} is {list(info.shape)}, config.json implies {list(expected)}",
+                where=info.file,
+                mend="config.json and weights must come from the same model",
+            )
+    for name, info in tensors.items():
+        layer = LAYER.match(name)
+        if layer and int(layer["index"]) >= shape.num_layers:
+            raise CheckpointError(
+                f"{name} belongs to a layer beyond the {shape.num_layers} of config.json (num_hidden_layers)",
                 where=info.file,
                 mend="config.json and weights must come from the same model",
             )

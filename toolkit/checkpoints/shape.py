@@ -7,6 +7,7 @@ Checkpoints in the wild differ in how they say the same thing (`dtype` or `torch
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,62 +73,97 @@ def read_shape(directory: Path) -> ModelShape:
 
     Raises CheckpointError when it is missing, not JSON, of an architecture that is not supported, or contradicts itself.
     """
-    raw = read_json(directory / "config.json")
     where = directory / "config.json"
-    architecture = (raw.get("architectures") or [None])[0] or _architecture_of(raw.get("model_type"))
-    family = FAMILIES.get(str(architecture))
-    if family is None:
-        raise CheckpointError(
-            f"architecture {architecture or raw.get('model_type')!r} is not supported",
-            where=where,
-            mend=f"supported: {', '.join(FAMILIES)}",
-        )
-
-    def need(key: str) -> int:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{key} is {value!r}, a positive whole number is needed", where=where)
-        return value
-
-    heads = need("num_attention_heads")
-    hidden = need("hidden_size")
-    kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = raw.get("head_dim") or hidden // heads
+    stated = _Stated(read_json(where), where)
+    family = _family(stated)
+    heads = stated.count("num_attention_heads")
+    hidden = stated.count("hidden_size")
+    kv_heads = stated.count("num_key_value_heads", heads)
+    head_dim = stated.count("head_dim", hidden // heads)
     if heads % kv_heads:
-        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", where=where)
+        raise stated.fault(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
-        raise CheckpointError(f"head_dim {head_dim} is odd, RoPE needs pairs", where=where)
-    activation = raw.get("hidden_act", "silu")
+        raise stated.fault(f"head_dim {head_dim} is odd, RoPE needs pairs")
+    activation = stated.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {activation!r} is not supported", where=where, mend="supported: silu")
-    theta, scaling = _rope(raw, family, where)
-    attention_bias = raw.get("attention_bias")
-    llama_bias = bool(attention_bias) and family.model_type in ("llama", "qwen3")
-    layers = need("num_hidden_layers")
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        raise stated.fault(f"hidden_act {activation!r} is not supported", mend="supported: silu")
+    max_positions = stated.count("max_position_embeddings")
+    theta, scaling = _rope(stated, family)
+    llama_bias = stated.flag("attention_bias") and family.model_type in ("llama", "qwen3")
+    layers = stated.count("num_hidden_layers")
+    dtype = str(stated.values.get("dtype") or stated.values.get("torch_dtype") or "float32").removeprefix("torch.")
+    bos = stated.ids("bos_token_id")
     return ModelShape(
-        architecture=str(architecture),
-        vocab_size=need("vocab_size"),
+        architecture=next(name for name, known in FAMILIES.items() if known is family),
+        vocab_size=stated.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=need("intermediate_size"),
+        intermediate_size=stated.count("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(kv_heads),
-        head_dim=int(head_dim),
-        max_position_embeddings=need("max_position_embeddings"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=stated.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=stated.flag("tie_word_embeddings"),
         qkv_bias=family.qkv_bias or llama_bias,
         o_bias=llama_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and family.model_type == "llama",
+        mlp_bias=stated.flag("mlp_bias") and family.model_type == "llama",
         qk_norm=family.qk_norm,
-        sliding_window=_sliding_window(raw, family, layers),
+        sliding_window=_sliding_window(stated, family, layers),
         dtype=dtype if dtype in DTYPES else "float32",
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_eos_ids(raw, directory),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=_eos_ids(stated, directory),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """What a JSON file states, read by type. An absent key and null are the same: the default, and without one a fault."""
+
+    values: dict[str, Any]
+    where: Path
+
+    def fault(self, what: str, mend: str | None = None) -> CheckpointError:
+        return CheckpointError(what, where=self.where, mend=mend)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.fault(f"{key} is {value!r}, a positive whole number is needed")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Above zero and finite."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.fault(f"{key} is {value!r}, a number above 0 is needed")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fault(f"{key} is {value!r}, true or false is needed")
+        return bool(value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(index) is int for index in found):
+            raise self.fault(f"{key} is {value!r}, a token id or a list of them is needed")
+        return tuple(found)
+
+    def section(self, key: str) -> _Stated:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.fault(f"{key} is {value!r}, an object is needed")
+        return _Stated(value or {}, self.where)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,57 +176,75 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError("is not a folder", where=path.parent, mend="name a folder in Hugging Face form") from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=path) from exc
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"is not valid JSON ({exc})", where=path) from exc
     if not isinstance(data, dict):
         raise CheckpointError("is not a JSON object", where=path)
     return data
 
 
-def _architecture_of(model_type: object) -> str | None:
-    return next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
+def _family(stated: _Stated) -> Family:
+    """By the first architecture, or by model_type where none is named."""
+    named = stated.values.get("architectures")
+    first = named[0] if isinstance(named, list) and named else named
+    model_type = stated.values.get("model_type")
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    known = FAMILIES.get(first) if isinstance(first, str) else by_type.get(str(model_type)) if not first else None
+    if known is None:
+        raise stated.fault(f"architecture {first or model_type!r} is not supported", mend=f"supported: {', '.join(FAMILIES)}")
+    return known
 
 
-def _rope(raw: dict[str, Any], family: Family, where: Path) -> tuple[float, dict[str, Any] | None]:
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+
+def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None]:
     """Theta and the scaling dict from either spelling; where both are present they must agree."""
-    new = raw.get("rope_parameters") or {}
-    old = raw.get("rope_scaling") or {}
-    thetas = {float(theta) for theta in (new.get("rope_theta"), raw.get("rope_theta")) if theta is not None}
+    new, old = stated.section("rope_parameters"), stated.section("rope_scaling")
+    thetas = {one.number("rope_theta") for one in (new, stated) if one.values.get("rope_theta") is not None}
     if len(thetas) > 1:
-        raise CheckpointError(f"rope_theta is given as {sorted(thetas)}; they must agree", where=where)
+        raise stated.fault(f"rope_theta is given as {sorted(thetas)}; they must agree")
     theta = thetas.pop() if thetas else family.rope_theta
-    scaling = {key: value for key, value in (new or old).items() if key != "rope_theta"}
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    supported = ("default", "linear", "dynamic", "llama3", "yarn")
-    if kind not in supported:
-        raise CheckpointError(f"rope_type {kind!r} is not supported", where=where, mend=f"supported: {', '.join(supported)}")
-    if float(raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported", where=where)
+    variant = new if new.values else old
+    scaling = {key: value for key, value in variant.values.items() if key not in ("rope_theta", "rope_type", "type")}
+    kind = variant.values.get("rope_type") or variant.values.get("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+        raise stated.fault(f"rope_type {kind!r} is not supported", mend=f"supported: {', '.join(ROPE_NEEDS)}")
+    for key in ROPE_NEEDS[kind]:
+        variant.number(key)
+    if stated.number("partial_rotary_factor", variant.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise stated.fault("partial_rotary_factor other than 1 is not supported")
     return theta, None if kind == "default" else {"rope_type": kind, **scaling}
 
 
-def _sliding_window(raw: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...] | None:
+def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int | None, ...] | None:
     """Per layer, as transformers decides: Mistral uses it wherever set, Qwen only with use_sliding_window and by layer."""
-    window = raw.get("sliding_window")
-    if not family.sliding_window or window is None:
+    if not family.sliding_window or stated.values.get("sliding_window") is None:
         return None
     if family.model_type == "mistral":
-        return (int(window),) * layers
-    if not raw.get("use_sliding_window", False):
+        return (stated.count("sliding_window"),) * layers
+    if not stated.flag("use_sliding_window"):
         return None
-    kinds = raw.get("layer_types")
+    kinds = stated.values.get("layer_types")
     if kinds is None:
-        first = int(raw.get("max_window_layers", 28))
+        first = stated.values.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise stated.fault(f"max_window_layers is {first!r}, a whole number is needed")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise stated.fault(f"layer_types is {kinds!r}, one for each of {layers} layers is needed")
+    window = stated.count("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _eos_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
+def _eos_ids(stated: _Stated, directory: Path) -> tuple[int, ...]:
     """generation_config.json wins, since that is where several EOS ids are usually listed."""
     generation = directory / "generation_config.json"
-    source = read_json(generation) if generation.exists() else {}
-    eos = source.get("eos_token_id", raw.get("eos_token_id"))
-    if eos is None:
-        return ()
-    return tuple(int(i) for i in eos) if isinstance(eos, list) else (int(eos),)
+    source = _Stated(read_json(generation) if generation.exists() else {}, generation)
+    return source.ids("eos_token_id") if "eos_token_id" in source.values else stated.ids("eos_token_id")

@@ -85,7 +85,9 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
             while block := file.read(BLOCK_BYTES):
                 state.update(block)
     except OSError as error:
-        raise StoreError("digest", f"cannot be read: {error.strerror}", where=path, mend="Check its permissions.") from error
+        leads_nowhere = isinstance(error, FileNotFoundError) and path.is_symlink()
+        mend = f"It is a link to {path.readlink()}." if leads_nowhere else "Check the file and its permissions."
+        raise StoreError("digest", f"cannot be read: {error.strerror}", where=path, mend=mend) from error
     digest = PREFIX + state.hexdigest()
     if memo is not None:
         memo.remember(path, status, digest)

@@ -35,7 +35,8 @@ def copy_as_it_is(source: Source, out_dir: Path) -> None:
             write_shard(out_dir / name, [plan_of(info, rows.get(info.name)) for info in infos])
         else:
             shutil.copyfile(source.path / name, out_dir / name)
-    for name in ("model.safetensors.index.json", "config.json", "hf_quant_config.json"):
+    index = () if "model.safetensors" in shards else ("model.safetensors.index.json",)
+    for name in (*index, "config.json", "hf_quant_config.json"):
         if (source.path / name).exists():
             shutil.copyfile(source.path / name, out_dir / name)
     finish(source, out_dir, source.quant_algo, source.kv_cache_quant_algo)

@@ -1,6 +1,6 @@
 """Opening a source checkpoint: everything that can be wrong with it is found here, before time is spent on it.
 
-Headers and config are compared first, then every tensor is looked at once: recorded digests, NaN and infinity, absurd values.
+Headers and config are compared first, then every tensor is looked at once: NaN and infinity, absurd values, two heads.
 A checkpoint that ModelOpt has quantized already is recognised; one quantized by something else is refused.
 """
 
@@ -15,7 +15,6 @@ from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
-from toolkit.pipeline.hashing import PREFIX, digest_file
 from toolkit.quantize.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["VOCABULARY", "Source", "check_weights", "open_source", "read_source"]
 
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
 ABSURD = 1e8  # no weight of a trained model comes near; one flipped exponent bit does
 PART = 1 << 20  # values looked at at a time
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
@@ -90,13 +90,21 @@ def read_source(source: Source, name: str) -> Tensor:
 
 def check_weights(source: Source, progress: Progress) -> None:
     """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what was found in it."""
-    _check_recorded_digests(source)
+    tied: list[Tensor] = []
     for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
         if tensor.is_floating_point():
             fault = _fault_of(tensor)
             if fault is not None:
                 raise CheckpointError(f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN)
+        if source.shape.tie_word_embeddings and name in TIED:
+            tied.append(tensor)
         progress(done, len(source.tensors), "checking weights")
+    if len(tied) == len(TIED) and not tied[0].equal(tied[1]):
+        raise CheckpointError(
+            f"config.json ties the embeddings, but {' and '.join(TIED)} differ",
+            where=source.path,
+            mend="set tie_word_embeddings: false in config.json, or remove the head, whichever the model was trained with",
+        )
 
 
 def _fault_of(tensor: Tensor) -> str | None:
@@ -117,39 +125,6 @@ def _fault_of(tensor: Tensor) -> str | None:
 
 
 _FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"
-
-
-def _check_recorded_digests(source: Source) -> None:
-    """Compare files with the digests a checkpoint brings along: SHA256SUMS, or the metadata that a hub download leaves.
-
-    The hub client writes .cache/huggingface/download/FILE.metadata: commit, etag, time; the etag of a large file is its sha256.
-    """
-    for name, recorded in {**_hub_digests(source.path), **_sums(source.path)}.items():
-        file = source.path / name
-        if not file.is_file():
-            continue
-        found = digest_file(file).removeprefix(PREFIX)
-        if found != recorded:
-            raise CheckpointError(
-                f"its sha256 is {found[:12]}..., {recorded[:12]}... was recorded", where=file, mend="fetch this file again"
-            )
-
-
-def _sums(directory: Path) -> dict[str, str]:
-    file = directory / "SHA256SUMS"
-    if not file.is_file():
-        return {}
-    pairs = (line.split(maxsplit=1) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    return {name.lstrip("*"): digest.lower() for digest, name in pairs if Path(name.lstrip("*")).name == name.lstrip("*")}
-
-
-def _hub_digests(directory: Path) -> dict[str, str]:
-    found = {}
-    for file in sorted((directory / ".cache/huggingface/download").glob("*.safetensors.metadata")):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        if len(lines) >= 2 and len(lines[1]) == 64:
-            found[file.name.removesuffix(".metadata")] = lines[1].lower()
-    return found
 
 
 def _quantization(directory: Path) -> tuple[str | None, str | None]:

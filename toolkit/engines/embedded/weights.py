@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.checkpoints.quantized import Checkpoint, LinearTensors
-from toolkit.checkpoints.reader import read_tensors
+from toolkit.checkpoints.reader import read_file
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
 
 
 def load_weights(file: Path) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in read_tensors(file.parent) if name}
+    return {name: tensor for name, tensor in read_file(file) if name}
 
 
 def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tensor]:
