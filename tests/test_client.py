@@ -288,14 +288,35 @@ def test_summary_weights_itl_by_tokens_and_divides_sums() -> None:
 
 
 def test_prompts_are_read_from_json_lines_and_text(tmp_path: Path) -> None:
-    lines, text, bad = tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "c.jsonl"
+    lines, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
     lines.write_text('{"prompt": "a b"}\n\n{"text": "c"}\n')
     text.write_text("a b\n\nc\n")
-    bad.write_text('{"prompt": "a"}\n{"other": 1}\n')
     assert read_prompts(lines) == ["a b", "c"]
     assert read_prompts(text) == ["a b", "c"]
-    with pytest.raises(SystemExit, match=r"c.jsonl:2: not a JSON object with a prompt"):
-        read_prompts(bad)
+    lines.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n'.encode())
+    text.write_bytes(b"a b\r\n")
+    assert read_prompts(lines) == ["a\u2028b"]
+    assert read_prompts(text) == ["a b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n{"other": 1}\n', "a.jsonl:2: no `prompt` string"),
+        (b'{"prompt": 5}', "a.jsonl:1: no `prompt` string"),
+        (b'["a"]', "a.jsonl:1: no `prompt` string"),
+        (b'{"prompt": "a"}\n{', "a.jsonl:2: not JSON"),
+        (b'{"prompt": "\xff"}', "a.jsonl: is not UTF-8"),
+        (b"\n", "a.jsonl: no prompts"),
+        (None, "a.jsonl: cannot be read: No such file"),
+    ],
+)
+def test_prompts_that_cannot_be_used_end_the_program_with_a_line(content: bytes | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        read_prompts(file)
 
 
 def test_the_program_measures_both_arms(serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

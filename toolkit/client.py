@@ -516,18 +516,27 @@ def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
 
 def read_prompts(path: Path) -> list[str]:
     """JSON Lines with a `prompt` (or `text`) string per line, or plain text with a prompt per line."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # and no more: U+2028 may stand inside a string
+    except OSError as error:
+        raise SystemExit(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{path}: is not UTF-8") from error
     prompts: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if path.suffix in (".jsonl", ".json"):
             try:
                 data = json.loads(line)
-                prompts.append(data.get("prompt") or data["text"])
-            except (ValueError, KeyError, AttributeError) as error:
-                raise SystemExit(f"{path}:{number}: not a JSON object with a prompt: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise SystemExit(f"{path}:{number}: not JSON: {error}") from error
+            prompt = data.get("prompt", data.get("text")) if isinstance(data, dict) else None
+            if not isinstance(prompt, str) or not prompt:
+                raise SystemExit(f"{path}:{number}: no `prompt` string that says something")
+            prompts.append(prompt)
         else:
-            prompts.append(line)
+            prompts.append(line.rstrip("\r"))
     if not prompts:
         raise SystemExit(f"{path}: no prompts")
     return prompts

@@ -10,56 +10,12 @@ import pytest
 from tests.support.checkpoints import write_byte_tokenizer
 from toolkit.config.schema import CalibrationConfig
 from toolkit.errors import UsageError
-from toolkit.quantize.calibrate import batches_of, encode, read_texts, split_texts
+from toolkit.quantize.calibrate import batches_of, encode, split_texts
 
 
 def write(path: Path, *lines: object) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
     return path
-
-
-def test_text_and_prompt_are_read_and_blank_lines_skipped(tmp_path: Path) -> None:
-    assert read_texts(write(tmp_path / "a.jsonl", {"text": "one"}, "", {"prompt": "two\nlines", "id": 3})) == [
-        "one",
-        "two\nlines",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{'text': 1}", r"line 2 is not valid JSON \(Expecting property name .*, column 2\)"),
-        ('{"text": "cut', "line 2 is not valid JSON"),
-        ('["text"]', "line 2 has no `text` or `prompt` string .it is list"),
-        ('{"txt": "a"}', "line 2 has no `text` or `prompt` string .it is an object with 'txt'"),
-        ('{"text": 3}', "line 2 has no `text`"),
-        ('{"text": "  "}', "line 2 holds an empty text"),
-    ],
-)
-def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"text": "one"}, line, {"text": "three"})
-    with pytest.raises(UsageError, match=message) as caught:
-        read_texts(file)
-    assert str(caught.value).startswith(f"{file}:2: ")
-
-
-def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "one"}\n{"text": "\xff"}\n')
-    with pytest.raises(UsageError, match=r"line 2 is not UTF-8 \(byte 11\)"):
-        read_texts(file)
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(UsageError, match="the file is empty"):
-        read_texts(tmp_path / "a.jsonl")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be read \(No such file"):
-        read_texts(tmp_path / "a.jsonl")
 
 
 def test_the_last_tenth_is_held_out(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""The prompts file. What makes a line usable is tested with the reader, in tests/pipeline/test_texts.py."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,27 +10,10 @@ from toolkit.errors import UsageError
 from toolkit.validate.prompts import read_prompts
 
 
-def test_the_first_lines_are_taken_and_blank_ones_skipped(tmp_path: Path) -> None:
+def test_the_first_lines_are_taken_by_prompt_or_else_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"text": "b\\u2028c"}\n{"prompt": "d"}\n', encoding="utf-8")
-    assert read_prompts(path, 2) == ("a", "b\u2028c")
-
-
-@pytest.mark.parametrize("line", ["not json", '{"other": "x"}', '{"prompt": 3}', '{"prompt": ""}', '["x"]'])
-def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(UsageError, match=r"prompts\.jsonl:2: "):
+    path.write_text('{"prompt": "a", "text": "x"}\n\n{"text": "b"}\n{"prompt": "d"}\n', encoding="utf-8")
+    assert read_prompts(path, 2) == ("a", "b")
+    with pytest.raises(UsageError, match=r"prompts\.jsonl:5: line 5 has no `prompt` or `text` string"):
+        path.write_text(path.read_text() + '{"other": "e"}')
         read_prompts(path, 10)
-
-
-def test_empty_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    with pytest.raises(UsageError, match="no prompts"):
-        read_prompts(empty, 10)
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl", 10)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(UsageError, match="not UTF-8"):
-        read_prompts(tmp_path / "latin.jsonl", 10)

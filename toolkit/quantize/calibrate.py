@@ -5,7 +5,6 @@ Batches hold sequences of one length and no padding: a padded position would ent
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,53 +13,16 @@ from toolkit.checkpoints.tokenizer import load_tokenizer
 from toolkit.config.schema import CalibrationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
+from toolkit.pipeline.texts import read_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["batches_of", "encode", "forward_loop", "read_texts", "split_texts"]
+__all__ = ["batches_of", "encode", "forward_loop", "split_texts"]
 
+KEYS = ("text", "prompt")
 MIN_TEXTS = 2
 HELDOUT_SHARE = 10  # without a heldout file, one line in ten (the last ones) is kept apart
-
-
-def read_texts(file: Path) -> list[str]:
-    """The `text` (or `prompt`) of every line; blank lines are skipped.
-
-    Raises UsageError for a file that is missing, empty or not UTF-8, and for a bad line, naming it.
-    """
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as exc:
-        raise UsageError(
-            f"calibration text cannot be read ({exc.strerror})", where=file, mend="calibration paths start at the YAML's folder"
-        ) from exc
-    texts = []
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as exc:
-            raise UsageError(f"line {number} is not UTF-8 (byte {exc.start + 1})", where=where, mend=_FORM) from exc
-        except json.JSONDecodeError as exc:
-            raise UsageError(
-                f"line {number} is not valid JSON ({exc.msg}, column {exc.colno})", where=where, mend=_FORM
-            ) from exc
-        text = row.get("text", row.get("prompt")) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            keys = f"an object with {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else type(row).__name__
-            raise UsageError(f"line {number} has no `text` or `prompt` string (it is {keys})", where=where, mend=_FORM)
-        if not text.strip():
-            raise UsageError(f"line {number} holds an empty text", where=where, mend="remove the line, or give it text")
-        texts.append(text)
-    if not texts:
-        raise UsageError("holds no calibration text: the file is empty", where=file, mend=_FORM)
-    return texts
-
-
-_FORM = 'write one JSON object per line: {"text": "..."}'
 
 
 def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
@@ -68,9 +30,9 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
 
     Raises UsageError where there are too few lines for both.
     """
-    texts = read_texts(calibration.dataset)
+    texts = read_texts(calibration.dataset, *KEYS)
     if calibration.heldout is not None:
-        heldout = read_texts(calibration.heldout)
+        heldout = read_texts(calibration.heldout, *KEYS)
         shared = set(heldout) & set(texts)
         if shared:
             raise UsageError(
