@@ -174,13 +174,14 @@ class TensorRtLlmSpec:
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
     speculation: str = "none"  # draft_target | ngram | none
-    draft_len_schedule: dict[int, int] | None = None  # batch size -> draft length
+    draft_len_schedule: dict[int, int] | None = None  # least batch size -> draft length
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine
     builder: str = "auto"  # trt_engine: auto | local | container
     cuda_graph: bool = True  # trtllm_pytorch
     attn_backend: str = "TRTLLM"  # trtllm_pytorch
     trust_remote_code: bool = False  # trtllm_pytorch
+    draft_dir: Path | None = None  # trtllm_pytorch: where the draft is while the target is loaded once; no part of the engine
 
     @property
     def world_size(self) -> int:

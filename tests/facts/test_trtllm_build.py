@@ -9,7 +9,8 @@ import pytest
 from tests.support import trtllm_build
 from toolkit.engines.trtllm.command import flags_of
 from toolkit.engines.trtllm.failures import explain_failure
-from toolkit.facts.trtllm_build import BUILD_IMAGES, FAILURES, FLAGS, RULES, VERSIONS
+from toolkit.facts.trtllm_build import FAILURES, FLAGS, VERSIONS
+from toolkit.facts.versions import VERSIONS as ROWS
 
 
 def other_table(version: str) -> dict[str, tuple[str, object]]:
@@ -32,10 +33,9 @@ def test_both_tables_have_the_same_choices() -> None:
 
 
 def test_facts_have_a_confidence_and_versions_that_exist() -> None:
-    assert {row.confidence for row in (*FLAGS, *RULES, *FAILURES)} <= set("ABCI")
+    assert {row.confidence for row in (*FLAGS, *FAILURES)} <= set("ABCI")
     assert all(set(flag.versions) <= set(VERSIONS) for flag in FLAGS)
-    assert set(BUILD_IMAGES) == set(VERSIONS)
-    assert "1.3" not in VERSIONS
+    assert tuple(name for name, row in ROWS.items() if row.engine_flow) == VERSIONS
     assert flags_of("1.3") == {}
 
 

@@ -13,6 +13,7 @@ __all__ = ["BACKENDS", "backend", "loader"]
 BACKENDS = {
     "torch": "toolkit.engines.embedded.backend:TorchBackend",
     "trt_engine": "toolkit.engines.trt_engine:TrtEngineBackend",
+    "trtllm_pytorch": "toolkit.engines.trtllm_pytorch:TrtllmPytorchBackend",
 }
 STEPPING = ("torch",)  # the others speculate inside TensorRT-LLM, and run where it runs
 

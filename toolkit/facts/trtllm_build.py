@@ -1,4 +1,6 @@
-"""The command line of `trtllm-build`: flags, types, defaults, choices, and what the builder changes or refuses. Data only.
+"""The command line of `trtllm-build`: flags, types, defaults, choices, and how it fails. Data only.
+
+What it changes or refuses on its own stands in `facts.rules`.
 
 Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/build.py` (65f1d1536e18, of the 1.1-1.2 line; 008b2b8d23af, of the 0.x
 line), `plugin/plugin.py`, `builder.py`; `examples/draft_target_model/README.md` (0.18-1.2); the performance guide's pages
@@ -13,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "BUILD_IMAGES",
     "DRAFT_TOKENS_EXTERNAL",
     "ENGINE_INPUTS",
     "ENGINE_OUTPUTS",
@@ -22,12 +23,10 @@ __all__ = [
     "GEMM_PLUGIN",
     "HIDDEN_STATES",
     "MILESTONES",
-    "RULES",
     "SPECULATIVE_MODES",
     "VERSIONS",
     "Failure",
     "Flag",
-    "Rule",
 ]
 
 VERSIONS = ("0.21", "1.0", "1.1", "1.2.0", "1.2.1")
@@ -49,17 +48,6 @@ class Flag:
     versions: tuple[str, ...] = VERSIONS
     confidence: str = "B"
     note: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One thing the builder does on its own. effect: adjust (in silence, or with a log line) | error."""
-
-    id: str
-    when: str
-    effect: str
-    what: str
-    confidence: str = "B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,72 +184,6 @@ FLAGS = (
     Flag("--gpus_per_node", "int", 8, "auto_parallel", versions=("0.21",)),
     Flag("--cluster_key", "enum", None, "auto_parallel", versions=("0.21",)),
 )
-
-RULES = (
-    Rule("context-logits-with-draft", "gather_context_logits and max_draft_len > 0", "error", "RuntimeError"),
-    Rule("profiles-with-opt-tokens", "multiple_profiles enabled and opt_num_tokens set", "error", "RuntimeError"),
-    Rule("spec-extends-seq-len", "any speculative mode", "adjust", "recorded max_seq_len is raised by max_draft_len"),
-    Rule(
-        "spec-raises-num-tokens",
-        "any speculative mode",
-        "adjust",
-        "max_num_tokens is raised to max_batch_size * (max_draft_len + 1)",
-    ),
-    Rule("input-len-clip", "max_input_len above max_seq_len", "adjust", "max_input_len is cut to max_seq_len"),
-    Rule("fmha-off-cascade", "context_fmha disabled", "adjust", "paged and FP8 context FMHA are switched off"),
-    Rule(
-        "fp8-kv-needs-fp8-weights-for-paged-fmha",
-        "FP8 KV cache under weights that are not FP8",
-        "adjust",
-        "paged context FMHA is switched off",
-    ),
-    Rule("int8-kv-disables-paged-fmha", "INT8 KV cache", "adjust", "paged context FMHA is switched off"),
-    Rule(
-        "fp8-fmha-needs-sm89",
-        "SM below 89",
-        "adjust",
-        "FP8 context FMHA is switched off; with an FP8 KV cache paged context FMHA too",
-    ),
-    Rule(
-        "fp8-fmha-needs-fp8-kv",
-        "FP8 weights and paged context FMHA without FP8 KV cache",
-        "adjust",
-        "FP8 context FMHA is switched off",
-    ),
-    Rule("fp8-kv-forces-fp8-fmha", "FP8 weights and FP8 KV cache", "adjust", "FP8 context FMHA is switched on"),
-    Rule(
-        "blackwell-no-int8",
-        "SM 100-119 with INT8 or INT4 weight-only, INT8 KV cache, SmoothQuant, per-channel or per-token scaling",
-        "error",
-        "RuntimeError",
-    ),
-    Rule(
-        "blackwell-no-hopper-plugins",
-        "SM 100 or above with gemm_swiglu, fp8_rowwise_gemm or low_latency_gemm plugins",
-        "error",
-        "NotImplementedError",
-    ),
-    Rule(
-        "reduce-fusion-scope",
-        "reduce_fusion with tp_size 1, or outside Llama, Gemma 2 and Medusa",
-        "adjust",
-        "reduce_fusion is switched off",
-    ),
-    Rule("fused-mlp-scope", "a quant_algo other than FP8 and MIXED_PRECISION", "adjust", "use_fused_mlp is switched off"),
-    Rule("nccl-single-rank", "world_size 1", "adjust", "nccl_plugin becomes null"),
-    Rule("fast-build-weight-only", "fast_build with INT8 or INT4 weight-only without its plugin", "error", "RuntimeError", "C"),
-    Rule("eagle-limits", "speculative_decoding_mode eagle", "error", "max_batch_size above 512 or max_draft_len above 256"),
-)
-
-# The image that has trtllm-build of a version. The serving image of the same version is another one.
-# Names of the nvcr.io catalogue; which release of a line: compatibility table of triton-inference-server/server (A for 1.2.1).
-BUILD_IMAGES = {
-    "0.21": "nvcr.io/nvidia/tensorrt-llm/release:0.21.0",
-    "1.0": "nvcr.io/nvidia/tensorrt-llm/release:1.0.0",
-    "1.1": "nvcr.io/nvidia/tensorrt-llm/release:1.1.0",
-    "1.2.0": "nvcr.io/nvidia/tensorrt-llm/release:1.2.0",
-    "1.2.1": "nvcr.io/nvidia/tensorrt-llm/release:1.2.1",
-}
 
 DRAFT_TOKENS_EXTERNAL = "draft_tokens_external"
 

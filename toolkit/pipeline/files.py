@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.errors import StoreError
 
-__all__ = ["replace_folder", "store_error", "write_whole"]
+__all__ = ["link_or_copy", "replace_folder", "store_error", "write_whole"]
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -32,6 +32,15 @@ def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | N
     if error.errno not in MENDS:
         return None
     return StoreError(stage, f"cannot write: {error.strerror}", where=error.filename or where, mend=MENDS[error.errno])
+
+
+def link_or_copy(source: str | Path, copy: str | Path) -> str:
+    """A hard link where the file system has them, which costs no space; else a copy. For files that nobody changes in place."""
+    try:
+        os.link(source, copy)
+    except OSError:
+        shutil.copy2(source, copy)
+    return str(copy)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StoreError, ToolkitError
-from toolkit.pipeline.files import replace_folder, store_error, write_whole
+from toolkit.pipeline.files import link_or_copy, replace_folder, store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_value
 
 __all__ = ["Entry", "Store", "Written"]
@@ -250,7 +250,7 @@ class Store:
                 try:
                     temporary.mkdir()
                     for folder, entry in parts.items():
-                        shutil.copytree(entry.path, temporary / folder, copy_function=_link, dirs_exist_ok=True)
+                        shutil.copytree(entry.path, temporary / folder, copy_function=link_or_copy, dirs_exist_ok=True)
                     replace_folder(temporary, destination)
                 except BaseException:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -269,14 +269,6 @@ def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMem
             if not there.is_file() or not (there.samefile(entry.path / name) or digest_file(there, memo) == digest):
                 return False
     return True
-
-
-def _link(source: str, copy: str) -> str:
-    try:
-        os.link(source, copy)
-    except OSError:
-        shutil.copy2(source, copy)
-    return copy
 
 
 def _replace_prefix(value: Any, old: str, new: str) -> Any:

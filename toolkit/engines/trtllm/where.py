@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BackendUnavailable, StageError, UsageError
-from toolkit.facts.trtllm_build import BUILD_IMAGES, VERSIONS
+from toolkit.facts.trtllm_build import VERSIONS
+from toolkit.facts.versions import BUILD_IMAGE
+from toolkit.facts.versions import VERSIONS as ROWS
 
-__all__ = ["Builder", "ContainerBuilder", "LocalBuilder", "choose_builder", "same_version"]
+__all__ = ["Builder", "ContainerBuilder", "LocalBuilder", "build_image", "choose_builder", "same_version"]
 
 COMMAND = "trtllm-build"
 ASK_VERSION = "from importlib.metadata import version; print(version('tensorrt_llm'))"
@@ -102,20 +104,25 @@ def choose_builder(
                 "compile",
                 f"the trtllm-build here is {found.version}, the YAML asks for {version}",
                 where=local,
-                mend=f"set engine.tensorrt_llm to what is installed, or engine.builder: container ({BUILD_IMAGES[version]})",
+                mend=f"set engine.tensorrt_llm to what is installed, or engine.builder: container ({build_image(version)})",
             )
     if asked == "local":
         mend = "Run this inside the build container, or set engine.builder: container."
-        raise BackendUnavailable(COMMAND, mend=f"{mend} Its image: {BUILD_IMAGES[version]}")
+        raise BackendUnavailable(COMMAND, mend=f"{mend} Its image: {build_image(version)}")
     docker = which("docker")
     if docker is None:
         raise BackendUnavailable(
             f"{COMMAND} {version}",
-            mend=f"Neither it nor docker is on the PATH. Run this inside {BUILD_IMAGES[version]} on a machine with the GPU, "
+            mend=f"Neither it nor docker is on the PATH. Run this inside {build_image(version)} on a machine with the GPU, "
             "or install docker and the NVIDIA container toolkit. `toolkit plan` works here.",
         )
     label = f"toolkit-build-{role}-{secrets.token_hex(4)}"
-    return ContainerBuilder(Path(docker), BUILD_IMAGES[version], label, f"{os.getuid()}:{os.getgid()}")
+    return ContainerBuilder(Path(docker), build_image(version), label, f"{os.getuid()}:{os.getgid()}")
+
+
+def build_image(version: str) -> str:
+    """Of the row that the serving tags of the version stand in."""
+    return BUILD_IMAGE.format(release=ROWS[version].release)
 
 
 def same_version(found: str, asked: str) -> bool:

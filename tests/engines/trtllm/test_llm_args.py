@@ -1,0 +1,166 @@
+"""Arguments of `LLM()`: their spelling by version, and what our tables say against wrong ones."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.engines.trtllm.llm_args import faults, llm_args, read_llm_args, resolved, schedule_of, write_llm_args
+from toolkit.errors import StageError, UsageError
+from toolkit.facts.llm_args import LLM_ARGS, NESTED, SPECULATIVE
+from toolkit.facts.versions import VERSIONS
+from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+
+SPEC = EngineSpec(role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=4)
+DRAFT_TARGET = [name for name, row in VERSIONS.items() if row.pytorch_draft_target]
+
+
+def asked(version: str = "1.2.1", **fields: Any) -> TensorRtLlmSpec:
+    return TensorRtLlmSpec(version, **{"speculation": "draft_target", **fields})
+
+
+def test_the_arguments_of_the_70b_recipe() -> None:
+    assert llm_args(SPEC, asked(), "FP8") == {
+        "model": ".",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "max_batch_size": 16,
+        "max_input_len": 4096,
+        "max_seq_len": 8192,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "enable_block_reuse": True, "dtype": "fp8"},
+        "cuda_graph_config": {"enable_padding": True, "max_batch_size": 16},
+        "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model": "../draft"},
+        "disable_overlap_scheduler": True,
+    }
+
+
+def test_names_are_those_of_the_version() -> None:
+    old, new = llm_args(SPEC, asked("1.1"), None), llm_args(SPEC, asked("1.3"), None)
+    assert old["speculative_config"] == {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model_dir": "../draft"}
+    assert new["speculative_config"] == {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "../draft"}
+    assert old["disable_overlap_scheduler"] is True
+    assert "disable_overlap_scheduler" not in new
+
+
+def test_settings_without_a_word_in_the_version_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"1\.1 has no draft_len_schedule"):
+        llm_args(SPEC, asked("1.1", draft_len_schedule={1: 4}), None)
+    with pytest.raises(UsageError, match="tokens_per_block"):
+        llm_args(SPEC, asked("1.0", tokens_per_block=64), None)
+    with pytest.raises(UsageError, match=r"kv_cache_config\.dtype"):
+        llm_args(SPEC, asked("0.21", speculation="none"), "FP8")
+
+
+def test_prompt_lookup_needs_no_draft() -> None:
+    args = llm_args(SPEC, asked(speculation="ngram"), None)
+    assert args["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 4}
+    assert faults(args, "1.2.1") == []
+
+
+def test_a_schedule_says_the_same_in_both_senses() -> None:
+    """1.2: from this batch size on. 1.3: up to this batch size."""
+    schedule = {1: 4, 5: 2, 9: 0}
+    assert schedule_of(schedule, VERSIONS["1.2.1"], 16) == {1: 4, 5: 2, 9: 0}
+    assert schedule_of(schedule, VERSIONS["1.3"], 16) == {4: 4, 8: 2, 16: 0}
+
+
+@given(
+    version=st.sampled_from(DRAFT_TARGET),
+    speculation=st.sampled_from(["draft_target", "ngram", "none"]),
+    kv=st.sampled_from(["FP8", None]),
+    tp_size=st.sampled_from([1, 2, 8, 16]),
+    fraction=st.floats(0.01, 0.99),
+    reuse=st.booleans(),
+    graph=st.booleans(),
+    tokens=st.none() | st.integers(1, 10**6),
+    backend=st.sampled_from(["TRTLLM", "FLASHINFER"]),
+)
+def test_what_we_write_is_what_our_tables_allow(  # type: ignore[no-untyped-def]
+    version, speculation, kv, tp_size, fraction, reuse, graph, tokens, backend
+) -> None:
+    given_spec = asked(
+        version,
+        speculation=speculation,
+        tp_size=tp_size,
+        free_gpu_memory_fraction=fraction,
+        enable_block_reuse=reuse,
+        cuda_graph=graph,
+        max_num_tokens=tokens,
+        attn_backend=backend,
+    )
+    spec = SPEC if speculation != "none" else dataclasses.replace(SPEC, max_draft_len=0)
+    assert faults(llm_args(spec, given_spec, kv), version) == []
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    args = copy.deepcopy(llm_args(SPEC, asked(), "FP8"))
+    *folders, last = path.split(".")
+    inner = args
+    for folder in folders:
+        inner = inner[folder]
+    inner[last] = value
+    return args
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("quant_config", {}, "quant_config is not an argument of 1.2.1: the checkpoint decides the precision"),
+        ("max_batchsize", 4, "max_batchsize is not an argument"),
+        ("max_batch_size", "16", "max_batch_size must be int, not '16'"),
+        ("max_batch_size", True, "max_batch_size must be int, not True"),
+        ("tensor_parallel_size", None, "tensor_parallel_size must not be null"),
+        ("kv_cache_config", 0.9, "kv_cache_config must be a mapping"),
+        ("kv_cache_config.free_gpu_memory_fraction", 1.5, "kv_cache_config.free_gpu_memory_fraction must be between 0 and 1"),
+        ("kv_cache_config.free_memory", 0.5, "kv_cache_config.free_memory is not an argument"),
+        ("attn_backend", "FLASH", "attn_backend must be one of TRTLLM, FLASHINFER, VANILLA, not 'FLASH'"),
+        ("cuda_graph_config.batch_sizes", [1, 2.5], "cuda_graph_config.batch_sizes must be list[int]"),
+        ("speculative_config.decoding_type", "Draft_Target", "decoding_type is spelled DraftTarget in 1.2.1"),
+        ("speculative_config.decoding_type", "Clairvoyance", "decoding_type 'Clairvoyance' is not known"),
+        ("speculative_config.max_draft_len", 0, "max_draft_len must be above 0"),
+        ("speculative_config.speculative_model", "", "speculative_model must name the draft model"),
+        ("speculative_config.acceptance_rate_threshold", 0.5, "acceptance_rate_threshold is not an argument of 1.2.1"),
+        ("speculative_config.draft_len_schedule", {1: 2, 4: 4}, "lengths must not grow"),
+        ("speculative_config.draft_len_schedule", {2: 4}, "its value at batch size 1 must be max_draft_len"),
+        ("disable_overlap_scheduler", False, "disable_overlap_scheduler must be true"),
+        ("pipeline_parallel_size", 2, "draft-target has no pipeline parallelism"),
+    ],
+)
+def test_wrong_arguments_are_named(path: str, value: Any, said: str) -> None:
+    found = faults(changed(path, value), "1.2.1")
+    assert any(said in fault for fault in found), found
+
+
+def test_arguments_without_a_model_are_refused() -> None:
+    args = llm_args(SPEC, asked(), None)
+    del args["model"]
+    assert faults(args, "1.2.1") == ["model is missing"]
+
+
+def test_more_ranks_than_gpus_are_told() -> None:
+    args = llm_args(SPEC, asked(tp_size=8), None)
+    assert faults(args, "1.2.1", 4) == ["tensor_parallel_size * pipeline_parallel_size is 8, above 4 GPUs"]
+
+
+def test_a_file_is_read_back_equal_and_resolved(tmp_path: Path) -> None:
+    args = llm_args(SPEC, asked(draft_len_schedule={1: 4, 8: 2}), "FP8")
+    write_llm_args(args, tmp_path)
+    assert read_llm_args(tmp_path) == args
+    placed = resolved(args, "/models/target", Path("/models/draft"))
+    assert (placed["model"], placed["speculative_config"]["speculative_model"]) == ("/models/target", "/models/draft")
+    with pytest.raises(StageError, match="not an engine directory of the PyTorch flow"):
+        read_llm_args(tmp_path / "nowhere")
+
+
+def test_the_tables_name_each_field_once() -> None:
+    for fields in (LLM_ARGS, *NESTED.values(), *SPECULATIVE.values()):
+        names = [field.name for field in fields]
+        assert len(names) == len(set(names))
+        assert all(set(field.versions) <= set(VERSIONS) for field in fields)
+        assert {field.confidence for field in fields} <= set("ABCI")

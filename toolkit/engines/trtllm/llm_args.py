@@ -1,0 +1,231 @@
+"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's own spelling, and judged by our tables.
+
+A file of them stands in the engine directory with paths relative to it, since the folder moves: into the store, to `engines/`, into
+a container. `resolved` puts the places of the day in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import StageError, UsageError
+from toolkit.facts.llm_args import LLM_ARGS, NESTED, NOT_FIELDS, REQUIRED, SPECULATIVE, Field
+from toolkit.facts.versions import VERSIONS, Version
+from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+
+__all__ = ["FILE", "faults", "llm_args", "read_llm_args", "resolved", "schedule_of", "write_llm_args"]
+
+FILE = "llm_args.json"
+HERE, DRAFT = ".", "../draft"
+NGRAM_SIZE = 4  # longest n-gram that is looked up in the prompt: that of TensorRT-LLM's own example
+TWO_MODEL_VERSIONS = ("1.0", "1.1", "1.2.0", "1.2.1")  # whose draft-target cannot overlap scheduling with the step
+
+
+def llm_args(spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[str, Any]:
+    """Of the target; the draft is part of them. What equals the default is left out where versions differ about the key.
+
+    Raises UsageError for what this version has no word for.
+    """
+    version = VERSIONS[asked.version]
+    graphs = {"enable_padding": True, "max_batch_size": spec.max_batch_size} if asked.cuda_graph else None
+    optional: dict[str, Any] = {}
+    if asked.max_num_tokens is not None:
+        optional["max_num_tokens"] = asked.max_num_tokens
+    if asked.world_size > asked.gpus_per_node:
+        optional["gpus_per_node"] = asked.gpus_per_node
+    if asked.attn_backend != "TRTLLM":
+        optional["attn_backend"] = asked.attn_backend
+    if asked.trust_remote_code:
+        optional["trust_remote_code"] = True
+    if _has(LLM_ARGS, "cuda_graph_config", asked.version):
+        optional["cuda_graph_config"] = graphs
+    speculative = _speculative(spec, asked, version)
+    if speculative is not None:
+        optional["speculative_config"] = speculative
+        if asked.speculation == "draft_target" and asked.version in TWO_MODEL_VERSIONS:
+            optional["disable_overlap_scheduler"] = True
+    return {
+        "model": HERE,
+        "tensor_parallel_size": asked.tp_size,
+        "pipeline_parallel_size": asked.pp_size,
+        "max_batch_size": spec.max_batch_size,
+        "max_input_len": spec.max_input_len,
+        "max_seq_len": spec.max_seq_len,
+        "kv_cache_config": _kv_cache(asked, kv_cache_quant_algo),
+        **optional,
+    }
+
+
+def _kv_cache(asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "free_gpu_memory_fraction": asked.free_gpu_memory_fraction,
+        "enable_block_reuse": asked.enable_block_reuse,
+    }
+    if _has(NESTED["KvCacheConfig"], "dtype", asked.version):
+        config["dtype"] = "fp8" if kv_cache_quant_algo == "FP8" else "auto"
+    elif kv_cache_quant_algo is not None:
+        raise UsageError(
+            f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is {kv_cache_quant_algo}",
+            mend="remove kv_cache_quant_algo, or take a newer engine.tensorrt_llm",
+        )
+    if asked.tokens_per_block != 32:
+        if not _has(NESTED["KvCacheConfig"], "tokens_per_block", asked.version):
+            mend = "remove engine.tokens_per_block, or take a newer engine.tensorrt_llm"
+            raise UsageError(f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", mend=mend)
+        config["tokens_per_block"] = asked.tokens_per_block
+    return config
+
+
+def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> dict[str, Any] | None:
+    if asked.speculation == "none":
+        return None
+    config: dict[str, Any]
+    if asked.speculation == "ngram":
+        config = {"decoding_type": "NGram", "max_draft_len": spec.max_draft_len, "max_matching_ngram_size": NGRAM_SIZE}
+    else:
+        config = {"decoding_type": version.decoding_type, "max_draft_len": spec.max_draft_len, version.draft_model_key: DRAFT}
+    if asked.draft_len_schedule is not None:
+        config["draft_len_schedule"] = schedule_of(asked.draft_len_schedule, version, spec.max_batch_size)
+    return config
+
+
+def schedule_of(schedule: Mapping[int, int], version: Version, max_batch_size: int) -> dict[int, int]:
+    """Ours, least batch size -> draft length, in the version's sense. Raises UsageError where it has none."""
+    if version.draft_len_schedule is None:
+        mend = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
+        raise UsageError(f"TensorRT-LLM {version.name} has no draft_len_schedule", mend=mend)
+    ordered = sorted(schedule.items())
+    if version.draft_len_schedule == "lower":
+        return dict(ordered)
+    ends = [start - 1 for start, _ in ordered[1:]] + [max_batch_size]
+    return {end: length for end, (_, length) in zip(ends, ordered, strict=True)}
+
+
+def _has(fields: tuple[Field, ...], name: str, version: str) -> bool:
+    return any(field.name == name and version in field.versions for field in fields)
+
+
+def write_llm_args(args: Mapping[str, Any], out_dir: Path) -> None:
+    (out_dir / FILE).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
+
+
+def read_llm_args(engine_dir: Path) -> dict[str, Any]:
+    """As they were written. Raises StageError for a directory without them."""
+    try:
+        args = json.loads((engine_dir / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StageError("load", f"not an engine directory of the PyTorch flow ({error})", where=engine_dir) from error
+    schedule = (args.get("speculative_config") or {}).get("draft_len_schedule")
+    if schedule is not None:  # JSON has no whole numbers as keys
+        args["speculative_config"]["draft_len_schedule"] = {int(batch): length for batch, length in schedule.items()}
+    return dict(args)
+
+
+def resolved(args: Mapping[str, Any], target: str | Path, draft: str | Path | None) -> dict[str, Any]:
+    """The same arguments with the models' places filled in."""
+    placed = {**args, "model": str(target)}
+    speculative = args.get("speculative_config")
+    if speculative is not None:
+        places = {key: str(draft) for key, value in speculative.items() if value == DRAFT and draft is not None}
+        placed["speculative_config"] = {**speculative, **places}
+    return placed
+
+
+def faults(args: Mapping[str, Any], version: str, world_size: int | None = None) -> list[str]:
+    """What such a TensorRT-LLM would refuse, by our tables: unknown keys, wrong types, values out of bounds, broken rules."""
+    found = list(_faults_of(args, LLM_ARGS, version, ""))
+    speculative = args.get("speculative_config")
+    if isinstance(speculative, Mapping):
+        found += _speculative_faults(speculative, args, version)
+    asked = (args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1))
+    if world_size is not None and all(isinstance(size, int) for size in asked) and asked[0] * asked[1] > world_size:
+        found.append(f"tensor_parallel_size * pipeline_parallel_size is {asked[0] * asked[1]}, above {world_size} GPUs")
+    return found
+
+
+def _speculative_faults(config: Mapping[str, Any], args: Mapping[str, Any], version: str) -> Iterator[str]:
+    where = "speculative_config"
+    row = VERSIONS[version]
+    kind = config.get("decoding_type")
+    if kind not in SPECULATIVE:
+        yield f"{where}.decoding_type {kind!r} is not known"
+        return
+    yield from _faults_of(config, SPECULATIVE[kind], version, f"{where}.")
+    length = config.get("max_draft_len")
+    if not isinstance(length, int) or length < 1:
+        yield f"{where}.max_draft_len must be above 0"
+    if kind in ("DraftTarget", "Draft_Target"):
+        if kind != row.decoding_type:
+            yield f"{where}.decoding_type is spelled {row.decoding_type} in {version}, not {kind}"
+        if not any(config.get(key) for key in ("speculative_model", "speculative_model_dir")):
+            yield f"{where}.{row.draft_model_key} must name the draft model"
+        if args.get("pipeline_parallel_size", 1) != 1:
+            yield "draft-target has no pipeline parallelism"
+        if version in TWO_MODEL_VERSIONS and args.get("disable_overlap_scheduler") is not True:
+            yield "disable_overlap_scheduler must be true: the two-model draft-target cannot overlap scheduling"
+    yield from _schedule_faults(config, row)
+
+
+def _schedule_faults(config: Mapping[str, Any], row: Version) -> Iterator[str]:
+    schedule = config.get("draft_len_schedule")
+    if not isinstance(schedule, Mapping) or not schedule:
+        return
+    lengths = [schedule[batch] for batch in sorted(schedule)]
+    if sorted(lengths, reverse=True) != lengths:
+        yield "speculative_config.draft_len_schedule: lengths must not grow with the batch size"
+    if row.draft_len_schedule == "lower" and schedule.get(1) != config.get("max_draft_len"):
+        yield "speculative_config.draft_len_schedule: its value at batch size 1 must be max_draft_len"
+    if row.draft_len_schedule == "upper" and config.get("max_concurrency") is not None:
+        yield "speculative_config.draft_len_schedule and max_concurrency exclude one another"
+
+
+def _faults_of(args: Mapping[str, Any], fields: tuple[Field, ...], version: str, where: str) -> Iterator[str]:
+    known = {field.name: field for field in fields if version in field.versions}
+    for name, value in args.items():
+        if name in known:
+            yield from _value_faults(known[name], value, version, where + name)
+        else:
+            why = f": {NOT_FIELDS[name]}" if name in NOT_FIELDS else ""
+            yield f"{where}{name} is not an argument of {version}{why}"
+    yield from (f"{where}{name} is missing" for name, field in known.items() if field.default == REQUIRED and name not in args)
+
+
+def _value_faults(field: Field, value: Any, version: str, where: str) -> Iterator[str]:
+    kinds = [kind for kind in field.type.split("|") if kind != "null"]
+    if value is None:
+        if "null" not in field.type.split("|"):
+            yield f"{where} must not be null"
+    elif any(kind in NESTED for kind in kinds):
+        if isinstance(value, Mapping):
+            nested = next(NESTED[kind] for kind in kinds if kind in NESTED)
+            yield from _faults_of(value, nested, version, f"{where}.")
+        else:
+            yield f"{where} must be a mapping"
+    elif not any(_is(kind, value) for kind in kinds):
+        yield f"{where} must be {' or '.join(kinds)}, not {value!r}"
+    elif field.choices is not None and value not in field.choices:
+        yield f"{where} must be one of {', '.join(field.choices)}, not {value!r}"
+    elif field.bounds is not None and not field.bounds[0] <= value <= field.bounds[1]:
+        yield f"{where} must be between {field.bounds[0]:g} and {field.bounds[1]:g}, not {value:g}"
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Strictly: true is no number."""
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in ("str", "enum"):
+        return isinstance(value, str)
+    if kind == "path":
+        return isinstance(value, str | Path)
+    if kind == "list[int]":
+        return isinstance(value, list | tuple) and all(_is("int", item) for item in value)
+    if kind == "dict[int,int]":
+        return isinstance(value, Mapping) and all(_is("int", item) for pair in value.items() for item in pair)
+    return True  # objects of classes that are not in our tables
