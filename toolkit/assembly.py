@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig
 from toolkit.errors import CheckpointError, StoreError, UsageError
-from toolkit.interfaces import EngineSpec, Fingerprint, Progress
+from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import gpus, machine, program
@@ -38,7 +38,11 @@ from toolkit.records import (
     to_json,
 )
 
-__all__ = ["STAGES", "Built", "Workplace", "build", "embedded", "explain_build", "stages_of"]
+if TYPE_CHECKING:
+    from toolkit.validate.reference import Reference
+    from toolkit.validate.replay import Replay, Replayed
+
+__all__ = ["STAGES", "Built", "Workplace", "build", "embedded", "explain_build", "replay_divergence", "stages_of"]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SOURCES = Path(__file__).parent
@@ -324,23 +328,17 @@ def _measure(
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
     from toolkit.client import Client
-    from toolkit.engines.registry import loader
     from toolkit.report.render import write_report
-    from toolkit.serving import eos_token_ids
     from toolkit.triton.server import TritonServer
     from toolkit.validate.counters import read_counters
-    from toolkit.validate.reference import reference_from_engine
+    from toolkit.validate.replay import write_replay
     from toolkit.validate.stage import validate
 
     repository = finished["package"].record
     engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
-    target = engines["target"].path
-    reference = reference_from_engine(
-        lambda: loader(embedded(config).kind).load(target, threads=embedded(config).threads),
-        lambda prompt: _codec(target).encode(prompt),
-        eos_token_ids(target),
-        _noise,
-    )
+    folders = {role: engine.path for role, engine in engines.items()}
+    reference = _reference(folders, embedded(config).threads)
+    source, same_precision = _source(config, folders["target"])
     free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     with (
         TritonServer(repository.path, free_ports, log_path=out_dir / "server.log", progress=progress) as server,
@@ -353,7 +351,10 @@ def _measure(
             max_draft_len=repository.max_draft_len,
             acceptance=config.speculation.acceptance,
             reference=reference,
+            source=source,
+            source_same_precision=same_precision,
             quality=quality,
+            keep_replay=lambda found: write_replay(out_dir / "replay", found),
             engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
             environment=_environment(),
             counters=lambda: read_counters(server.metrics_url),
@@ -363,6 +364,63 @@ def _measure(
         )
     write_report(report, out_dir)
     return report
+
+
+def replay_divergence(file: Path, workplace: Workplace) -> tuple[Replay, Replayed]:
+    """Serve the repository that a replay file names, send its two requests again, judge them. Raises UsageError, StageError."""
+    from toolkit.client import Client
+    from toolkit.config.schema import TritonConfig
+    from toolkit.triton.server import TritonServer
+    from toolkit.validate.replay import read_replay, replay
+
+    found = read_replay(file)
+    repository, engines = workplace.repository(found.name), workplace.engines(found.name)
+    for folder in (repository, engines / "target"):
+        if not folder.is_dir():
+            raise UsageError(
+                f"the deployment {found.name!r} is not built here", where=folder, mend="Build it: toolkit build CONFIG."
+            )
+    folders = {role: engines / role for role in ("target", "draft") if (engines / role).is_dir()}
+    with TritonServer(repository, TritonConfig()) as server, Client(server.grpc_url) as client:
+        return found, replay(found, client, _reference(folders, None))
+
+
+def _reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
+    """The compiled engines, loaded a second time when they are first asked."""
+    from toolkit.engines.registry import loader
+    from toolkit.serving import eos_token_ids
+    from toolkit.validate.reference import reference_from_engine
+
+    def load(role: str) -> Callable[[], StepEngine]:
+        return lambda: loader("torch").load(engines[role], threads=threads)
+
+    target = engines["target"]
+    return reference_from_engine(
+        load("target"),
+        lambda prompt: _codec(target).encode(prompt),
+        eos_token_ids(target),
+        _noise,
+        load("draft") if "draft" in engines else None,
+    )
+
+
+def _source(config: DeploymentConfig, target: Path) -> tuple[Reference | None, bool]:
+    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine computes the same."""
+    from toolkit.checkpoints.quantized import open_checkpoint
+    from toolkit.pipeline.machine import memory_bytes
+    from toolkit.serving import eos_token_ids
+    from toolkit.validate.reference import reference_from_checkpoint
+
+    asked, folder = config.validation.parity.source, config.target.checkpoint
+    if asked == "never" or open_checkpoint(folder).quantization.quant_algo is not None:
+        return None, False
+    in_float32 = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if asked == "auto" and in_float32 > memory_bytes() / 2:
+        return None, False
+    unquantized = config.target.quantization.quant_algo == "NO_QUANT"
+    same_precision = unquantized and embedded(config).dtype in ("float32", "float64")
+    codec = lambda prompt: _codec(target).encode(prompt)  # noqa: E731 - the engine's own tokenizer, opened when first used
+    return reference_from_checkpoint(folder, codec, eos_token_ids(target)), same_precision
 
 
 @functools.cache

@@ -93,7 +93,32 @@ _one_stage("pair", "Prove that draft and target belong together.")
 _one_stage("quantize", "Quantize both checkpoints, and measure what it cost.")
 _one_stage("compile", "Compile both engines into engines/NAME/.")
 _one_stage("package", "Write the Triton model repository triton_repo/NAME/.")
-_one_stage("validate", "Serve the repository, measure and judge it; the report is in build/reports/NAME/.")
+
+
+@app.command("validate")
+def validate_command(
+    config: Annotated[
+        Path | None, typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False)
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Ask again about one divergence: a file of build/reports/NAME/replay/.", metavar="FILE"),
+    ] = None,
+    fresh: Fresh = None,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Serve the repository, measure and judge it; the report is in build/reports/NAME/."""
+    if replay is not None:
+        if config is not None:
+            raise UsageError("--replay FILE names its deployment itself", mend=f"toolkit validate --replay {replay}")
+        _replay(replay, as_json=as_json)
+    elif config is None:
+        raise UsageError("a CONFIG or --replay FILE is needed", mend="toolkit validate CONFIG")
+    else:
+        _build(config, "validate", fresh, overrides, rehash, as_json)
 
 
 @app.command()
@@ -318,6 +343,25 @@ def _build(config: Path, until: str, fresh: list[str] | None, overrides: list[st
             _print("nothing changed: every stage was reused")
     if verdict is not None:
         raise typer.Exit(VERDICTS[verdict.verdict])
+
+
+def _replay(file: Path, *, as_json: bool) -> None:
+    """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ beyond it."""
+    from toolkit.assembly import replay_divergence
+    from toolkit.records import to_json
+
+    found, now = replay_divergence(file, _workplace())
+    before, one = found.divergence, now.divergence
+    if as_json:
+        _print(json.dumps({"before": to_json(before), "now": to_json(now)}, indent=2))
+    else:
+        _print(f"prompt {before.prompt_index + 1}, {before.arm} arm, draft length {before.draft_len}")
+        _print(f"then  output token {before.position + 1}: {before.kind}, {before.detail}")
+        same = "both texts are those of the file" if now.as_before else "the texts are not those of the file"
+        _print("now   identical" if one is None else f"now   output token {one.position + 1}: {one.kind}, {one.detail}")
+        _print(f"      {same}")
+    if one is not None and one.kind not in ("identical", "equivalent"):
+        raise typer.Exit(4 if one.kind == "unexplained" else 1)
 
 
 def _run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:

@@ -68,7 +68,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     draft_len: int | None = None
-    acceptance: str | None = None  # rejection | coupled | sample_match; None: coupled with a seed, else rejection
+    acceptance: str | None = None  # rejection | coupled | sample_match | verify_only; None: coupled with a seed, else rejection
     deadline_ns: int | None = None
     cumulative_logprob: bool = False  # sum up the output tokens' log-probabilities; a pass over the vocabulary per token
 

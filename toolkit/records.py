@@ -15,17 +15,21 @@ from typing import Any, TypeVar
 
 __all__ = [
     "Acceptance",
+    "Agreement",
     "Arm",
+    "ArmParity",
     "Arms",
     "CompiledEngine",
     "CounterCheck",
     "Definition",
     "Divergence",
+    "DraftCheck",
     "Finding",
     "Gate",
     "Latency",
     "LayerCounts",
     "LayerError",
+    "MarginBin",
     "PairProof",
     "Parity",
     "PositionAcceptance",
@@ -35,6 +39,7 @@ __all__ = [
     "Sampled",
     "Speedup",
     "StageCost",
+    "StopCheck",
     "TensorRtLlmBuild",
     "TritonRepository",
     "ValidationReport",
@@ -260,16 +265,20 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first output position at which speculative and plain decoding differ, judged by the reference's own logits there.
+    """The first output position at which a text differs from the plain one, judged by the reference's own logits there.
 
-    kind: near-tie (rounding explains it), fault (it does not), unexplained (the reference could not be asked). A token of None
-    is the end of the text. margin: top-1 minus top-2 of the reference's scores, in logits; a gap is top-1 minus the score of
-    the token that was chosen, a rank its place (0 is the best). Scores are logits at temperature 0, and logits + temperature *
-    Gumbel noise in the seeded check, so both are in logits.
+    arm: verify (the speculative path that keeps nothing) | speculative, with its draft length. kind: equivalent (rounding
+    explains it), suspicious (more than rounding, and still between the reference's two best), broken (anything else),
+    unexplained (the reference could not be asked). A token of None is the end of the text. margin: top-1 minus top-2 of the
+    reference's scores, in logits; a gap is top-1 minus the score of the token that was chosen, a rank its place (0 is the
+    best). Scores are logits at temperature 0, and logits + temperature * Gumbel noise in the seeded check, so both are in
+    logits. replay: the file beside the report with which `toolkit validate --replay` asks again.
     """
 
     prompt_index: int
     prompt: str
+    arm: str
+    draft_len: int
     position: int
     kind: str
     plain_token: int | None
@@ -281,16 +290,48 @@ class Divergence:
     speculative_gap: float | None
     seed: int | None
     detail: str
+    replay: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmParity:
+    """One arm against plain decoding, prompt by prompt. draft_len: what it asked for."""
+
+    arm: str  # verify | speculative
+    draft_len: int
+    identical: int
+    equivalent: int
+    suspicious: int
+    broken: int
+    unexplained: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarginBin:
+    """Places where the reference's margin (top-1 minus top-2) lies in [low, high) logits; high None: no end. differing: of
+    them.
+    """
+
+    low: float
+    high: float | None
+    count: int
+    differing: int
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Speculative against plain decoding, prompt by prompt. rate = divergences / prompts, with exact one-sided bounds."""
+    """Every arm against plain decoding. A prompt counts once, by its worst class over all arms.
+
+    rate = prompts that diverge / prompts, with exact one-sided bounds. same_place: prompts that diverge at one and the same
+    position at every draft length; moved: at several draft lengths, not all at one position. arms_equal: prompts on which the
+    verify arm and all draft lengths say the same, whatever the plain arm says. severity: divergences by margin.
+    """
 
     prompts: int
     identical: int
-    near_ties: int
-    faults: int
+    equivalent: int
+    suspicious: int
+    broken: int
     unexplained: int
     rate: float
     rate_low: float
@@ -298,7 +339,67 @@ class Parity:
     confidence: float
     compared_tokens: int
     near_tie_margin: float  # logits
+    arms: tuple[ArmParity, ...]
+    arms_equal: int
+    same_place: int
+    moved: int
+    severity: tuple[MarginBin, ...]
     divergences: tuple[Divergence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The plain greedy text against a reference model, teacher-forced: is each token the one that the reference would choose?
+
+    against: engine (the same engine outside the server: judges the serving path) | source (the unquantized checkpoint in
+    float32 through transformers: judges quantization). kind: the worst token's class, as of a Divergence, with the same
+    margin; None against another precision, where only the rates mean something. rate = agreeing / tokens, its interval a
+    bootstrap over prompts. first_tokens: how many prompts' first output token (from prefill) differs beyond rounding.
+    largest_gap: top-1 minus the chosen token's logit. margins: all tokens by the reference's margin.
+    """
+
+    against: str
+    prompts: int
+    tokens: int
+    agreeing: int
+    rate: float
+    rate_low: float
+    rate_high: float
+    confidence: float
+    kind: str | None
+    beyond_rounding: int
+    first_tokens: int
+    largest_gap: float
+    margins: tuple[MarginBin, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheck:
+    """The first draft token of every verify step, greedy, beside what the draft engine proposes teacher-forced at that place.
+
+    after_full: steps that follow one whose drafts were all kept, where a draft cache has to catch up; earlier: steps of a text
+    before any such, which a missing catch-up cannot harm. Steps later than that are left out, as they tell neither from the
+    other. expected: the draft's own choice is the token that came; kept: the server kept it. A draft whose cache is damaged
+    changes no text, only this.
+    """
+
+    draft_len: int
+    after_full: int
+    after_full_expected: int
+    after_full_kept: int
+    earlier: int
+    earlier_expected: int
+    earlier_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopCheck:
+    """Requests with a stop word taken from their own plain text. wrong: their text did not end before it."""
+
+    requests: int
+    wrong: int
+    detail: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +480,9 @@ class ValidationReport:
     acceptance: Acceptance | None
     parity: Parity | None
     sampled: Sampled
+    agreements: tuple[Agreement, ...]
+    draft_check: DraftCheck | None
+    stop_check: StopCheck | None
     quality: Quality
     counters: tuple[CounterCheck, ...]
     findings: tuple[Finding, ...]

@@ -41,6 +41,7 @@ class Fault:
     rank: int = 1
     margin: float | None = None
     seeded: bool = False
+    arms: tuple[str, ...] = ("speculative",)
 
 
 @dataclass
@@ -56,6 +57,7 @@ class ScriptedEndpoint:
     text_tokens: int | None = None  # None: up to max_tokens
     looping: bool = False
     counted_twice: bool = False
+    deaf: bool = False  # to stop words
     late_ms: float = 0.0  # how long the first tokens wait between server and client
     clock_ns: int = 1_000_000_000
     generator: random.Random = field(default_factory=lambda: random.Random(5))
@@ -91,7 +93,10 @@ class ScriptedEndpoint:
         rank = 0
         for fault in self.faults:
             hit = fault.prompt == prompt and fault.position == position and fault.seeded == ("seed" in options)
-            if hit and options.get("num_draft_tokens") != 0 and (fault.seeded or options["temperature"] == 0):
+            arm = "verify" if options.get("acceptance") == "verify_only" else "speculative"
+            if options.get("num_draft_tokens") == 0 or arm not in fault.arms or options.get("stop"):
+                continue
+            if hit and (fault.seeded or options["temperature"] == 0):
                 rank = fault.rank
         return int(np.argsort(scores, kind="stable")[::-1][rank])
 
@@ -102,6 +107,12 @@ class ScriptedEndpoint:
         length = min(options["max_tokens"], self.text_tokens or options["max_tokens"])
         for position in range(length):
             tokens.append(self._token(prompt, (*prompt_ids, *tokens), position, options))
+        text = " ".join(map(str, tokens))
+        stopped = next((word for word in options.get("stop") or () if word in text), None)
+        if stopped is not None and not self.deaf:
+            text = text[: text.index(stopped)]
+            tokens = tokens[: 1 + text.count(" ")]
+            length = len(tokens)
         plain = options.get("num_draft_tokens") == 0
         slowness = 1 + self.jitter * self.generator.uniform(-1, 1)
         sent = now = self.clock_ns
@@ -131,7 +142,8 @@ class ScriptedEndpoint:
             first_token_ns=chunks[0][0] - round(1e6 * self.late_ms),
         )
         reason = "length" if length == options["max_tokens"] else "stop"
-        text = " ".join(map(str, tokens))
+        if stopped is not None and not self.deaf:
+            reason = "stop"
         timing = RequestTiming(prompt, text, tuple(tokens), reason, sent, tuple(chunks), statistics)
         self._count(statistics)
         return timing

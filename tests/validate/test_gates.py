@@ -14,7 +14,26 @@ from toolkit.validate.statistics import clopper_pearson
 
 def parity(prompts: int, near_ties: int) -> Parity:
     low, high = clopper_pearson(near_ties, prompts)
-    return Parity(prompts, prompts - near_ties, near_ties, 0, 0, near_ties / prompts, low, high, 0.95, 1000, 0.05, ())
+    return Parity(
+        prompts=prompts,
+        identical=prompts - near_ties,
+        equivalent=near_ties,
+        suspicious=0,
+        broken=0,
+        unexplained=0,
+        rate=near_ties / prompts,
+        rate_low=low,
+        rate_high=high,
+        confidence=0.95,
+        compared_tokens=1000,
+        near_tie_margin=0.05,
+        arms=(),
+        arms_equal=prompts,
+        same_place=0,
+        moved=0,
+        severity=(),
+        divergences=(),
+    )
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.booleans())

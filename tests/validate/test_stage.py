@@ -13,6 +13,7 @@ from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
 from toolkit.config.schema import LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import StageError
 from toolkit.records import Gate, Quality, QuantizationQuality, ValidationReport, from_json, to_json
+from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import validate
 
 PROMPTS = tuple(f"prompt number {i}" for i in range(60))
@@ -50,7 +51,15 @@ def test_a_sound_deployment_passes_and_the_report_survives_json(prompts_file: Pa
     report = run(ScriptedEndpoint(), prompts_file)
     assert report.verdict == "PASS"
     assert {one.outcome for one in report.gates} == {"PASS"}
-    assert [one.name for one in report.gates] == ["parity", "speedup", "seeded_parity", "speedup_sampled", "quality_kl"]
+    assert [one.name for one in report.gates] == [
+        "parity",
+        "speedup",
+        "seeded_parity",
+        "speedup_sampled",
+        "agreement_engine",
+        "stop_words",
+        "quality_kl",
+    ]
     assert report.parity is not None and (report.parity.prompts, report.parity.identical) == (60, 60)
     assert report.sampled.parity is not None and report.sampled.parity.identical == 60
     assert report.acceptance is not None and report.acceptance.by_position[0].joint == 1.0
@@ -83,7 +92,7 @@ def test_timed_requests_have_no_seed_and_the_exact_check_has_one_per_prompt(prom
     seeded = [one for one in endpoint.seen if "seed" in one]
     assert {one["acceptance"] for one in seeded} == {"coupled"}
     assert [one["seed"] for one in seeded[::2]] == [40 + i for i in range(60)]
-    assert all("acceptance" not in one for one in endpoint.seen if "seed" not in one)
+    assert {one.get("acceptance") for one in endpoint.seen if "seed" not in one} == {None, "verify_only"}
 
 
 def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -> None:
@@ -92,8 +101,14 @@ def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -
     assert gate(report, "parity").outcome == "FAIL"
     assert "prompt 13, output token 6" in gate(report, "parity").detail
     assert report.parity is not None
-    (divergence,) = report.parity.divergences
-    assert (divergence.prompt_index, divergence.position, divergence.kind) == (12, 5, "fault")
+    assert {(one.prompt_index, one.position, one.kind) for one in report.parity.divergences} == {(12, 5, "broken")}
+    assert [(arm.arm, arm.draft_len, arm.broken) for arm in report.parity.arms] == [
+        ("speculative", 4, 1),
+        ("verify", 4, 0),
+        ("speculative", 1, 1),
+        ("speculative", 2, 1),
+    ]
+    assert report.findings[0].check == ACCEPT_RULE
     assert gate(report, "seeded_parity").outcome == "PASS"
 
 
@@ -107,7 +122,7 @@ def test_a_near_tie_is_counted_and_passes(prompts_file: Path) -> None:
     endpoint = ScriptedEndpoint(faults=[Fault(PROMPTS[7], position=1, margin=0.01)])
     report = run(endpoint, prompts_file, parity=ParityGates(max_divergence_rate=0.1))
     assert report.verdict == "PASS"
-    assert report.parity is not None and report.parity.near_ties == 1
+    assert report.parity is not None and report.parity.equivalent == 1
 
 
 def test_slow_speculation_fails(prompts_file: Path) -> None:
@@ -161,7 +176,7 @@ def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> Non
     report = run(endpoint, prompts_file, max_draft_len=0, latency=latency)
     assert report.verdict == "PASS"
     assert report.arms.speculative is None and report.speedup is None and report.parity is None
-    assert [one.name for one in report.gates] == ["itl_p90", "itl_p90_sampled", "quality_kl"]
+    assert [one.name for one in report.gates] == ["itl_p90", "itl_p90_sampled", "agreement_engine", "quality_kl"]
     assert {one["num_draft_tokens"] for one in endpoint.seen} == {0}
     assert from_json(ValidationReport, to_json(report)) == report
 

@@ -222,12 +222,16 @@ class TritonConfig(Section):
 class ParityGates(Section):
     """max_divergence_rate: of prompts, judged by its upper confidence bound.
 
-    A divergence is a near-tie where the reference scores both chosen tokens within near_tie_margin (logits) of its best one, so
-    that its top-1 and top-2 are that close too; any other one fails.
+    A divergence is numerically equivalent where the reference scores both chosen tokens within near_tie_margin (logits) of its
+    best one, so that its top-1 and top-2 are that close too; any other one fails.
     """
 
     max_divergence_rate: Ratio = 0.05
     near_tie_margin: Annotated[float, Field(ge=0.0)] = 0.05
+    # Compared beside speculation.max_draft_len; None: 1 and half of it. Longer ones than that are left out.
+    draft_lens: tuple[Count, ...] | None = None
+    # The unquantized checkpoint in float32 as a second reference; auto: where it takes less than half of the free memory.
+    source: Literal["auto", "always", "never"] = "auto"
 
 
 class QualityGates(Section):

@@ -6,7 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.records import Acceptance, Arm, Gate, Latency, Parity, QuantizationQuality, Speedup, ValidationReport
+from toolkit.records import (
+    Acceptance,
+    Arm,
+    DraftCheck,
+    Gate,
+    Latency,
+    MarginBin,
+    Parity,
+    QuantizationQuality,
+    Speedup,
+    ValidationReport,
+)
 
 __all__ = ["Table", "gate_title", "gates_table", "headline", "next_steps", "number", "shown", "tables"]
 
@@ -62,6 +73,10 @@ def gate_title(name: str, temperature: float) -> str:
         "parity": "Same text, greedy",
         "seeded_parity": "Same text, seeded",
         "speedup": "Speed-up" if at else "Speed-up, greedy",
+        "agreement_engine": "Plain text against the engine",
+        "agreement_source": "Served text against its source",
+        "draft": "Draft proposes as compiled",
+        "stop_words": "Stop words inside blocks",
         "quality_kl": "Quality: KL to source",
         "quality_top1": "Quality: top-1 agreement",
     }
@@ -78,8 +93,12 @@ def shown(gate: Gate) -> tuple[str, str]:
         return measured, f"≥ {limit}"
     if "parity" in gate.name:
         return percent(gate.measured), f"≤ {percent(gate.limit)}"
-    if gate.name == "quality_top1":
+    if gate.name == "quality_top1" or (gate.name == "agreement_source" and gate.limit):
         return percent(gate.measured), f"≥ {percent(gate.limit)}"
+    if gate.name in ("agreement_engine", "agreement_source", "stop_words"):
+        return f"{gate.measured:.0f} wrong", "none"
+    if gate.name == "draft":
+        return f"{gate.measured:,.0f} kept", f"about {gate.limit:,.0f}"
     unit = " ms" if "_p90" in gate.name else ""
     return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
 
@@ -124,7 +143,11 @@ def tables(report: ValidationReport) -> list[Table]:
         found.append(_acceptance(report))
     if report.parity is not None:
         found.append(_parity(report))
-        found += [table for table in (_divergences(report),) if table.rows]
+        found += [table for table in (_parity_arms(report), _divergences(report)) if table.rows]
+    if report.agreements:
+        found.append(_agreements(report))
+    if report.draft_check is not None:
+        found.append(_draft_check(report.draft_check))
     if report.quality.target is not None or report.quality.draft is not None:
         found += [_quality(report), _layers(report)]
     if report.counters:
@@ -225,14 +248,74 @@ def _parity(report: ValidationReport) -> Table:
     rows = [
         ("prompts", *(str(parity.prompts) for _, parity in checks)),
         ("identical", *(str(parity.identical) for _, parity in checks)),
-        ("near-ties", *(str(parity.near_ties) for _, parity in checks)),
-        ("faults", *(str(parity.faults) for _, parity in checks)),
+        ("numerically equivalent", *(str(parity.equivalent) for _, parity in checks)),
+        ("suspicious", *(str(parity.suspicious) for _, parity in checks)),
+        ("broken", *(str(parity.broken) for _, parity in checks)),
         ("could not be judged", *(str(parity.unexplained) for _, parity in checks)),
+        ("speculative arms equal one another", *(str(parity.arms_equal) for _, parity in checks)),
+        ("diverge, same place at every length", *(str(parity.same_place) for _, parity in checks)),
+        ("diverge, place moves with the length", *(str(parity.moved) for _, parity in checks)),
         ("rate of divergence, upper bound", *(f"{percent(p.rate)}, {percent(p.rate_high)}" for _, p in checks)),
         ("tokens compared", *(f"{parity.compared_tokens:,}" for _, parity in checks)),
     ]
     columns = ("", *(label for label, _ in checks))
     return Table("Speculative text against plain text", columns, tuple(rows), ("parity", "seeded_parity"))
+
+
+def _parity_arms(report: ValidationReport) -> Table:
+    """Arm by arm, and the margins at which they diverge."""
+    rows: list[tuple[str, ...]] = []
+    for label, parity in _checks(report):
+        for arm in parity.arms:
+            name = "verify, keep nothing" if arm.arm == "verify" else "speculative"
+            counts = (arm.identical, arm.equivalent, arm.suspicious, arm.broken, arm.unexplained)
+            rows.append((f"{label}: {name}, draft length {arm.draft_len}", *map(str, counts)))
+    columns = ("arm", "identical", "equivalent", "suspicious", "broken", "not judged")
+    note = " ".join(
+        f"Margins at divergences ({label}): {_histogram(parity.severity)}."
+        for label, parity in _checks(report)
+        if parity.divergences
+    )
+    return Table("Every arm against plain text, prompts", columns, tuple(rows), ("parity",), note)
+
+
+def _histogram(bins: Sequence[MarginBin]) -> str:
+    return ", ".join(f"{one.differing} {_range(one)}" for one in bins if one.differing)
+
+
+def _range(one: MarginBin) -> str:
+    return (
+        f"from {one.low:g}" if one.high is None else f"below {one.high:g}" if one.low == 0 else f"{one.low:g} to {one.high:g}"
+    )
+
+
+def _agreements(report: ValidationReport) -> Table:
+    """Token by token, by how decided the reference was."""
+    found = report.agreements
+    rows: list[tuple[str, ...]] = [
+        ("tokens that are the reference's own", *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in found)),
+        ("interval", *(f"{a.rate_low:.2%} to {a.rate_high:.2%}" for a in found)),
+        ("class", *(a.kind or "another precision" for a in found)),
+        ("largest gap, logits", *(number(a.largest_gap) for a in found)),
+    ]
+    for i, one in enumerate(found[0].margins):
+        rows.append((f"differ where the margin is {_range(one)}", *(_share(a.margins[i]) for a in found)))
+    columns = ("", *({"engine": "compiled engine", "source": "unquantized, float32"}.get(a.against, a.against) for a in found))
+    return Table("Plain text against reference models, teacher-forced", columns, tuple(rows), ("agreement",))
+
+
+def _share(one: MarginBin) -> str:
+    return f"{one.differing:,} / {one.count:,}"
+
+
+def _draft_check(check: DraftCheck) -> Table:
+    rows = (
+        ("steps", f"{check.after_full:,}", f"{check.earlier:,}"),
+        ("first draft is right, by the draft engine", f"{check.after_full_expected:,}", f"{check.earlier_expected:,}"),
+        ("first draft was kept by the server", f"{check.after_full_kept:,}", f"{check.earlier_kept:,}"),
+    )
+    columns = ("", "behind a fully accepted block", "before any")
+    return Table("The served draft against the draft engine, greedy", columns, rows, ("draft_check",))
 
 
 def _divergences(report: ValidationReport) -> Table:
@@ -241,7 +324,9 @@ def _divergences(report: ValidationReport) -> Table:
         for one in parity.divergences:
             tokens = " / ".join("end" if token is None else str(token) for token in (one.plain_token, one.speculative_token))
             place = f"{one.prompt_index + 1}: {_short(one.prompt)}"
-            rows.append((label, place, str(one.position + 1), one.kind, number(one.margin), tokens, one.detail))
+            arm = f"{label}, {one.arm} {one.draft_len}"
+            why = one.detail if one.replay is None else f"{one.detail} [{one.replay}]"
+            rows.append((arm, place, str(one.position + 1), one.kind, number(one.margin), tokens, why))
     note = f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all." if len(rows) > SHOWN_DIVERGENCES else ""
     columns = ("check", "prompt", "output token", "kind", "margin", "plain / speculative", "why")
     return Table("Divergences", columns, tuple(rows[:SHOWN_DIVERGENCES]), ("parity",), note, text=True)

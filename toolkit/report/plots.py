@@ -226,7 +226,7 @@ def margins_plot(parities: list[Parity]) -> Plot:
         drawing.text(RIGHT, y(limit) - 6, f"near-tie up to {limit:g}", "end", "gatelabel")
     for one, gap in zip(found, gaps, strict=True):
         tip = f"prompt {one.prompt_index + 1}, token {one.position + 1}: {one.kind}, {one.detail}"
-        drawing.dot(x(one.position + 1), y(gap), 5, "bad" if one.kind == "fault" else "spec", tip)
+        drawing.dot(x(one.position + 1), y(gap), 5, "spec" if one.kind == "equivalent" else "bad", tip)
     caption = (
         "How far below the reference's best score (logits) the worse of the two chosen tokens lies. Below the line rounding "
     )

@@ -1,12 +1,14 @@
 """Which draft tokens the target keeps, and which token follows them.
 
-`match` and `reject` are the two rules, pure functions. Around them stand the four ways a request can ask for them, each an
+`match` and `reject` are the two rules, pure functions. Around them stand the ways a request can ask for them, each an
 object with the state of one request: it proposes with the draft's logits and decides with the target's.
 
     Greedy       temperature 0: the output is the plain greedy output
     Rejection    speculative sampling: the output is distributed exactly as the target's own
     Coupled      shared noise per position: with a seed, the output is the same whatever the draft, its length or the batch
     SampleMatch  the target's own sample at each position, accepted while it equals the draft; what TensorRT-LLM does by default
+    VerifyOnly   drafts are proposed, verified and all thrown away: plain decoding on the speculative path, to tell the two
+    apart
 
 Plain decoding is the same decision with no drafts. The logits of a draft and of its target pass through the same penalties,
 temperature and filters, and inside a block the penalties see the draft tokens before a position.
@@ -24,7 +26,19 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import GenerationRequest, Sampling
 from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, draw, weights
 
-__all__ = ["RULES", "Coupled", "Greedy", "Rejection", "Rule", "RuleFactory", "SampleMatch", "choose_rule", "match", "reject"]
+__all__ = [
+    "RULES",
+    "Coupled",
+    "Greedy",
+    "Rejection",
+    "Rule",
+    "RuleFactory",
+    "SampleMatch",
+    "VerifyOnly",
+    "choose_rule",
+    "match",
+    "reject",
+]
 
 
 def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int]:
@@ -169,6 +183,28 @@ class SampleMatch(_Penalised):
         return match(drafts, lambda index: draw(rows[index], self._random.random()))
 
 
+class VerifyOnly:
+    """The plain decision (greedy, or coupled) from the first row of a full verify forward. Not a way to serve, but to test.
+
+    Where its text differs from plain decoding's, the verify forward or the rewinding behind it is at fault, since nothing is
+    accepted; where only real speculation differs, the accept rule is.
+    """
+
+    by_argmax = False
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        self._rule: Rule = (Greedy if sampling.temperature == 0.0 else Coupled)(sampling, vocab_size)
+
+    def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
+        return self._rule.propose(logits, position, drafts)
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        return self._rule.decide(logits[:1], position, [])
+
+    def note(self, tokens: Sequence[int]) -> None:
+        self._rule.note(tokens)
+
+
 def _normalised(rows: Floats) -> Floats:
     out: Floats = rows / rows.sum(axis=-1, dtype=np.float64, keepdims=True).astype(rows.dtype)
     return out
@@ -179,16 +215,19 @@ RULES: Mapping[str, RuleFactory] = {
     "rejection": Rejection,
     "coupled": Coupled,
     "sample_match": SampleMatch,
+    "verify_only": VerifyOnly,
 }
 
 
 def choose_rule(request: GenerationRequest, default: str) -> str:
     """The name of the rule for a request: its own wish, else the deployment's default; "auto" couples where there is a seed."""
+    if request.acceptance == "verify_only":
+        return "verify_only"
     if request.sampling.temperature == 0.0:
         return "greedy"
     name = request.acceptance or default
     if name == "auto":
         name = "rejection" if request.sampling.seed is None else "coupled"
     if name not in RULES or name == "greedy":
-        raise RequestError(f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match")
+        raise RequestError(f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match, verify_only")
     return name

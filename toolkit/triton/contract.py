@@ -33,7 +33,7 @@ __all__ = [
 
 # Of the packaged files and what they use of the toolkit; written into model.yaml, so that a repository packaged by another
 # version is told apart when it is loaded. Raise it with every change of either: it is the package stage's version, too.
-PACKAGE_VERSION = 2
+PACKAGE_VERSION = 3
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 STREAM_TEXT_PARAMETER = "stream_text"  # of config.pbtxt

@@ -20,7 +20,7 @@ __all__ = ["Answer", "Limits", "Request", "parse"]
 
 INPUT_NAMES = tuple(spec.name for spec in INPUTS)
 SINGLE = {spec.name for spec in INPUTS if spec.dims == (1,)}
-ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match")
+ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match", "verify_only")
 # What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate leaves it there.
 TRITON_PARAMETERS = ("id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output")
 

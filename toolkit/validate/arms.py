@@ -37,11 +37,16 @@ class Sender:
     sent: list[RequestTiming] = field(default_factory=list)
 
     def send(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming:
-        """Raises StageError when the request is not answered, or its tokens are not all there."""
+        """arm: plain | speculative | verify (drafts are verified and thrown away).
+
+        Raises StageError when the request is not answered, or its tokens are not all there.
+        """
         from toolkit.client import RequestRefused, ServerUnavailable
 
         if arm == "plain":
             options["num_draft_tokens"] = 0
+        elif arm == "verify":
+            options["acceptance"] = "verify_only"
         where = f"prompt {index + 1}, {arm} arm"
         try:
             (timing,) = self.endpoint.measure([prompt], max_tokens=self.max_tokens, **options)

@@ -8,13 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Speedup
+from toolkit.records import (
+    Agreement,
+    Arm,
+    DraftCheck,
+    Finding,
+    Gate,
+    Latency,
+    Parity,
+    QuantizationQuality,
+    Speedup,
+    StopCheck,
+)
+from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.statistics import prompts_needed
 
 __all__ = [
     "FAIL",
     "INCONCLUSIVE",
     "PASS",
+    "agreement_gate",
+    "check_gates",
     "latency_gates",
     "outcome",
     "parity_gate",
@@ -24,6 +38,7 @@ __all__ = [
 ]
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+AGREEMENT_SLACK = 0.05  # served text may agree this much less with the source than the held-out text did
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
 
 
@@ -40,20 +55,22 @@ def verdict(gates: Iterable[Gate]) -> str:
 
 
 def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
-    """measured: the upper bound on the divergence rate. One fault fails, whatever the rate."""
+    """measured: the upper bound on the divergence rate. One divergence beyond rounding fails, whatever the rate."""
     limit = limits.max_divergence_rate
-    found = f"{parity.identical} of {parity.prompts} prompts identical, {parity.near_ties} near-ties"
-    if parity.faults:
-        first = next(one for one in parity.divergences if one.kind == "fault")
+    found = f"{parity.identical} of {parity.prompts} prompts identical, {parity.equivalent} numerically equivalent"
+    if parity.suspicious or parity.broken:
+        first = next(one for one in parity.divergences if one.kind in ("broken", "suspicious"))
+        counts = ", ".join(f"{getattr(parity, kind)} {kind}" for kind in ("broken", "suspicious") if getattr(parity, kind))
         return Gate(
             name,
             FAIL,
             parity.rate_high,
             limit,
-            f"{parity.faults} of {parity.prompts} prompts diverge beyond rounding. The first: prompt {first.prompt_index + 1}, "
-            f"output token {first.position + 1}: {first.detail}",
+            f"{counts} of {parity.prompts} prompts: they diverge beyond rounding. The first: prompt {first.prompt_index + 1}, "
+            f"output token {first.position + 1} ({first.arm}, draft length {first.draft_len}): {first.detail}",
             "Speculation changes the output: this is a fault of the runtime, not of the draft. The divergences below list "
-            "position and tokens; run again with engine.mode: eager to tell kernels from logic.",
+            "position and tokens, with a file for toolkit validate --replay; run again with engine.mode: eager to tell kernels "
+            "from logic.",
         )
     if parity.unexplained:
         first = next(one for one in parity.divergences if one.kind == "unexplained")
@@ -66,7 +83,7 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             "Give the reference what it lacks, then validate again.",
         )
     result = outcome(parity.rate_low, parity.rate_high, limit, at_least=False)
-    bound = f"{found}, no fault; rate at most {parity.rate_high:.1%} with {parity.confidence:.0%} confidence"
+    bound = f"{found}, none beyond rounding; rate at most {parity.rate_high:.1%} with {parity.confidence:.0%} confidence"
     next_step = None
     if result == INCONCLUSIVE:
         needed = prompts_needed(limit, parity.prompts - parity.identical)
@@ -81,6 +98,65 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             "validation.parity.max_divergence_rate."
         )
     return Gate(name, result, parity.rate_high, limit, bound, next_step)
+
+
+def agreement_gate(found: Agreement, quality: QuantizationQuality | None) -> Gate | None:
+    """The plain text against a reference. In the same precision one token beyond rounding fails; against another precision the
+    served model must agree with its source about as often as the quantized model did when it was made (None: not known).
+    """
+    name = f"agreement_{found.against}"
+    if found.kind is not None:
+        good = found.kind in ("identical", "equivalent")
+        detail = (
+            f"{found.agreeing:,} of {found.tokens:,} tokens are the reference's own, {found.beyond_rounding} beyond rounding"
+        )
+        advice = "The plain text itself is wrong, speculation aside. What to do next names the likely cause."
+        return Gate(
+            name,
+            PASS if good else FAIL,
+            float(found.beyond_rounding),
+            0.0,
+            detail if good else f"{detail}. {found.detail}",
+            None if good else advice,
+        )
+    if quality is None:
+        return None
+    limit = max(0.0, quality.top1_agreement - AGREEMENT_SLACK)
+    result = outcome(found.rate_low, found.rate_high, limit, at_least=True)
+    detail = (
+        f"{found.rate:.2%} of {found.tokens:,} served tokens are the unquantized model's own (interval {found.rate_low:.2%} to "
+        f"{found.rate_high:.2%}); on held-out text quantization kept {quality.top1_agreement:.2%}"
+    )
+    next_steps = {
+        PASS: None,
+        FAIL: "The served model is further from its source than the quantized checkpoint was: compile again, and compare the "
+        "engine with its checkpoint.",
+        INCONCLUSIVE: "Raise validation.max_prompts.",
+    }
+    return Gate(name, result, found.rate, limit, detail, next_steps[result])
+
+
+def check_gates(draft_check: DraftCheck | None, stop_check: StopCheck | None, diagnoses: Iterable[Finding]) -> list[Gate]:
+    """What is right or wrong without a rate: stop words, and that the served draft proposes what the draft engine does."""
+    named = {one.check: one for one in diagnoses}
+    gates: list[Gate] = []
+    if draft_check is not None:
+        fault = named.get(DRAFT_CACHE) or named.get(DRAFT_MODEL)
+        kept = draft_check.after_full_kept + draft_check.earlier_kept
+        expected = draft_check.after_full_expected + draft_check.earlier_expected
+        detail = (
+            f"{kept:,} first drafts of a step kept, {expected:,} expected of the draft engine"
+            if fault is None
+            else fault.detail
+        )
+        advice = None if fault is None else "Speculation is slower than this draft allows; its text is right."
+        gates.append(Gate("draft", FAIL if fault else PASS, float(kept), float(expected), detail, advice))
+    if stop_check is not None:
+        good = stop_check.wrong == 0
+        detail = f"{stop_check.requests} requests end before their stop word" if good else stop_check.detail or ""
+        advice = None if good else "The stop rule has to see every token of an accepted block."
+        gates.append(Gate("stop_words", PASS if good else FAIL, float(stop_check.wrong), 0.0, detail, advice))
+    return gates
 
 
 def speedup_gate(name: str, speedup: Speedup, limits: LatencyGates) -> list[Gate]:

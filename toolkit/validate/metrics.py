@@ -96,10 +96,24 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "parity": Definition(
         "prompts that diverge / prompts",
-        "prompts whose speculative text differs from the plain one in any round",
+        "prompts whose speculative text differs from the plain one in any round, at any draft length, or with nothing accepted",
         "prompts compared",
-        f"judged by its exact (Clopper-Pearson) one-sided upper bound at {CONFIDENCE:.0%} confidence. A divergence is a "
-        "near-tie when the reference scores both chosen tokens within near_tie_margin of its best; anything else is a fault",
+        f"judged by its exact (Clopper-Pearson) one-sided upper bound at {CONFIDENCE:.0%} confidence. A divergence is "
+        "numerically equivalent when the reference scores both chosen tokens within near_tie_margin of its best, suspicious "
+        "when it lies between the reference's two best at up to ten times that, broken otherwise",
+    ),
+    "agreement": Definition(
+        "tokens that are the reference's own choice / output tokens",
+        "tokens of the plain greedy texts with the reference's largest logit, teacher-forced on the text before them",
+        "output tokens of the plain greedy texts",
+        "the compiled engine outside the server should agree up to rounding, the unquantized checkpoint as often as "
+        f"quantization leaves it; {CONFIDENCE:.0%} bootstrap interval over prompts",
+    ),
+    "draft_check": Definition(
+        "first drafts kept, beside those that the draft engine proposes right",
+        "verify steps that kept their first draft",
+        "verify steps at whose first place the draft engine, teacher-forced, chooses the token that came",
+        "greedy requests whose chunks are steps; a draft whose cache is damaged changes no text, only this",
     ),
     "seeded_parity": Definition(
         "as parity, at temperature > 0 with a seed per prompt",

@@ -1,10 +1,15 @@
-"""Speculative against plain decoding, token by token, and what a difference means.
+"""Every arm against plain decoding, token by token, and what a difference means.
 
-Floating point is not batch-invariant: a verify forward of five tokens rounds otherwise than a decode forward of one, so at a
-near-tie either token may win, and from there on the texts have nothing in common. A logic fault looks the same from outside,
-except that the reference is not undecided where the texts part. So every first difference is put to the reference model,
-teacher-forced on the text that both arms share, and both chosen tokens have to lie within `near_tie_margin` of the best score.
-Anything else is a fault.
+Three kinds of text are compared with the plain one: that of the speculative path which verifies and keeps nothing (`verify`),
+and those of speculation at several draft lengths. Floating point is not batch-invariant: a verify forward of five tokens rounds
+otherwise than a decode forward of one, so at a near-tie either token may win, and from there on the texts have nothing in
+common. A logic fault looks the same from outside, except that the reference is not undecided where the texts part. So every
+first difference is put to the reference model, teacher-forced on the text that both share, and classed:
+
+    equivalent   both chosen tokens lie within `near_tie_margin` of the reference's best score: rounding explains it
+    suspicious   between the reference's two best, up to ten times as far apart: more than rounding, less than a plain fault
+    broken       anything else, and a suspicious one whose position moves with the draft length: rounding does not know that
+    length
 
 The score is the logit at temperature 0. Under the `coupled` rule with a seed it is logit + temperature * Gumbel noise, which is
 what that rule maximises: the noise is the same in both arms, so only rounding of the logits can tip the choice, and a rounding
@@ -13,21 +18,36 @@ error moves this score by as much as the logit. One margin in logits therefore s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.records import Divergence, Parity
+from toolkit.records import ArmParity, Divergence, MarginBin, Parity
 from toolkit.validate.reference import Reference
 from toolkit.validate.statistics import CONFIDENCE, clopper_pearson
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["compare", "first_difference", "judge_divergence", "unrepeatable"]
+__all__ = [
+    "KINDS",
+    "MARGIN_EDGES",
+    "SUSPICIOUS",
+    "ArmTexts",
+    "Judge",
+    "compare",
+    "first_difference",
+    "judge_gaps",
+    "margin_bins",
+    "unrepeatable",
+]
+
+KINDS = ("identical", "equivalent", "suspicious", "broken", "unexplained")  # from good to bad, as far as they can be ordered
+SUSPICIOUS = 10.0  # near-tie margins up to which a choice between the two best is suspicious and not broken yet
+MARGIN_EDGES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)  # logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +59,77 @@ class Place:
     speculative_token: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class ArmTexts:
+    """What one arm said. texts: [prompt][round]; a prompt diverges if any of its rounds does, and the earliest counts."""
+
+    arm: str  # verify | speculative
+    draft_len: int
+    texts: Sequence[Sequence[RequestTiming]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0."""
+
+    reference: Reference
+    near_tie_margin: float
+    temperature: float = 0.0
+    seeds: Sequence[int] | None = None
+
+
 def compare(
-    pairs: Sequence[tuple[RequestTiming, Sequence[RequestTiming]]],
-    reference: Reference,
-    near_tie_margin: float,
+    plain: Sequence[RequestTiming],
+    arms: Sequence[ArmTexts],
+    judge: Judge,
     *,
-    temperature: float = 0.0,
-    seeds: Sequence[int | None] | None = None,
+    keep: Callable[[Divergence, RequestTiming, RequestTiming], str | None] = lambda one, plain, other: None,
 ) -> Parity:
-    """Judge every prompt: (its plain text, its speculative texts). It diverges if any of them differs; the earliest counts."""
+    """Judge every prompt in every arm. keep: handed each divergence with its texts; returns the name of its replay file."""
+    found: list[list[tuple[Divergence, RequestTiming] | None]] = [[None] * len(plain) for _ in arms]
+    scores: dict[tuple[int, ...], NDArray[np.float64]] = {}  # arms part at the same places: the reference is asked once
+    for number, arm in enumerate(arms):
+        for index, (own, others) in enumerate(zip(plain, arm.texts, strict=True)):
+            places = [(place, other) for other in others if (place := first_difference(own, other)) is not None]
+            if places:
+                place, other = min(places, key=lambda item: item[0].position)
+                found[number][index] = (_judge(judge, index, own, other, place, arm, scores), other)
+    moved = [_moves(arms, column) for column in zip(*found, strict=True)]
     divergences: list[Divergence] = []
-    for index, (plain, speculative) in enumerate(pairs):
-        places = [(place, other) for other in speculative if (place := first_difference(plain, other)) is not None]
-        if places:
-            place, other = min(places, key=lambda item: item[0].position)
-            seed = None if seeds is None else seeds[index]
-            divergences.append(judge_divergence(index, plain, other, place, reference, near_tie_margin, temperature, seed))
-    kinds = [divergence.kind for divergence in divergences]
-    low, high = clopper_pearson(len(divergences), len(pairs))
+    counts: list[dict[str, int]] = []
+    worst = ["identical"] * len(plain)
+    for row in found:
+        kinds = dict.fromkeys(KINDS, 0)
+        for index, item in enumerate(row):
+            if item is None:
+                kinds["identical"] += 1
+                continue
+            one, other = item
+            if one.kind == "suspicious" and moved[index]:
+                one = replace(one, kind="broken", detail=f"{one.detail}; the position moves with the draft length")
+            one = replace(one, replay=keep(one, plain[index], other))
+            divergences.append(one)
+            kinds[one.kind] += 1
+            worst[index] = max(worst[index], one.kind, key=_badness)
+        counts.append(kinds)
+    diverging = len(plain) - worst.count("identical")
+    low, high = clopper_pearson(diverging, len(plain))
+    columns = list(zip(*found, strict=True))
     return Parity(
-        prompts=len(pairs),
-        identical=len(pairs) - len(divergences),
-        near_ties=kinds.count("near-tie"),
-        faults=kinds.count("fault"),
-        unexplained=kinds.count("unexplained"),
-        rate=len(divergences) / len(pairs),
+        prompts=len(plain),
+        **{kind: worst.count(kind) for kind in KINDS},
+        rate=diverging / len(plain),
         rate_low=low,
         rate_high=high,
         confidence=CONFIDENCE,
-        compared_tokens=sum(len(plain.token_ids) for plain, _ in pairs),
-        near_tie_margin=near_tie_margin,
-        divergences=tuple(divergences),
+        compared_tokens=sum(len(own.token_ids) for own in plain) * len(arms),
+        near_tie_margin=judge.near_tie_margin,
+        arms=tuple(ArmParity(arm.arm, arm.draft_len, **kinds) for arm, kinds in zip(arms, counts, strict=True)),
+        arms_equal=sum(_all_equal([arm.texts[index] for arm in arms]) for index in range(len(plain))),
+        same_place=sum(_stays(arms, column) for column in columns),
+        moved=sum(moved),
+        severity=margin_bins([one.margin for one in divergences if one.margin is not None]),
+        divergences=tuple(sorted(divergences, key=lambda one: (-_badness(one.kind), one.prompt_index, one.arm, one.draft_len))),
     )
 
 
@@ -85,17 +145,40 @@ def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place 
     return None if same else Place(shared, None, None)
 
 
-def judge_divergence(
+def judge_gaps(gaps: Sequence[float], ranks: Sequence[int], near_tie_margin: float) -> str:
+    """The class of chosen tokens that lie `gaps` logits below the reference's best and have these places."""
+    if max(gaps) <= near_tie_margin:
+        return "equivalent"
+    return "suspicious" if max(gaps) <= SUSPICIOUS * near_tie_margin and max(ranks) <= 1 else "broken"
+
+
+def margin_bins(margins: Iterable[float], differing: Iterable[bool] | None = None) -> tuple[MarginBin, ...]:
+    """Places by their margin; differing: which of them differ (None: all of them)."""
+    values = np.asarray(list(margins), dtype=np.float64)
+    marks = np.ones(len(values), dtype=bool) if differing is None else np.asarray(list(differing), dtype=bool)
+    bins = []
+    for low, high in zip(MARGIN_EDGES, (*MARGIN_EDGES[1:], None), strict=True):
+        inside = (values >= low) & (values < (np.inf if high is None else high))
+        bins.append(MarginBin(low, high, int(inside.sum()), int((inside & marks).sum())))
+    return tuple(bins)
+
+
+def unrepeatable(rounds: Iterable[Sequence[RequestTiming]]) -> int:
+    """Prompts whose text is not the same in every round of one arm."""
+    return sum(any(other.token_ids != column[0].token_ids for other in column) for column in zip(*rounds, strict=True))
+
+
+def _judge(
+    judge: Judge,
     index: int,
     plain: RequestTiming,
-    speculative: RequestTiming,
+    other: RequestTiming,
     place: Place,
-    reference: Reference,
-    near_tie_margin: float,
-    temperature: float = 0.0,
-    seed: int | None = None,
+    arm: ArmTexts,
+    known: dict[tuple[int, ...], NDArray[np.float64]],
 ) -> Divergence:
     """Put one divergence to the reference."""
+    reference, seed = judge.reference, None if judge.seeds is None else judge.seeds[index]
 
     def divergence(
         kind: str, detail: str, margin: float | None = None, ranks: Any = (None, None), gaps: Any = (None, None)
@@ -103,6 +186,8 @@ def judge_divergence(
         return Divergence(
             prompt_index=index,
             prompt=plain.prompt,
+            arm=arm.arm,
+            draft_len=arm.draft_len,
             position=place.position,
             kind=kind,
             plain_token=place.plain_token,
@@ -117,14 +202,14 @@ def judge_divergence(
         )
 
     if place.plain_token is None and place.speculative_token is None:
-        what = "finish reasons" if plain.finish_reason != speculative.finish_reason else "texts"
-        return divergence("fault", f"the same tokens, but their {what} differ: detokenization or stop rules, not rounding")
+        what = "finish reasons" if plain.finish_reason != other.finish_reason else "texts"
+        return divergence("broken", f"the same tokens, but their {what} differ: detokenization or stop rules, not rounding")
     chosen: list[tuple[int, ...]] = []
-    for arm, request, token in (("plain", plain, place.plain_token), ("speculative", speculative, place.speculative_token)):
+    for name, request, token in (("plain", plain, place.plain_token), (arm.arm, other, place.speculative_token)):
         if token is None and request.finish_reason != "stop":
-            return divergence("fault", f"the {arm} text ended early ({request.finish_reason}), at no end token")
+            return divergence("broken", f"the {name} text ended early ({request.finish_reason}), at no end token")
         chosen.append(reference.eos_token_ids if token is None else (token,))
-    if temperature > 0 and (reference.noise is None or seed is None):
+    if judge.temperature > 0 and (reference.noise is None or seed is None):
         return divergence("unexplained", "the runtime's noise is not known here, so rounding and a fault cannot be told apart")
 
     prompt_ids = tuple(reference.encode(plain.prompt))
@@ -132,33 +217,49 @@ def judge_divergence(
         counts = f"{plain.statistics.input_tokens} prompt tokens, the reference {len(prompt_ids)}"
         return divergence("unexplained", f"the server counts {counts}: they do not read the same prompt")
     prefix = (*prompt_ids, *plain.token_ids[: place.position])
-    scores = np.asarray(reference.next_logits(prefix), dtype=np.float64)
-    if temperature > 0 and reference.noise is not None and seed is not None:
-        scores = scores + temperature * np.asarray(reference.noise(seed, len(prefix), len(scores)), dtype=np.float64)
-    best, second = _two_best(scores)
+    if prefix not in known:
+        known[prefix] = np.asarray(reference.next_logits(prefix), dtype=np.float64)
+    scores = known[prefix]
+    if judge.temperature > 0 and reference.noise is not None and seed is not None:
+        scores = scores + judge.temperature * np.asarray(reference.noise(seed, len(prefix), len(scores)), dtype=np.float64)
+    second, best = (float(score) for score in np.partition(scores, -2)[-2:])
     # An end without a token is whichever end token the reference likes best.
     scored = [max((float(scores[token]) for token in tokens), default=-np.inf) for tokens in chosen]
     gaps = tuple(best - score for score in scored)
     ranks = tuple(int((scores > score).sum()) for score in scored)
     margin = best - second
-    if max(gaps) <= near_tie_margin:
-        return divergence(
-            "near-tie", f"the reference is undecided: {margin:.4f} logits between its two best", margin, ranks, gaps
-        )
-    culprit, gap, rank = max(zip(("plain", "speculative"), gaps, ranks, strict=True), key=lambda item: item[1])
+    kind = judge_gaps(gaps, ranks, judge.near_tie_margin)
+    if kind == "equivalent":
+        return divergence(kind, f"the reference is undecided: {margin:.4f} logits between its two best", margin, ranks, gaps)
+    culprit, gap, rank = max(zip(("plain", arm.arm), gaps, ranks, strict=True), key=lambda item: item[1])
     detail = f"the {culprit} arm chose the reference's number {rank + 1}, {gap:.4f} logits below its best"
-    return divergence("fault", detail, margin, ranks, gaps)
+    return divergence(kind, detail, margin, ranks, gaps)
 
 
-def unrepeatable(rounds: Iterable[Sequence[RequestTiming]]) -> int:
-    """Prompts whose text is not the same in every round of one arm."""
-    return sum(any(other.token_ids != column[0].token_ids for other in column) for column in zip(*rounds, strict=True))
+def _positions(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> list[int | None]:
+    """Per draft length of real speculation: where the prompt diverges."""
+    pairs = zip(arms, column, strict=True)
+    return [None if item is None else item[0].position for arm, item in pairs if arm.arm == "speculative"]
+
+
+def _moves(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> bool:
+    return len({place for place in _positions(arms, column) if place is not None}) > 1
+
+
+def _stays(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> bool:
+    places = _positions(arms, column)
+    return len(places) > 1 and len(set(places)) == 1 and places[0] is not None
+
+
+def _all_equal(texts: Sequence[Sequence[RequestTiming]]) -> bool:
+    first = texts[0][0] if texts else None
+    return all(first_difference(first, one) is None for rounds in texts for one in rounds if first is not None)
+
+
+def _badness(kind: str) -> int:
+    """broken before unexplained: one fault fails, whatever else could not be judged."""
+    return {"broken": 4, "unexplained": 3}.get(kind, KINDS.index(kind))
 
 
 def _token(tokens: Sequence[int], position: int) -> int | None:
     return tokens[position] if position < len(tokens) else None
-
-
-def _two_best(scores: NDArray[np.float64]) -> tuple[float, float]:
-    second, best = np.partition(scores, -2)[-2:]
-    return float(best), float(second)

@@ -1,24 +1,33 @@
-"""The target model outside the server: what judges a divergence."""
+"""The target model outside the server: what judges a text.
+
+Two are used. The engine that was compiled, loaded a second time: its weights are the server's, so it judges the serving path
+and speculation. The unquantized checkpoint in float32 through transformers, other code and other weights: it judges
+quantization and everything before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.interfaces import StepEngine
 
-__all__ = ["Reference", "reference_from_engine"]
+__all__ = ["Reference", "reference_from_checkpoint", "reference_from_engine", "text_logits"]
 
 SLOT = 0
+
+TextLogits = Callable[[Sequence[int], int], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The target model outside the server, asked for its opinion where the two arms differ.
+    """The target model outside the server.
 
     encode: prompt text -> prompt ids, as the server encodes it (with its BOS habits).
     next_logits: all token ids so far -> logits [vocab] of the next one, float.
@@ -26,12 +35,24 @@ class Reference:
     noise: (seed, position, vocab) -> the Gumbel noise [vocab] that `coupled` adds to logits / temperature for the token at
     `position`, counted over prompt and output together (the first output token has position len(prompt ids)). None: a
     divergence of seeded requests is reported as unexplained.
+    text_logits: (ids, first) -> the logits [len(ids) - first, vocab] that ids[first:] were chosen from, in one pass. None:
+    asked of next_logits one by one.
+    draft: the same of the draft model, None where there is none to ask.
     """
 
     encode: Callable[[str], Sequence[int]]
     next_logits: Callable[[Sequence[int]], NDArray[Any]]
     eos_token_ids: tuple[int, ...]
     noise: Callable[[int, int, int], NDArray[Any]] | None = None
+    text_logits: TextLogits | None = None
+    draft: TextLogits | None = None
+
+
+def text_logits(reference: Reference, ids: Sequence[int], first: int) -> NDArray[Any]:
+    """The logits [len(ids) - first, vocab] that ids[first:] were chosen from, each behind all tokens before it. first >= 1."""
+    if reference.text_logits is not None:
+        return reference.text_logits(ids, first)
+    return np.stack([np.asarray(reference.next_logits(ids[:end])) for end in range(first, len(ids))])
 
 
 def reference_from_engine(
@@ -39,23 +60,61 @@ def reference_from_engine(
     encode: Callable[[str], Sequence[int]],
     eos_token_ids: Sequence[int],
     noise: Callable[[int, int, int], NDArray[Any]] | None = None,
+    load_draft: Callable[[], StepEngine] | None = None,
 ) -> Reference:
-    """A reference that loads its engine when it is first asked, which is never if no text diverges.
+    """A reference that loads its engines when they are first asked.
 
     The engine is the reference's alone: each question runs a whole prefix through its first slot, as plain prefill does.
     """
     engine = cache(load)
+    return Reference(
+        encode,
+        lambda ids: _pass(engine(), ids, None)[0],
+        tuple(eos_token_ids),
+        noise,
+        lambda ids, first: _pass(engine(), ids[:-1], first - 1),
+        None if load_draft is None else _teacher_forced(cache(load_draft)),
+    )
 
-    def next_logits(token_ids: Sequence[int]) -> NDArray[Any]:
+
+def _teacher_forced(engine: Callable[[], StepEngine]) -> TextLogits:
+    return lambda ids, first: _pass(engine(), ids[:-1], first - 1)
+
+
+def _pass(model: StepEngine, ids: Sequence[int], first: int | None) -> NDArray[Any]:
+    """One prefill of `ids`: the logits behind ids[first:], or behind the last one alone where first is None."""
+    import torch
+
+    model.rewind([SLOT], [0])
+    rows: list[NDArray[Any]] = []
+    for start in range(0, len(ids), model.max_step_tokens):
+        block = torch.tensor([list(ids[start : start + model.max_step_tokens])], dtype=torch.int64)
+        logits = model.forward([SLOT], block, last_only=first is None)[0].double().cpu().numpy()
+        rows = [logits.copy()] if first is None else [*rows, logits[max(0, first - start) :].copy()]
+    model.rewind([SLOT], [0])
+    return np.concatenate(rows) if rows else np.empty((0, model.vocab_size))
+
+
+def reference_from_checkpoint(
+    checkpoint: Path, encode: Callable[[str], Sequence[int]], eos_token_ids: Sequence[int]
+) -> Reference:
+    """The unquantized checkpoint in float32 through transformers, loaded when it is first asked. On the CPU."""
+
+    @cache
+    def model() -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
+
+    def rows(ids: Sequence[int], first: int) -> NDArray[Any]:
         import torch
 
-        model = engine()
-        model.rewind([SLOT], [0])
-        for start in range(0, len(token_ids), model.max_step_tokens):
-            block = torch.tensor([list(token_ids[start : start + model.max_step_tokens])], dtype=torch.int64)
-            logits = model.forward([SLOT], block, last_only=True)
-        answer: NDArray[Any] = logits[0, -1].double().cpu().numpy().copy()
-        model.rewind([SLOT], [0])
-        return answer
+        with torch.inference_mode():
+            logits = model()(torch.tensor([list(ids)], dtype=torch.int64), use_cache=False).logits[0, first - 1 :]
+        found: NDArray[Any] = logits.double().numpy()
+        return found
 
-    return Reference(encode, next_logits, tuple(eos_token_ids), noise)
+    return Reference(
+        encode, lambda ids: rows(ids, len(ids))[0], tuple(eos_token_ids), text_logits=lambda ids, first: rows(ids[:-1], first)
+    )

@@ -17,6 +17,7 @@ __all__ = [
     "CONFIDENCE",
     "bootstrap_percentile",
     "bootstrap_ratio",
+    "bootstrap_ratio_of_sums",
     "clopper_pearson",
     "percentile",
     "prompts_needed",
@@ -126,3 +127,21 @@ def bootstrap_percentile(
     tail = 100 * (1 - confidence) / 2
     low, high = np.percentile(np.concatenate(found), [tail, 100 - tail])
     return float(low), float(high)
+
+
+def bootstrap_ratio_of_sums(
+    pairs: Sequence[tuple[float, float]], *, seed: int = 0, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """(estimate, low, high) of sum(first) / sum(second) over pairs, one per prompt, which are drawn whole. Percentile
+    interval.
+    """
+    counts = np.asarray(pairs, dtype=np.float64)
+    if len(counts) == 0 or counts[:, 1].sum() == 0:
+        return math.nan, math.nan, math.nan
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=RESAMPLES)
+    sums = weights @ counts
+    ratios = sums[:, 0] / np.maximum(sums[:, 1], 1e-300)
+    tail = 100 * (1 - confidence) / 2
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return float(counts[:, 0].sum() / counts[:, 1].sum()), float(low), float(high)

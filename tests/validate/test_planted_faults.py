@@ -1,0 +1,321 @@
+"""One fault at a time is planted in a real runtime, and the whole stage has to name it, and nothing else.
+
+The engines are tables with a token cache: exact, so that in a sound run everything is identical, and quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
+from tests.support.runtimes import CODEC, make_runtime
+from tests.support.step_engines import ForgetfulRewind, TableEngine
+from toolkit.config.schema import LatencyGates, ValidationConfig
+from toolkit.errors import UsageError
+from toolkit.interfaces import Sampling
+from toolkit.records import Quality, ValidationReport
+from toolkit.speculative.acceptance import RULES, Greedy
+from toolkit.speculative.drafters import ModelDrafter
+from toolkit.speculative.sampling import Floats
+from toolkit.speculative.sequence import Sequence as Running
+from toolkit.speculative.text import TextCodec, TextStream
+from toolkit.validate import diagnose
+from toolkit.validate.replay import Replay, read_replay, replay, write_replay
+from toolkit.validate.stage import validate
+
+PROMPTS = [f"{i:03d}" for i in range(60)]  # shorter than the tables look back, so that every token of a prompt matters
+DRAFT_LEN = 3
+ENGINE: dict[str, Any] = {"vocab_size": 256, "closeness": 0.9, "max_step_tokens": 16, "max_seq_len": 64}
+
+
+def table(seed: int, kind: type[TableEngine] = TableEngine, **settings: Any) -> TableEngine:
+    return kind(seed, **{**ENGINE, **settings})
+
+
+def judged(
+    folder: Path,
+    *,
+    target: TableEngine | None = None,
+    draft: TableEngine | None = None,
+    encode: Callable[[str], list[int]] = CODEC.encode,
+    overrides: dict[str, Any] | None = None,
+    sharpness: float = 2.0,
+    keep_replay: Callable[[Replay], str] | None = None,
+    **runtime: Any,
+) -> tuple[ValidationReport, RuntimeEndpoint]:
+    """The report on a runtime of these parts; the reference is always sound."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    sound = (table(1, sharpness=sharpness), table(2, sharpness=sharpness))
+    engines = (target or sound[0], draft or sound[1])
+    endpoint = RuntimeEndpoint(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
+    config = ValidationConfig(
+        prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None), **NO_DISTRIBUTION
+    )
+    report = validate(
+        endpoint,
+        config,
+        name="tables",
+        max_draft_len=DRAFT_LEN,
+        acceptance="auto",
+        reference=reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness)),
+        quality=Quality(None, None),
+        engines={},
+        environment={},
+        keep_replay=keep_replay,
+    )
+    return report, endpoint
+
+
+NO_DISTRIBUTION: dict[str, Any] = {}
+
+
+def named(report: ValidationReport) -> list[str]:
+    return [finding.check for finding in report.findings if finding.severity == "error"]
+
+
+def outcomes(report: ValidationReport) -> dict[str, str]:
+    return {gate.name: gate.outcome for gate in report.gates}
+
+
+def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path)
+    assert named(report) == []
+    assert set(outcomes(report).values()) == {"PASS"}
+    assert report.parity is not None and report.draft_check is not None and report.stop_check is not None
+    assert [(arm.arm, arm.draft_len, arm.identical) for arm in report.parity.arms] == [
+        ("speculative", 3, 60),
+        ("verify", 3, 60),
+        ("speculative", 1, 60),
+        ("speculative", 2, 60),
+    ]
+    assert report.parity.arms_equal == 60
+    check = report.draft_check
+    assert check.after_full > 50 and check.earlier > 50
+    assert (check.after_full_kept, check.earlier_kept) == (check.after_full_expected, check.earlier_expected)
+    assert (report.stop_check.requests, report.stop_check.wrong) == (24, 0)
+    (agreement,) = report.agreements
+    assert (agreement.kind, agreement.agreeing, agreement.tokens) == ("identical", 960, 960)
+
+
+def test_a_cache_that_is_not_rewound_is_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, target=table(1, ForgetfulRewind))
+    assert named(report) == [diagnose.CACHE]
+    assert (outcomes(report)["parity"], outcomes(report)["agreement_engine"]) == ("FAIL", "PASS")
+
+
+class ForgetfulDrafter(ModelDrafter):
+    """Takes the last draft of a block for fed, though it was only proposed."""
+
+    def propose(self, sequences: Sequence[Running]) -> None:
+        super().propose(sequences)
+        for sequence in sequences:
+            self._valid[sequence.slot] += 1
+            engine = self._engine
+            engine.forward([sequence.slot], torch.zeros((1, 1), dtype=torch.int64))  # whatever lies there
+
+
+def test_a_draft_cache_that_is_not_caught_up_is_named_though_every_text_is_right(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, drafter=ForgetfulDrafter(table(2)))
+    assert named(report) == [diagnose.DRAFT_CACHE]
+    found = outcomes(report)
+    assert (found["parity"], found["seeded_parity"], found["draft"]) == ("PASS", "PASS", "FAIL")
+
+
+def test_another_draft_model_is_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, draft=table(3, closeness=0.3))
+    assert named(report) == [diagnose.DRAFT_MODEL]
+    assert outcomes(report)["parity"] == "PASS"
+
+
+class ShiftedVerify(TableEngine):
+    """A forward of several tokens behind a cache writes them one place too far."""
+
+    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+        shift = tokens.shape[1] > 1 and all(self._lengths[slot] for slot in slots)
+        for slot in slots if shift else ():
+            self._cache[slot, 4 + self._lengths[slot]] = 7
+            self._lengths[slot] += 1
+        logits = super().forward(slots, tokens, last_only=last_only)
+        for slot in slots if shift else ():
+            self._lengths[slot] -= 1
+        return logits
+
+
+def test_an_off_by_one_position_in_the_verify_forward_is_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, target=table(1, ShiftedVerify))
+    assert named(report) == [diagnose.VERIFY]
+    assert outcomes(report)["parity"] == "FAIL"
+
+
+class ShiftedDecode(TableEngine):
+    """Every forward behind a cache, plain decoding's too, writes one place too far."""
+
+    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+        behind = [slot for slot in slots if self._lengths[slot]]
+        for slot in behind:
+            self._cache[slot, 4 + self._lengths[slot]] = 7
+            self._lengths[slot] += 1
+        logits = super().forward(slots, tokens, last_only=last_only)
+        for slot in behind:
+            self._lengths[slot] -= 1
+        return logits
+
+
+def test_an_off_by_one_position_in_every_decode_is_named_though_all_arms_agree(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, target=table(1, ShiftedDecode))
+    assert named(report)[0] == diagnose.DECODE
+    assert outcomes(report)["agreement_engine"] == "FAIL"
+
+
+class NextRow(Greedy):
+    """Takes each row of the target's logits for the one before it."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        self.by_argmax = False
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        rows = logits if not drafts else np.concatenate([logits[1:], logits[-1:]])
+        return super().decide(rows, position, drafts)
+
+
+class KeepsAll(Greedy):
+    """Keeps every draft."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling, vocab_size)
+        self.by_argmax = False
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        return len(drafts), int(logits[-1].argmax())
+
+
+@pytest.mark.parametrize(("rule", "name"), [(NextRow, diagnose.ROWS), (KeepsAll, diagnose.ACCEPT_RULE)])
+def test_a_wrong_accept_rule_is_named(rule: Any, name: str, tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, rules={**RULES, "greedy": rule})
+    assert named(report)[0] == name
+    assert outcomes(report)["parity"] == "FAIL"
+    assert report.parity is not None
+    assert next(arm for arm in report.parity.arms if arm.arm == "verify").identical == 60
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+def test_a_dropped_bos_is_named_though_all_arms_agree(counted: bool, tmp_path: Path) -> None:
+    class Uncounted(RuntimeEndpoint):
+        def measure(self, prompts: Any, **options: Any) -> Any:
+            answers = super().measure(prompts, **options)
+            return [
+                dataclasses.replace(one, statistics=dataclasses.replace(one.statistics, input_tokens=None)) for one in answers
+            ]
+
+    short = lambda prompt: CODEC.encode(prompt)[1:]  # noqa: E731
+    if counted:
+        report, _ = judged(tmp_path, encode=short)
+        assert outcomes(report)["parity"] == "PASS"
+    else:
+        endpoint = Uncounted(make_runtime(table(1), table(2), max_draft_len=DRAFT_LEN), short)
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+        report = validate(
+            endpoint,
+            ValidationConfig(prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None)),
+            name="tables",
+            max_draft_len=DRAFT_LEN,
+            acceptance="auto",
+            reference=reference_of(table(1), table(2)),
+            quality=Quality(None, None),
+            engines={},
+            environment={},
+        )
+    assert named(report) == [diagnose.BOS]
+
+
+class BlockEnds(TextStream):
+    """Looks for stop words at the end of a block alone."""
+
+    def push(self, tokens: Sequence[int]) -> tuple[int, str]:
+        self.shown = getattr(self, "shown", "") + self._decode(tokens)
+        if ends := [word for word in self._stop if self.shown.endswith(word)]:
+            self.stopped_by = ends[0]
+        return len(tokens), self.shown if self.stopped_by else ""
+
+    def finish(self) -> str:
+        return "" if self.stopped_by else self.shown
+
+
+class BlockEndsCodec(TextCodec):
+    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str]) -> TextStream:
+        return BlockEnds(self, prompt_ids, stop) if stop else super().stream(prompt_ids, stop)
+
+
+def test_a_stop_word_missed_inside_a_block_is_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, codec=BlockEndsCodec(CODEC._tokenizer))
+    assert named(report) == [diagnose.STOP]
+    assert (outcomes(report)["parity"], outcomes(report)["stop_words"]) == ("PASS", "FAIL")
+
+
+def test_more_tokens_than_asked_for_are_named(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, overrides={"max_tokens": 18})
+    assert named(report) == [diagnose.OVERRUN]
+
+
+class Noisy(TableEngine):
+    """Logits are off by up to 1e-3, otherwise in every forward."""
+
+    noise = np.random.default_rng(8)
+
+    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+        logits = super().forward(slots, tokens, last_only=last_only)
+        return logits + 1e-3 * torch.from_numpy(self.noise.uniform(-1, 1, size=tuple(logits.shape)))
+
+
+def test_noise_of_a_thousandth_is_numerically_equivalent(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, target=table(1, Noisy, sharpness=0.3), sharpness=0.3)
+    assert named(report) == []
+    assert report.parity is not None
+    assert report.parity.equivalent > 0
+    assert (report.parity.suspicious, report.parity.broken) == (0, 0)
+    assert report.agreements[0].kind == "equivalent"
+
+
+def test_a_wrong_weight_is_named_though_all_arms_agree(tmp_path: Path) -> None:
+    wrong = table(1)
+    wrong._tables[1] *= 0.5  # one of four tables, as if its scale had been lost
+    report, _ = judged(tmp_path, target=wrong)
+    assert named(report)[0] == diagnose.WEIGHTS
+    assert outcomes(report)["parity"] == "PASS"
+    assert outcomes(report)["agreement_engine"] == "FAIL"
+
+
+def test_a_replay_file_is_read_back_and_a_bad_one_is_refused(tmp_path: Path) -> None:
+    kept: list[Replay] = []
+    report, _ = judged(tmp_path, target=table(1, ForgetfulRewind), keep_replay=lambda one: kept.append(one) or "")
+    name = write_replay(tmp_path / "replay", kept[0])
+    assert read_replay(tmp_path / name) == kept[0]
+    assert report.parity is not None and len(kept) >= len(report.parity.divergences)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a replay file"):
+        read_replay(tmp_path / "bad.json")
+
+
+def test_a_replay_shows_the_fault_again_and_its_mend(tmp_path: Path) -> None:
+    kept: list[Replay] = []
+    _, broken = judged(tmp_path, target=table(1, ForgetfulRewind), keep_replay=lambda one: kept.append(one) or "file")
+    again = replay(kept[0], broken, reference_of(table(1)))
+    assert again.as_before
+    assert again.divergence is not None
+    assert (
+        dataclasses.replace(again.divergence, prompt_index=kept[0].divergence.prompt_index, replay=None) == kept[0].divergence
+    )
+    sound = RuntimeEndpoint(make_runtime(table(1), table(2), max_draft_len=DRAFT_LEN))
+    mended = replay(kept[0], sound, reference_of(table(1)))
+    assert (mended.divergence, mended.as_before) == (None, False)

@@ -1,0 +1,102 @@
+"""The plain greedy text against a reference model, teacher-forced over every token.
+
+Arms that agree with one another may all be wrong: a dropped BOS, a damaged weight or a wrong position is in every one of
+them. So the plain text is put to a reference, token by token: is this the token that the reference would have chosen behind
+the same text? Only the tokens are compared, which any endpoint gives. How far a token lies below the reference's best says
+what is behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.records import Agreement
+from toolkit.validate.parity import judge_gaps, margin_bins
+from toolkit.validate.reference import Reference, text_logits
+from toolkit.validate.statistics import CONFIDENCE, bootstrap_ratio_of_sums
+
+if TYPE_CHECKING:
+    from toolkit.client import RequestTiming
+
+__all__ = ["agreement", "explained_without_first_token"]
+
+
+def agreement(
+    against: str,
+    texts: Sequence[RequestTiming],
+    reference: Reference,
+    near_tie_margin: float,
+    *,
+    same_precision: bool,
+    seed: int = 0,
+    on_prompt: Callable[[int], None] = lambda done: None,
+) -> Agreement:
+    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server should, up to rounding."""
+    per_prompt: list[tuple[int, int]] = []
+    margins: list[float] = []
+    differing: list[bool] = []
+    worst_kind, worst = "identical", (0.0, "every token is the reference's own choice")
+    beyond = first_tokens = 0
+    order = ("identical", "equivalent", "suspicious", "broken")
+    for index, text in enumerate(texts):
+        gaps, ranks, margin = _scored(reference, text)
+        agreeing = gaps <= 0.0
+        per_prompt.append((int(agreeing.sum()), len(gaps)))
+        margins += margin.tolist()
+        differing += (~agreeing).tolist()
+        for position in np.flatnonzero(~agreeing).tolist():
+            gap, rank = float(gaps[position]), int(ranks[position])
+            kind = judge_gaps([gap], [rank], near_tie_margin)
+            worst_kind = max(worst_kind, kind, key=order.index)
+            beyond += kind != "equivalent"
+            first_tokens += position == 0 and kind != "equivalent"
+            if gap > worst[0]:
+                where = f"prompt {index + 1}, output token {position + 1}"
+                worst = (gap, f"{where}: the reference's number {rank + 1}, {gap:.4f} logits below its best")
+        on_prompt(index + 1)
+    rate, low, high = bootstrap_ratio_of_sums(per_prompt, seed=seed)
+    return Agreement(
+        against=against,
+        prompts=len(texts),
+        tokens=sum(tokens for _, tokens in per_prompt),
+        agreeing=sum(agreed for agreed, _ in per_prompt),
+        rate=rate,
+        rate_low=low,
+        rate_high=high,
+        confidence=CONFIDENCE,
+        kind=worst_kind if same_precision else None,
+        beyond_rounding=beyond,
+        first_tokens=first_tokens,
+        largest_gap=worst[0],
+        margins=margin_bins(margins, differing),
+        detail=worst[1],
+    )
+
+
+def explained_without_first_token(texts: Sequence[RequestTiming], reference: Reference, near_tie_margin: float) -> bool:
+    """Whether the reference agrees once the prompt's first token is left out: what a server says that drops the BOS."""
+    for text in texts:
+        if text.token_ids:
+            gaps, _, _ = _scored(reference, text, skipped=1)
+            if (gaps > near_tie_margin).any():
+                return False
+    return bool(texts)
+
+
+def _scored(
+    reference: Reference, text: RequestTiming, skipped: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+    """(gap, rank, margin) of every output token. An EOS that ended the text is part of it where the server returned it."""
+    prompt = tuple(reference.encode(text.prompt))[skipped:]
+    ids = (*prompt, *text.token_ids)
+    if not text.token_ids or not prompt:
+        return np.empty(0), np.empty(0, dtype=np.int64), np.empty(0)
+    logits = np.asarray(text_logits(reference, ids, len(prompt)), dtype=np.float64)
+    best = np.partition(logits, -2, axis=-1)[:, -2:]
+    own = np.take_along_axis(logits, np.asarray(text.token_ids)[:, None], axis=-1)
+    ranks = (logits > own).sum(axis=-1)
+    return best[:, 1] - own[:, 0], ranks, best[:, 1] - best[:, 0]

@@ -1,0 +1,91 @@
+"""One divergence as a file, and the file put to an endpoint again.
+
+A replay holds everything that the two requests said and what came back, so that a fault found in a long run can be looked at
+alone: `toolkit validate --replay FILE` sends both requests again and judges them as the run did.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import ValidationConfig
+from toolkit.errors import UsageError
+from toolkit.records import Divergence, from_json, to_json
+from toolkit.validate.arms import Endpoint, Sender
+from toolkit.validate.parity import ArmTexts, Judge, compare
+from toolkit.validate.reference import Reference
+
+if TYPE_CHECKING:
+    from toolkit.client import RequestTiming
+
+__all__ = ["Replay", "Replayed", "read_replay", "replay", "replay_of", "write_replay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One divergence with its texts. name: the deployment's. temperature 0: greedy; else seeded under `coupled`."""
+
+    name: str
+    divergence: Divergence
+    max_tokens: int
+    temperature: float
+    near_tie_margin: float
+    plain_ids: tuple[int, ...]
+    other_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came this time. divergence None: the texts are the same now. as_before: both texts are those of the file."""
+
+    divergence: Divergence | None
+    plain_ids: tuple[int, ...]
+    other_ids: tuple[int, ...]
+    as_before: bool
+
+
+def replay_of(name: str, config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming) -> Replay:
+    temperature = 0.0 if one.seed is None else config.temperature
+    return Replay(
+        name, one, config.max_tokens, temperature, config.parity.near_tie_margin, tuple(plain.token_ids), tuple(other.token_ids)
+    )
+
+
+def write_replay(folder: Path, found: Replay) -> str:
+    """The file's name in `folder`, which is made."""
+    one = found.divergence
+    check = "greedy" if one.seed is None else "seeded"
+    name = f"{check}-{one.arm}{one.draft_len}-prompt{one.prompt_index + 1}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_json(found), indent=2, ensure_ascii=False) + "\n"
+    (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    return f"{folder.name}/{name}"
+
+
+def read_replay(path: Path) -> Replay:
+    """Raises UsageError when it is not one."""
+    try:
+        return from_json(Replay, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"not a replay file: {error}", where=path, mend="They lie in build/reports/NAME/replay/, one per divergence."
+        ) from error
+
+
+def replay(found: Replay, endpoint: Endpoint, reference: Reference) -> Replayed:
+    """Send both requests again, one after the other, and judge them. Raises StageError as validation does."""
+    one = found.divergence
+    options: dict[str, Any] = {"temperature": found.temperature}
+    if one.seed is not None:
+        options |= {"seed": one.seed, "acceptance": "coupled"}
+    sender = Sender(endpoint, found.max_tokens)
+    plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
+    other = sender.send(one.prompt_index, one.prompt, one.arm, **{**options, "num_draft_tokens": one.draft_len})
+    judge = Judge(reference, found.near_tie_margin, found.temperature, None if one.seed is None else [one.seed])
+    parity = compare([plain], [ArmTexts(one.arm, one.draft_len, [[other]])], judge)
+    as_before = (plain.token_ids, other.token_ids) == (found.plain_ids, found.other_ids)
+    divergence = parity.divergences[0] if parity.divergences else None
+    return Replayed(divergence, plain.token_ids, other.token_ids, as_before)

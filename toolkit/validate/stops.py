@@ -1,0 +1,55 @@
+"""Does a stop word end the text where it stands, also inside a block of accepted drafts?
+
+The stop words are taken from the plain texts themselves, so what has to come out is known without another model: the plain
+text up to the word's first place. A block that is accepted whole and looked at only at its end runs past it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.records import StopCheck
+from toolkit.validate.arms import Sender
+
+if TYPE_CHECKING:
+    from toolkit.client import RequestTiming
+
+__all__ = ["check_stops", "stop_words"]
+
+LENGTH = 3  # characters of a stop word
+REQUESTS = 24
+
+
+def stop_words(texts: Sequence[str], count: int, seed: int) -> Iterator[tuple[int, str, str]]:
+    """(index of a text, a word out of it, the text before the word's first place), from places chosen by `seed`."""
+    generator = random.Random(seed)
+    long_enough = [index for index, text in enumerate(texts) if len(text) > 2 * LENGTH]
+    for number in range(count if long_enough else 0):
+        index = long_enough[number % len(long_enough)]
+        text = texts[index]
+        place = generator.randrange(LENGTH, len(text) - LENGTH + 1)
+        word = text[place : place + LENGTH]
+        yield index, word, text[: text.index(word)]
+
+
+def check_stops(
+    sender: Sender, prompts: Sequence[str], plain: Sequence[RequestTiming], same: Sequence[bool], *, seed: int, **options: Any
+) -> StopCheck | None:
+    """Greedy requests of the speculative arm, on prompts whose speculative text is the plain one (`same`)."""
+    indices = [index for index, equal in enumerate(same) if equal]
+    wrong, first, sent = 0, None, 0
+    for index, word, before in stop_words([plain[index].text for index in indices], REQUESTS, seed):
+        number = indices[index]
+        timing = sender.send(number, prompts[number], "speculative", temperature=0.0, stop=(word,), **options)
+        sent += 1
+        # A server may leave the stop word in the text or out of it.
+        if timing.text not in (before, before + word) or timing.finish_reason != "stop":
+            wrong += 1
+            longer = "runs past it" if timing.text.startswith(before) else "is another"
+            what = f"ends by {timing.finish_reason} after {len(timing.text)} characters"
+            first = (
+                first or f"prompt {number + 1}, stop word {word!r} at character {len(before) + 1}: the text {longer}, {what}"
+            )
+    return StopCheck(sent, wrong, first) if sent else None
