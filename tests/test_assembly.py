@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,8 +133,8 @@ def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) 
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"engine": {"kind": "trt_engine"}}, "engine.kind trt_engine is not built yet"),
-        ({"engine": {"kind": "trtllm_pytorch"}}, "engine.kind trtllm_pytorch is not built yet"),
+        ({"engine": {"kind": "trt_engine"}}, "engine.kind trt_engine is not packaged yet"),
+        ({"engine": {"kind": "trtllm_pytorch"}}, "engine.kind trtllm_pytorch is not packaged yet"),
         ({"triton": {"layout": "bls"}}, "triton.layout bls is not built yet"),
         ({"target": {"checkpoint": "meta-llama/Llama-3.2-1B"}}, "hub ids are not fetched yet"),
     ],
@@ -144,3 +146,49 @@ def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
     with pytest.raises(UsageError, match=message):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
+
+
+TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
+
+
+@pytest.mark.slow
+def test_the_pytorch_flow_is_built_as_far_as_its_engines(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
+    workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
+    built = build(config, workplace, Silent(), store, until="compile")
+    target = workplace.engines("tiny") / "target"
+    args = json.loads((target / "llm_args.json").read_text())
+    assert (target / args["speculative_config"]["speculative_model"]).resolve() == workplace.engines("tiny") / "draft"
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    record = built.stages["compile/target"].record
+    assert record.tensorrt_llm.executed == ()
+    assert record.tensorrt_llm.not_executed
+    assert not build(config, workplace, Silent(), store, until="compile").changed
+    assert [one.stage for one in explain_build(config, workplace, store) if one.reused] == list(built.stages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "rebuilds"),
+    [
+        ("trt_engine", {"builder": "container"}, False),
+        ("trt_engine", {"free_gpu_memory_fraction": 0.5}, False),
+        ("trt_engine", {"enable_block_reuse": False}, False),
+        ("trt_engine", {"tensorrt_llm": "1.1"}, True),
+        ("trt_engine", {"tp_size": 2}, True),
+        ("trt_engine", {"max_num_tokens": 4096}, True),
+        ("trtllm_pytorch", {"free_gpu_memory_fraction": 0.5}, True),
+        ("trtllm_pytorch", {"cuda_graph": False}, True),
+    ],
+)
+def test_only_what_decides_an_engine_rebuilds_it(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, kind: str, setting: dict[str, object], rebuilds: bool
+) -> None:
+    keys = []
+    for engine in ({"kind": kind, **TRTLLM}, {"kind": kind, **TRTLLM, **setting}):
+        config = load_config(write_config(tmp_path, tiny_pair, engine=engine))
+        stage = next(
+            one for one in stages_of(config, Workplace(tmp_path), Store(tmp_path).memo) if one.name == "compile/target"
+        )
+        checkpoint = SimpleNamespace(entry=SimpleNamespace(digest="sha256:0"))
+        keys.append(key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint})))  # type: ignore[dict-item]
+    assert (keys[0] != keys[1]) == rebuilds

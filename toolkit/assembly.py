@@ -18,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import CheckpointError, StoreError, UsageError
-from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine
+from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import gpus, machine, program
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["STAGES", "Built", "Workplace", "build", "embedded", "explain_build", "replay_divergence", "stages_of"]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
+PACKAGED = STAGES[STAGES.index("package") :]
 SOURCES = Path(__file__).parent
 SERVED_SOURCES = (
     "serving.py",
@@ -110,6 +111,8 @@ def build(
     fresh: stages that run in any case. stages: others than `stages_of(config)`. Raises what the stages raise.
     """
     chosen = upto(stages or stages_of(config, workplace, store.memo), until)
+    if stages is None and until in PACKAGED:
+        embedded(config)  # before hours of quantizing
     finished: dict[str, Done] = {}
     published: list[Path] = []
     changed = False
@@ -126,7 +129,8 @@ def build(
 
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
-    return explain(stages_of(config, workplace, store.memo), store, config.name)
+    stages = stages_of(config, workplace, store.memo)
+    return explain(stages if config.engine.kind == "torch" else upto(stages, "compile"), store, config.name)
 
 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -170,13 +174,15 @@ def _refuse_unbuilt(config: DeploymentConfig) -> None:
             raise UsageError(
                 f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
             )
-    embedded(config)
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
-    """The section of the embedded engine. Raises UsageError for another kind, where no stage can build it."""
+    """The section of the embedded engine. Raises UsageError for another kind, where no stage can serve it."""
     if not isinstance(config.engine, TorchEngineConfig):
-        raise UsageError(f"engine.kind {config.engine.kind} is not built yet", mend="`torch`, the embedded engine, works here")
+        raise UsageError(
+            f"engine.kind {config.engine.kind} is not packaged yet",
+            mend="`--until compile` works; `torch`, the embedded engine, is packaged and served too",
+        )
     return config.engine
 
 
@@ -239,30 +245,70 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
 def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage:
     from toolkit.engines import stage
 
-    engine, needed = embedded(config), f"quantize/{role}"
-    kind = engine.kind
+    kind = config.engine.kind
+    loads_draft = kind == "trtllm_pytorch" and role == "target" and config.draft is not None  # with the target, once
+    needs = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
+    spec = _engine_spec(config, role)
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        return {
+            "config": {"kind": kind, **_spec_parts(spec)},
+            "inputs": {name: finished[need].entry.digest for name, need in zip(("checkpoint", "draft"), needs, strict=False)},
+            "fingerprint": _engine_fingerprint(kind, spec, workplace.store / ".fingerprints.json"),
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
+        asked = spec.tensorrt_llm
+        if loads_draft and asked is not None:
+            asked = replace(asked, draft_dir=finished["quantize/draft"].record.path)
+        return stage.compile_engine(kind, finished[needs[0]].record, replace(spec, tensorrt_llm=asked), out_dir, progress)
+
+    return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
+
+
+def _engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
+    engine = config.engine
+    drafts = role == "target" and config.speculation.kind != "none"
     spec = EngineSpec(
         role=role,
         max_batch_size=engine.max_batch_size,
         max_input_len=engine.max_input_len,
         max_seq_len=engine.max_seq_len,
-        max_draft_len=config.speculation.max_draft_len if role == "target" and config.draft is not None else 0,
-        dtype=engine.dtype,
-        device=_device(engine.device),
-        mode=engine.mode,
+        max_draft_len=config.speculation.max_draft_len if drafts else 0,
     )
+    if isinstance(engine, TorchEngineConfig):
+        return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
+    return replace(spec, dtype="auto", device="cuda", tensorrt_llm=_tensorrt_llm_spec(config, role))
 
-    def parts(finished: Finished) -> Mapping[str, Any]:
-        return {
-            "config": {"kind": kind, **dataclasses.asdict(spec)},
-            "inputs": {"checkpoint": finished[needed].entry.digest},
-            "fingerprint": _engine_fingerprint(kind, spec, workplace.store / ".fingerprints.json"),
-        }
 
-    def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
-        return stage.compile_engine(kind, finished[needed].record, spec, out_dir, progress)
+def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
+    """What decides the engine of this kind, and nothing else: what only the serving side reads must not rebuild it."""
+    engine = config.engine
+    assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
+    common: dict[str, Any] = {
+        "version": engine.tensorrt_llm,
+        "tp_size": engine.tp_size,
+        "pp_size": engine.pp_size,
+        "gpus_per_node": engine.gpus_per_node,
+        "max_num_tokens": engine.max_num_tokens,
+        "tokens_per_block": engine.tokens_per_block,
+        "speculation": config.speculation.kind,
+    }
+    if isinstance(engine, TrtEngineConfig):
+        settings = {"multiple_profiles", "opt_num_tokens", "builder"}
+    else:
+        settings = {"free_gpu_memory_fraction", "enable_block_reuse", "cuda_graph", "attn_backend"}
+        common["trust_remote_code"] = _models(config)[role].trust_remote_code
+    return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
-    return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, (needed,), parts, run)
+
+def _spec_parts(spec: EngineSpec) -> dict[str, Any]:
+    """Of a key: without what leaves the engine as it is, where it is built and where its draft lies meanwhile."""
+    parts = dataclasses.asdict(spec)
+    asked = parts.pop("tensorrt_llm")
+    if asked is not None:
+        parts["tensorrt_llm"] = {name: value for name, value in asked.items() if name not in ("builder", "draft_dir")}
+    return parts
 
 
 def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
@@ -475,11 +521,13 @@ def _engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
     from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
     from toolkit.engines.stage import fingerprint
 
+    if spec.tensorrt_llm is not None:
+        return fingerprint(kind, spec)  # installed versions and GPU names: cheap to ask
     compiler = compiler_path()
     status = None if compiler is None else Path(compiler).resolve().stat()
     depends_on = digest_value(
         {
-            "spec": {"kind": kind, **dataclasses.asdict(spec)},
+            "spec": {"kind": kind, **_spec_parts(spec)},
             "torch": _versions(["torch"]),
             "compiler": None if status is None else [compiler, status.st_size, status.st_mtime_ns],
             "machine": [*instruction_set(), *gpus()],

@@ -162,7 +162,13 @@ def main() -> None:
     pretrained = json.loads((checkpoint / "config.json").read_text())
     if arguments.multiple_profiles == "enable" and arguments.opt_num_tokens is not None:
         raise RuntimeError("multiple_profiles is enabled, while opt_num_tokens is set. ")
-    if pretrained["architecture"] not in ("LlamaForCausalLM", "QWenForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    if pretrained["architecture"] not in (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "QWenForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ):
         raise AssertionError(f"Unsupported model architecture: {pretrained['architecture']}")
     build = adjusted(arguments, pretrained)
     Path(arguments.output_timing_cache).write_bytes(b"timing cache")
