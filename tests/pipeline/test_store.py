@@ -152,11 +152,27 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(store: Sto
     assert leftovers(store.root) == []
 
 
-def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("told", "mend"),
+    [
+        ("Error while serializing: IoError: No space left on device (os error 28)", "Free some space"),
+        ("Error while serializing: I/O error: File too large (os error 27)", "The file-size limit"),
+        ("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0, No space left on device", "Free some space"),
+    ],
+)
+def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(told: str, mend: str, store: Store) -> None:
     def refuse(content: Path) -> Written:
-        raise RuntimeError("Error while serializing: IoError: No space left on device (os error 28)")
+        raise RuntimeError(told)
 
-    with pytest.raises(StoreError, match="Free some space"):
+    with pytest.raises(StoreError, match=mend):
+        store.build("s/one", KEY, {}, refuse)
+
+
+def test_what_a_library_says_about_its_own_work_is_left_alone(store: Store) -> None:
+    def refuse(content: Path) -> Written:
+        raise RuntimeError("shape mismatch (os error 9999)")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
         store.build("s/one", KEY, {}, refuse)
 
 
@@ -212,8 +228,31 @@ def test_a_folder_without_permission_says_so(tmp_path: Path) -> None:
 
 def test_a_store_below_a_file_is_an_error_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises((StoreError, NotADirectoryError), match="file"):
-        Store(tmp_path / "file" / "store").build("s", KEY, {}, write_two)
+    blocked = Store(tmp_path / "file" / "store")
+    with pytest.raises(StoreError, match=r"file/store.*: cannot write: Not a directory\n  A file stands where a folder"):
+        blocked.build("s", KEY, {}, write_two)
+    with pytest.raises(StoreError, match="A file stands where a folder"):
+        blocked.find("s", KEY)
+
+
+@pytest.mark.parametrize("form", ["file", "link", "link to nowhere", "file above"])
+def test_nothing_of_other_peoples_is_replaced_by_what_is_published(form: str, store: Store, tmp_path: Path) -> None:
+    entry, theirs, destination = entry_in(store), tmp_path / "theirs", tmp_path / "out" / "name"
+    if form == "file above":
+        destination.parent.write_text("theirs")
+    else:
+        destination.parent.mkdir()
+        if form == "file":
+            destination.write_text("theirs")
+        else:
+            destination.symlink_to(theirs)
+            if form == "link":
+                theirs.mkdir()
+    with pytest.raises(StoreError, match=r"publish: .*/out.*: cannot write: File exists\n  A file or a link stands where"):
+        store.publish({"": entry}, destination)
+    assert destination.parent.is_file() or [path.name for path in destination.parent.iterdir()] == ["name"]
+    assert destination.is_symlink() == form.startswith("link")
+    assert not theirs.exists() or list(theirs.iterdir()) == []
 
 
 def test_publishing_links_and_replaces_as_a_whole(store: Store, tmp_path: Path) -> None:

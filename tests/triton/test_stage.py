@@ -128,7 +128,7 @@ def test_engines_that_do_not_fit_are_refused(
 
 def test_a_folder_that_cannot_be_written_is_named(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StageError, match="file/out: cannot write the model repository: Not a directory"):
+    with pytest.raises(StageError, match="cannot write: Not a directory\n  A file stands where a folder is needed"):
         package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "file" / "out")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.errors import StoreError
 
-__all__ = ["link_or_copy", "replace_folder", "store_error", "write_whole"]
+__all__ = ["link_or_copy", "os_error_in", "replace_folder", "store_error", "write_whole"]
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -24,6 +24,8 @@ MENDS = {
     errno.EPERM: "Give this user the permission to write there, or run from a folder of your own.",
     errno.EROFS: "Run from a folder on a file system that can be written.",
     errno.EMFILE: "Raise the number of files a process may open (ulimit -n).",
+    errno.ENOTDIR: "A file stands where a folder is needed: rename or remove it.",
+    errno.EEXIST: "A file or a link stands where a folder is needed: rename or remove it.",
 }
 
 
@@ -43,6 +45,15 @@ def link_or_copy(source: str | Path, copy: str | Path) -> str:
     return str(copy)
 
 
+def os_error_in(error: Exception) -> OSError | None:
+    """The OSError of the above that a library tells of in words of its own, as safetensors and torch do."""
+    text = str(error)
+    for number in MENDS:
+        if f"(os error {number})" in text or os.strerror(number) in text:
+            return OSError(number, os.strerror(number))
+    return None
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +70,11 @@ def write_whole(path: Path, text: str) -> None:
 def replace_folder(new: Path, destination: Path) -> None:
     """Put the folder `new` in the place of `destination`, whose present content is removed. Both lie on one file system.
 
-    Where the file system can exchange two names there is no moment without a whole folder at `destination`.
+    Where the file system can exchange two names there is no moment without a whole folder at `destination`. Raises
+    FileExistsError for a `destination` that is a file or a link, which somebody put there.
     """
+    if destination.is_symlink() or destination.is_file():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
     if not destination.exists():
         new.rename(destination)
         return

@@ -15,7 +15,6 @@ with their digests, so an entry that was damaged or edited is built again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StoreError, ToolkitError
-from toolkit.pipeline.files import link_or_copy, replace_folder, store_error, write_whole
+from toolkit.pipeline.files import link_or_copy, os_error_in, replace_folder, store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_value
 
 __all__ = ["Entry", "Store", "Written"]
@@ -131,9 +130,10 @@ class Store:
         except ToolkitError:
             raise
         except Exception as error:
-            if os.strerror(errno.ENOSPC) not in str(error):  # libraries wrap it in errors of their own
+            wrapped = os_error_in(error)
+            if wrapped is None:
                 raise
-            raise store_error(stage, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root) or error from error
+            raise store_error(stage, wrapped, self.root) or error from error
 
     def _write(self, stage: str, key: str, parts: Mapping[str, Any], write: Callable[[Path], Written]) -> Entry:
         folder = self.root / stage

@@ -19,6 +19,7 @@ from typing import Any
 from toolkit import client
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
+from toolkit.pipeline.files import store_error
 from toolkit.records import CompiledEngine
 from toolkit.triton import model_config
 from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS, PACKAGE_VERSION
@@ -92,7 +93,8 @@ def write_repository(
         (folder / "launch.sh").chmod(0o755)
         (folder / "README.md").write_text(_readme(target, draft, speculation, triton), encoding="utf-8")
     except OSError as error:
-        raise StageError("package", f"cannot write the model repository: {error.strerror or error}", where=folder) from error
+        what = f"cannot write the model repository: {error.strerror or error}"
+        raise store_error("package", error, folder) or StageError("package", what, where=folder) from error
 
 
 def _link_tree(source: Path, destination: Path) -> None:
