@@ -95,6 +95,12 @@ class Built:
     def report(self) -> ValidationReport | None:
         return self.stages["validate"].record if "validate" in self.stages else None
 
+    @property
+    def not_executed(self) -> dict[str, tuple[str, ...]]:
+        """Stage -> what of its engine no GPU has executed; of engines for TensorRT-LLM alone."""
+        records = {name: done.record for name, done in self.stages.items() if isinstance(done.record, CompiledEngine)}
+        return {name: record.tensorrt_llm.not_executed for name, record in records.items() if record.tensorrt_llm is not None}
+
 
 def build(
     config: DeploymentConfig,

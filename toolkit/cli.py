@@ -339,6 +339,8 @@ def _build(config: Path, until: str, fresh: list[str] | None, overrides: list[st
             _print_report(verdict, full=False)
         for folder in built.published:
             _print(f"in {folder.relative_to(Path.cwd())}/")
+        for stage, missing in built.not_executed.items():
+            _print("\n  ".join([f"{stage}: not executed on a GPU:", *missing]))
         if not built.changed:
             _print("nothing changed: every stage was reused")
     if verdict is not None:
@@ -391,6 +393,7 @@ def _as_json(name: str, built: Built) -> dict[str, Any]:
             for stage, done in built.stages.items()
         ],
         "published": [str(folder) for folder in built.published],
+        "not_executed": built.not_executed,
     }
 
 

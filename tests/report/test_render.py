@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from toolkit.errors import StageError
-from toolkit.records import ValidationReport
+from toolkit.records import LayerCounts, TensorRtLlmBuild, ValidationReport
 from toolkit.report.figures import gates_table, next_steps, number, tables
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report, read_report, render_json, write_report
@@ -128,3 +129,26 @@ def test_markdown_neutralises_what_a_prompt_holds(failing: ValidationReport) -> 
     text = render_markdown(failing)
     assert "<script" not in text.replace("\\<script", "")
     assert "@you" not in text
+
+
+def test_engines_that_no_gpu_has_seen_are_reported_so(passing: ValidationReport) -> None:
+    counts = LayerCounts(layers=9, fused=4, plugins={"GPTAttention": 2}, precisions={"FP8": 5, "BF16": 4})
+    build = TensorRtLlmBuild(
+        version="1.2.1",
+        builder="container: image",
+        command=("trtllm-build",),
+        tp_size=2,
+        pp_size=1,
+        max_num_tokens=8192,
+        checks=(),
+        executed=("rank 0 was deserialized by TensorRT",),
+        not_executed=("no token was generated with it",),
+        layers=counts,
+    )
+    engine = replace(passing.engines["target"], kind="trt_engine", tensorrt_llm=build)
+    (table,) = (table for table in tables(replace(passing, engines={"target": engine})) if table.title == "Engines")
+    rows = dict(table.rows)  # type: ignore[arg-type]
+    assert rows["ranks"] == "TP 2, PP 1"
+    assert rows["layers"] == "9, 4 of them fused; 5 FP8, 4 BF16; plugins: 2 GPTAttention"
+    assert "target: executed on a GPU: rank 0 was deserialized by TensorRT." in table.note
+    assert "target: not executed on a GPU: no token was generated with it." in table.note

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.records import (
     Acceptance,
     Arm,
+    CompiledEngine,
     DraftCheck,
     Gate,
     Latency,
+    LayerCounts,
     MarginBin,
     Parity,
     QuantizationQuality,
     Speedup,
+    TensorRtLlmBuild,
     ValidationReport,
 )
 
@@ -393,5 +396,37 @@ def _engines(report: ValidationReport) -> Table:
         ("batch, input, sequence", *(f"{e.max_batch_size}, {e.max_input_len}, {e.max_seq_len}" for e in engines)),
         ("draft length", *(str(engine.max_draft_len or DASH) for engine in engines)),
     ]
-    notes: Sequence[str] = [f"{role}: {note}." for role, engine in report.engines.items() for note in engine.notes]
+    if any(engine.tensorrt_llm is not None for engine in engines):
+        rows += _tensorrt_llm_rows([engine.tensorrt_llm for engine in engines])
+    notes = [f"{role}: {note}." for role, engine in report.engines.items() for note in (*engine.notes, *_seen_by_a_gpu(engine))]
     return Table("Engines", ("", *report.engines), tuple(rows), note=" ".join(notes))
+
+
+def _tensorrt_llm_rows(builds: Sequence[TensorRtLlmBuild | None]) -> list[tuple[str, ...]]:
+    def row(name: str, text: Callable[[TensorRtLlmBuild], str]) -> tuple[str, ...]:
+        return (name, *(DASH if build is None else text(build) or DASH for build in builds))
+
+    rows = [
+        row("TensorRT-LLM", lambda build: build.version),
+        row("built by", lambda build: build.builder),
+        row("ranks", lambda build: f"TP {build.tp_size}, PP {build.pp_size}"),
+    ]
+    if any(build is not None and build.layers is not None for build in builds):
+        rows.append(row("layers", lambda build: _layer_counts(build.layers)))
+    return rows
+
+
+def _seen_by_a_gpu(engine: CompiledEngine) -> Iterator[str]:
+    """A report must not pass for a measurement of what nobody has run."""
+    if engine.tensorrt_llm is not None:
+        yield from (f"executed on a GPU: {what}" for what in engine.tensorrt_llm.executed)
+        yield from (f"not executed on a GPU: {what}" for what in engine.tensorrt_llm.not_executed)
+
+
+def _layer_counts(counts: LayerCounts | None) -> str:
+    if counts is None:
+        return DASH
+    precisions = ", ".join(f"{count} {name}" for name, count in counts.precisions.items())
+    plugins = ", ".join(f"{count} {name}" for name, count in counts.plugins.items())
+    parts = (f"{counts.layers}, {counts.fused} of them fused", precisions, f"plugins: {plugins}" if plugins else "")
+    return "; ".join(part for part in parts if part)
