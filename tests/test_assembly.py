@@ -15,7 +15,7 @@ from tests.test_cli import write_config
 from toolkit.assembly import Workplace, build, explain_build, stages_of
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
-from toolkit.errors import CheckpointError, UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, UsageError
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
 
@@ -192,3 +192,13 @@ def test_only_what_decides_an_engine_rebuilds_it(
         checkpoint = SimpleNamespace(entry=SimpleNamespace(digest="sha256:0"))
         keys.append(key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint})))  # type: ignore[dict-item]
     assert (keys[0] != keys[1]) == rebuilds
+
+
+def test_a_missing_builder_is_found_before_anything_is_quantized(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trt_engine", **TRTLLM}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=r"tensorrt-llm/release:1\.2\.1"):
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="compile")
+    assert not list((tmp_path / "store").glob("quantize/*"))

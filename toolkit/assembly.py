@@ -119,6 +119,8 @@ def build(
     chosen = upto(stages or stages_of(config, workplace, store.memo), until)
     if stages is None and until in PACKAGED:
         embedded(config)  # before hours of quantizing
+    if stages is None and until == "compile":
+        _check_builder(config, workplace, store)
     finished: dict[str, Done] = {}
     published: list[Path] = []
     changed = False
@@ -180,6 +182,17 @@ def _refuse_unbuilt(config: DeploymentConfig) -> None:
             raise UsageError(
                 f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
             )
+
+
+def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:
+    """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is in the store needs none."""
+    if not isinstance(config.engine, TrtEngineConfig):
+        return
+    if all(one.reused for one in explain_build(config, workplace, store)):
+        return
+    from toolkit.engines.trt_engine import TrtEngineBackend
+
+    TrtEngineBackend().check_builder(_engine_spec(config, "target"))
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:

@@ -68,6 +68,14 @@ class TrtEngineBackend:
         """Engines depend on version and GPU; where the builder ran makes no difference beyond that."""
         return {"tensorrt_llm": _asked(spec).version, "gpus": ", ".join(sorted(set(self.gpus()))) or "none"}
 
+    def check_builder(self, spec: EngineSpec) -> None:
+        """Whether there is something to build with, asked before hours are spent on what it would be given.
+
+        Raises BackendUnavailable, UsageError and StageError as `compile` would.
+        """
+        asked = _asked(spec)
+        choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
+
     def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
         """Raises StageError when the build fails or leaves something else than was asked, CheckpointError for what it would be
         built from, BackendUnavailable where there is no builder, UsageError for a version without one."""
@@ -144,7 +152,8 @@ class TrtEngineBackend:
         progress: Progress,
     ) -> list[Finding]:
         """What the builder itself says of our flags, before it is started in earnest."""
-        progress(0, None, "asking trtllm-build for its flags")
+        fetched = " (its image is fetched first, if it is not here)" if isinstance(builder, ContainerBuilder) else ""
+        progress(0, None, f"asking trtllm-build for its flags{fetched}")
         offered = None
         if not isinstance(builder, ContainerBuilder):
             try:

@@ -66,9 +66,11 @@ class ContainerBuilder:
         return "/checkpoint", "/engine", "/tmp/model.cache"
 
     def command(self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path) -> tuple[str, ...]:
-        run = ("run", "--rm", "--init", "--name", self.label, "--gpus", self.gpus, "--network", "none")
+        label = f"{self.label}-help" if "--help" in arguments else self.label  # the name of a run before may not be free yet
+        run = ("run", "--rm", "--init", "--name", label, "--gpus", self.gpus, "--network", "none")
         limits = ("--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
-        user = ("--user", self.user, "--env", "HOME=/tmp", "--workdir", "/tmp")
+        # Nobody in the container has this number: torch asks for the user's name, and takes it from USER.
+        user = ("--user", self.user, "--env", "HOME=/tmp", "--env", "USER=toolkit", "--workdir", "/tmp")
         mounts = (
             *("--mount", f"type=bind,source={checkpoint.resolve()},target=/checkpoint,readonly"),
             *("--mount", f"type=bind,source={out_dir.resolve()},target=/engine"),
