@@ -221,6 +221,14 @@ def test_a_path_with_a_typing_error_is_no_hub_id(folder: Path) -> None:
         assert fault.message == f"no such folder: {written}"
 
 
+def test_a_path_that_cannot_be_looked_at_is_a_fault(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    for written in ("loop/draft", "~nobody-of-that-name/draft", "a" * 300, '"a\\0b"'):
+        (fault,) = faults_of(with_line(folder, "models/draft", written))
+        assert "cannot be looked at: " in fault.message
+        assert fault.mend is not None and "permissions" in fault.mend
+
+
 def test_a_folder_has_no_revisions(folder: Path) -> None:
     (fault,) = faults_of(with_line(folder, "models/draft", "models/draft\n  revision: main"))
     assert (fault.path, fault.line) == ("draft.revision", 7)
