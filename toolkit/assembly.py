@@ -243,11 +243,14 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
 
     model = _models(config)[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
+    engine = config.engine
+    trtllm = stage.Ranks(engine.tp_size, engine.pp_size) if engine.kind == "trt_engine" else None
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
         settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
+        settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
@@ -256,7 +259,16 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
         vocab_size = finished["pair"].record.vocab_size
-        return stage.quantize(role, model.checkpoint, model.quantization, calibration, out_dir, progress, vocab_size=vocab_size)
+        return stage.quantize(
+            role,
+            model.checkpoint,
+            model.quantization,
+            calibration,
+            out_dir,
+            progress,
+            vocab_size=vocab_size,
+            trtllm=trtllm,
+        )
 
     return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
 

@@ -42,6 +42,7 @@ __all__ = [
     "StopCheck",
     "TensorRtLlmBuild",
     "TritonRepository",
+    "TrtllmForm",
     "ValidationReport",
     "from_json",
     "to_json",
@@ -102,8 +103,17 @@ class QuantizationQuality:
 
 
 @dataclass(frozen=True, slots=True)
+class TrtllmForm:
+    """The same checkpoint as `trtllm-build` reads it: config.json and rank{N}.safetensors."""
+
+    path: Path
+    tp_size: int
+    pp_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized."""
+    """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized. trtllm None: that form was not made."""
 
     role: str  # target | draft
     path: Path
@@ -114,6 +124,7 @@ class QuantizedCheckpoint:
     weight_bytes: int
     quality: QuantizationQuality | None  # None: nothing was quantized here
     checks: tuple[Finding, ...]
+    trtllm: TrtllmForm | None = None
 
 
 @dataclass(frozen=True, slots=True)

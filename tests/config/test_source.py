@@ -128,7 +128,7 @@ def test_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
         ("a: !!bool x\n", "not a value of type bool"),
         ("a: &a {b: 1}\nc: {<<: *a}\n", "merge keys"),
         ("1: x\n", "not a name"),
-        ("? [a]\n: x\n", "the key (a sequence) is not a name"),
+        ("? [a]\n: x\n", "not a name"),
         ("a: &a\n  b: *a\n", "holds itself"),
         ("a: " + "9" * 5000 + "\n", "not a value of type int"),
     ],

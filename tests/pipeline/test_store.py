@@ -176,11 +176,6 @@ def test_what_a_library_says_about_its_own_work_is_left_alone(store: Store) -> N
         store.build("s/one", KEY, {}, refuse)
 
 
-def test_of_a_copy_that_fails_the_place_is_where_it_was_written() -> None:
-    error = store_error("s", OSError(errno.ENOSPC, "No space left on device", "source", None, "copy"), "x")
-    assert error is not None and error.where == "copy"
-
-
 def test_other_errors_stay_what_they_are() -> None:
     assert store_error("s", FileNotFoundError(errno.ENOENT, "gone"), "x") is None
 

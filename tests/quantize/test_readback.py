@@ -11,9 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.modelopt_exports import export_hf
 from toolkit.config.schema import CalibrationConfig
 from toolkit.quantize import calibrate, modelopt
 from toolkit.quantize.algorithms import ALGORITHMS, Algorithm
+from toolkit.quantize.calibrated import calibrated_from_model
 from toolkit.quantize.check import check_form
 from toolkit.quantize.checkpoint import finish
 from toolkit.quantize.quality import measure
@@ -90,7 +92,7 @@ def test_fp8_without_a_forward_loop_is_found(tmp_path: Path) -> None:
     with modelopt.quiet():
         model = modelopt.load_model(source)
         modelopt.quantize_model(model, FP8, None, lambda model: None)
-        modelopt.export(model, source.dtype, tmp_path / "out")
+        export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", "FP8", None)
     assert "model.layers.0.self_attn.q_proj.input_scale is missing" in form(source, tmp_path / "out", FP8)["input_scale"]
 
@@ -101,7 +103,7 @@ def test_plain_int8_under_the_name_of_smoothquant_is_found(calibration: Calibrat
     with modelopt.quiet():
         model = modelopt.load_model(source)
         modelopt.quantize_model(model, plain, None, calibrate.forward_loop(batches(source, calibration), silent))
-        modelopt.export(model, source.dtype, tmp_path / "out")
+        export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", "W8A8_SQ_PER_CHANNEL", None)
     stated = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
     assert stated["quantization"]["quant_algo"] == "W8A8_SQ_PER_CHANNEL"  # ModelOpt's own word
@@ -113,7 +115,7 @@ def test_a_bare_export_lacks_what_runtimes_need(calibration: CalibrationConfig, 
     with modelopt.quiet():
         model = modelopt.load_model(source)
         modelopt.quantize_model(model, FP8, None, calibrate.forward_loop(batches(source, calibration), silent))
-        modelopt.export(model, source.dtype, tmp_path / "out")
+        export_hf(model, source.dtype, tmp_path / "out")
     found = form(source, tmp_path / "out", FP8)
     assert set(found) == {"rope", "dtype", "tokenizer"}
     finish(source, tmp_path / "out", "FP8", None)
@@ -122,16 +124,18 @@ def test_a_bare_export_lacks_what_runtimes_need(calibration: CalibrationConfig, 
 
 @pytest.fixture
 def exported(calibration: CalibrationConfig, tmp_path: Path) -> tuple[Source, Path, Any]:
+    """Written by ModelOpt itself: (source, folder, what it is read back against)."""
     source = open_source(write_checkpoint(tmp_path / "source"))
     with modelopt.quiet():
         model = modelopt.load_model(source)
         modelopt.quantize_model(model, SMOOTHQUANT, None, calibrate.forward_loop(batches(source, calibration), silent))
-        notes = capture(model, SMOOTHQUANT)
-        modelopt.export(model, source.dtype, tmp_path / "out")
+        calibrated = calibrated_from_model(model, source, SMOOTHQUANT)
+        notes = capture(model, calibrated)
+        export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", SMOOTHQUANT.name, None)
     assert form(source, tmp_path / "out", SMOOTHQUANT) == {}
-    assert errors(read_back(tmp_path / "out", source, notes)) == {}
-    return source, tmp_path / "out", notes
+    assert errors(read_back(tmp_path / "out", calibrated, notes)) == {}
+    return source, tmp_path / "out", (calibrated, notes)
 
 
 def _flip_code(tensors: dict[str, Any]) -> None:
@@ -157,11 +161,11 @@ def _touch_norm(tensors: dict[str, Any]) -> None:
 def test_an_export_that_differs_from_what_was_quantized_is_found(
     damage: Callable[[dict[str, Any]], None], check: str, exported: tuple[Source, Path, Any]
 ) -> None:
-    source, out, notes = exported
+    _, out, notes = exported
     tensors = load_file(out / "model.safetensors")
     damage(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert list(errors(read_back(out, source, notes))) == [check]
+    assert list(errors(read_back(out, *notes))) == [check]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -106,32 +104,6 @@ def test_it_serves_on_loopback_only_and_leaves_nothing(repository: Callable[[str
     assert not any(alive(process) for process in [pid, *stubs])
     assert not list(own_tmp.iterdir())
     assert not regions(names)
-
-
-def test_a_server_whose_metrics_cannot_be_read_yet_is_not_ready(repository: Callable[[str], Path]) -> None:
-    """Triton opens that endpoint last: whoever reads a counter right after the start was refused the connection."""
-
-    class Ready(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *values: object) -> None:
-            pass
-
-    server = TritonServer(repository(GOOD))
-    with socket.socket() as nobody, HTTPServer(("127.0.0.1", 0), Ready) as half:
-        nobody.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=half.serve_forever)
-        thread.start()
-        try:
-            server._ports = {"http": half.server_port, "grpc": 0, "metrics": nobody.getsockname()[1]}
-            assert not server._is_ready()
-            server._ports["metrics"] = half.server_port
-            assert server._is_ready()
-        finally:
-            half.shutdown()
-            thread.join()
 
 
 def listening_addresses(ports: set[int]) -> set[str]:

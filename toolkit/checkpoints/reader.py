@@ -20,7 +20,15 @@ from toolkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TensorInfo", "check_against_shape", "read_file", "read_index", "read_tensor", "read_tensors"]
+__all__ = [
+    "TensorInfo",
+    "check_against_shape",
+    "read_file",
+    "read_header",
+    "read_index",
+    "read_tensor",
+    "read_tensors",
+]
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.")
@@ -64,7 +72,7 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
         raise _without_weights(directory)
     tensors: dict[str, TensorInfo] = {}
     for name in names:
-        for info in _read_header(directory / name):
+        for info in read_header(directory / name):
             if info.name in tensors:
                 raise CheckpointError(f"{info.name} stands in two shards", where=info.file)
             tensors[info.name] = info
@@ -105,7 +113,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of one safetensors file. Raises CheckpointError when it is damaged."""
     from safetensors import safe_open
 
-    _read_header(file)
+    read_header(file)
     with safe_open(file, framework="pt") as shard:
         for name in shard.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
             yield name, shard.get_tensor(name)
@@ -174,7 +182,7 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _read_header(file: Path) -> list[TensorInfo]:
+def read_header(file: Path) -> list[TensorInfo]:
     """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors README, "Format"."""
     try:
         size = file.stat().st_size

@@ -173,34 +173,22 @@ def _missing_files(source: Source) -> Iterator[Fault]:
         written = section.get(path[1]) if isinstance(section, dict) else None
         if not isinstance(written, str):
             continue
+        found = _resolve(base, Path(written))
+        folder = path in FOLDERS
         if not written.strip():
             yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
-            continue
-        try:
-            fault = _fault_of_path(source, base, path, written)
-        except (OSError, RuntimeError, ValueError) as error:  # no permission, a loop of links, ~nobody, a NUL
-            what = f"{written} cannot be looked at: {getattr(error, 'strerror', None) or error}"
-            fault = source.place(path).fault(path, what, "Check the path, and the permissions of the folders above it.")
-        if fault is not None:
-            yield fault
-
-
-def _fault_of_path(source: Source, base: Path, path: KeyPath, written: str) -> Fault | None:
-    place, folder = source.place(path), path in FOLDERS
-    found = _resolve(base, Path(written))
-    if not found.exists():
-        if folder and _is_hub_id(base, written):
-            return None
-        mend = f"A relative path starts at the folder of this file: {found}"
-        return place.fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
-    if folder and not found.is_dir():
-        return place.fault(path, f"{written} is a file", "Name the folder that holds it.")
-    if not folder and not found.is_file():
-        return place.fault(path, f"{written} is not a file", "Name a JSON Lines file.")
-    if folder and source.data[str(path[0])].get("revision") is not None:
-        of = (path[0], "revision")
-        return source.place(of).fault(of, f"{written} is a folder, which has no revisions", "Remove this line.")
-    return None
+        elif not found.exists():
+            if folder and _is_hub_id(base, written):
+                continue
+            mend = f"A relative path starts at the folder of this file: {found}"
+            yield source.place(path).fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
+        elif folder and not found.is_dir():
+            yield source.place(path).fault(path, f"{written} is a file", "Name the folder that holds it.")
+        elif not folder and not found.is_file():
+            yield source.place(path).fault(path, f"{written} is not a file", "Name a JSON Lines file.")
+        elif folder and section.get("revision") is not None:  # type: ignore[union-attr]
+            of = (path[0], "revision")
+            yield source.place(of).fault(of, f"{written} is a folder, which has no revisions", "Remove this line.")
 
 
 def _is_hub_id(base: Path, written: str) -> bool:

@@ -218,14 +218,6 @@ class TritonConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     start_timeout_s: Annotated[float, Field(gt=0)] = 180.0
 
-    @field_validator("grpc_port", "metrics_port")
-    @classmethod
-    def _ports_differ(cls, port: int, info: ValidationInfo) -> int:
-        taken = [name for name in ("http_port", "grpc_port") if port and info.data.get(name) == port]
-        if taken:
-            raise ValueError(f"{port} is the {taken[0]} too; give each a port of its own, or 0 for a free one")
-        return port
-
 
 class ParityGates(Section):
     """max_divergence_rate: of prompts, judged by its upper confidence bound.

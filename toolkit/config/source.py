@@ -217,8 +217,7 @@ class _Reader:
         data: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + "str":
-                written = repr(key.value)[:40] if isinstance(key, yaml.ScalarNode) else f"(a {key.id})"
-                self.fault(key, path, f"the key {written} is not a name", "Keys are words; write text keys in quotes.")
+                self.fault(key, path, f"the key {key.value!r:.40} is not a name", "Keys are words; write text keys in quotes.")
             elif key.value == "<<":
                 self.fault(key, path, "merge keys (`<<`) are not read", "Write the keys out, or alias each value.")
             elif key.value in data:

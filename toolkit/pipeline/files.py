@@ -33,8 +33,7 @@ def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | N
     """The error as one that says how to mend it; None if it is not one of the file system's own (space, permission, limits)."""
     if error.errno not in MENDS:
         return None
-    place = error.filename2 or error.filename or where  # of a copy, the second is the one that was written
-    return StoreError(stage, f"cannot write: {error.strerror}", where=place, mend=MENDS[error.errno])
+    return StoreError(stage, f"cannot write: {error.strerror}", where=error.filename or where, mend=MENDS[error.errno])
 
 
 def link_or_copy(source: str | Path, copy: str | Path) -> str:

@@ -1,8 +1,9 @@
-"""The most memory that this process and everything it started held at one time, while a block ran."""
+"""How much memory a block of work takes: measuring the most of it, and keeping it to what is in use."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -11,9 +12,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["PeakMemory"]
+__all__ = ["PeakMemory", "freed_blocks_returned"]
 
 PERIOD_S = 0.25  # a look costs well under a millisecond
+M_MMAP_THRESHOLD = -3  # mallopt(3)
+LARGE_BYTES, LARGEST_BYTES = 1 << 20, 1 << 25  # the second is as far as glibc raises the threshold by itself
+
+
+@contextlib.contextmanager
+def freed_blocks_returned() -> Iterator[None]:
+    """Within, freed blocks of a megabyte or more go back to the kernel at once.
+
+    glibc keeps those below 32 MB for later use, in pieces between what is still in use: work that makes and drops one temporary
+    per layer ends up holding as much as the whole model. Costs a page fault per page of each new block. Of the whole process; a
+    C library without `mallopt` is left alone.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    try:
+        yield
+    finally:
+        library.mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES)
+        library.malloc_trim(0)
 
 
 class PeakMemory:

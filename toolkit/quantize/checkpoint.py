@@ -1,8 +1,8 @@
 """Writing a quantized checkpoint so that every reader finds what was meant.
 
-ModelOpt's export is the unified Hugging Face form, but it leaves out what a runtime needs: tokenizer files, RoPE settings as
-transformers 4.57 spells them (5.x writes only its own), the source's generation config. `finish` puts these right; whether the
-result is right is judged elsewhere, in `toolkit.quantize.check`.
+A unified checkpoint as ModelOpt exports it leaves out what a runtime needs: tokenizer files, RoPE settings as transformers 4.57
+spells them (5.x writes only its own), the source's generation config. `finish` puts these right; whether the result is right is
+judged elsewhere, in `toolkit.quantize.check`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.checkpoints.tokenizer import write_tokenizer
 from toolkit.checkpoints.writer import plan_of, write_shard
 from toolkit.quantize.source import VOCABULARY, Source
 
-__all__ = ["copy_as_it_is", "finish", "rope_spellings"]
+__all__ = ["copy_as_it_is", "finish", "rope_spellings", "write_configs"]
 
 
 def copy_as_it_is(source: Source, out_dir: Path) -> None:
@@ -42,8 +42,15 @@ def copy_as_it_is(source: Source, out_dir: Path) -> None:
     finish(source, out_dir, source.quant_algo, source.kv_cache_quant_algo)
 
 
+def write_configs(source: Source, out_dir: Path, quantization: dict[str, Any], embedded: dict[str, Any]) -> None:
+    """config.json as the source has it, and both statements of how it is quantized."""
+    config = read_json(source.path / "config.json")
+    _write_json(out_dir / "config.json", {**config, "quantization_config": embedded})
+    _write_json(out_dir / "hf_quant_config.json", quantization)
+
+
 def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None) -> None:
-    """Complete an export in place: config.json, hf_quant_config.json, generation_config.json, tokenizer files."""
+    """Complete a checkpoint in place: config.json, hf_quant_config.json, generation_config.json, tokenizer files."""
     config = read_json(out_dir / "config.json")
     config["architectures"] = [source.shape.architecture]
     config["dtype"] = config["torch_dtype"] = source.dtype  # transformers 5.x and 4.x
@@ -54,8 +61,6 @@ def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant
     if quant_algo is not None or kv_cache_quant_algo is not None:
         _name_quantization(config, out_dir, quant_algo, kv_cache_quant_algo)
     _write_json(out_dir / "config.json", config)
-    # ModelOpt edits the generation config (do_sample) and transformers makes one up where there is none.
-    (out_dir / "generation_config.json").unlink(missing_ok=True)
     if (source.path / "generation_config.json").exists():
         shutil.copyfile(source.path / "generation_config.json", out_dir / "generation_config.json")
     write_tokenizer(source.path, out_dir)

@@ -1,4 +1,7 @@
-"""The only module that talks to ModelOpt: quantize a loaded model, compare it with its source in place, export it.
+"""The only module that talks to ModelOpt: load a model, quantize it in place, compare it with its source.
+
+Memory is what decides how. Weights are memory-mapped from the source's files; those that SmoothQuant rewrites are mapped from
+unlinked files of our own, so that the kernel can put them back on the disk, and a model of 140 GB does not need 140 GB.
 
 ModelOpt and transformers print, warn and draw bars a great deal; all of it goes to this package's logger instead. That
 redirection is of the whole process, so one thread quantizes at a time.
@@ -18,9 +21,9 @@ from typing import Any
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
 from toolkit.quantize.algorithms import Algorithm
-from toolkit.quantize.source import Source
+from toolkit.quantize.source import Source, read_source
 
-__all__ = ["as_source", "export", "load_model", "loudly", "quantize_model", "quantized_linears", "quiet"]
+__all__ = ["as_source", "load_model", "loudly", "quantization_configs", "quantize_model", "quantized_linears", "quiet"]
 
 logger = logging.getLogger(__name__)
 CHATTY = ("transformers", "modelopt", "accelerate")
@@ -62,62 +65,115 @@ def loudly(progress: Progress) -> Progress:
 
 
 def load_model(source: Source) -> Any:
-    """The source as a transformers model on the CPU, in its own dtype: one copy, offline, none of the checkpoint's code."""
+    """The source as a transformers model on the CPU, in its own dtype: offline, none of the checkpoint's code.
+
+    It is built without storage, then each parameter becomes a view of the source's files; padding rows are left out.
+    """
+    import accelerate
     import torch
     import transformers
 
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(source.path),
-            dtype=getattr(torch, source.dtype),
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            low_cpu_mem_usage=True,
-        )
+        config = transformers.AutoConfig.from_pretrained(str(source.path), local_files_only=True, trust_remote_code=False)
+        config.vocab_size = source.shape.vocab_size
+        if (config.pad_token_id or 0) >= config.vocab_size:
+            config.pad_token_id = None  # it stood in a padding row
+        config.architectures = [source.shape.architecture]
+        dtype = getattr(torch, source.dtype)
+        with accelerate.init_empty_weights(include_buffers=False):  # RoPE's buffers are computed, not stored
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()
+        for name in [name for name, _ in model.named_parameters()]:
+            module, _, parameter = name.rpartition(".")
+            value = torch.nn.Parameter(read_source(source, name).to(dtype), requires_grad=False)
+            setattr(model.get_submodule(module), parameter, value)
+        model.tie_weights()
     except Exception as exc:  # config validators, key errors, allocation: all kinds, and all about this checkpoint
         raise CheckpointError(f"transformers cannot load it ({exc})", where=source.path) from exc
-    model.config.architectures = [source.shape.architecture]  # the export fails without it
-    if source.is_trimmed:
-        _trim(model, source.shape.vocab_size)
     return model.eval()
 
 
-def _trim(model: Any, vocab_size: int) -> None:
-    """Cut padding rows off embedding and LM head: views, no copies, and tied weights stay tied."""
-    import torch
-
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
-    embedding.weight = torch.nn.Parameter(embedding.weight.data[:vocab_size], requires_grad=False)
-    head.weight = embedding.weight if tied else torch.nn.Parameter(head.weight.data[:vocab_size], requires_grad=False)
-    if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
-        embedding.padding_idx = None  # it matters to gradients alone, and torch checks it
-    embedding.num_embeddings = head.out_features = model.config.vocab_size = vocab_size
-
-
 def quantize_model(
-    model: Any, algorithm: Algorithm, kv_cache_quant_algo: str | None, forward_loop: Callable[[Any], None]
+    model: Any,
+    algorithm: Algorithm,
+    kv_cache_quant_algo: str | None,
+    forward_loop: Callable[[Any], None],
+    scratch: Path | None = None,
 ) -> None:
     """Insert quantizers and calibrate them, in place. Without a forward loop FP8 would lose its activation scales in silence.
 
-    A row of zeros has amax 0, which the export refuses; its scale becomes 1, under which it is still all zeros.
+    scratch: a folder on the disk for weights that the algorithm rewrites; None keeps them in memory. Nothing is left in it. A
+    row of zeros has amax 0, which no scale can be made of; it becomes 1, under which the row is still all zeros.
     """
     import copy
 
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     config = copy.deepcopy(getattr(mtq, algorithm.preset))
     if kv_cache_quant_algo == "FP8":
         config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG)["quant_cfg"]
+    if algorithm.pre_quant_scale:
+        for layer in model.model.layers:
+            for linear in _linears(layer):
+                linear.weight = _parameter(_writable(linear.weight.data, scratch))
     mtq.quantize(model, config, forward_loop)
-    # The export averages the smoothing of linears that share an input. Done here, what is measured is what is written.
-    requantize_resmooth_fused_llm_layers(model)
+    if algorithm.pre_quant_scale:
+        for layer in model.model.layers:
+            _smooth_together(layer)
     for module in model.modules():
         if isinstance(module, TensorQuantizer) and module.is_enabled and module.amax is not None:
             module._amax[module._amax == 0] = module.maxbound
+
+
+def _smooth_together(layer: Any) -> None:
+    """Average the smoothing of linears that share an input, as ModelOpt's export would; so what is measured is what is written.
+
+    ModelOpt puts a new weight in the place of the old one; its values go back to where the old one was mapped.
+    """
+    from modelopt.torch.export.quant_utils import preprocess_linear_fusion
+
+    attention, mlp = layer.self_attn, layer.mlp
+    for group in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+        mapped = [linear._parameters["weight"] for linear in group]
+        preprocess_linear_fusion(group)
+        for linear, weight in zip(group, mapped, strict=True):
+            if linear._parameters["weight"] is not weight:
+                weight.data.copy_(linear._parameters["weight"].data)
+                linear._parameters["weight"] = weight
+
+
+def _linears(layer: Any) -> list[Any]:
+    import torch
+
+    return [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+
+
+def _parameter(tensor: Any) -> Any:
+    import torch
+
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _writable(tensor: Any, scratch: Path | None) -> Any:
+    """A copy that may be written to: mapped from a file that has no name any more, so that nothing outlives the process."""
+    import torch
+
+    if scratch is None:
+        return tensor.clone()
+    file = scratch / "weight"
+    mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    file.unlink()
+    return mapped.copy_(tensor)
+
+
+def quantization_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ModelOpt says of a quantized model: (hf_quant_config.json, quantization_config of config.json)."""
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+    from modelopt.torch.export.quant_utils import get_quant_config
+
+    own = get_quant_config(model)
+    return own, convert_hf_quant_config_format(own)
 
 
 def quantized_linears(model: Any) -> dict[str, Any]:
@@ -159,11 +215,3 @@ def as_source(model: Any, source: Source) -> Iterator[None]:
                 quantizer.enable()
             for name, data in present.items():
                 linears[name]._parameters["weight"].data = data
-
-
-def export(model: Any, dtype: str, out_dir: Path) -> None:
-    """Write ModelOpt's unified form. The model is changed by this and must not be run afterwards."""
-    import torch
-    from modelopt.torch.export import export_hf_checkpoint
-
-    export_hf_checkpoint(model, dtype=getattr(torch, dtype), export_dir=out_dir)

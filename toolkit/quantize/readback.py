@@ -1,8 +1,7 @@
-"""What was exported is what was quantized: noted before the export, compared with the files after it.
+"""What was written is what was quantized: noted before the export, compared with the files after it.
 
-The export changes the model and may merge or smooth again on the way, so the comparison needs a note from before. `capture`
-works out each linear's codes from its weight, holds them against the fake-quantized weight that quality was measured with, and
-keeps scales and a digest of the codes, a few bytes per row. `read_back` then reads the files and demands the same.
+`capture` works out each linear's codes, holds them against the fake-quantized weight that quality was measured with, and keeps
+a digest of the codes, a few bytes per linear. `read_back` then reads the files and demands the same codes and scales.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.reader import TensorInfo, expected_shapes, read_index, read_tensor
 from toolkit.quantize.algorithms import Algorithm
+from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.check import linear_names, verdict
-from toolkit.quantize.modelopt import quantized_linears
+from toolkit.quantize.codes import encode_values, encode_weight, row_parts
 from toolkit.quantize.source import Source, read_source
 from toolkit.records import Finding
 
@@ -24,52 +24,56 @@ if TYPE_CHECKING:
 
 __all__ = ["Captured", "capture", "read_back"]
 
-KV_MAX_CODE = 448.0  # FP8 E4M3
-
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One linear as it stood when quality was measured. Scales are float32.
+    """One linear as it stood when quality was measured.
 
-    scales: tensor name after the linear's own -> value that the file must hold. codes_sha256: of the codes' bytes, row by row.
-    weights: how many. ties: of them, codes that the export rounds the other way than the fake quantization, since the value
-    lies in the middle between two codes up to rounding. wrong: codes that differ without that excuse.
+    codes_sha256: of the codes' bytes, row by row. weights: how many. ties: of them, codes that are rounded the other way than
+    the fake quantization does, since the value lies in the middle between two codes up to rounding. wrong: codes that differ
+    without that excuse.
     """
 
-    scales: dict[str, Tensor]
     codes_sha256: str
     weights: int
     ties: int
     wrong: int
 
 
-def capture(model: Any, algorithm: Algorithm) -> dict[str, Captured]:
-    """Note every quantized linear of `model`, one at a time."""
+def capture(model: Any, calibrated: Calibrated) -> dict[str, Captured]:
+    """Note every quantized linear of `model`, some rows at a time."""
     import torch
 
+    assert calibrated.algorithm is not None
     modules = dict(model.named_modules())
     captured = {}
     with torch.no_grad():
-        for name, module in quantized_linears(model).items():
-            weight = module._parameters["weight"]  # [rows, columns], smoothed where the algorithm smooths
-            amax = _float(module.weight_quantizer.amax)
-            scale = amax / algorithm.max_code
-            values, rounding = _divide(weight, scale)
-            codes = _encode(values, algorithm)
-            fake = module.weight_quantizer(weight).float()
-            exact = codes.float() * scale.reshape(-1, 1)
-            off = (fake - exact).abs() > _rounding_of_fake(exact, weight.dtype)
-            values = values[off].float()
-            above, below = (_encode(values * (1.0 + side * rounding), algorithm) for side in (1, -1))
-            ties = int((above.float() != below.float()).sum())
-            captured[name] = Captured(
-                _scales(name, module, modules, scale, algorithm), _digest(codes), weight.numel(), ties, int(off.sum()) - ties
-            )
+        for name, scales in calibrated.linears.items():
+            weight = calibrated.weight(name)
+            fake = modules[name].weight_quantizer(weight)
+            captured[name] = _compare_with_fake(weight, fake, scales.weight, calibrated.algorithm)
     return captured
 
 
+def _compare_with_fake(weight: Tensor, fake: Tensor, scale: Tensor, algorithm: Algorithm) -> Captured:
+    digest, ties, wrong = hashlib.sha256(), 0, 0
+    for rows in row_parts(weight):
+        some = scale[rows] if scale.ndim else scale
+        codes = encode_weight(weight[rows], some, algorithm)
+        digest.update(_bytes(codes))
+        exact = codes.float() * some.reshape(-1, 1)
+        off = (fake[rows].float() - exact).abs() > _rounding_of_fake(exact, weight.dtype)
+        values, rounding = _divide(weight[rows], some)
+        values = values[off].float()
+        above, below = (encode_values(values * (1.0 + side * rounding), algorithm) for side in (1, -1))
+        tied = int((above.float() != below.float()).sum())
+        ties += tied
+        wrong += int(off.sum()) - tied
+    return Captured(digest.hexdigest(), weight.numel(), ties, wrong)
+
+
 def _divide(weight: Tensor, scale: Tensor) -> tuple[Tensor, float]:
-    """weight [rows, columns] / scale as the export divides, and the relative rounding of that against exact arithmetic.
+    """weight [rows, columns] / scale as the codes are made, and the relative rounding of that against exact arithmetic.
 
     By a vector of float32 the quotient is float32. By a float32 scalar it stays in the weight's own dtype (torch's
     promotion rule), and the scalar may be rounded to it too: FP8 codes of a BF16 model can land one step off near a middle.
@@ -89,49 +93,26 @@ def _rounding_of_fake(exact: Tensor, dtype: Any) -> Tensor:
     return (info.eps / 2 + 2.0**-21) * exact.abs() + info.smallest_normal * info.eps
 
 
-def _scales(name: str, module: Any, modules: dict[str, Any], scale: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
-    scales = {"weight_scale": scale}
-    inputs = module.input_quantizer
-    if inputs.is_enabled and inputs.amax is not None:
-        scales["input_scale"] = _float(inputs.amax) / algorithm.max_code
-    if inputs.pre_quant_scale is not None:
-        scales["pre_quant_scale"] = _float(inputs.pre_quant_scale)
-    attention, _, projection = name.rpartition(".")
-    cache = getattr(modules[attention], f"{projection[0]}_bmm_quantizer", None)
-    if projection in ("k_proj", "v_proj") and cache is not None and cache.is_enabled:
-        scales[f"{projection[0]}_scale"] = _float(cache.amax) / KV_MAX_CODE
-    return scales
-
-
-def _encode(values: Tensor, algorithm: Algorithm) -> Tensor:
-    """The nearest codes (ties to even): int8 or float8_e4m3fn."""
+def _bytes(codes: Tensor) -> memoryview:
     import torch
 
-    if algorithm.weight_dtype == "I8":
-        return values.round().clamp(-127, 127).to(torch.int8)
-    return values.clamp(-algorithm.max_code, algorithm.max_code).to(torch.float8_e4m3fn)
-
-
-def _float(value: Tensor) -> Tensor:
-    return value.detach().float().squeeze().clone()
+    return codes.contiguous().view(torch.uint8).numpy().data
 
 
 def _digest(codes: Tensor) -> str:
-    import torch
-
-    return hashlib.sha256(codes.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(_bytes(codes)).hexdigest()
 
 
-def read_back(directory: Path, source: Source, captured: dict[str, Captured]) -> tuple[Finding, ...]:
-    """Compare the exported files with what was captured, and everything that was not quantized with the source, bit for bit."""
-    tensors = read_index(directory)
+def read_back(directory: Path, calibrated: Calibrated, captured: dict[str, Captured]) -> tuple[Finding, ...]:
+    """Compare the files with what was captured, and everything that was not quantized with the source, bit for bit."""
+    tensors, source = read_index(directory), calibrated.source
     codes = [f"{name} was not quantized" for name in linear_names(source.shape) if name not in captured]
     for name, note in captured.items():
         if note.wrong:
             codes.append(f"{name}: {note.wrong} of {note.weights} codes are not the weight that quality was measured with")
         if _digest(read_tensor(tensors[f"{name}.weight"])) != note.codes_sha256:
             codes.append(f"{name}.weight does not hold the codes that were quantized")
-    scales = [fault for name, note in captured.items() for fault in _compare_scales(tensors, name, note)]
+    scales = [fault for name, value in _scales(calibrated).items() for fault in _compare_scale(tensors, name, value)]
     weights = sum(note.weights for note in captured.values())
     ties = sum(note.ties for note in captured.values())
     return (
@@ -141,18 +122,25 @@ def read_back(directory: Path, source: Source, captured: dict[str, Captured]) ->
     )
 
 
-def _compare_scales(tensors: dict[str, TensorInfo], name: str, note: Captured) -> list[str]:
+def _scales(calibrated: Calibrated) -> dict[str, Tensor]:
+    """Tensor name -> value that the file must hold."""
+    found = {}
+    for name, scales in calibrated.linears.items():
+        named = {"weight_scale": scales.weight, "input_scale": scales.input, "pre_quant_scale": scales.pre_quant}
+        found.update({f"{name}.{key}": value for key, value in named.items() if value is not None})
+    for layer, pair in enumerate(calibrated.kv_scales):
+        found.update({f"model.layers.{layer}.self_attn.{p}_proj.{p}_scale": one for p, one in zip("kv", pair, strict=True)})
+    return found
+
+
+def _compare_scale(tensors: dict[str, TensorInfo], name: str, value: Tensor) -> list[str]:
     """Equal up to one rounding of float32."""
     import torch
 
-    faults = []
-    for key, value in note.scales.items():
-        info = tensors.get(f"{name}.{key}")
-        if info is None:
-            faults.append(f"{name}.{key} is missing")
-        elif not torch.allclose(read_tensor(info).float().reshape(-1), value.reshape(-1), rtol=2**-23, atol=0.0):
-            faults.append(f"{name}.{key} is not what calibration decided")
-    return faults
+    if name not in tensors:
+        return [f"{name} is missing"]
+    same = torch.allclose(read_tensor(tensors[name]).float().reshape(-1), value.float().reshape(-1), rtol=2**-23, atol=0.0)
+    return [] if same else [f"{name} is not what calibration decided"]
 
 
 def _untouched(tensors: dict[str, TensorInfo], source: Source, linears: set[str]) -> Finding:

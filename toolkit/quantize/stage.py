@@ -1,25 +1,35 @@
-"""The quantize stage: a source checkpoint in; out comes a quantized one, measured before the export and checked after it."""
+"""The quantize stage: a source checkpoint in; out comes a quantized one, measured, and checked as it was written.
+
+The unified form is always made; TRT-LLM's form stands in a folder of its own beside it, where the engine flow needs it.
+"""
 
 from __future__ import annotations
 
 import gc
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.reader import read_index
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.errors import CheckpointError, StageError, UsageError
 from toolkit.interfaces import Fingerprint, Progress
+from toolkit.pipeline.memory import freed_blocks_returned
 from toolkit.quantize.algorithms import Algorithm, algorithm_of
 from toolkit.quantize.calibrate import batches_of, encode, forward_loop, split_texts
 from toolkit.quantize.check import check_form
-from toolkit.quantize.checkpoint import copy_as_it_is, finish
+from toolkit.quantize.checkpoint import copy_as_it_is, finish, write_configs
+from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
-from toolkit.records import Finding, QuantizationQuality, QuantizedCheckpoint
+from toolkit.records import Finding, QuantizationQuality, QuantizedCheckpoint, TrtllmForm
 
-__all__ = ["VERSION", "fingerprint", "quantize"]
+if TYPE_CHECKING:
+    from toolkit.quantize.calibrated import Calibrated
 
-VERSION = 2
+__all__ = ["TRTLLM_FOLDER", "VERSION", "Ranks", "fingerprint", "quantize"]
+
+VERSION = 3
+TRTLLM_FOLDER = "trtllm"
 
 
 def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
@@ -30,6 +40,7 @@ def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
     return {name: version(name) for name in libraries}
 
 
+@freed_blocks_returned()
 def quantize(
     role: str,
     source: Path,
@@ -39,30 +50,33 @@ def quantize(
     progress: Progress,
     *,
     vocab_size: int | None = None,
+    trtllm: Ranks | None = None,
 ) -> QuantizedCheckpoint:
     """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the same bytes.
 
-    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None keeps all.
+    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None keeps all. trtllm: write
+    TRT-LLM's form as well, for these ranks, from the same calibration; None: the unified form alone.
 
     A source that ModelOpt has quantized already is checked and used as it is. Raises CheckpointError for a source that is
     damaged, contradicts itself or has another algorithm than the one asked for, UsageError for calibration text that cannot be
-    used, and StageError when the export fails a check.
+    used and for ranks that do not divide the model, and StageError when what was written fails a check.
     """
     opened = open_source(source, vocab_size)
     algorithm = algorithm_of(quantization.quant_algo)
     _agree(opened, quantization)
+    if trtllm is not None:
+        partition(opened.shape, trtllm)  # refuses what cannot be divided before time is spent
     check_weights(opened, progress)
     out_dir.mkdir(parents=True, exist_ok=True)
     quality: QuantizationQuality | None = None
-    read: tuple[Finding, ...] = ()
     if algorithm is None or opened.is_quantized:
-        copy_as_it_is(opened, out_dir)
+        read = _take_over(opened, trtllm, out_dir, progress)
     else:
         if calibration is None:
             raise UsageError(
                 f"quantizing the {role} needs calibration text", mend="add a `calibration` section with a `dataset`"
             )
-        quality, read = _quantize(opened, algorithm, quantization.kv_cache_quant_algo, calibration, out_dir, progress)
+        quality, read = _quantize(opened, algorithm, quantization.kv_cache_quant_algo, calibration, trtllm, out_dir, progress)
     checks = check_form(out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo) + read
     _refuse_errors(role, opened, checks)
     return QuantizedCheckpoint(
@@ -75,7 +89,27 @@ def quantize(
         weight_bytes=sum(info.num_bytes for info in read_index(out_dir).values()),
         quality=quality,
         checks=checks,
+        trtllm=None if trtllm is None else TrtllmForm(out_dir / TRTLLM_FOLDER, trtllm.tp_size, trtllm.pp_size),
     )
+
+
+def _take_over(source: Source, trtllm: Ranks | None, out_dir: Path, progress: Progress) -> tuple[Finding, ...]:
+    """A checkpoint that stays as it is: copied, and divided among ranks where that is asked for."""
+    copy_as_it_is(source, out_dir)
+    if trtllm is None:
+        return ()
+    from toolkit.quantize.calibrated import calibrated_from_checkpoint
+
+    return _write_trtllm(calibrated_from_checkpoint(source), trtllm, out_dir / TRTLLM_FOLDER, progress)
+
+
+def _write_trtllm(calibrated: Calibrated, ranks: Ranks, folder: Path, progress: Progress) -> tuple[Finding, ...]:
+    from toolkit.quantize.trtllm_check import check_trtllm
+    from toolkit.quantize.trtllm_form import write_trtllm
+
+    write_trtllm(calibrated, ranks, folder, lambda done: progress(done, ranks.world_size, "writing ranks"))
+    progress(0, None, "reading back")
+    return check_trtllm(folder, calibrated, ranks)
 
 
 def _agree(source: Source, quantization: QuantizationConfig) -> None:
@@ -102,33 +136,42 @@ def _quantize(
     algorithm: Algorithm,
     kv_cache_quant_algo: str | None,
     calibration: CalibrationConfig,
+    trtllm: Ranks | None,
     out_dir: Path,
     progress: Progress,
 ) -> tuple[QuantizationQuality, tuple[Finding, ...]]:
-    """Calibrate, measure, note, export, complete, read back: in this order, since the export changes the model."""
+    """Calibrate, measure, write and complete, read back. Every form comes from the one calibration."""
     texts, heldout_texts = split_texts(calibration)
     length = min(calibration.calib_max_seq_length, source.shape.max_position_embeddings)
     samples = encode(texts, source.path, length, source.shape.vocab_size)
     heldout_samples = encode(heldout_texts, source.path, length, source.shape.vocab_size)
 
     # Heavy, and not needed before the calibration text was found good.
-    from toolkit.quantize.modelopt import export, load_model, loudly, quantize_model, quiet
+    from toolkit.quantize.calibrated import calibrated_from_model
+    from toolkit.quantize.hf_form import write_hf_weights
+    from toolkit.quantize.modelopt import load_model, loudly, quantization_configs, quantize_model, quiet
     from toolkit.quantize.quality import measure, take_tokens
     from toolkit.quantize.readback import capture, read_back
 
     report = loudly(progress)
     with quiet():
         model = load_model(source)
-        batches = batches_of(samples, calibration.batch_size)
-        quantize_model(model, algorithm, kv_cache_quant_algo, forward_loop(batches, report))
+        loop = forward_loop(batches_of(samples, calibration.batch_size), report)
+        quantize_model(model, algorithm, kv_cache_quant_algo, loop, scratch=out_dir)
         quality = measure(model, source, batches_of(take_tokens(heldout_samples), 1), report)
-        captured = capture(model, algorithm)
-        export(model, source.dtype, out_dir)
-    del model
+        calibrated = calibrated_from_model(model, source, algorithm)
+        report(0, None, "writing")
+        captured = capture(model, calibrated)
+        write_hf_weights(calibrated, out_dir)
+        write_configs(source, out_dir, *quantization_configs(model))
+        finish(source, out_dir, algorithm.name, kv_cache_quant_algo)
+        report(0, None, "reading back")
+        read = read_back(out_dir, calibrated, captured)
+        if trtllm is not None:
+            read += _write_trtllm(calibrated, trtllm, out_dir / TRTLLM_FOLDER, report)
+    del model, calibrated
     gc.collect()  # ModelOpt's modules refer to one another in circles
-    finish(source, out_dir, algorithm.name, kv_cache_quant_algo)
-    progress(0, None, "reading back")
-    return quality, read_back(out_dir, source, captured)
+    return quality, read
 
 
 def _refuse_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:

@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,16 +309,13 @@ class TritonServer:
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
-        """The models can be called, and the metrics can be read: their endpoint is the last one that the server opens."""
         # Through no proxy: the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            for url in (f"http://{self.http_url}/v2/health/ready", self.metrics_url):
-                with opener.open(url, timeout=5):
-                    pass  # anything but a success raises
-        except OSError:  # urllib's errors are such
+            with opener.open(f"http://{self.http_url}/v2/health/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
             return False
-        return True
 
     def check(self) -> None:
         """Raise ServerError, with the end of the log, if the server is no longer running."""
