@@ -15,7 +15,7 @@ from tests.test_cli import write_config
 from toolkit.assembly import Workplace, build, explain_build, stages_of
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
-from toolkit.errors import BackendUnavailable, CheckpointError, UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
 
@@ -123,6 +123,13 @@ def test_a_recorded_digest_is_compared_even_when_everything_is_stored(
         build(again, workplace, Silent(), store, until="pair")
 
 
+def test_what_cannot_work_is_refused_before_anything_runs(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"max_input_len": 64, "max_seq_len": 10**6}))
+    with pytest.raises(PlanError, match=r"length-within-model"):
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
 def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) -> None:
     observer = Silent()
     built = build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until="upper", stages=small_stages("a"))
@@ -130,13 +137,19 @@ def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) 
     assert built.report is None
 
 
+TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
+
+
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"engine": {"kind": "trt_engine"}}, "engine.kind trt_engine is not packaged yet"),
-        ({"engine": {"kind": "trtllm_pytorch"}}, "engine.kind trtllm_pytorch is not packaged yet"),
+        ({"engine": {"kind": "trt_engine", **TRTLLM}}, "engine.kind trt_engine is not packaged yet"),
+        ({"engine": {"kind": "trtllm_pytorch", **TRTLLM}}, "engine.kind trtllm_pytorch is not packaged yet"),
         ({"triton": {"layout": "bls"}}, "triton.layout bls is not built yet"),
-        ({"target": {"checkpoint": "meta-llama/Llama-3.2-1B"}}, "hub ids are not fetched yet"),
+        (
+            {"target": {"checkpoint": "Qwen/Qwen3-0.6B"}, "draft": None, "speculation": {"kind": "none"}},
+            "hub ids are not fetched yet",
+        ),
     ],
 )
 def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
@@ -146,9 +159,6 @@ def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
     with pytest.raises(UsageError, match=message):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
-
-
-TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
 
 
 @pytest.mark.slow
@@ -172,7 +182,6 @@ def test_the_pytorch_flow_is_built_as_far_as_its_engines(tiny_pair: tuple[Path, 
     [
         ("trt_engine", {"builder": "container"}, False),
         ("trt_engine", {"free_gpu_memory_fraction": 0.5}, False),
-        ("trt_engine", {"enable_block_reuse": False}, False),
         ("trt_engine", {"tensorrt_llm": "1.1"}, True),
         ("trt_engine", {"tp_size": 2}, True),
         ("trt_engine", {"max_num_tokens": 4096}, True),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
-COMMANDS = ("build", *STAGES, "explain", "serve", "generate", "report", "doctor", "schema", "version")
+COMMANDS = ("build", *STAGES, "plan", "explain", "serve", "generate", "report", "doctor", "schema", "version")
 
 
 def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -75,6 +75,25 @@ def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], N
     texts = [toolkit("--help", cwd=tmp_path).stdout]
     texts += [toolkit(command, "--help", cwd=tmp_path).stdout for command in COMMANDS]
     golden("help.txt", f"\n{'-' * 110}\n\n".join(texts))
+
+
+def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
+    config = str(Path(__file__).parents[1] / "configs" / "llama70b.yaml")
+    good = toolkit("plan", config, cwd=tmp_path)
+    assert good.returncode == 0 and "llama70b: it can work" in good.stdout
+    bad = toolkit("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
+    found = json.loads(bad.stdout)
+    assert bad.returncode == 2 and not found["possible"]
+    assert {"heads-divide-tp", "world-size"} <= {one["rule"] for one in found["judgements"] if one["severity"] == "refused"}
+
+
+def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
+    config = str(Path(__file__).parents[1] / "configs" / "llama70b.yaml")
+    done = toolkit("build", config, "--set", "engine.tp_size=3", "--set", "engine.tensorrt_llm='0.21'", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--set engine.tp_size=3: engine.tp_size: the target's 64 attention heads" in done.stderr
+    assert "[draft-target-min-version]" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Callable[[str, str], None]) -> None:

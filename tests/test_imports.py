@@ -119,6 +119,12 @@ def test_a_config_error_imports_nothing_heavier_than_pydantic(tmp_path: Path) ->
         assert loaded_by(RUN, HEAVY, command, str(tmp_path / "bad.yaml")) == ["pydantic"]
 
 
+def test_a_plan_imports_nothing_heavier_than_pydantic_and_rich() -> None:
+    """So that it is there in a fraction of a second, wherever the models and their runtimes are."""
+    config = Path(__file__).parents[1] / "configs" / "llama70b.yaml"
+    assert set(loaded_by(RUN, HEAVY, "plan", str(config))) <= {"pydantic", "rich"}
+
+
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_modules_say_what_they_are_for(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or not file.read_text().strip()

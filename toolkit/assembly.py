@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
-from toolkit.errors import CheckpointError, StoreError, UsageError
+from toolkit.errors import CheckpointError, Fault, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -156,8 +156,10 @@ def _models(config: DeploymentConfig) -> dict[str, ModelConfig]:
 def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
     """All stages of a deployment, in order.
 
-    Raises UsageError for what is not built yet, and for calibration or prompt files that cannot be used.
+    Raises PlanError for what cannot work, UsageError for what is not built yet, and for calibration or prompt files that cannot
+    be used.
     """
+    _refuse_impossible(config)
     _refuse_unbuilt(config)
     _check_inputs(config)
     roles = tuple(_models(config))
@@ -168,6 +170,15 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
         _package(config, roles),
         _validate(config, roles, workplace, memo),
     ]
+
+
+def _refuse_impossible(config: DeploymentConfig) -> None:
+    from toolkit.plan.make import make_plan
+
+    refused = [one for one in make_plan(config).judgements if one.severity == "refused"]
+    if refused:
+        faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in refused]
+        raise PlanError(config.name, faults)
 
 
 def _refuse_unbuilt(config: DeploymentConfig) -> None:

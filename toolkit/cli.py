@@ -1,6 +1,6 @@
 """The `toolkit` command: arguments, printing and exit codes, and nothing else does these.
 
-Exit codes: 0 done or PASS; 1 a gate failed; 2 config or usage; 3 a stage failed; 4 INCONCLUSIVE; 130 interrupted.
+Exit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a stage failed; 4 INCONCLUSIVE; 130 interrupted.
 Results go to stdout, progress and errors to stderr. Everything heavy is imported by the command that needs it, so that `--help`
 and errors in a YAML are there at once.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import PlanError, ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.assembly import Built
@@ -37,7 +37,7 @@ URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-
 
 app = typer.Typer(
     help="Quantize, compile, package, serve and judge an LLM with draft-target speculative decoding.\n\n"
-    "Exit codes: 0 done or PASS; 1 a gate failed; 2 config or usage; 3 a stage failed; 4 INCONCLUSIVE.",
+    "Exit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a stage failed; 4 INCONCLUSIVE.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -119,6 +119,26 @@ def validate_command(
         raise UsageError("a CONFIG or --replay FILE is needed", mend="toolkit validate CONFIG")
     else:
         _build(config, "validate", fresh, overrides, rehash, as_json)
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say whether it can work, what will be changed in silence, what it needs and how fast it can be; runs nothing."""
+    from toolkit.plan.make import make_plan
+
+    made = make_plan(_load(config, overrides))
+    if as_json:
+        from toolkit.records import to_json
+
+        _print(json.dumps(to_json(made), indent=2))
+    else:
+        from rich.console import Console
+
+        from toolkit.report.plan import print_plan
+
+        print_plan(made, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    if not made.possible:
+        raise typer.Exit(USAGE)
 
 
 @app.command()
@@ -330,7 +350,12 @@ def _build(config: Path, until: str, fresh: list[str] | None, overrides: list[st
         known = {*STAGES, *(f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft"))}
         if name not in known:
             raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
-    built = _run_stages(loaded, until, fresh=fresh or (), rehash=rehash)
+    try:
+        built = _run_stages(loaded, until, fresh=fresh or (), rehash=rehash)
+    except PlanError as error:
+        from toolkit.config.load import located
+
+        raise PlanError(config, located(config, overrides or (), error.faults)) from error
     verdict = built.report
     if as_json:
         _print(json.dumps(_as_json(loaded.name, built), indent=2))

@@ -2,6 +2,7 @@
 
     ToolkitError                 what was wrong, where, how to mend it; exit code on the class
     +-- ConfigError      (2)     one or more faults of a YAML file, with positions
+    |   +-- PlanError    (2)     a sound file that asks for what cannot work
     +-- UsageError       (2)     a command or argument that cannot work
     +-- CheckpointError  (2)     a checkpoint that is missing, foreign, damaged or contradicts itself
     +-- PairingError     (2)     draft and target do not belong together
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Fault",
     "PairingError",
+    "PlanError",
     "RequestError",
     "ServerError",
     "StageError",
@@ -88,6 +90,10 @@ class ConfigError(ToolkitError):
         self.file = str(file)
         self.faults = tuple(faults)
         super().__init__("\n".join(fault.render(self.file) for fault in faults))
+
+
+class PlanError(ConfigError):
+    """Every rule of the plan that refuses a deployment."""
 
 
 class UsageError(ToolkitError):

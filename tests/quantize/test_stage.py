@@ -303,10 +303,5 @@ def test_calibration_is_required(tmp_path: Path) -> None:
         run(write_checkpoint(tmp_path / "source"), FP8, None, tmp_path / "out")
 
 
-def test_a_cache_in_fp8_needs_weights_in_fp8() -> None:
-    with pytest.raises(ValueError, match="does not go with quant_algo W8A16"):
-        QuantizationConfig(quant_algo="W8A16", kv_cache_quant_algo="FP8")
-
-
 def test_fingerprint_names_what_decides_the_bytes() -> None:
     assert set(fingerprint(FP8)) >= {"nvidia-modelopt", "torch", "transformers"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import CheckpointError
 
-__all__ = ["FAMILIES", "Family", "ModelShape", "read_shape"]
+__all__ = ["FAMILIES", "Family", "ModelShape", "parse_shape", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,17 @@ def read_shape(directory: Path) -> ModelShape:
 
     Raises CheckpointError when it is missing, not JSON, of an architecture that is not supported, or contradicts itself.
     """
-    where = directory / "config.json"
-    stated = _Stated(read_json(where), where)
+    where, generation = directory / "config.json", directory / "generation_config.json"
+    generated = _Stated(read_json(generation) if generation.exists() else {}, generation)
+    return _shape(_Stated(read_json(where), where), generated)
+
+
+def parse_shape(config: dict[str, Any], *, where: str | Path) -> ModelShape:
+    """The same of a config.json that is no file; `where` is for messages."""
+    return _shape(_Stated(config, where), _Stated({}, where))
+
+
+def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
     family = _family(stated)
     heads = stated.count("num_attention_heads")
     hidden = stated.count("hidden_size")
@@ -114,7 +123,7 @@ def read_shape(directory: Path) -> ModelShape:
         sliding_window=_sliding_window(stated, family, layers),
         dtype=dtype if dtype in DTYPES else "float32",
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_eos_ids(stated, directory),
+        eos_token_ids=_eos_ids(stated, generated),
     )
 
 
@@ -123,7 +132,7 @@ class _Stated:
     """What a JSON file states, read by type. An absent key and null are the same: the default, and without one a fault."""
 
     values: dict[str, Any]
-    where: Path
+    where: str | Path
 
     def fault(self, what: str, mend: str | None = None) -> CheckpointError:
         return CheckpointError(what, where=self.where, mend=mend)
@@ -243,8 +252,6 @@ def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int |
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _eos_ids(stated: _Stated, directory: Path) -> tuple[int, ...]:
+def _eos_ids(stated: _Stated, generated: _Stated) -> tuple[int, ...]:
     """generation_config.json wins, since that is where several EOS ids are usually listed."""
-    generation = directory / "generation_config.json"
-    source = _Stated(read_json(generation) if generation.exists() else {}, generation)
-    return source.ids("eos_token_id") if "eos_token_id" in source.values else stated.ids("eos_token_id")
+    return generated.ids("eos_token_id") if "eos_token_id" in generated.values else stated.ids("eos_token_id")

@@ -20,7 +20,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.config.source import KeyPath, Source, dotted, read_source
 from toolkit.errors import ConfigError, Fault
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "located"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
 FILES: tuple[KeyPath, ...] = (("calibration", "dataset"), ("calibration", "heldout"), ("validation", "prompts"))
@@ -88,6 +88,14 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
             file, sorted(faults, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
         )
     return _resolved(config, file.absolute().parent)
+
+
+def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> list[Fault]:
+    """Faults that were found after loading, with the places of their keys in the file, in its order."""
+    source = read_source(file, overrides)
+    paths = [tuple(fault.path.split(".")) for fault in faults]
+    placed = [source.place(path).fault(path, fault.message, fault.mend) for path, fault in zip(paths, faults, strict=True)]
+    return sorted(placed, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
 
 
 def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> Fault:

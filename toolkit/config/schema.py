@@ -68,20 +68,8 @@ class QuantizationConfig(Section):
     """quant_algo: FP8 | W8A8_SQ_PER_CHANNEL (INT8 SmoothQuant) | W8A16 (INT8 weight-only) | NO_QUANT."""
 
     quant_algo: QuantAlgo = "NO_QUANT"
-    kv_cache_quant_algo: Literal["FP8"] | None = None
+    kv_cache_quant_algo: Literal["FP8", "INT8"] | None = None
     allow_unsupported: bool = False  # go on where nobody vouches for it; never where it is known to fail
-
-    @field_validator("kv_cache_quant_algo")
-    @classmethod
-    def _fp8_cache_goes_with_fp8_weights(cls, algo: Literal["FP8"] | None, info: ValidationInfo) -> Literal["FP8"] | None:
-        # Under other weights TensorRT-LLM's builder switches paged context FMHA off in silence, and speculation needs it.
-        weights = info.data.get("quant_algo", "FP8")
-        if algo == "FP8" and weights != "FP8":
-            raise ValueError(
-                f"kv_cache_quant_algo FP8 does not go with quant_algo {weights}; "
-                "set quant_algo: FP8, or remove kv_cache_quant_algo"
-            )
-        return algo
 
 
 class ModelConfig(Section):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from toolkit.facts.source import Source
 
-__all__ = ["GPUS", "Gpu"]
+__all__ = ["DRIVER_NAMES", "GPUS", "Gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +53,22 @@ GPUS = {
         Gpu("B200", 100, 183359, 7700.0, 2250.0, 4500.0, 4500.0, _sheet("Blackwell architecture brief, table 3 (HGX)")),
         Gpu("B300", 103, 275040, 8000.0, 2250.0, 4500.0, 150.0, _sheet("HGX B300 datasheet", "C")),
     )
+}
+
+# Words of the driver's name -> row; the first that matches, so the narrower stand first.
+DRIVER_NAMES = {
+    "GH200": "GH200",
+    "B300": "B300",
+    "B200": "B200",
+    "H200": "H200",
+    "H100 NVL": "H100-NVL",
+    "H100": "H100",
+    "A100 40GB": "A100-40GB",
+    "A100": "A100",
+    "A30": "A30",
+    "A10": "A10",
+    "L40S": "L40S",
+    "L4": "L4",
+    "RTX 4090": "RTX4090",
+    "RTX 5090": "RTX5090",
 }

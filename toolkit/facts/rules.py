@@ -130,6 +130,7 @@ RULES: dict[str, tuple[str, Source]] = {
         Source("TS docs/introduction/compatibility.md", "A"),
     ),
     "mixed-precision-pair": ("no published recipe pairs these two precisions", Source("not established", "I")),
+    "shape-needed": ("a plan is made of the models' shapes", OWN),
     "hardware-needed": ("precision, memory and speed depend on the GPU", OWN),
     "memory": ("weights, KV caches and activations have to fit", Source("formulas in docs/planning.md", "I")),
     "batch-fits": ("every request of a full batch may grow to max_seq_len", Source("formulas in docs/planning.md", "I")),

@@ -1,0 +1,83 @@
+"""The plan of every shipped file is a reviewed one; and a plan is made of whatever there is to read."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.plan.conftest import config_of
+from toolkit.config.load import load_config
+from toolkit.facts.models import CONFIGS
+from toolkit.plan.make import gpu_named, make_plan
+from toolkit.records import Plan, from_json, to_json
+from toolkit.report.plan import print_plan
+
+FOLDER = Path(__file__).parents[2] / "configs"
+OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")
+
+
+def printed(plan: Plan) -> str:
+    out = io.StringIO()
+    print_plan(plan, Console(width=128, file=out))
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("name", OF_NVIDIA)
+def test_the_plan_of_a_shipped_file_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
+    """What the machine of the test is does not stand in it: the files name the GPUs that they are for."""
+    plan = make_plan(load_config(FOLDER / f"{name}.yaml"))
+    assert plan.possible
+    golden(f"plan-{name}.txt", printed(plan))
+
+
+def test_the_quickstart_can_work() -> None:
+    plan = make_plan(load_config(FOLDER / "quickstart.yaml"))
+    assert plan.possible
+    assert "it can work" in printed(plan)
+    assert plan.memory[-1].place == "the machine"
+
+
+def test_a_plan_that_cannot_work_says_how_many_reasons_there_are() -> None:
+    text = printed(make_plan(config_of("pytorch", triton__layout="bls", engine__tokens_per_block=5)))
+    assert "it cannot work: 2 reasons above" in text
+    assert "[layout-of-flow]" in text
+
+
+def test_a_bare_config_json_is_enough(tmp_path: Path) -> None:
+    name = "meta-llama/Llama-3.3-70B-Instruct"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    bare = make_plan(config_of("pytorch", target__checkpoint=str(tmp_path)))
+    assert bare.serving == make_plan(config_of("pytorch")).serving
+
+
+def test_a_plan_round_trips_through_json() -> None:
+    plan = make_plan(config_of("engine"))
+    assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    "name, row",
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_driver_s_name_finds_the_row(name: str, row: str | None) -> None:
+    found = gpu_named(name)
+    assert (None if found is None else found.name) == row

@@ -1,0 +1,130 @@
+"""Arithmetic against what is published of these models, and against real checkpoints' own bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.plan.conftest import config_of, subject
+from tests.support.checkpoints import write_checkpoint
+from toolkit.checkpoints.reader import read_index
+from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
+from toolkit.facts.models import CONFIGS
+from toolkit.plan.make import make_plan
+from toolkit.plan.memory import kv_bytes_per_token, linear_params, memory_of, parameters, weight_bytes
+
+HOST = 10**12
+# Parameters as the model cards state them, in billions.
+PUBLISHED = {
+    "meta-llama/Llama-3.3-70B-Instruct": 70.6,
+    "meta-llama/Llama-3.1-405B-Instruct": 406.0,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "meta-llama/Llama-3.2-3B-Instruct": 3.21,
+    "meta-llama/Llama-3.2-1B-Instruct": 1.24,
+    "Qwen/Qwen2.5-72B-Instruct": 72.7,
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
+    "Qwen/Qwen3-32B": 32.8,
+    "Qwen/Qwen3-0.6B": 0.6,
+    "mistralai/Mistral-Large-Instruct-2407": 123.0,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
+}
+
+
+def shape(name: str) -> ModelShape:
+    return parse_shape(CONFIGS[name], where=name)
+
+
+def total(kind: str, stage: str, **keys: object) -> int:
+    stages, _ = memory_of(subject(kind, **keys), HOST)
+    return next(one.total_bytes for one in stages if one.stage == stage)
+
+
+@pytest.mark.parametrize("name, billions", PUBLISHED.items())
+def test_parameters_are_those_of_the_model_card(name: str, billions: float) -> None:
+    assert parameters(shape(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_bytes_are_those_of_a_real_checkpoint(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", family=family)
+    on_disk = sum(info.num_bytes for info in read_index(folder).values())
+    model = read_shape(folder)
+    # Biases and norms of q and k are left out; at this tiny size they are about a hundredth.
+    assert weight_bytes(model, "NO_QUANT", dtype=model.dtype) == pytest.approx(on_disk, rel=0.03)
+
+
+def test_llama_70b_in_fp8_with_its_draft_fits_one_h200() -> None:
+    """As published: NVIDIA served this pair on one H200."""
+    plan = make_plan(config_of("pytorch"))
+    assert plan.possible
+    assert plan.serving is not None and plan.serving.sequences >= 4
+
+
+def test_llama_70b_in_bf16_does_not_fit_one_h100_and_fits_two() -> None:
+    bf16 = {"target__quantization": {}, "draft__quantization": {}}
+    plan = make_plan(config_of("pytorch", hardware__gpu="H100", **bf16))
+    assert [one.rule for one in plan.judgements if one.severity == "refused"] == ["memory"]
+    two = {"hardware__count": 2, "engine__tp_size": 2}
+    assert make_plan(config_of("pytorch", hardware__gpu="H100", **bf16, **two)).possible
+
+
+def test_calibrating_llama_70b_in_fp8_takes_more_than_210_gb() -> None:
+    """As published: more than two 80 GB GPUs hold."""
+    assert 210e9 < total("pytorch", "quantize") < 240e9
+
+
+def test_llama_70b_has_160_kib_of_kv_cache_a_token_in_fp8() -> None:
+    """80 layers x K and V x 8 heads x 128 values; twice that in BF16."""
+    assert kv_bytes_per_token(shape("meta-llama/Llama-3.3-70B-Instruct"), "FP8") == 160 * 1024
+    assert kv_bytes_per_token(shape("meta-llama/Llama-3.3-70B-Instruct"), None) == 320 * 1024
+
+
+def test_what_is_planned_never_exceeds_what_is_there() -> None:
+    for kind in ("pytorch", "engine", "int8"):
+        stages, serving = memory_of(subject(kind), HOST)
+        assert serving is not None and stages[-1].available_bytes is not None
+        assert stages[-1].total_bytes <= stages[-1].available_bytes
+        assert sum(item.num_bytes for item in stages[-1].items if item.name.startswith("KV")) == serving.kv_bytes
+
+
+def test_draft_weights_and_draft_cache_are_counted() -> None:
+    without = {"draft": None, "speculation__kind": "none"}
+    both, alone = memory_of(subject("pytorch"), HOST)[1], memory_of(subject("pytorch", **without), HOST)[1]
+    assert both is not None and alone is not None
+    assert both.kv_tokens < alone.kv_tokens
+    assert both.draft_share == pytest.approx(16 * 2 * 8 * 64 / both.kv_bytes_per_token)
+
+
+def test_the_engine_flow_writes_a_head_of_its_own_for_tied_embeddings() -> None:
+    tied = shape("meta-llama/Llama-3.2-1B-Instruct")
+    assert weight_bytes(tied, "FP8", untied=True) - weight_bytes(tied, "FP8") == 128256 * 2048 * 2
+
+
+@pytest.mark.parametrize("length, blocks", [(124, 4), (125, 5), (156, 5), (157, 6)])
+def test_a_sequence_takes_whole_blocks_and_room_for_what_is_drafted(length: int, blocks: int) -> None:
+    """32 tokens a block, and 4 are drafted beyond max_seq_len."""
+    serving = memory_of(subject("pytorch", engine__max_seq_len=length, engine__max_input_len=32), HOST)[1]
+    assert serving is not None
+    assert serving.sequences == serving.kv_tokens // 32 // blocks
+
+
+@given(tp_size=st.sampled_from([1, 2, 4, 8]), name=st.sampled_from(sorted(CONFIGS)))
+def test_ranks_share_all_of_the_linears(tp_size: int, name: str) -> None:
+    model = shape(name)
+    if model.num_kv_heads % tp_size or model.num_heads % tp_size:
+        return
+    assert tp_size * linear_params(model, tp_size) == linear_params(model)
+    assert kv_bytes_per_token(model, None, tp_size=tp_size) * tp_size == kv_bytes_per_token(model, None)
+
+
+def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_that_does() -> None:
+    plan = make_plan(config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=16384))
+    (one,) = [one for one in plan.judgements if one.rule == "batch-fits"]
+    assert plan.possible and plan.serving is not None
+    length = plan.serving.kv_tokens // 64 - 4
+    assert f"up to {length} tokens" in str(one.mend)
+    shorter = make_plan(config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4))
+    assert [one.rule for one in shorter.judgements if one.rule == "batch-fits"] == []

@@ -1,0 +1,287 @@
+"""What cannot work is refused by the rule that says so, with what would work; and what works is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plan.conftest import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
+from toolkit.facts.rules import RULES
+from toolkit.plan.make import make_plan
+from toolkit.plan.resolve import CHECKS, resolve
+from toolkit.records import Judgement
+
+SQ, WO, NONE = "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"
+
+
+def algo(quant_algo: str, role: str = "target", kv: str | None = None) -> dict[str, Any]:
+    return {f"{role}__quantization__quant_algo": quant_algo, f"{role}__quantization__kv_cache_quant_algo": kv}
+
+
+def both(quant_algo: str, kv: str | None = None) -> dict[str, Any]:
+    return {**algo(quant_algo, "target", kv), **algo(quant_algo, "draft", kv)}
+
+
+def gpu(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    return {"hardware__gpu": name, "hardware__count": count, **more}
+
+
+def model(role: str, name: str) -> dict[str, Any]:
+    return {f"{role}__checkpoint": name}
+
+
+QWEN3 = {**model("target", "Qwen/Qwen3-32B"), **model("draft", "Qwen/Qwen3-0.6B")}
+QWENS = {**model("target", QWEN), **model("draft", QWEN_DRAFT)}
+V13, V021, V10, V11 = ({"engine__tensorrt_llm": version} for version in ("1.3", "0.21", "1.0", "1.1"))
+PLAIN: dict[str, Any] = {"draft": None, "speculation__kind": "none"}
+
+# base, what is laid over it, the rule that refuses it, words of what it says, words of what it offers
+REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
+    # INT8 in the PyTorch flow
+    ("pytorch", algo(SQ), "no-w8a8-in-pytorch", "no INT8 W8A8", "FP8"),
+    ("pytorch", algo(SQ, "draft"), "no-w8a8-in-pytorch", "no INT8 W8A8", "trt_engine"),
+    ("pytorch", both(SQ), "no-w8a8-in-pytorch", "no INT8 W8A8", "1.2.1"),
+    ("pytorch", {**both(SQ), **gpu("A100", 2), "engine__tp_size": 2},
+     "no-w8a8-in-pytorch", "unsupported quant mode", "set engine.kind"),
+    ("pytorch", {**both(SQ), **gpu("B200")}, "no-w8a8-in-pytorch", "ValueError", "FP8"),
+    ("pytorch", algo(WO), "w8a16-not-established", "not established", "allow_unsupported"),
+    ("pytorch", algo(WO, "draft"), "w8a16-not-established", "no supported hardware", "FP8"),
+    # INT8 by compute capability
+    ("engine", {**both(SQ), **gpu("B200")}, "blackwell-no-int8", "SM 100", "H100"),
+    ("engine", {**both(SQ), **gpu("B300")}, "blackwell-no-int8", "SM 103", "FP8"),
+    ("engine", {**both(WO), **gpu("B200")}, "blackwell-no-int8", "refuses INT8", "FP8"),
+    ("engine", {**algo(WO, "draft"), **gpu("B200")}, "blackwell-no-int8", "B200", "A100"),
+    ("int8", gpu("B200", 2), "blackwell-no-int8", "trtllm-build", "H200"),
+    ("int8", gpu("RTX5090", 2), "int8-on-sm120", "seen working once", "allow_unsupported"),
+    ("int8", {**both(WO), **gpu("RTX5090", 2)}, "int8-on-sm120", "on no list", "FP8"),
+    # FP8 by compute capability
+    ("engine", gpu("A100"), "fp8-needs-sm89", "A100 is SM 80", "W8A8_SQ_PER_CHANNEL"),
+    ("engine", gpu("A10"), "fp8-needs-sm89", "A10 is SM 86", "W8A16"),
+    ("pytorch", gpu("A100"), "fp8-needs-sm89", "needs SM 89", "NO_QUANT"),
+    ("pytorch", gpu("A100-40GB"), "fp8-needs-sm89", "A100-40GB", "trt_engine"),
+    ("pytorch", {**both(NONE), **algo("FP8", "draft"), **gpu("A30")}, "fp8-needs-sm89", "A30", "L40S"),
+    ("engine", {**algo(NONE, kv="FP8"), **gpu("A100")}, "kv-fp8-needs-sm89", "below SM 89", "remove kv_cache_quant_algo"),
+    ("engine", {**PLAIN, **algo(NONE, kv="FP8"), **gpu("A10")}, "kv-fp8-needs-sm89", "A10", "remove"),
+    # KV caches
+    ("engine", algo("FP8", kv="INT8"), "no-int8-kv-preset", "no preset", "kv_cache_quant_algo: FP8"),
+    ("pytorch", algo("FP8", kv="INT8"), "no-int8-kv-preset", "no preset", "FP8"),
+    ("torch", algo(NONE, kv="INT8"), "no-int8-kv-preset", "INT8 KV cache", "remove"),
+    ("int8", algo(SQ, kv="INT8"), "no-int8-kv-preset", "calibrated", "remove"),
+    ("int8", algo(SQ, kv="INT8"), "int8-kv-disables-paged-fmha", "paged context FMHA", "remove"),
+    ("engine", algo(NONE, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "in silence", "quant_algo: FP8"),
+    ("engine", algo(SQ, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "block reuse", "remove"),
+    ("engine", algo(WO, "draft", kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "W8A16", "remove"),
+    ("torch", algo(WO, kv="FP8"), "toolkit-fp8-kv", "does not go with quant_algo W8A16", "FP8"),
+    ("torch", algo(NONE, "draft", kv="FP8"), "toolkit-fp8-kv", "NO_QUANT", "remove"),
+    ("pytorch", algo(NONE, kv="FP8"), "toolkit-fp8-kv", "calibrated with FP8", "remove"),
+    # families
+    ("engine", algo(SQ), "smoothquant-families", "Llama 3 is a family", "FP8 or W8A16"),
+    ("engine", {**algo(SQ, "draft"), **gpu("H100", 2), "engine__tp_size": 2},
+     "smoothquant-families", "as not supported", "allow_unsupported"),
+    ("int8", {**model("target", LLAMA), **model("draft", LLAMA_DRAFT)}, "smoothquant-families", "ModelOpt lists", "W8A16"),
+    ("int8", QWEN3, "smoothquant-families", "Qwen 3 is a family that ModelOpt does not list", "W8A16"),
+    ("engine", {**QWEN3, **V021}, "qwen3-min-version", "no Qwen 3", "1.2.1"),
+    # versions
+    ("engine", V13, "engine-flow-removed", "no engine flow", "trtllm_pytorch"),
+    ("int8", V13, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),
+    ("engine", {**PLAIN, **V13}, "engine-flow-removed", "1.3", "1.2.1"),
+    ("pytorch", V021, "draft-target-min-version", "no draft-target", "1.2.1"),
+    ("pytorch", V10, "unified-hf-min-version", "1.2.0 and later, not 1.0", "1.2.1"),
+    ("pytorch", V11, "unified-hf-min-version", "not 1.1", "allow_unsupported"),
+    # parallelism
+    ("pytorch", {**gpu("H200", 2), "engine__pp_size": 2}, "no-pp-with-draft-target", "without pipeline", "tp_size: 2"),
+    ("engine", {**gpu("H200", 4), "engine__tp_size": 2, "engine__pp_size": 2},
+     "no-pp-with-draft-target", "two models", "tp_size: 4"),
+    ("pytorch", {**gpu("H200", 3), "engine__tp_size": 3}, "heads-divide-tp", "64 attention heads", "1 or 2 or 4 or 8"),
+    ("int8", {**gpu("A100", 4), "engine__tp_size": 4}, "heads-divide-tp", "the draft's 14 attention heads", "1 or 2"),
+    ("engine", {**gpu("H200", 6), "engine__tp_size": 6}, "heads-divide-tp", "over 6 ranks", "set tp_size"),
+    ("pytorch", {**QWENS, **gpu("H200", 8), "engine__tp_size": 8}, "heads-divide-tp", "14", "1 or 2"),
+    ("pytorch", {**PLAIN, **model("target", LLAMA_DRAFT), **gpu("H200", 32), "engine__pp_size": 32,
+                 "engine__gpus_per_node": 32}, "layers-for-pp", "16 layers for 32", "16 or less"),
+    ("pytorch", {"engine__tp_size": 2}, "world-size", "2 ranks need as many GPUs, and there are 1", "tp_size: 1"),
+    ("engine", {**gpu("H200", 4), "engine__tp_size": 8}, "world-size", "there are 4", "tp_size: 4"),
+    ("pytorch", {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2},
+     "world-size", "= 4 ranks", "hardware.count"),
+    ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16, "engine__gpus_per_node": 4},
+     "world-size", "2 machines", "nodes: 4"),
+    ("pytorch", {**gpu("H200", 4, hardware__nodes=2), "engine__tp_size": 8},
+     "ranks-per-node", "places 8 ranks on a machine with 4", "gpus_per_node: 4"),
+    # lengths
+    ("pytorch", {"engine__max_seq_len": 131073}, "length-within-model", "131072 positions", "131072 or less"),
+    ("engine", {**QWENS, "engine__max_seq_len": 40000}, "length-within-model", "32768", "32768"),
+    ("torch", {"engine__max_seq_len": 200000}, "length-within-model", "beyond the target's", "set max_seq_len"),
+    ("pytorch", {**QWEN3, **model("draft", QWEN_DRAFT), "engine__max_seq_len": 40000},
+     "draft-seq-len", "the draft's 32768", "longer context"),
+    ("pytorch", model("draft", QWEN_DRAFT), "same-vocab", "151936 is not the target's of 128256", "own family"),
+    ("int8", model("draft", LLAMA_DRAFT), "same-vocab", "another tokenizer", "family"),
+    ("torch", model("draft", "mistralai/Mistral-7B-Instruct-v0.3"), "same-vocab", "32768", "family"),
+    # sizes
+    ("pytorch", {"engine__max_num_tokens": 512}, "input-within-num-tokens", "a prompt of 1024", "max_num_tokens: 1024"),
+    ("engine", {"engine__max_input_len": 9000, "engine__max_seq_len": 9500}, "input-within-num-tokens", "allows 8192", "9000"),
+    ("pytorch", {"engine__max_batch_size": 2000}, "draft-within-num-tokens", "10000 tokens a step", "max_batch_size: 1638"),
+    ("pytorch", {"engine__max_batch_size": 600, "speculation__max_draft_len": 16},
+     "draft-within-num-tokens", "16 + 1", "10200"),
+    ("pytorch", {"engine__tokens_per_block": 48}, "tokens-per-block-power-of-two", "48", "32 or 64"),
+    ("engine", {"engine__tokens_per_block": 100}, "tokens-per-block-power-of-two", "no power of two", "64"),
+    ("engine", {"engine__multiple_profiles": True, "engine__opt_num_tokens": 64},
+     "profiles-with-opt-tokens", "refuses", "remove one"),
+    ("engine", {"engine__enable_block_reuse": False}, "block-reuse-for-drafts", "block reuse", "true"),
+    # acceptance, layouts, hardware
+    ("pytorch", {"speculation__acceptance": "rejection"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
+    ("pytorch", {"speculation__acceptance": "coupled"}, "acceptance-rule", "cannot accept by coupled", "torch"),
+    ("engine", {"speculation__acceptance": "coupled"}, "acceptance-rule", "no such rule", "auto"),
+    ("pytorch", {"triton__layout": "bls"}, "layout-of-flow", "inside one runtime", "llmapi"),
+    ("engine", {"triton__layout": "llmapi"}, "layout-of-flow", "never served two", "bls"),
+    ("torch", {"hardware__nodes": 2}, "toolkit-one-device", "one device", "trtllm_pytorch"),
+    ("torch", {"hardware__count": 4}, "toolkit-one-device", "one device", "remove"),
+    # memory
+    ("pytorch", {**both(NONE), **gpu("H100")},
+     "memory", "do not fit H100", "tp_size: 2 or quant_algo: FP8 or hardware.gpu: H200"),
+    ("pytorch", gpu("L40S"), "memory", "do not fit L40S", "tp_size: 2"),
+    ("engine", gpu("L4"), "memory", "GB", "tp_size"),
+    ("pytorch", {**PLAIN, "engine__max_seq_len": 40000, **algo("FP8"), **gpu("H100")},
+     "memory", "one sequence", "max_seq_len: 20000"),
+    ("pytorch", model("target", "somebody/unheard-of"),
+     "shape-needed", "nothing is known here of somebody/unheard-of", "config.json"),
+]  # fmt: skip
+
+
+def refused(kind: str, keys: dict[str, Any]) -> list[Judgement]:
+    return [one for one in make_plan(config_of(kind, **keys)).judgements if one.severity == "refused"]
+
+
+@pytest.mark.parametrize(
+    "kind, keys, rule, what, mend", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)]
+)
+def test_what_cannot_work_is_refused_with_what_would(kind: str, keys: dict[str, Any], rule: str, what: str, mend: str) -> None:
+    assert rule in RULES
+    texts = [(one.what, one.mend) for one in refused(kind, keys) if one.rule == rule]
+    assert any(what in said and offered is not None and mend in offered for said, offered in texts), texts or refused(
+        kind, keys
+    )
+
+
+@pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8"])
+def test_the_bases_of_that_table_work(kind: str) -> None:
+    """Else the refusals above might come from something else."""
+    assert refused(kind, {}) == []
+
+
+def test_every_rule_that_refuses_has_a_case_above() -> None:
+    adjusts_or_warns = {
+        "serving-container", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
+        "draft-target-two-model-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
+        "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
+    }  # fmt: skip
+    own = {"mlp-divides-tp"}  # tested below
+    assert {case[2] for case in REFUSED} | adjusts_or_warns | own == set(RULES)
+
+
+def test_every_rule_has_its_code_under_its_id() -> None:
+    elsewhere = {"memory", "batch-fits", "shape-needed"}  # memory.py, make.py
+    assert set(CHECKS) | elsewhere == set(RULES)
+    assert not set(CHECKS) & elsewhere
+
+
+def test_everything_is_refused_at_once() -> None:
+    keys = {
+        **both(SQ),
+        "engine__tp_size": 3,
+        "engine__max_seq_len": 500000,
+        "triton__layout": "bls",
+        "speculation__acceptance": "coupled",
+    }
+    rules = {one.rule for one in refused("pytorch", keys)}
+    assert rules >= {
+        "no-w8a8-in-pytorch",
+        "heads-divide-tp",
+        "world-size",
+        "length-within-model",
+        "layout-of-flow",
+        "acceptance-rule",
+    }
+
+
+def test_a_model_whose_mlp_does_not_divide_is_refused() -> None:
+    keys = {
+        **PLAIN,
+        **model("target", "Qwen/Qwen2.5-1.5B-Instruct"),
+        **gpu("H200", 12),
+        "engine__tp_size": 12,
+        "engine__gpus_per_node": 12,
+    }
+    (one,) = [one for one in refused("pytorch", keys) if one.rule == "mlp-divides-tp"]
+    assert "MLP of 8960" in one.what
+
+
+def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:
+    keys = {"hardware": None}
+    if subject("engine", **keys).gpu is not None:
+        pytest.skip("this machine has a GPU that is known")
+    plan = make_plan(config_of("engine", **keys))
+    assert [one.rule for one in plan.judgements if one.severity == "warning"] == ["hardware-needed"]
+    assert plan.serving is None and plan.predictions[0].plain_tokens_per_s is None
+
+
+@pytest.mark.parametrize(
+    "kind, keys, rule",
+    [
+        ("engine", algo(SQ), "smoothquant-families"),
+        ("pytorch", algo(WO), "w8a16-not-established"),
+        ("int8", gpu("RTX5090", 2), "int8-on-sm120"),
+        ("pytorch", V11, "unified-hf-min-version"),
+    ],
+)
+def test_what_nobody_vouches_for_can_be_allowed(kind: str, keys: dict[str, Any], rule: str) -> None:
+    allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
+    found = [one for one in resolve(subject(kind, **keys, **allowed)) if one.rule == rule]
+    assert found and {one.severity for one in found} == {"warning"}
+
+
+@pytest.mark.parametrize("keys", [gpu("B200"), both(SQ) | gpu("B200"), V13])
+def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
+    allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
+    strict = {one.rule for one in resolve(subject("int8", **keys)) if one.severity == "refused"} - {"smoothquant-families"}
+    assert {one.rule for one in resolve(subject("int8", **keys, **allowed)) if one.severity == "refused"} == strict
+
+
+@pytest.mark.parametrize(
+    "kind, keys, rule, words",
+    [
+        ("engine", {}, "spec-extends-seq-len", "2048 + max_draft_len 4"),
+        ("engine", {"engine__max_batch_size": 2048}, "spec-raises-num-tokens", "raised from 8192 to 10240"),
+        (
+            "engine",
+            {"engine__max_num_tokens": 1024, "engine__max_batch_size": 512},
+            "spec-raises-num-tokens",
+            "from 1024 to 2560",
+        ),
+        ("int8", {}, "fused-mlp-scope", "use_fused_mlp is switched off"),
+        ("int8", {}, "fp8-fmha-needs-sm89", "A100 is SM 80"),
+        ("engine", algo("FP8"), "fp8-fmha-needs-fp8-kv", "switched off"),
+        ("engine", {}, "fp8-kv-forces-fp8-fmha", "switched on"),
+        ("engine", {}, "nccl-single-rank", "one rank"),
+        ("engine", {**PLAIN, **algo(NONE, kv="FP8")}, "fp8-kv-needs-fp8-weights-for-paged-fmha", "block reuse is lost"),
+        ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
+        ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
+        ("int8", {}, "same-vocab", "152064 and 151936"),
+    ],
+)
+def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any], rule: str, words: str) -> None:
+    found = resolve(subject(kind, **keys))
+    assert any(one.rule == rule and one.severity == "adjusted" and words in one.what for one in found), found
+
+
+@pytest.mark.parametrize(
+    "kind, keys, rule",
+    [
+        ("pytorch", V13, "serving-container"),
+        ("engine", algo(WO, "draft"), "mixed-precision-pair"),
+        ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),
+        ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
+    ],
+)
+def test_what_may_work_and_is_not_vouched_for_is_a_warning(kind: str, keys: dict[str, Any], rule: str) -> None:
+    found = [one for one in resolve(subject(kind, **keys)) if one.rule == rule]
+    assert found and {one.severity for one in found} == {"warning"}

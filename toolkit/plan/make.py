@@ -1,0 +1,131 @@
+"""The plan of a deployment: what is read (shapes, GPUs), what the rules say, what it needs and how fast it can be.
+
+Nothing is run, and nothing heavy is imported: a plan takes a fraction of a second and works before anything is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig
+from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
+from toolkit.facts.models import CONFIGS
+from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
+from toolkit.pipeline.machine import gpus, memory_bytes
+from toolkit.plan.memory import judge_memory, memory_of, parameters
+from toolkit.plan.predict import predict, stage_times
+from toolkit.plan.resolve import Subject, resolve
+from toolkit.records import Judgement, Plan
+
+__all__ = ["gpu_named", "make_plan", "subject_of"]
+
+
+def make_plan(config: DeploymentConfig) -> Plan:
+    """Raises CheckpointError for a checkpoint whose config.json cannot be read."""
+    subject, unread = subject_of(config)
+    host_bytes = memory_bytes()
+    resolved = resolve(subject)
+    impossible = any(one.severity == "refused" for one in (*resolved, *unread))
+    # Memory of what cannot be built would be advice on top of a refusal that changes it.
+    fitting = () if impossible else tuple(judge_memory(subject, host_bytes))
+    stages, serving = memory_of(subject, host_bytes) if _has_numbers(subject) else ((), None)
+    judgements = tuple(sorted((*unread, *resolved, *fitting), key=_severity))
+    return Plan(
+        name=config.name,
+        possible=not any(one.severity == "refused" for one in judgements),
+        summary=_summary(subject),
+        judgements=judgements,
+        memory=stages,
+        serving=serving,
+        predictions=predict(subject) if _has_numbers(subject) else (),
+        times=stage_times(subject),
+    )
+
+
+def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]]:
+    """The deployment with what is known around it, and a refusal for every model of which nothing is."""
+    shapes: dict[str, ModelShape] = {}
+    unread: list[Judgement] = []
+    models = {"target": config.target, "draft": config.draft}
+    for role, model in models.items():
+        if model is None:
+            continue
+        shape = _shape(model)
+        if shape is not None:
+            shapes[role] = shape
+            continue
+        what = f"nothing is known here of {model.hub_id}"
+        mend = "name a folder that holds its config.json; known without one: " + ", ".join(CONFIGS)
+        unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
+    gpu, count = _gpus(config)
+    return Subject(config, shapes, gpu, count), tuple(unread)
+
+
+def gpu_named(driver_name: str) -> Gpu | None:
+    """The row of a GPU as the driver calls it ("NVIDIA H200"); None for one that is not in the table."""
+    words = set(driver_name.upper().replace("-", " ").split())
+    found = [name for pattern, name in DRIVER_NAMES.items() if set(pattern.split()) <= words]
+    return GPUS[found[0]] if found else None
+
+
+def _shape(model: ModelConfig) -> ModelShape | None:
+    if model.hub_id is None:
+        return read_shape(Path(model.checkpoint))
+    known = CONFIGS.get(model.hub_id)
+    return None if known is None else parse_shape(known, where=model.hub_id)
+
+
+def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
+    """(GPU, how many in all nodes): what the YAML names, else what this machine has."""
+    hardware, engine = config.hardware, config.engine
+    if hardware.gpu == "auto":
+        names = gpus()
+        return (gpu_named(names[0]) if names else None), (hardware.count or len(names)) * hardware.nodes
+    if hardware.count is not None:
+        return GPUS[hardware.gpu], hardware.count * hardware.nodes
+    wanted = min(engine.world_size, engine.gpus_per_node) if isinstance(engine, TensorRtLlmConfig) else 1
+    return GPUS[hardware.gpu], wanted * hardware.nodes
+
+
+def _has_numbers(subject: Subject) -> bool:
+    """Whether arithmetic has a meaning: every shape is known, and splits as asked."""
+    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    return set(subject.shapes) == set(subject.models) and all(tp <= shape.num_heads for shape in subject.shapes.values())
+
+
+def _severity(one: Judgement) -> int:
+    return ("refused", "warning", "adjusted").index(one.severity)
+
+
+def _summary(subject: Subject) -> dict[str, str]:
+    config, engine = subject.config, subject.config.engine
+    found = {}
+    for role, model in subject.models.items():
+        name = model.hub_id or model.checkpoint.name
+        size = f", {_count(parameters(subject.shapes[role]))} parameters" if role in subject.shapes else ""
+        kv = f", {model.quantization.kv_cache_quant_algo} KV cache" if model.quantization.kv_cache_quant_algo else ""
+        found[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
+    if isinstance(engine, TensorRtLlmConfig):
+        version = VERSIONS[engine.tensorrt_llm]
+        flow = "engine flow" if subject.engine_flow is not None else "PyTorch flow"
+        found["engine"] = f"TensorRT-LLM {version.name}, {flow}, tp {engine.tp_size}, pp {engine.pp_size}"
+        if subject.engine_flow is not None and version.engine_flow:
+            found["build image"] = BUILD_IMAGE.format(release=version.release)
+        if version.serving_tags:
+            found["serving image"] = SERVING_IMAGE.format(tag=version.serving_tags[0])
+    else:
+        found["engine"] = "embedded (torch)"
+    found["sizes"] = (
+        f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len} tokens with output"
+    )
+    found["speculation"] = f"draft_target, {subject.draft_len} tokens a step" if subject.drafts else "none"
+    found["hardware"] = f"{subject.gpu_count} x {subject.gpu.name}" if subject.gpu is not None else "this machine's CPU"
+    if subject.gpu is None and subject.trtllm is not None:
+        found["hardware"] = "not known"
+    found["layout"] = "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
+    return found
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

@@ -1,0 +1,132 @@
+"""An upper bound on speed, by bandwidth and arithmetic, with and without speculation; and a rough estimate of time per stage.
+
+A forward takes at least as long as reading its weights and KV caches, and at least as long as its arithmetic (the roofline).
+Published measurements reach about 75 % of it at batch 1. What speculation adds follows Leviathan et al. 2023, arXiv:2211.17192:
+with draft_len tokens drafted, each accepted at rate a, a target forward yields (1 - a^(draft_len + 1)) / (1 - a) tokens.
+"""
+
+from __future__ import annotations
+
+from toolkit.checkpoints.shape import ModelShape
+from toolkit.config.schema import TorchEngineConfig
+from toolkit.facts.gpus import Gpu
+from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
+from toolkit.plan.resolve import Subject
+from toolkit.records import PredictedSpeed, Prediction, StageTime
+
+__all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_per_step"]
+
+ACCEPTANCE_RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
+DISK_BYTES_PER_S = 1e9  # assumed
+MODEL_FLOPS_UTILIZATION = 0.4  # assumed, of calibration forwards
+BUILD_BYTES_PER_S = 0.1e9  # assumed: trtllm-build, weights in to engine out
+
+
+def tokens_per_step(acceptance_rate: float, draft_len: int) -> float:
+    """Expected tokens of one target forward, its own token included; acceptance_rate in [0, 1]."""
+    if acceptance_rate == 1.0:
+        return draft_len + 1.0
+    return float((1.0 - acceptance_rate ** (draft_len + 1)) / (1.0 - acceptance_rate))
+
+
+def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) -> float | None:
+    """The acceptance rate from which drafting pays, by bisection; None where even full acceptance does not."""
+    needed = (draft_len * draft_s + verify_s) / plain_s
+    if needed >= draft_len + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_step(middle, draft_len) < needed else (low, middle)
+    return high
+
+
+def forward_seconds(
+    shape: ModelShape, quant_algo: str, kv_algo: str | None, gpu: Gpu, *, batch: int, tokens: int, context: int, gpus: int = 1
+) -> tuple[float, bool]:
+    """(seconds, whether arithmetic bounds it) of a forward of `tokens` new tokens for each of `batch` sequences."""
+    num_bytes = _read_bytes(shape, quant_algo) + batch * context * kv_bytes_per_token(shape, kv_algo)
+    weights = shape.num_layers * linear_params(shape) + shape.vocab_size * shape.hidden_size
+    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
+    flops = 2.0 * batch * tokens * (weights + attention)
+    rates = {"FP8": gpu.fp8_tflops, "W8A8_SQ_PER_CHANNEL": gpu.int8_tops}
+    reading = num_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
+    computing = flops / ((rates.get(quant_algo) or gpu.bf16_tflops) * 1e12 * gpus)
+    return max(reading, computing), computing > reading
+
+
+def predict(subject: Subject) -> tuple[Prediction, ...]:
+    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is left: bytes against bytes."""
+    if set(subject.shapes) != set(subject.models):
+        return ()
+    batches = dict.fromkeys((1, subject.config.engine.max_batch_size))
+    return tuple(_at(subject, batch) for batch in batches)
+
+
+def _at(subject: Subject, batch: int) -> Prediction:
+    gpu = _serving_gpu(subject)
+    gpus = 1 if subject.trtllm is None else subject.trtllm.world_size
+    context, draft_len = subject.config.engine.max_input_len, subject.draft_len
+
+    def seconds(role: str, tokens: int) -> tuple[float, bool]:
+        shape, quantization = subject.shapes[role], subject.models[role].quantization
+        if gpu is None:  # in units of the target's bytes
+            target = _read_bytes(subject.shapes["target"], subject.models["target"].quantization.quant_algo)
+            return _read_bytes(shape, quantization.quant_algo) / target, False
+        algo, kv = quantization.quant_algo, quantization.kv_cache_quant_algo
+        return forward_seconds(shape, algo, kv, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus)
+
+    plain, compute_bound = seconds("target", 1)
+    speeds: list[PredictedSpeed] = []
+    ratio = threshold = None
+    if subject.drafts:
+        draft, verify = seconds("draft", 1)[0], seconds("target", draft_len + 1)[0]
+        ratio, threshold = draft / plain, break_even(draft_len, plain, draft, verify)
+        for rate in ACCEPTANCE_RATES:
+            tokens = tokens_per_step(rate, draft_len)
+            step = draft_len * draft + verify
+            per_s = None if gpu is None else batch * tokens / step
+            speeds.append(PredictedSpeed(rate, draft_len, tokens, per_s, tokens * plain / step))
+    return Prediction(
+        batch_size=batch,
+        context_tokens=context,
+        bound="arithmetic" if compute_bound else "bandwidth",
+        plain_tokens_per_s=None if gpu is None else batch / plain,
+        cost_ratio=ratio,
+        break_even=threshold,
+        speculative=tuple(speeds),
+    )
+
+
+def stage_times(subject: Subject) -> tuple[StageTime, ...]:
+    """An order of magnitude for the long stages on the hardware that is named; nothing for a CPU, where it is measured."""
+    gpu = _serving_gpu(subject)
+    if gpu is None or set(subject.shapes) != set(subject.models):
+        return ()
+    found, calibration = [], subject.config.calibration
+    for role, shape in subject.shapes.items():
+        algo = subject.models[role].quantization.quant_algo
+        source, size = 2 * parameters(shape), weight_bytes(shape, algo)
+        if algo != "NO_QUANT" and calibration is not None:
+            tokens = calibration.calib_size * calibration.calib_max_seq_length
+            computing = 2.0 * parameters(shape) * tokens / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
+            seconds = computing + (source + size) / DISK_BYTES_PER_S
+            formula = f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {(source + size) / 1e9:.0f} GB at 1 GB/s"
+            found.append(StageTime(f"quantize/{role}", seconds, formula))
+        if subject.engine_flow is not None:
+            per_rank = size / subject.engine_flow.world_size
+            found.append(
+                StageTime(f"compile/{role}", per_rank / BUILD_BYTES_PER_S, f"{per_rank / 1e9:.0f} GB a rank at 0.1 GB/s")
+            )
+    return tuple(found)
+
+
+def _read_bytes(shape: ModelShape, quant_algo: str) -> int:
+    """Weights that a forward reads: everything but the embedding table, of which it takes a row a token."""
+    table = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
+    return weight_bytes(shape, quant_algo) - table
+
+
+def _serving_gpu(subject: Subject) -> Gpu | None:
+    engine = subject.config.engine
+    return None if isinstance(engine, TorchEngineConfig) and engine.device == "cpu" else subject.gpu
