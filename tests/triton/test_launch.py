@@ -72,7 +72,7 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
         assert answers(process, grpc, tmp_path / "log")
         sweep(tmp)
         assert len(list(tmp.iterdir())) == 1  # its workspace is in use
-    sweep(tmp)
+    assert process.returncode == 0
     assert not list(tmp.iterdir())
 
 

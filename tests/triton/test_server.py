@@ -172,6 +172,18 @@ def test_a_server_that_dies_later_is_told_by_check(repository: Callable[[str], P
     assert not list(own_tmp.iterdir())
 
 
+def test_a_model_whose_process_dies_stops_the_server(repository: Callable[[str], Path], own_tmp: Path) -> None:
+    """Triton alone would stay ready and answer nothing."""
+    with TritonServer(repository(GOOD)) as server:
+        (stub,) = children(server.pid)
+        os.kill(stub, signal.SIGKILL)
+        assert eventually(lambda: server._process is not None and server._process.poll() is not None)
+        with pytest.raises(ServerError, match="was stopped, because the Python process of a model had died") as failed:
+            server.check()
+        assert f"a model's Python process ({stub}) died" in failed.value.log_tail
+    assert not list(own_tmp.iterdir())
+
+
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_killed_parent(repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals) -> None:
     program = (

@@ -1,7 +1,7 @@
-"""`python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]`: become the tritonserver of a packaged repository.
+"""`python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]`: serve a packaged repository.
 
-This is what `launch.sh` beside the models runs: the same command and environment as `TritonServer`, without the supervision,
-for people who have their own (systemd, a container, a terminal). An entry point like the CLI, so it prints and exits.
+This is what `launch.sh` beside the models runs, in systemd, a container or a terminal: the same command, environment and
+supervisor as those of `TritonServer`, but nobody's child. An entry point like the CLI, so it prints and exits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.triton.server import Workspace, launch_command
+from toolkit.triton.server import Workspace, launch_command, supervised
 
 __all__ = ["main"]
 
@@ -20,10 +20,11 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.exit("usage: python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]")
     try:
-        command, environment = launch_command(Path(arguments[0]), Workspace.create(inheritable=True))
+        workspace = Workspace.create(inheritable=True)
+        command, environment = launch_command(Path(arguments[0]), workspace)
     except ToolkitError as error:
         sys.exit(str(error))
-    os.execve(command[0], [*command, *arguments[1:]], environment)
+    os.execve(sys.executable, supervised([*command, *arguments[1:]], workspace.path, parent=0), environment)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,11 @@ def launch_command(
     return command, environment
 
 
+def supervised(command: list[str], workspace: Path, *, parent: int) -> list[str]:
+    """The command that runs `command` beneath its supervisor, which watches the process `parent` (0: none)."""
+    return [sys.executable, "-I", "-S", supervise.__file__, str(parent), str(workspace), str(GRACE_S), "--", *command]
+
+
 def _backends(wheel: Path, workspace: Workspace) -> Path:
     """A backend directory like the wheel's, with the stub of this interpreter's version where the backend looks for it."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -268,19 +273,9 @@ class TritonServer:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             ports = {f"{name}_port": port for name, port in self._ports.items()}
             command, environment = launch_command(self.repository, workspace, self.config.model_copy(update=ports))
-            supervisor = [
-                sys.executable,
-                "-I",
-                "-S",
-                supervise.__file__,
-                str(os.getpid()),
-                str(workspace.path),
-                str(GRACE_S),
-                "--",
-            ]
             self._log = self.log_path.open("w+b")  # kept open, so that it can be read when the server and its folder are gone
             self._process = subprocess.Popen(
-                [*supervisor, *command],
+                supervised(command, workspace.path, parent=os.getpid()),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -323,8 +318,9 @@ class TritonServer:
             raise ServerError("tritonserver is not running", mend="Start it first.")
         code = self._process.poll()
         if code is not None:
-            how = f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
-            raise ServerError(f"tritonserver {how}", log_tail=self.log_tail(), mend="The end of its log says why.")
+            raise ServerError(
+                f"tritonserver {_how_it_ended(code)}", log_tail=self.log_tail(), mend="The end of its log says why."
+            )
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
         """The last lines that the server printed; also after it died."""
@@ -349,6 +345,12 @@ class TritonServer:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def _how_it_ended(code: int) -> str:
+    if code == supervise.STUB_DIED:
+        return "was stopped, because the Python process of a model had died"
+    return f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
 
 
 def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
