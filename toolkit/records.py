@@ -41,6 +41,7 @@ __all__ = [
     "Quality",
     "QuantizationQuality",
     "QuantizedCheckpoint",
+    "Ratio",
     "Sampled",
     "Serving",
     "Speedup",
@@ -306,8 +307,8 @@ class Latency:
     """One latency of one arm, in milliseconds. A percentile that the number of samples cannot support is None, and
     `unsupported` says why under its name (p50 | p90 | p99).
 
-    p90_low and p90_high: the bootstrap interval of p90 over requests. curve: the quantiles 0, 1, ... 100 percent, for plots.
-    samples counts requests (ttft, tpot, e2e), chunks (icl) or tokens (itl, which is weighted by them).
+    p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve: the quantiles 0, 1, ... 100
+    percent, for plots. samples counts requests (ttft, tpot, e2e), chunks (icl) or tokens (itl, which is weighted by them).
     """
 
     samples: int
@@ -319,6 +320,10 @@ class Latency:
     p90_high: float | None
     unsupported: dict[str, str]
     curve: tuple[float, ...]
+    p50_low: float | None = None
+    p50_high: float | None = None
+    p99_low: float | None = None
+    p99_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +363,17 @@ class Speedup:
     confidence: float
     prompts: int
     rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A figure of one arm divided by that of another, with its bootstrap interval. estimate None: `reason` says why not."""
+
+    name: str  # ttft_p50, tokens_per_s, ...
+    estimate: float | None
+    low: float | None
+    high: float | None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

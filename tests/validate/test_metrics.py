@@ -122,3 +122,43 @@ def test_every_figure_has_a_definition() -> None:
     shown = {*metrics.LATENCIES, "tokens_per_s", "speedup", "acceptance_rate", "acceptance_length", "parity", "kl_mean"}
     assert shown <= set(metrics.DEFINITIONS)
     assert all(one.formula and one.numerator for one in metrics.DEFINITIONS.values())
+
+
+def test_every_supported_percentile_has_its_interval() -> None:
+    waits = np.random.default_rng(0).integers(1, 500, size=(25, 40))
+    ttft = metrics.arm([[timing([(int(wait), 1)]) for wait in row] for row in waits]).latencies["ttft"]
+    for q in (50, 90, 99):
+        low, value, high = (getattr(ttft, f"p{q}{end}") for end in ("_low", "", "_high"))
+        assert value == pytest.approx(np.percentile(waits, q))
+        assert low <= value <= high
+
+
+def test_ratios_of_latencies_are_per_percentile_and_absent_with_the_reason() -> None:
+    fast = [[timing([(10 + i, 1), (20 + 2 * i, 3)]) for i in range(25)]]
+    slow = [[timing([(20 + 2 * i, 1), (40 + 4 * i, 3)]) for i in range(25)]]
+    found = {one.name: one for one in metrics.latency_ratios(slow, fast)}
+    for name in ("ttft_p50", "e2e_p50", "tpot_p50", "itl_p50", "icl_p50"):
+        assert (found[name].estimate, found[name].low, found[name].high) == pytest.approx((2, 2, 2))
+    assert found["ttft_p99"].estimate is None and "p99 needs 1000" in (found["ttft_p99"].reason or "")
+
+
+def test_failed_requests_are_missing_from_a_ratio_and_break_nothing() -> None:
+    rounds = [[timing([(10, 1)]) for _ in range(25)]]
+    ratio = next(one for one in metrics.latency_ratios([[None, *rounds[0][1:]]], rounds) if one.name == "ttft_p50")
+    assert ratio.estimate == 1.0
+    gone = next(one for one in metrics.latency_ratios([[None] * 25], rounds) if one.name == "ttft_p50")
+    assert (gone.estimate, gone.reason) == (None, "no samples")
+
+
+def test_goodput_counts_requests_that_meet_every_limit() -> None:
+    good = timing([(10, 1), (20, 1), (30, 1)])
+    late = timing([(60, 1), (70, 1)])
+    stalled = timing([(10, 1), (11, 1), (90, 1)])
+    single = timing([(10, 1)])
+    requests = [good, late, stalled, single, None]
+    assert metrics.goodput(requests, {"ttft": 50}, 2.0) == 1.5
+    assert metrics.goodput(requests, {"ttft": 50, "itl": 30}, 2.0) == 1.0  # one token has no gap that is too long
+    uncounted = RequestTiming("p", "ab", (), None, 0, ((5 * MS, None), (9 * MS, None)), Statistics())
+    assert metrics.goodput([uncounted], {"ttft": 50}, 1.0) == 1.0
+    assert metrics.goodput([uncounted], {"ttft": 50, "tpot": 30}, 1.0) == 0.0  # not known is not met
+    assert metrics.goodput(requests, {"e2e": 1000}, 0.0) == 0.0

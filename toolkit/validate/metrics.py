@@ -6,20 +6,41 @@ A `Rounds` is [round][prompt]: every round holds one timed request per prompt, i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from toolkit.records import Acceptance, Arm, Definition, Latency, PositionAcceptance, Speedup
-from toolkit.validate.statistics import CONFIDENCE, bootstrap_percentile, bootstrap_ratio, percentile, unsupported
+from toolkit.records import Acceptance, Arm, Definition, Latency, PositionAcceptance, Ratio, Speedup
+from toolkit.validate.statistics import (
+    CONFIDENCE,
+    bootstrap_percentile_ratios,
+    bootstrap_percentiles,
+    bootstrap_ratio,
+    percentile,
+    unsupported,
+)
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["DEFINITIONS", "PERCENTILES", "acceptance", "arm", "delivered_late", "distinct_ngrams", "latency", "speedup"]
+__all__ = [
+    "DEFINITIONS",
+    "LATENCIES",
+    "PERCENTILES",
+    "acceptance",
+    "arm",
+    "delivered_late",
+    "distinct_ngrams",
+    "goodput",
+    "latencies",
+    "latency",
+    "latency_ratios",
+    "speedup",
+]
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
+Answers: TypeAlias = "Sequence[Sequence[RequestTiming | None]]"
 Samples: TypeAlias = list[tuple[float, int]]  # (milliseconds, weight) of one request
 LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
 PERCENTILES = (50, 90, 99)
@@ -151,10 +172,7 @@ def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
         request_time_s=elapsed_s,
         tokens_per_s=_throughput(requests),
         tokens_per_s_by_prompt=tuple(_throughput(column) for column in columns),
-        latencies={
-            name: latency([[sample for request in column for sample in _samples(name, request)] for column in columns], seed)
-            for name in LATENCIES
-        },
+        latencies=latencies(columns, seed=seed),
         distinct_4grams=float(np.mean(ratios)) if ratios else None,
         finish_reasons=dict(sorted(Counter(request.finish_reason or "none" for request in requests).items())),
     )
@@ -170,27 +188,89 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
         reasons = {f"p{q}": "no samples" for q in PERCENTILES}
         return Latency(0, None, None, None, None, None, None, reasons, ())
     reasons = {f"p{q}": reason for q in PERCENTILES if (reason := unsupported(count, q)) is not None}
-    p50, p90, p99 = (None if f"p{q}" in reasons else percentile(values, q, weights) for q in PERCENTILES)
-    low, high = None, None
-    if p90 is not None:
-        low, high = bootstrap_percentile(
+    supported = [q for q in PERCENTILES if f"p{q}" not in reasons]
+    intervals = (
+        bootstrap_percentiles(
             [[value for value, _ in group] for group in groups],
-            90,
+            supported,
             [[weight for _, weight in group] for group in groups],
             seed=seed,
         )
-    curve = np.percentile(np.repeat(values, weights), range(101))
-    return Latency(
-        count,
-        float(np.average(values, weights=weights)),
-        p50,
-        p90,
-        p99,
-        low,
-        high,
-        reasons,
-        tuple(round(float(value), 4) for value in curve),
+        if supported
+        else ()
     )
+    found: dict[int, tuple[float | None, float | None, float | None]] = dict.fromkeys(PERCENTILES, (None, None, None))
+    for q, (low, high) in zip(supported, intervals, strict=True):
+        found[q] = (percentile(values, q, weights), low, high)
+    return Latency(
+        samples=count,
+        mean=float(np.average(values, weights=weights)),
+        p50=found[50][0],
+        p90=found[90][0],
+        p99=found[99][0],
+        p90_low=found[90][1],
+        p90_high=found[90][2],
+        unsupported=reasons,
+        curve=tuple(round(float(value), 4) for value in np.percentile(np.repeat(values, weights), range(101))),
+        p50_low=found[50][1],
+        p50_high=found[50][2],
+        p99_low=found[99][1],
+        p99_high=found[99][2],
+    )
+
+
+def latencies(by_prompt: Sequence[Iterable[RequestTiming]], *, seed: int = 0) -> dict[str, Latency]:
+    """Every latency of requests that are grouped by prompt."""
+    groups = [list(group) for group in by_prompt]
+    return {
+        name: latency([[sample for request in group for sample in _samples(name, request)] for group in groups], seed)
+        for name in LATENCIES
+    }
+
+
+def latency_ratios(first: Answers, second: Answers, *, paired: bool = True, seed: int = 0) -> tuple[Ratio, ...]:
+    """Percentiles of first's latencies over second's. [round][prompt]; None is a request that failed.
+
+    paired: both measured the same prompts in the same rounds. Above 1, first is slower.
+    """
+    ratios: list[Ratio] = []
+    for name in LATENCIES:
+        arms = [[[[] if one is None else _samples(name, one) for one in row] for row in arm] for arm in (first, second)]
+        counts = [sum(weight for row in arm for group in row for _, weight in group) for arm in arms]
+        reasons = {q: "no samples" if min(counts) == 0 else unsupported(min(counts), q) for q in PERCENTILES}
+        supported = [q for q in PERCENTILES if reasons[q] is None]
+        intervals = bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed) if supported else ()
+        found = dict(zip(supported, intervals, strict=True))
+        for q in PERCENTILES:
+            if q in found:
+                above, below = (percentile(*_values(arm, q)) for arm in arms)
+                ratios.append(Ratio(f"{name}_p{q}", above / below if below else None, *found[q]))
+            else:
+                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reasons[q]))
+    return tuple(ratios)
+
+
+def goodput(requests: Iterable[RequestTiming | None], limits_ms: Mapping[str, float], window_s: float) -> float:
+    """Requests per second that met every limit; latency -> ms. One that failed, or lacks a limited latency, met none."""
+    return sum(one is not None and _meets(one, limits_ms) for one in requests) / window_s if window_s > 0 else 0.0
+
+
+def _meets(request: RequestTiming, limits_ms: Mapping[str, float]) -> bool:
+    """A gap's limit holds for the largest gap of the request, so that one stall is not averaged away.
+
+    One token has no gap that could be too long; tokens that nobody counted have gaps that nobody knows.
+    """
+    for name, limit in limits_ms.items():
+        values = [value for value, _ in _samples(name, request)]
+        single = name in ("tpot", "itl", "icl") and request.output_tokens == 1
+        if not single and (not values or max(values) > limit):
+            return False
+    return True
+
+
+def _values(arm: Sequence[Sequence[Samples]], q: float) -> tuple[list[float], float, list[int]]:
+    flat = [sample for row in arm for group in row for sample in group]
+    return [value for value, _ in flat], q, [weight for _, weight in flat]
 
 
 def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:

@@ -7,8 +7,8 @@ of one text share its difficulty; a fixed seed makes a report repeatable from it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 __all__ = [
     "CONFIDENCE",
     "bootstrap_percentile",
+    "bootstrap_percentile_ratios",
+    "bootstrap_percentiles",
     "bootstrap_ratio",
     "bootstrap_ratio_of_sums",
     "clopper_pearson",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+Samples: TypeAlias = Sequence[Sequence[Sequence[tuple[float, int]]]]  # [round][prompt] -> (value, weight) of every sample
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -107,25 +110,98 @@ def bootstrap_percentile(
     seed: int = 0,
     confidence: float = CONFIDENCE,
 ) -> tuple[float, float]:
-    """The bootstrap interval of percentile q over values grouped by prompt: whole groups are drawn, with replacement.
+    """`bootstrap_percentiles` of one."""
+    return bootstrap_percentiles(clusters, (q,), weights, seed=seed, confidence=confidence)[0]
+
+
+def bootstrap_percentiles(
+    clusters: Sequence[Sequence[float]],
+    qs: Sequence[float],
+    weights: Sequence[Sequence[int]] | None = None,
+    *,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+) -> tuple[tuple[float, float], ...]:
+    """The bootstrap intervals of percentiles qs over values grouped by prompt: whole groups are drawn, with replacement.
 
     A resampled percentile is the smallest value that q percent of the weight does not exceed.
     """
     values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
     owner = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
     weight = np.ones(len(values)) if weights is None else np.concatenate([np.asarray(w, dtype=np.float64) for w in weights])
-    order = np.argsort(values, kind="stable")
-    values, owner, weight = values[order], owner[order], weight[order]
     generator = np.random.default_rng(seed)
     drawn = generator.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), size=RESAMPLES // 2)
-    found: list[Floats] = []
+    found = _resampled_percentiles(values, weight, qs, lambda part: drawn[part][:, owner])
+    return tuple(_interval(row, confidence) for row in found)
+
+
+def bootstrap_percentile_ratios(
+    first: Samples,
+    second: Samples,
+    qs: Sequence[float],
+    *,
+    paired: bool = True,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+) -> tuple[tuple[float, float], ...]:
+    """The bootstrap intervals of percentile(first) / percentile(second) for every q.
+
+    Samples are [round][prompt] lists of (value, weight). As in `bootstrap_ratio`, prompts and rounds are drawn independently
+    and crossed. paired: both arms ran the same prompts in the same rounds, so both get the same draw; what they share cancels.
+    """
+    generator = np.random.default_rng(seed)
+    draws = [_crossed_draw(generator, first), _crossed_draw(generator, second)]
+    if paired:
+        if (len(first), len(first[0])) != (len(second), len(second[0])):
+            raise ValueError("arms of different rounds or prompts cannot be paired")
+        draws[1] = draws[0]
+    resampled = [
+        _resampled_percentiles(*_flat(samples, rounds, prompts, qs))
+        for samples, (rounds, prompts) in zip((first, second), draws, strict=True)
+    ]
+    return tuple(_interval(above / below, confidence) for above, below in zip(*resampled, strict=True))
+
+
+def _flat(samples: Samples, rounds: Any, prompts: Any, qs: Sequence[float]) -> tuple[Any, Any, Any, Any]:
+    """What `_resampled_percentiles` takes, for samples and how often their rounds and prompts are drawn."""
+    flat = [(r, p, v, w) for r, one in enumerate(samples) for p, group in enumerate(one) for v, w in group]
+    of_round, of_prompt, values, weights = (np.asarray(column) for column in zip(*flat, strict=True))
+
+    def times_drawn(part: slice) -> Any:
+        return rounds[part][:, of_round] * prompts[part][:, of_prompt]
+
+    return values.astype(np.float64), weights.astype(np.float64), qs, times_drawn
+
+
+def _crossed_draw(generator: np.random.Generator, samples: Samples) -> tuple[Any, Any]:
+    """How often each round and each prompt is drawn: two arrays, [resamples, rounds] and [resamples, prompts]."""
+    counts = (len(samples), len(samples[0]))
+    return tuple(generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES // 2) for n in counts)  # type: ignore[return-value]
+
+
+def _resampled_percentiles(
+    values: Floats, weight: Floats, qs: Sequence[float], times_drawn: Callable[[slice], Any]
+) -> list[Floats]:
+    """Percentiles of values whose weights are multiplied by how often each was drawn; one row per q.
+
+    A draw that left nothing has no percentile, and is left out: few prompts, each of them without a sample in some round.
+    """
+    order = np.argsort(values, kind="stable")
+    values, weight = values[order], weight[order]
+    found: list[list[Floats]] = [[] for _ in qs]
     step = max(1, BATCH // len(values))
-    for start in range(0, len(drawn), step):
-        cumulative = np.cumsum(drawn[start : start + step][:, owner] * weight, axis=1)
-        enough = cumulative >= cumulative[:, -1:] * (q / 100) - 1e-9
-        found.append(values[np.argmax(enough & (cumulative > 0), axis=1)])
+    for start in range(0, RESAMPLES // 2, step):
+        cumulative = np.cumsum(times_drawn(slice(start, start + step))[:, order] * weight, axis=1)
+        total = cumulative[:, -1:]
+        for row, q in zip(found, qs, strict=True):
+            reached = np.argmax((cumulative >= total * (q / 100) - 1e-9) & (cumulative > 0), axis=1)
+            row.append(np.where(total[:, 0] > 0, values[reached], np.nan))
+    return [np.concatenate(row) for row in found]
+
+
+def _interval(resampled: Floats, confidence: float) -> tuple[float, float]:
     tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(np.concatenate(found), [tail, 100 - tail])
+    low, high = np.nanpercentile(resampled, [tail, 100 - tail])
     return float(low), float(high)
 
 
