@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
-COMMANDS = ("build", *STAGES, "plan", "explain", "serve", "generate", "report", "doctor", "schema", "version")
+COMMANDS = ("build", *STAGES, "plan", "explain", "serve", "generate", "bench", "report", "doctor", "schema", "version")
 
 
 def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

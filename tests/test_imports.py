@@ -19,7 +19,7 @@ LEVELS = (
     ("__main__",),
     ("cli",),
     ("assembly",),
-    ("serving", "progress"),
+    ("serving", "progress", "benching"),
     WORKING,
     ("pipeline",),
     ("client", "checkpoints"),

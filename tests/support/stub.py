@@ -4,9 +4,9 @@
         stub.http, stub.grpc, stub.log()
 
 It knows when it really wrote every chunk (one monotonic clock serves all processes of a machine), so a client's times can be
-compared with the server's own and not with a schedule that a busy machine bends. A prompt that starts with "fault:NAME " gets
-it: refuse, stall, die, garbage, fewer (total below what was streamed), down (a count that decreases), more (than max_tokens),
-silent (no counts at all), endless (no finish reason), half (events cut in two, no fault at all).
+compared with the server's own and not with a schedule that a busy machine bends. A prompt with "fault:NAME " gets it: refuse,
+stall, die, garbage, fewer (total below what was streamed), down (a count that decreases), more (than max_tokens), silent (no
+counts at all), endless (no finish reason), half (events cut in two, which is no fault).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Script:
     refuses_continuous: bool = False
     triton: bool = True
     log: bool = True
+    plain_factor: float = 1.0  # how much longer every chunk takes over HTTP where num_draft_tokens is 0
 
     def dump(self) -> str:
         return json.dumps(self.__dict__)
@@ -105,7 +106,7 @@ class Book:
 
 
 def fault_of(prompt: str) -> str:
-    return prompt.split(" ", 1)[0].removeprefix("fault:") if "fault:" in prompt[:6] else ""
+    return prompt.partition("fault:")[2].split(" ")[0]
 
 
 def counts(script: Script, fault: str) -> tuple[list[int], int]:
@@ -245,7 +246,8 @@ class Http(asyncio.Protocol):
         if i == 1 and fault == "die":
             self.transport.abort()
             return
-        due = began + self.book.script.chunks[i][0] / 1000
+        factor = self.book.script.plain_factor if entry["asked"].get("num_draft_tokens") == 0 else 1.0
+        due = began + factor * self.book.script.chunks[i][0] / 1000
         loop.call_at(due, self.write, loop, due, events, i, entry, fault)
 
     def write(self, loop: Any, due: float, events: list[bytes], i: int, entry: dict[str, Any], fault: str) -> None:

@@ -6,7 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from toolkit.validate.counters import parse_counters, read_counters, reconcile
+from tests.validate.test_metrics import timing
+from toolkit.validate.counters import client_counts, parse_counters, read_counters, reconcile, settled
 
 PAGE = """# HELP toolkit_requests Requests by outcome
 # TYPE toolkit_requests counter
@@ -64,3 +65,43 @@ def test_a_mismatch_is_told_after_the_wait() -> None:
     checks = reconcile(lambda: {"a": 4.0}, {}, {"a": 5, "b": 1}, settle_s=1.0, sleep=waits.append)
     assert [(check.server, check.matches) for check in checks] == [(4, False), (None, False)]
     assert sum(waits) == pytest.approx(1.0)
+
+
+FOREIGN = """vllm:request_success_total{finished_reason="stop",model_name="mine"} 3
+vllm:request_success_total{finished_reason="length",model_name="mine"} 4
+vllm:request_success_total{finished_reason="stop",model_name="other"} 50
+vllm:generation_tokens_total{model_name="mine"} 70
+nv_inference_request_success{model="pre",version="1"} 9
+broken line
+nv_energy{gpu="0"} not_a_number
+"""
+
+
+def test_what_was_counted_for_other_models_is_left_out() -> None:
+    found = parse_counters(FOREIGN, "mine")
+    assert found == {"vllm:request_success_total": 7, "vllm:generation_tokens_total": 70}
+    assert parse_counters(FOREIGN)["vllm:request_success_total"] == 57
+
+
+def test_counts_that_still_come_in_are_waited_for() -> None:
+    pages = iter([5, 5, 6, 6, 6, 6, 6, 6, 6, 99])
+    found = settled(lambda: {"toolkit_requests": next(pages)}, still_s=0.5, sleep=lambda seconds: None)
+    assert found == {"toolkit_requests": 6}
+    restless = iter(range(1000))
+    assert (
+        settled(lambda: {"toolkit_requests": next(restless)}, settle_s=1.0, sleep=lambda seconds: None)["toolkit_requests"]
+        == 10
+    )
+    clock = iter(range(1000))
+    assert settled(lambda: {"process_seconds": next(clock)}, still_s=0.3, sleep=lambda seconds: None) == {"process_seconds": 3}
+
+
+def test_each_server_is_asked_for_the_counters_that_it_has() -> None:
+    timings = [timing([(1, 1), (2, 2)]) for _ in range(7)]
+    assert client_counts(timings, known=parse_counters(FOREIGN, "mine")) == {
+        "vllm:request_success_total": 7,
+        "vllm:generation_tokens_total": 21,
+    }
+    assert client_counts(timings, known=["nv_inference_request_success", "x"]) == {"nv_inference_request_success": 7}
+    assert client_counts(timings, known=["toolkit_requests"]) == {"toolkit_requests": 7, "toolkit_output_tokens": 21}
+    assert client_counts(timings, known=[]) == {}

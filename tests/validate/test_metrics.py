@@ -142,6 +142,14 @@ def test_ratios_of_latencies_are_per_percentile_and_absent_with_the_reason() -> 
     assert found["ttft_p99"].estimate is None and "p99 needs 1000" in (found["ttft_p99"].reason or "")
 
 
+def test_a_percentile_of_zero_divides_nothing() -> None:
+    at_once = [[timing([(10, 1), (10, 3)]) for _ in range(25)]]
+    apart = [[timing([(10, 1), (12, 3)]) for _ in range(25)]]
+    ratio = next(one for one in metrics.latency_ratios(apart, at_once) if one.name == "icl_p50")
+    assert ratio.estimate is None and "at once" in (ratio.reason or "")
+    assert next(one for one in metrics.latency_ratios(at_once, apart) if one.name == "icl_p50").estimate == 0.0
+
+
 def test_failed_requests_are_missing_from_a_ratio_and_break_nothing() -> None:
     rounds = [[timing([(10, 1)]) for _ in range(25)]]
     ratio = next(one for one in metrics.latency_ratios([[None, *rounds[0][1:]]], rounds) if one.name == "ttft_p50")

@@ -24,7 +24,7 @@ import numpy as np
 from toolkit.errors import UsageError
 from toolkit.validate.clients import Exchange, Transport
 
-__all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "uniquely"]
+__all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
 START_S = 0.05  # between the call and the first request of an open loop
 NS = 1_000_000_000
@@ -111,7 +111,7 @@ async def run_open(
                 return
             loop.call_soon_threadsafe(send, request)
 
-    with _undisturbed():
+    with undisturbed():
         start = time.monotonic_ns() + int(START_S * NS)
         due = [start + at for at in arrivals]
         stop = threading.Event()
@@ -137,7 +137,7 @@ async def run_closed(
             done[i] = await transport.exchange(requests[i])
             on_done()
 
-    with _undisturbed():
+    with undisturbed():
         await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
     return [exchange for exchange in done if exchange is not None]
 
@@ -148,13 +148,14 @@ def lag_ns(exchanges: Sequence[Exchange], due: Sequence[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """No garbage collection inside: a full one takes tens of milliseconds in a process that has imported much."""
-    enabled = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFINITIONS",
     "LATENCIES",
+    "LOAD_DEFINITIONS",
     "PERCENTILES",
     "acceptance",
     "arm",
@@ -160,6 +161,46 @@ DEFINITIONS: dict[str, Definition] = {
 }
 
 
+# Figures of a load, where several requests run at once and an open loop has a schedule.
+LOAD_DEFINITIONS: dict[str, Definition] = {
+    "tokens_per_s": Definition(
+        "output tokens / window",
+        "output tokens of all answered requests, counted by the server",
+        "first request sent (open loop: due) to the end of the last, summed over blocks",
+        "of all requests together; the warm-up is outside",
+    ),
+    "requests_per_s": Definition("answered requests / window", "requests that were answered in full", "the same window"),
+    "goodput": Definition(
+        "requests that met every stated limit / window",
+        "answered requests whose latencies all kept within --goodput; itl and icl by the largest gap",
+        "the same window",
+        "a failed request, and a latency that was not measured, meet none",
+    ),
+    "speed": Definition(
+        "(output tokens / e2e) of one arm over the other's",
+        "output tokens of the last arm / e2e of its requests, both summed",
+        "the same of the first arm, in pairs of the same prompt and round",
+        f"{CONFIDENCE:.0%} bootstrap interval over prompts and rounds; at a fixed concurrency also the ratio of throughputs",
+    ),
+    "ratio": Definition(
+        "percentile of the last arm / percentile of the first",
+        "a latency's percentile in the last arm",
+        "the same percentile in the first",
+        f"above 1 is slower; {CONFIDENCE:.0%} bootstrap interval over prompts and rounds, drawn alike for both arms",
+    ),
+    "ttft": Definition(
+        "first tokens received - request sent (open loop: due)",
+        "time of the first chunk with tokens, or with text where none are counted",
+        "1 request",
+    ),
+    "e2e": Definition(
+        "last tokens received - request sent (open loop: due)", "time of the last chunk with tokens or text", "1 request"
+    ),
+    "lag": Definition("request sent - request due", "time at which it was handed to the network", "1 request", "open loop"),
+    "errors": Definition("failed / sent requests", "refused, broken, late or contradictory answers", "requests sent"),
+}
+
+
 def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
     """The figures of one arm. Requests that put out no token count as requests and add nothing else."""
     requests = [request for one in rounds for request in one]
@@ -242,11 +283,14 @@ def latency_ratios(first: Answers, second: Answers, *, paired: bool = True, seed
         intervals = bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed) if supported else ()
         found = dict(zip(supported, intervals, strict=True))
         for q in PERCENTILES:
-            if q in found:
-                above, below = (percentile(*_values(arm, q)) for arm in arms)
-                ratios.append(Ratio(f"{name}_p{q}", above / below if below else None, *found[q]))
-            else:
-                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reasons[q]))
+            reason = reasons[q]
+            if reason is None and not np.isfinite(found[q]).all():
+                reason = "chunks that arrive at once have no gap to divide by"
+            if reason is not None:
+                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reason))
+                continue
+            above, below = (percentile(*_values(arm, q)) for arm in arms)
+            ratios.append(Ratio(f"{name}_p{q}", above / below, *found[q]))
     return tuple(ratios)
 
 

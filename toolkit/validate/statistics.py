@@ -148,6 +148,7 @@ def bootstrap_percentile_ratios(
 
     Samples are [round][prompt] lists of (value, weight). As in `bootstrap_ratio`, prompts and rounds are drawn independently
     and crossed. paired: both arms ran the same prompts in the same rounds, so both get the same draw; what they share cancels.
+    An interval that a percentile of zero is in the denominator of is not finite.
     """
     generator = np.random.default_rng(seed)
     draws = [_crossed_draw(generator, first), _crossed_draw(generator, second)]
@@ -159,7 +160,9 @@ def bootstrap_percentile_ratios(
         _resampled_percentiles(*_flat(samples, rounds, prompts, qs))
         for samples, (rounds, prompts) in zip((first, second), draws, strict=True)
     ]
-    return tuple(_interval(above / below, confidence) for above, below in zip(*resampled, strict=True))
+    with np.errstate(divide="ignore", invalid="ignore"):  # percentiles of zero, for those who divide by them
+        ratios = [above / below for above, below in zip(*resampled, strict=True)]
+    return tuple(_interval(ratio, confidence) for ratio in ratios)
 
 
 def _flat(samples: Samples, rounds: Any, prompts: Any, qs: Sequence[float]) -> tuple[Any, Any, Any, Any]:
@@ -201,6 +204,8 @@ def _resampled_percentiles(
 
 def _interval(resampled: Floats, confidence: float) -> tuple[float, float]:
     tail = 100 * (1 - confidence) / 2
+    if not np.isfinite(resampled[~np.isnan(resampled)]).all() or np.isnan(resampled).all():
+        return math.nan, math.nan
     low, high = np.nanpercentile(resampled, [tail, 100 - tail])
     return float(low), float(high)
 

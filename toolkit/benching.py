@@ -1,0 +1,202 @@
+"""What `toolkit bench` does behind its arguments: connect, choose arms and loads, find the server's counters, run.
+
+It works on any endpoint that `toolkit.validate.clients` can talk to, and needs no YAML of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from toolkit.errors import UsageError
+from toolkit.interfaces import Progress
+
+if TYPE_CHECKING:
+    from toolkit.records import BenchRun
+    from toolkit.validate.bench import Arm, Load, Plan
+    from toolkit.validate.clients import Transport
+
+__all__ = ["Asked", "bench"]
+
+METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: of HTTP and gRPC -> of its metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The arguments of `toolkit bench`, as they were given. gates and goodput are still text."""
+
+    prompts: Path
+    protocol: str = "auto"
+    model: str | None = None
+    baseline: str | None = None
+    against_plain: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    concurrency: tuple[int, ...] = ()
+    rate: float | None = None
+    arrivals: str = "poisson"
+    requests: int | None = None
+    rounds: int | None = None
+    max_rounds: int | None = None
+    warm_up: int = 8
+    precision: float = 0.05
+    goodput: str | None = None
+    gates: tuple[str, ...] = ()
+    timeout_s: float = 120.0
+    metrics_url: str | None = None
+    api_key: str | None = None
+    seed: int = 0
+
+
+def bench(url: str, asked: Asked, *, progress: Progress = lambda done, total, what: None) -> BenchRun:
+    """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError when it cannot be used."""
+    plan = _plan(asked)
+    return asyncio.run(_bench(url, asked, plan, progress))
+
+
+async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> BenchRun:
+    from toolkit.validate.bench import run_bench
+    from toolkit.validate.clients import connect
+
+    transports: list[Transport] = []
+    try:
+        for one in (asked.baseline, url):
+            if one is not None:
+                transports.append(
+                    await connect(
+                        one, protocol=asked.protocol, model=asked.model, timeout_s=asked.timeout_s, api_key=asked.api_key
+                    )
+                )
+        return await run_bench(
+            _arms(transports, asked),
+            plan,
+            settings=_settings(url, asked, plan),
+            environment=_environment(),
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            counters=None if asked.baseline is not None else _counters(url, transports[-1], asked),
+            progress=progress,
+        )
+    finally:
+        for transport in transports:
+            await transport.close()
+
+
+def _plan(asked: Asked) -> Plan:
+    from toolkit.validate.bench import Plan
+    from toolkit.validate.limits import parse_goodput, parse_limit
+    from toolkit.validate.prompts import read_prompts
+
+    prompts = read_prompts(asked.prompts, 1_000_000)
+    two = asked.against_plain or asked.baseline is not None
+    rounds = asked.rounds or (3 if two else 1)
+    max_rounds = max(rounds, asked.max_rounds or (8 if two else rounds))
+    loads = _loads(asked)
+    requests = asked.requests or len(prompts)
+    if (trace := loads[0].trace) is not None:
+        if asked.requests is not None and asked.requests > len(trace):
+            raise UsageError(
+                f"{asked.requests} requests and {len(trace)} arrivals in the trace", mend="Leave --requests out, or lower it."
+            )
+        requests = asked.requests or len(trace)
+    return Plan(
+        prompts=prompts,
+        loads=loads,
+        requests=requests,
+        rounds=rounds,
+        max_rounds=max_rounds,
+        warm_up=asked.warm_up,
+        precision=asked.precision,
+        goodput_ms=parse_goodput(asked.goodput) if asked.goodput else {},
+        limits=tuple(parse_limit(text) for text in asked.gates),
+        seed=asked.seed,
+    )
+
+
+def _loads(asked: Asked) -> tuple[Load, ...]:
+    from toolkit.validate.bench import Load
+    from toolkit.validate.load import read_trace
+
+    trace = None if asked.arrivals in ("poisson", "constant") else read_trace(Path(asked.arrivals))
+    if (asked.rate is not None or trace is not None) and asked.concurrency:
+        raise UsageError("--concurrency is a closed loop, --rate and a trace are open ones", mend="Choose one of them.")
+    if trace is not None:
+        if asked.rate is not None:
+            raise UsageError("a trace has its own times, so --rate says nothing", mend="Leave --rate out.")
+        return (Load(trace=trace, arrivals="trace"),)
+    if asked.rate is not None:
+        return (Load(rate=asked.rate, arrivals=asked.arrivals),)
+    return tuple(Load(concurrency=level) for level in asked.concurrency or (1,))
+
+
+def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
+    from toolkit.client import Options
+    from toolkit.validate.bench import Arm
+
+    served = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
+    if asked.baseline is not None:
+        if asked.against_plain:
+            raise UsageError("--baseline and --against-plain are two first arms", mend="Choose one of them.")
+        return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
+    if not asked.against_plain:
+        return [Arm("served", transports[0], served)]
+    plain = Options(max_tokens=asked.max_tokens, temperature=asked.temperature, num_draft_tokens=0)
+    transports[0].prepare("", plain)  # raises here and not in the middle, where the model has no such input
+    return [Arm("plain", transports[0], plain), Arm("speculative", transports[0], served)]
+
+
+def _counters(url: str, transport: Transport, asked: Asked) -> Callable[[], Mapping[str, float]] | None:
+    """A reader of the server's counters, where they can be read. Raises UsageError when a stated address cannot."""
+    from toolkit.validate.counters import read_counters
+
+    address = asked.metrics_url or _metrics_of(url)
+    if address is None:
+        return None
+    try:
+        read_counters(address, transport.model)
+    except (OSError, ValueError) as error:
+        if asked.metrics_url is None:
+            return None
+        raise UsageError(f"the counters cannot be read: {error}", where=address, mend="Correct --metrics.") from error
+    return lambda: read_counters(address, transport.model)
+
+
+def _metrics_of(url: str) -> str | None:
+    """Where counters usually are: on Triton's metrics port, and beside OpenAI's own paths."""
+    parts = urlsplit(url if "://" in url else f"grpc://{url}")
+    if parts.port in METRICS_PORTS and parts.path in ("", "/"):
+        return f"http://{parts.hostname}:{METRICS_PORTS[parts.port]}/metrics"
+    return None if parts.scheme == "grpc" else f"{parts.scheme}://{parts.netloc}/metrics"
+
+
+def _settings(url: str, asked: Asked, plan: Plan) -> dict[str, str]:
+    said = {
+        "url": url,
+        "prompts": str(asked.prompts),
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "requests": plan.requests,
+        "rounds": plan.rounds,
+        "max_rounds": plan.max_rounds,
+        "warm_up": plan.warm_up,
+        "precision": plan.precision,
+        "arrivals": "closed" if plan.loads[0].concurrency is not None else plan.loads[0].arrivals,
+        "goodput": asked.goodput or "",
+        "gates": " ".join(asked.gates),
+        "seed": plan.seed,
+    }
+    return {name: str(value) for name, value in said.items()}
+
+
+def _environment() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from toolkit import __version__
+
+    libraries = {name: version(name) for name in ("aiohttp", "grpcio", "numpy")}
+    return {"toolkit": __version__, "python": platform.python_version(), "client": platform.platform(), **libraries}

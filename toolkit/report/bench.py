@@ -1,0 +1,129 @@
+"""Tables of a bench and of a comparison, for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Finding, Gate, Latency, Ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+__all__ = ["print_comparison", "print_run"]
+
+COLOURS = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
+MARKS = {"ok": "green", "warning": "yellow", "error": "red"}
+LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
+
+
+def print_run(run: BenchRun, console: Console) -> None:
+    """Verdict first, then figures per load, then what a reader should know."""
+    where = ", ".join(f"{one.arm}: {one.model} at {one.address} ({one.protocol})" for one in run.endpoints)
+    console.print(where, highlight=False, markup=False)
+    for point in run.points:
+        _point(point, console)
+    if run.crossover is not None:
+        near = f", crossing near {run.crossover.estimate:.1f}" if run.crossover.estimate is not None else ""
+        console.print(f"speculation over concurrency: {run.crossover.detail}{near}", highlight=False, markup=False)
+    _gates(run.gates, console)
+    _findings(run.findings, console)
+    console.print(run.verdict, style=COLOURS[run.verdict])
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    for point in found.points:
+        load = _load(point.concurrency, point.rate)
+        how = "paired by prompt" if point.paired else "not paired"
+        title = f"\n{point.arm} arm, {load}: B / A, {how}, {point.prompts} prompts"
+        console.print(title, style="bold", highlight=False, markup=False)
+        _ratios(point.ratios, console)
+    _gates(found.gates, console)
+    _findings(found.findings, console)
+    console.print(found.verdict, style=COLOURS[found.verdict])
+
+
+def _load(concurrency: int | None, rate: float | None) -> str:
+    return f"{concurrency} at a time" if concurrency is not None else f"{rate:g} requests/s" if rate is not None else "trace"
+
+
+def _point(point: BenchPoint, console: Console) -> None:
+    from rich.table import Table
+
+    rounds = f"{point.rounds} round{'s' if point.rounds > 1 else ''}"
+    console.print(f"\n{_load(point.concurrency, point.rate)}, {rounds}", style="bold", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for arm in point.arms:
+        table.add_column(arm.name, justify="right")
+    rows = [_rows(arm) for arm in point.arms]
+    for name in rows[0]:
+        cells = [row[name] for row in rows]
+        if any(cells):
+            table.add_row(name, *(cell or "-" for cell in cells))
+    console.print(table, highlight=False)
+    if point.ratios:
+        title = f"{point.arms[-1].name} / {point.arms[0].name}"
+        console.print(title, style="bold", highlight=False, markup=False)
+        _ratios(point.ratios, console)
+
+
+def _rows(arm: BenchArm) -> dict[str, str]:
+    rows = {
+        "requests": f"{arm.requests}" + (f" ({arm.failed} failed)" if arm.failed else ""),
+        "output tokens": _number(arm.output_tokens, 0),
+        "tokens/s": _number(arm.tokens_per_s),
+        "requests/s": _number(arm.requests_per_s, 2),
+        "goodput /s": _number(arm.goodput, 2),
+        "acceptance length": _number(arm.acceptance.length, 2),
+        "acceptance rate": _number(arm.acceptance.rate, 2),
+        "send lag p50/p99 ms": "" if arm.lag_p99_ms is None else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
+    }
+    return rows | {f"{name} p50/p90/p99 ms": _percentiles(arm.latencies[name]) for name in LATENCIES}
+
+
+def _percentiles(latency: Latency) -> str:
+    """A percentile that the samples do not support is a dash."""
+    if latency.samples == 0:
+        return ""
+    return " / ".join("-" if value is None else f"{value:.2f}" for value in (latency.p50, latency.p90, latency.p99))
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _ratios(ratios: Sequence[Ratio], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "ratio", "95% interval"):
+        table.add_column(title, justify="left" if not title else "right")
+    for ratio in ratios:
+        if ratio.estimate is not None:
+            table.add_row(ratio.name, f"{ratio.estimate:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}")
+    console.print(table, highlight=False)
+
+
+def _gates(gates: Sequence[Gate], console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, title=None)
+    for title in ("gate", "", ""):
+        table.add_column(title, overflow="fold")
+    for gate in gates:
+        detail = Text(gate.detail)
+        if gate.next_step is not None:
+            detail.append(f"\n-> {gate.next_step}")
+        table.add_row(Text(gate.name), Text(gate.outcome, style=COLOURS[gate.outcome]), detail)
+    console.print()
+    console.print(table, highlight=False)
+
+
+def _findings(findings: Sequence[Finding], console: Console) -> None:
+    from rich.text import Text
+
+    for one in findings:
+        console.print(Text.assemble((f"{one.check}: ", MARKS[one.severity]), one.detail))
