@@ -420,7 +420,7 @@ def _measure(
     from toolkit.triton.server import TritonServer
     from toolkit.validate.counters import read_counters
     from toolkit.validate.replay import write_replay
-    from toolkit.validate.stage import validate
+    from toolkit.validate.stage import References, validate
 
     repository = finished["package"].record
     engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
@@ -438,9 +438,7 @@ def _measure(
             name=config.name,
             max_draft_len=repository.max_draft_len,
             acceptance=config.speculation.acceptance,
-            reference=reference,
-            source=source,
-            source_same_precision=same_precision,
+            references=References(reference, source, same_precision),
             quality=quality,
             keep_replay=lambda found: write_replay(out_dir / "replay", found),
             engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},

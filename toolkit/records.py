@@ -30,6 +30,8 @@ __all__ = [
     "CounterCheck",
     "Crossover",
     "Definition",
+    "Distribution",
+    "DistributionTest",
     "Divergence",
     "DraftCheck",
     "Finding",
@@ -546,6 +548,54 @@ class StopCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class DistributionTest:
+    """One test of what was drawn, with its negative control. adjusted: the p-value adjusted for all tests (Holm).
+
+    lean: standard deviations towards the beginning of the test's order (the likely tokens, or the draft's); None: it has none.
+    detectable: the total variation that so many samples show with the stated power; None: not known. control_effect: what the
+    control was tilted by (a total variation of the test's bins; of the continuations, the share of texts replaced by one);
+    control_p_value None: no tilt of that size is possible, the model is too certain of its tokens.
+    """
+
+    name: str
+    samples: int  # tokens, or texts
+    statistic: float
+    p_value: float
+    adjusted: float
+    rejected: bool
+    lean: float | None
+    detectable: float | None
+    control_effect: float
+    control_p_value: float | None
+    control_rejected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Whether the endpoint's tokens at temperature > 0 come from the target's distribution.
+
+    false_alarm: the chance that any of the tests rejects a sound endpoint. enough: as many tokens were drawn as `effect` and
+    `power` ask for. outside_filters: tokens that top-k or top-p rule out. unrepeated: of `seeded` requests that were sent
+    twice.
+    """
+
+    temperature: float
+    rule: str
+    requests: int
+    tokens: int
+    false_alarm: float
+    power: float
+    effect: float
+    enough: bool
+    tests: tuple[DistributionTest, ...]
+    outside_filters: int
+    seeded: int
+    unrepeated: int
+    seeds_matter: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """What the report holds at temperature 0, at the YAML's temperature. parity: seeded requests under `coupled`."""
 
@@ -626,6 +676,7 @@ class ValidationReport:
     agreements: tuple[Agreement, ...]
     draft_check: DraftCheck | None
     stop_check: StopCheck | None
+    distribution: Distribution | None
     quality: Quality
     counters: tuple[CounterCheck, ...]
     findings: tuple[Finding, ...]

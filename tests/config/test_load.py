@@ -159,7 +159,6 @@ def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str
     [
         "speculation.kind=ngram",
         "speculation.max_draft_len=auto",
-        "validation.distribution={}",
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_what_works(folder: Path, override: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
-from toolkit.config.schema import LatencyGates, ValidationConfig
+from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.records import CompiledEngine, LayerError, Quality, QuantizationQuality, StageCost, ValidationReport
-from toolkit.validate.stage import validate
+from toolkit.validate.stage import References, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"
 LAYERS = tuple(LayerError(f"model.layers.{i}.{name}", 0.01 + i / 500) for i in range(4) for name in ("q_proj", "down_proj"))
@@ -41,11 +41,18 @@ def measured(folder: Path, endpoint: ScriptedEndpoint, prompts: list[str], max_d
     )
     return validate(
         endpoint,
-        ValidationConfig(prompts=path, max_tokens=8, rounds=1, max_rounds=1, latency=LatencyGates(max_itl_p90_ms=3.0)),
+        ValidationConfig(
+            prompts=path,
+            max_tokens=8,
+            rounds=1,
+            max_rounds=1,
+            latency=LatencyGates(max_itl_p90_ms=3.0),
+            distribution=DistributionGates(enabled=False),
+        ),
         name="tiny",
         max_draft_len=max_draft_len,
         acceptance="auto",
-        reference=endpoint.reference,
+        references=References(endpoint.reference),
         quality=Quality(QUALITY, replace(QUALITY, layers=LAYERS[:2])),
         engines={"target": engine},
         environment={"cpu": "a <cpu> & more"},

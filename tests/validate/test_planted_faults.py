@@ -18,10 +18,11 @@ import torch
 from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
 from tests.support.runtimes import CODEC, make_runtime
 from tests.support.step_engines import ForgetfulRewind, TableEngine
-from toolkit.config.schema import LatencyGates, ValidationConfig
+from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
-from toolkit.interfaces import Sampling
+from toolkit.interfaces import Progress, Sampling
 from toolkit.records import Quality, ValidationReport
+from toolkit.report.markdown import render_markdown
 from toolkit.speculative.acceptance import RULES, Greedy
 from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.sampling import Floats
@@ -29,10 +30,11 @@ from toolkit.speculative.sequence import Sequence as Running
 from toolkit.speculative.text import TextCodec, TextStream
 from toolkit.validate import diagnose
 from toolkit.validate.replay import Replay, read_replay, replay, write_replay
-from toolkit.validate.stage import validate
+from toolkit.validate.stage import References, validate
 
 PROMPTS = [f"{i:03d}" for i in range(60)]  # shorter than the tables look back, so that every token of a prompt matters
 DRAFT_LEN = 3
+NOT_DRAWN = DistributionGates(enabled=False)  # test_sampled.py draws
 ENGINE: dict[str, Any] = {"vocab_size": 256, "closeness": 0.9, "max_step_tokens": 16, "max_seq_len": 64}
 
 
@@ -49,6 +51,8 @@ def judged(
     overrides: dict[str, Any] | None = None,
     sharpness: float = 2.0,
     keep_replay: Callable[[Replay], str] | None = None,
+    gates: DistributionGates = NOT_DRAWN,
+    progress: Progress | None = None,
     **runtime: Any,
 ) -> tuple[ValidationReport, RuntimeEndpoint]:
     """The report on a runtime of these parts; the reference is always sound."""
@@ -58,7 +62,7 @@ def judged(
     engines = (target or sound[0], draft or sound[1])
     endpoint = RuntimeEndpoint(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
     config = ValidationConfig(
-        prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None), **NO_DISTRIBUTION
+        prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None), distribution=gates
     )
     report = validate(
         endpoint,
@@ -66,16 +70,14 @@ def judged(
         name="tables",
         max_draft_len=DRAFT_LEN,
         acceptance="auto",
-        reference=reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness)),
+        references=References(reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))),
         quality=Quality(None, None),
         engines={},
         environment={},
         keep_replay=keep_replay,
+        progress=progress,
     )
     return report, endpoint
-
-
-NO_DISTRIBUTION: dict[str, Any] = {}
 
 
 def named(report: ValidationReport) -> list[str]:
@@ -104,6 +106,21 @@ def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: 
     assert (report.stop_check.requests, report.stop_check.wrong) == (24, 0)
     (agreement,) = report.agreements
     assert (agreement.kind, agreement.agreeing, agreement.tokens) == ("identical", 960, 960)
+
+
+def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[tuple[int, int | None, str]] = []
+    gates = DistributionGates(effect=0.1)
+    report, _ = judged(
+        tmp_path, gates=gates, sharpness=1.5, progress=lambda done, total, what: told.append((done, total, what))
+    )
+    assert outcomes(report)["distribution"] == "PASS"
+    assert named(report) == []
+    drawn = [(done, total) for done, total, what in told if what == "drawing tokens" and total is not None]
+    assert drawn[0][0] < drawn[-1][0] and drawn[-1][0] >= drawn[-1][1]
+    sent = [(done, total) for done, total, what in told if total is not None and what != "drawing tokens"]
+    assert {total for _, total in sent} == {4 * (2 + 60) + 5 * 60 + 24}
+    assert "Distribution of sampled tokens" in render_markdown(report)
 
 
 def test_a_cache_that_is_not_rewound_is_named(tmp_path: Path) -> None:
@@ -227,11 +244,18 @@ def test_a_dropped_bos_is_named_though_all_arms_agree(counted: bool, tmp_path: P
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         report = validate(
             endpoint,
-            ValidationConfig(prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None)),
+            ValidationConfig(
+                prompts=path,
+                max_tokens=16,
+                rounds=1,
+                max_rounds=1,
+                latency=LatencyGates(min_speedup=None),
+                distribution=NOT_DRAWN,
+            ),
             name="tables",
             max_draft_len=DRAFT_LEN,
             acceptance="auto",
-            reference=reference_of(table(1), table(2)),
+            references=References(reference_of(table(1), table(2))),
             quality=Quality(None, None),
             engines={},
             environment={},
@@ -271,7 +295,9 @@ def test_more_tokens_than_asked_for_are_named(tmp_path: Path) -> None:
 class Noisy(TableEngine):
     """Logits are off by up to 1e-3, otherwise in every forward."""
 
-    noise = np.random.default_rng(8)
+    def __init__(self, seed: int, **settings: Any) -> None:
+        super().__init__(seed, **settings)
+        self.noise = np.random.default_rng(8)
 
     def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
         logits = super().forward(slots, tokens, last_only=last_only)

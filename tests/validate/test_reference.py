@@ -1,12 +1,27 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from toolkit.validate.reference import reference_from_engine
+from tests.support.checkpoints import write_checkpoint
+from tests.support.runtime_endpoint import RuntimeEndpoint
+from tests.support.runtimes import make_runtime
+from tests.support.step_engines import TableEngine
+from toolkit.engines.embedded.engine import open_checkpoint
+from toolkit.records import QuantizationQuality
+from toolkit.speculative.text import TextCodec
+from toolkit.validate.agreement import agreement
+from toolkit.validate.gates import agreement_gate
+from toolkit.validate.reference import Reference, reference_from_checkpoint, reference_from_engine, text_logits
 
 
 class CountingEngine:
@@ -51,3 +66,52 @@ def test_the_engine_is_loaded_once_and_only_when_asked() -> None:
     reference.next_logits([1])
     reference.next_logits([2])
     assert len(loaded) == 1
+
+
+def test_all_logits_of_a_text_are_those_of_its_prefixes() -> None:
+    """In blocks, from any first place on."""
+    engine = TableEngine(1, max_step_tokens=4)
+    reference = reference_from_engine(lambda: engine, lambda text: [1], (0,))
+    ids = [int(token) for token in np.random.default_rng(0).integers(0, 40, size=11)]
+    for first in (1, 4, 5, 10):
+        expected = np.stack([reference.next_logits(ids[:end]) for end in range(first, len(ids))])
+        np.testing.assert_array_equal(text_logits(reference, ids, first), expected)
+        np.testing.assert_array_equal(text_logits(replace(reference, text_logits=None), ids, first), expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "target", dtype="float32", init_scale=1.5)
+
+
+def served_by(checkpoint: Path, reference: Reference) -> list[Any]:
+    """Greedy plain texts of an engine over this checkpoint."""
+    engine = open_checkpoint(checkpoint, max_batch_size=1, max_seq_len=64)
+    codec = TextCodec.from_file(checkpoint / "tokenizer.json")
+    endpoint = RuntimeEndpoint(make_runtime(engine, max_draft_len=0, codec=codec), reference.encode)
+    prompts = [f"def f{number}(x):" for number in range(12)]
+    return endpoint.measure(prompts, max_tokens=16, temperature=0.0)
+
+
+def test_the_source_checkpoint_in_transformers_agrees_with_an_unquantized_engine(checkpoint: Path) -> None:
+    codec = TextCodec.from_file(checkpoint / "tokenizer.json")
+    source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
+    found = agreement("source", served_by(checkpoint, source), source, 0.01, same_precision=True)
+    assert found.kind in ("identical", "equivalent")
+    assert found.tokens >= 150 and found.rate > 0.99
+    assert agreement_gate(found, None).outcome == "PASS"
+
+
+def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(checkpoint: Path, tmp_path: Path) -> None:
+    codec = TextCodec.from_file(checkpoint / "tokenizer.json")
+    source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
+    damaged = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].roll(1, 0)
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    texts = served_by(damaged, source)
+    exact = agreement("source", texts, source, 0.01, same_precision=True)
+    assert exact.kind == "broken" and exact.largest_gap > 0.1
+    quantized = agreement("source", texts, source, 0.01, same_precision=False)
+    gate = agreement_gate(quantized, QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, ()))
+    assert gate is not None and gate.outcome == "FAIL"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from toolkit.client import Client, RequestTiming
-from toolkit.config.schema import LatencyGates, ParityGates, ValidationConfig
+from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.engines.registry import loader
 from toolkit.records import Quality, TritonRepository, ValidationReport
 from toolkit.report.render import read_report, write_report
@@ -22,7 +22,7 @@ from toolkit.triton.server import TritonServer
 from toolkit.validate.counters import read_counters
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference, reference_from_engine
-from toolkit.validate.stage import Endpoint, validate
+from toolkit.validate.stage import Endpoint, References, validate
 
 PROMPTS = tuple(f"def f{number}(x):" for number in range(12))
 
@@ -53,6 +53,7 @@ def run(endpoint: Endpoint, server: TritonServer, reference: Reference, folder: 
         "max_rounds": 1,
         "parity": ParityGates(max_divergence_rate=0.5),
         "latency": LatencyGates(min_speedup=None),
+        "distribution": DistributionGates(enabled=False),
         **config,
     }
     return validate(
@@ -61,7 +62,7 @@ def run(endpoint: Endpoint, server: TritonServer, reference: Reference, folder: 
         name="tiny",
         max_draft_len=3,
         acceptance="auto",
-        reference=reference,
+        references=References(reference),
         quality=Quality(None, None),
         engines={},
         environment={},

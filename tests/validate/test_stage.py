@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
-from toolkit.config.schema import LatencyGates, ParityGates, ValidationConfig
+from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import StageError
 from toolkit.records import Gate, Quality, QuantizationQuality, ValidationReport, from_json, to_json
 from toolkit.validate.diagnose import ACCEPT_RULE
-from toolkit.validate.stage import validate
+from toolkit.validate.stage import References, validate
 
 PROMPTS = tuple(f"prompt number {i}" for i in range(60))
 QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, ()), None)
@@ -28,14 +28,21 @@ def prompts_file(tmp_path: Path) -> Path:
 
 
 def run(endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 4, **config: Any) -> ValidationReport:
-    asked: dict[str, Any] = {"max_tokens": 8, "rounds": 1, "max_rounds": 2, "latency": LatencyGates(min_speedup=1.15), **config}
+    asked: dict[str, Any] = {
+        "max_tokens": 8,
+        "rounds": 1,
+        "max_rounds": 2,
+        "latency": LatencyGates(min_speedup=1.15),
+        "distribution": DistributionGates(enabled=False),  # the script does not draw at random; test_sampled.py does
+        **config,
+    }
     return validate(
         endpoint,
         ValidationConfig(prompts=prompts_file, **asked),
         name="tiny",
         max_draft_len=max_draft_len,
         acceptance="auto",
-        reference=endpoint.reference,
+        references=References(endpoint.reference),
         quality=QUALITY,
         engines={},
         environment={"python": "3"},

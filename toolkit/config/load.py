@@ -31,9 +31,6 @@ NOT_BUILT_VALUES: dict[KeyPath, tuple[tuple[Any, ...], str]] = {
     ("speculation", "kind"): (("ngram",), "`draft_target` and `none` work here"),
     ("speculation", "max_draft_len"): (("auto",), "write a whole number from 1 to 16; 4 is a good start"),
 }
-NOT_BUILT_KEYS: dict[KeyPath, str] = {
-    ("validation", "distribution"): "seeded requests are compared token by token instead",
-}
 INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
 SPELLINGS = {
     "INT8": INT8,
@@ -113,8 +110,6 @@ def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], va
 
 
 def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
-    if path in NOT_BUILT_KEYS:
-        return "is not built yet", f"{_capital(NOT_BUILT_KEYS[path])}; remove this line."
     name, here = str(path[-1]), _known_keys(variant).get(path[:-1], ())
     kinds = [kind for kind in _variants() if variant is not None and name in _known_keys(kind).get(path[:-1], ())]
     if kinds:

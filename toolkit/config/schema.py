@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 __all__ = [
     "CalibrationConfig",
     "DeploymentConfig",
+    "DistributionGates",
     "EngineConfig",
     "HardwareConfig",
     "LatencyGates",
@@ -222,6 +223,18 @@ class ParityGates(Section):
     source: Literal["auto", "always", "never"] = "auto"
 
 
+class DistributionGates(Section):
+    """Whether sampled tokens come from the target's distribution. effect: the total variation that is to be seen with
+    `power`.
+    """
+
+    enabled: bool = True
+    effect: Annotated[float, Field(gt=0.0, lt=0.2)] = 0.05
+    power: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.99
+    false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001  # chance that a sound deployment fails, over all tests
+    max_seconds: Annotated[float, Field(gt=0.0)] = 60.0  # fewer tokens are drawn, and the gate is INCONCLUSIVE, beyond this
+
+
 class QualityGates(Section):
     """Quantized target against its source on held-out text; KL in nats per token."""
 
@@ -251,6 +264,7 @@ class ValidationConfig(Section):
     max_rounds: Annotated[Count, Field(validate_default=True)] = 8
     seed: int = 0
     parity: ParityGates = ParityGates()
+    distribution: DistributionGates = DistributionGates()
     quality: QualityGates = QualityGates()
     latency: LatencyGates = LatencyGates()
 

@@ -10,6 +10,8 @@ from toolkit.records import (
     Acceptance,
     Arm,
     CompiledEngine,
+    Distribution,
+    DistributionTest,
     DraftCheck,
     Gate,
     Latency,
@@ -28,6 +30,14 @@ DASH = "-"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
+# Gates on counts and p-values: how (measured, limit) are written.
+COUNTED = {
+    "agreement_engine": ("{:.0f} wrong", "none"),
+    "agreement_source": ("{:.0f} wrong", "none"),
+    "stop_words": ("{:.0f} wrong", "none"),
+    "distribution": ("p = {:.2g}", "≥ {:g}"),
+    "draft": ("{:,.0f} kept", "about {:,.0f}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ def gate_title(name: str, temperature: float) -> str:
         "agreement_source": "Served text against its source",
         "draft": "Draft proposes as compiled",
         "stop_words": "Stop words inside blocks",
+        "distribution": "Distribution of sampled tokens",
         "quality_kl": "Quality: KL to source",
         "quality_top1": "Quality: top-1 agreement",
     }
@@ -98,10 +109,9 @@ def shown(gate: Gate) -> tuple[str, str]:
         return percent(gate.measured), f"≤ {percent(gate.limit)}"
     if gate.name == "quality_top1" or (gate.name == "agreement_source" and gate.limit):
         return percent(gate.measured), f"≥ {percent(gate.limit)}"
-    if gate.name in ("agreement_engine", "agreement_source", "stop_words"):
-        return f"{gate.measured:.0f} wrong", "none"
-    if gate.name == "draft":
-        return f"{gate.measured:,.0f} kept", f"about {gate.limit:,.0f}"
+    if gate.name in COUNTED:
+        measured, limit = COUNTED[gate.name]
+        return measured.format(gate.measured), limit.format(gate.limit)
     unit = " ms" if "_p90" in gate.name else ""
     return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
 
@@ -151,6 +161,8 @@ def tables(report: ValidationReport) -> list[Table]:
         found.append(_agreements(report))
     if report.draft_check is not None:
         found.append(_draft_check(report.draft_check))
+    if report.distribution is not None:
+        found.append(_distribution(report.distribution))
     if report.quality.target is not None or report.quality.draft is not None:
         found += [_quality(report), _layers(report)]
     if report.counters:
@@ -319,6 +331,33 @@ def _draft_check(check: DraftCheck) -> Table:
     )
     columns = ("", "behind a fully accepted block", "before any")
     return Table("The served draft against the draft engine, greedy", columns, rows, ("draft_check",))
+
+
+def _control(test: DistributionTest) -> str:
+    return "not possible" if test.control_p_value is None else f"{test.control_p_value:.1g}"
+
+
+def _distribution(found: Distribution) -> Table:
+    rows = tuple(
+        (
+            test.name,
+            f"{test.samples:,}",
+            number(test.p_value),
+            number(test.adjusted),
+            "REJECTED" if test.rejected else "no",
+            DASH if test.lean is None else f"{test.lean:+.1f}",
+            number(test.detectable, 2),
+            f"{number(test.control_effect, 2)}: {_control(test)}",
+        )
+        for test in found.tests
+    )
+    columns = ("test", "tokens or texts", "p", "adjusted p", "rejected", "lean, sigma", "would be seen", "control: p")
+    note = (
+        f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in {found.seconds:.0f} s. "
+        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of {found.seeded} seeded requests did not "
+        f"repeat. All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs."
+    )
+    return Table("Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note)
 
 
 def _divergences(report: ValidationReport) -> Table:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import Agreement, Divergence, DraftCheck, Finding, Parity, StopCheck
+from toolkit.records import Agreement, Distribution, Divergence, DraftCheck, Finding, Parity, StopCheck
 from toolkit.validate.agreement import explained_without_first_token
 from toolkit.validate.drafts import shortfall
 from toolkit.validate.reference import Reference
@@ -23,15 +23,23 @@ __all__ = [
     "ACCEPT_RULE",
     "BOS",
     "CACHE",
+    "CONTINUATIONS",
     "DECODE",
     "DRAFT_CACHE",
     "DRAFT_MODEL",
+    "FROM_DRAFT",
+    "LIKELY",
     "OVERRUN",
     "ROWS",
+    "SAMPLING",
+    "SEEDS",
     "STOP",
+    "TO_DRAFT",
+    "UNLIKELY",
     "VERIFY",
     "WEIGHTS",
     "diagnose",
+    "of_sampling",
 ]
 
 BOS = "prompt read without its first token"
@@ -45,6 +53,13 @@ DRAFT_CACHE = "draft cache not caught up"
 DRAFT_MODEL = "draft is not the draft that was compiled"
 STOP = "stop word missed"
 OVERRUN = "more tokens than asked for"
+SAMPLING = "sampling settings not respected"
+LIKELY = "accept rule favours likely tokens"
+UNLIKELY = "accept rule favours unlikely tokens"
+TO_DRAFT = "accept rule leans to the draft"
+FROM_DRAFT = "accept rule leans away from the draft"
+CONTINUATIONS = "sampled texts differ between the arms"
+SEEDS = "seeds do not reproduce"
 
 WRONG = ("suspicious", "broken")
 
@@ -56,6 +71,7 @@ def diagnose(
     agreements: Sequence[Agreement],
     draft_check: DraftCheck | None,
     stop_check: StopCheck | None,
+    distribution: Distribution | None,
     overrun: int,
     reference: Reference,
     near_tie_margin: float,
@@ -72,6 +88,8 @@ def diagnose(
             f"{stop_check.wrong} of {stop_check.requests} requests with a stop word did not end before it: {stop_check.detail}"
         )
         found.append(_error(STOP, f"{detail}. Look at every token of an accepted block, not at its last one."))
+    if distribution is not None:
+        found += of_sampling(distribution)
     if overrun:
         found.append(
             _error(OVERRUN, f"{overrun} answers hold more tokens than max_tokens: steps are counted where tokens should be")
@@ -182,6 +200,36 @@ def _of_the_draft(check: DraftCheck) -> Iterator[Finding]:
         yield _error(DRAFT_CACHE, f"{rates}. {advice}")
     elif behind or earlier:
         yield _error(DRAFT_MODEL, f"{rates}. The served draft does not see what it should, or has other weights.")
+
+
+def of_sampling(found: Distribution) -> Iterator[Finding]:
+    """What is wrong with how tokens are drawn at temperature > 0."""
+    rejected = {test.name: test for test in found.tests if test.rejected}
+    own = rejected.get("speculative: by probability")
+    draft = rejected.get("speculative: by draft against target")
+    groups = [test for name, test in rejected.items() if name.split(":")[0] not in ("speculative", "continuations, plain")]
+    if found.outside_filters or "plain: by probability" in rejected or (groups and own is None and draft is None):
+        ruled_out = f"{found.outside_filters} tokens that top-k or top-p rule out" if found.outside_filters else ""
+        wrong = ", ".join(f"{test.name} (p = {test.p_value:.1e})" for test in rejected.values())
+        parts = [part for part in (ruled_out, wrong and f"rejected: {wrong}") if part]
+        yield _error(SAMPLING, f"{'; '.join(parts)}. Temperature, top-k or top-p do not reach the sampler as they were asked.")
+    elif own is not None or draft is not None:
+        # Where both see it, the order along which the tokens are shifted further is the one that the fault follows.
+        strongest = max((test for test in (own, draft) if test is not None), key=lambda test: abs(test.lean or 0.0))
+        towards = (strongest.lean or 0.0) > 0
+        name = (LIKELY if towards else UNLIKELY) if strongest is own else (TO_DRAFT if towards else FROM_DRAFT)
+        hint = (
+            " A draft is kept for being the likeliest token, or the temperature is lower than asked." if name == LIKELY else ""
+        )
+        detail = f"{strongest.name}: p = {strongest.p_value:.1e} over {strongest.samples:,} tokens, {strongest.lean:+.1f} sigma"
+        yield _error(name, f"{detail}; plain decoding is sound.{hint}")
+    elif rejected:
+        test = next(iter(rejected.values()))
+        yield _error(CONTINUATIONS, f"{test.name}: p = {test.p_value:.1e} over {test.samples:,} texts")
+    if found.unrepeated or not found.seeds_matter:
+        detail = f"{found.unrepeated} of {found.seeded} seeded requests gave another text the second time"
+        detail = detail if found.unrepeated else "every seed gives the same text"
+        yield _error(SEEDS, f"{detail}. The seed has to fix the noise of every position, and nothing else may.")
 
 
 def _error(name: str, detail: str) -> Finding:

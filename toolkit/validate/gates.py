@@ -11,6 +11,7 @@ from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import (
     Agreement,
     Arm,
+    Distribution,
     DraftCheck,
     Finding,
     Gate,
@@ -29,6 +30,7 @@ __all__ = [
     "PASS",
     "agreement_gate",
     "check_gates",
+    "distribution_gate",
     "latency_gates",
     "outcome",
     "parity_gate",
@@ -134,6 +136,34 @@ def agreement_gate(found: Agreement, quality: QuantizationQuality | None) -> Gat
         INCONCLUSIVE: "Raise validation.max_prompts.",
     }
     return Gate(name, result, found.rate, limit, detail, next_steps[result])
+
+
+def distribution_gate(found: Distribution) -> Gate:
+    """measured: the smallest adjusted p-value. A test whose control was not rejected has shown nothing."""
+    smallest = min(test.adjusted for test in found.tests)
+    rejected = [test for test in found.tests if test.rejected]
+    wrong = [f"{test.name} (adjusted p = {test.adjusted:.1e})" for test in rejected]
+    if found.outside_filters:
+        wrong.append(f"{found.outside_filters} tokens outside top-k or top-p")
+    if found.unrepeated or not found.seeds_matter:
+        wrong.append(
+            f"{found.unrepeated} of {found.seeded} seeded requests did not repeat" if found.unrepeated else "seeds are ignored"
+        )
+    counts = f"{found.tokens:,} tokens, {len(found.tests)} tests with their controls"
+    if wrong:
+        advice = "Sampled text is not the target's own. What to do next names the likely cause."
+        return Gate("distribution", FAIL, smallest, found.false_alarm, f"{counts}: {'; '.join(wrong)}", advice)
+    blind = [test.name for test in found.tests if not test.control_rejected]
+    if blind or not found.enough:
+        why = f"the control of {', '.join(blind)} was not rejected: that test has shown nothing"
+        why = why if blind else f"too few for a total variation of {found.effect:g} within the time allowed"
+        advice = "Raise validation.distribution.max_seconds, effect, or validation.temperature where the model is too certain."
+        return Gate("distribution", INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice)
+    detail = (
+        f"{counts}: none rejected, every control is. A total variation of {found.effect:g} would be seen with probability "
+        f"{found.power:g}; a sound deployment fails once in {1 / found.false_alarm:,.0f} runs"
+    )
+    return Gate("distribution", PASS, smallest, found.false_alarm, detail)
 
 
 def check_gates(draft_check: DraftCheck | None, stop_check: StopCheck | None, diagnoses: Iterable[Finding]) -> list[Gate]:

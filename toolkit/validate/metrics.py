@@ -131,6 +131,20 @@ DEFINITIONS: dict[str, Definition] = {
         "the compiled engine outside the server should agree up to rounding, the unquantized checkpoint as often as "
         f"quantization leaves it; {CONFIDENCE:.0%} bootstrap interval over prompts",
     ),
+    "distribution": Definition(
+        "G = 2 sum(observed ln(observed / expected)) over 16 equal bins of the tokens' points; p from chi-squared, 15 degrees",
+        "second and later tokens whose point falls in a bin; a token's point lies where it stands within the distribution that "
+        "the reference gives for its place, tokens laid side by side by probability, or by draft / target probability",
+        "as many in every bin: the points of tokens that are drawn from these distributions are uniform and independent",
+        "p-values are adjusted for all tests (Holm). Seen: the total variation of the bins that the test rejects with the "
+        "stated power. Control: the same points, tilted by that much towards the likeliest token, or the draft's",
+    ),
+    "continuations": Definition(
+        "energy distance between the arms' unigram and bigram counts, summed over prompts",
+        "2 E|X - Y| - E|X - X'| - E|Y - Y'| in the L1 metric",
+        "1 prompt",
+        "p-value by 19,999 permutations of the arms within a prompt; control: a share of one arm's texts replaced by one text",
+    ),
     "draft_check": Definition(
         "first drafts kept, beside those that the draft engine proposes right",
         "verify steps that kept their first draft",

@@ -5,14 +5,13 @@ Nothing here starts a server or an engine: the endpoint, its counters and the re
 Two kinds of requests are sent. Those that are timed carry no seed, as most clients' do, so at temperature > 0 they run under
 the deployment's own acceptance rule; at temperature 0 the same requests prove parity, beside untimed ones at other draft
 lengths and through the speculative path that keeps nothing. Then each prompt is sent once more per arm at temperature > 0
-with a seed under the `coupled` rule, where the texts have to be the same again. What is wrong is named by `diagnose`.
+with a seed under the `coupled` rule, where the texts have to be the same again; and a few prompts are drawn many times
+without a seed, to judge the distribution of what is said. What is wrong is named by `diagnose`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.interfaces import Progress
@@ -21,7 +20,6 @@ from toolkit.records import (
     Arms,
     CompiledEngine,
     CounterCheck,
-    Divergence,
     Finding,
     Gate,
     Parity,
@@ -32,36 +30,22 @@ from toolkit.records import (
     ValidationReport,
 )
 from toolkit.validate import metrics
-from toolkit.validate.agreement import agreement
 from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
+from toolkit.validate.correctness import References, correctness_gates, judge_correctness, planned_requests
 from toolkit.validate.counters import client_counts, reconcile
-from toolkit.validate.diagnose import diagnose
-from toolkit.validate.drafts import check_drafts
-from toolkit.validate.gates import (
-    INCONCLUSIVE,
-    agreement_gate,
-    check_gates,
-    latency_gates,
-    parity_gate,
-    quality_gates,
-    speedup_gate,
-    verdict,
-)
-from toolkit.validate.parity import ArmTexts, Judge, compare, first_difference, unrepeatable
+from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, speedup_gate, verdict
+from toolkit.validate.parity import unrepeatable
 from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
-from toolkit.validate.replay import Replay, replay_of
-from toolkit.validate.stops import check_stops
+from toolkit.validate.replay import Replay
 
-if TYPE_CHECKING:
-    from toolkit.client import RequestTiming
+__all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "References", "validate"]
 
-__all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "validate"]
-
-VERSION = 2
+VERSION = 3
 SCHEMA_VERSION = 2
 WARM_UP_PROMPTS = 2
 BURSTS = 0.05  # share of requests delivered late above which we say so
+DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
@@ -72,9 +56,7 @@ def validate(
     name: str,
     max_draft_len: int,
     acceptance: str,
-    reference: Reference,
-    source: Reference | None = None,
-    source_same_precision: bool = False,
+    references: References,
     verify_arm: bool = True,
     quality: Quality,
     engines: Mapping[str, CompiledEngine],
@@ -90,10 +72,9 @@ def validate(
 
     endpoint: a started server's client, `Client(server.grpc_url)`. counters: reads the server's own counters, for instance
     `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
-    reference: judges divergences; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
-    source: the unquantized checkpoint, None: not asked; source_same_precision: the deployment computes what that one does, up
-    to rounding (nothing is quantized, and float32). verify_arm: the endpoint knows the acceptance rule `verify_only`.
-    keep_replay: stores what `toolkit validate --replay` needs of one divergence, and returns the file's name.
+    references: judge the texts; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
+    verify_arm: the endpoint knows the acceptance rule `verify_only`. keep_replay: stores what `toolkit validate --replay`
+    needs of one divergence, and returns the file's name.
     max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
     `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
     preceding: findings of earlier stages that a reader of the report must know; those that warn are taken over.
@@ -105,7 +86,25 @@ def validate(
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     report_progress = progress or (lambda done, total, what: None)
     what = "warming up"
-    sender = Sender(endpoint, config.max_tokens, lambda: report_progress(len(sender.sent), None, what))
+    planned = 2 * len(arms) * (min(WARM_UP_PROMPTS, len(prompts)) + config.rounds * len(prompts))
+    planned += planned_requests(config, len(prompts), max_draft_len, verify_arm)
+
+    def say(doing: str) -> None:
+        nonlocal what
+        what = doing
+        report_progress(len(sender.sent), None, what)
+
+    def on_sent() -> None:
+        if what != DRAWING:  # which tells how far it is in tokens
+            report_progress(len(sender.sent), max(planned, len(sender.sent)), what)
+
+    def undecided(so_far: Measured) -> bool:
+        nonlocal planned
+        more = _undecided(so_far, config)
+        planned += len(arms) * len(prompts) if more else 0
+        return more
+
+    sender = Sender(endpoint, config.max_tokens, on_sent)
     before = counters() if counters is not None else {}
     for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
         for arm in arms:
@@ -121,60 +120,34 @@ def validate(
             arms=arms,
             rounds=config.rounds,
             max_rounds=config.max_rounds,
-            undecided=lambda so_far: _undecided(so_far, config),
+            undecided=undecided,
             seed=config.seed,
             options={"temperature": temperature},
         )
     greedy, sampled = measured[0.0], measured[config.temperature]
-    plain = greedy.plain[0]
-    parity, seeded, draft_check, stop_check = None, None, None, None
-    judge = Judge(reference, config.parity.near_tie_margin)
-    keep = _keeper(name, config, keep_replay)
-    if max_draft_len > 0:
-        what = "comparing draft lengths"
-        arms_said = [ArmTexts("speculative", max_draft_len, list(zip(*greedy.speculative, strict=True)))]
-        for arm, draft_len in _more_arms(config, max_draft_len, verify_arm):
-            options = {"temperature": 0.0, "num_draft_tokens": draft_len}
-            said = [sender.send(index, prompt, arm, **options) for index, prompt in enumerate(prompts)]
-            arms_said.append(ArmTexts(arm, draft_len, [[one] for one in said]))
-        what = "stop words"
-        same = [first_difference(*pair) is None for pair in zip(plain, greedy.speculative[0], strict=True)]
-        stop_check = check_stops(sender, prompts, plain, same, seed=config.seed)
-        what = "seeded requests"
-        seeds = [_seed(config, index) for index in range(len(prompts))]
-        seeded_plain, seeded_said = _seeded_texts(sender, prompts, config)
-        what = "asking the reference about divergences"
-        parity = compare(plain, arms_said, judge, keep=keep)
-        seeded_judge = replace(judge, temperature=config.temperature, seeds=seeds)
-        seeded = compare(seeded_plain, [ArmTexts("speculative", max_draft_len, seeded_said)], seeded_judge, keep=keep)
-        draft_check = check_drafts(greedy.speculative[0], max_draft_len, reference)
-    what = "asking the reference about every token"
-    agreements = [agreement("engine", plain, reference, judge.near_tie_margin, same_precision=True, seed=config.seed)]
-    if source is not None:
-        what = "asking the unquantized model about every token"
-        report_progress(len(sender.sent), None, what)
-        agreements.append(
-            agreement("source", plain, source, judge.near_tie_margin, same_precision=source_same_precision, seed=config.seed)
-        )
-    diagnoses = diagnose(
-        plain=plain,
-        parity=parity,
-        agreements=agreements,
-        draft_check=draft_check,
-        stop_check=stop_check,
-        overrun=sum((one.output_tokens or 0) > config.max_tokens for one in sender.sent),
-        reference=reference,
-        near_tie_margin=judge.near_tie_margin,
+    rule = "rejection" if acceptance == "auto" else acceptance
+    found = judge_correctness(
+        sender,
+        prompts,
+        greedy,
+        config,
+        references,
+        name=name,
+        rule=rule,
+        max_draft_len=max_draft_len,
+        verify_arm=verify_arm,
+        keep_replay=keep_replay,
+        say=say,
+        on_drawn=lambda done, total: report_progress(done, total, DRAWING),
     )
 
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config)
     gates = [
-        *_gates(config, greedy_arms, greedy_speedup, parity, ("parity", "speedup", "")),
-        *_gates(config, sampled_arms, sampled_speedup, seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
-        *(gate for one in agreements if (gate := agreement_gate(one, quality.target)) is not None),
-        *check_gates(draft_check, stop_check, diagnoses),
+        *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
+        *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
+        *correctness_gates(found, quality.target),
         *quality_gates(quality.target, config.quality),
     ]
     return ValidationReport(
@@ -185,23 +158,24 @@ def validate(
         arms=greedy_arms,
         speedup=greedy_speedup,
         acceptance=greedy_acceptance,
-        parity=parity,
+        parity=found.parity,
         sampled=Sampled(
             temperature=config.temperature,
-            rule="rejection" if acceptance == "auto" else acceptance,
+            rule=rule,
             arms=sampled_arms,
             speedup=sampled_speedup,
             acceptance=sampled_acceptance,
-            parity=seeded,
+            parity=found.seeded,
         ),
-        agreements=tuple(agreements),
-        draft_check=draft_check,
-        stop_check=stop_check,
+        agreements=found.agreements,
+        draft_check=found.draft_check,
+        stop_check=found.stop_check,
+        distribution=found.distribution,
         quality=quality,
         counters=checks,
         findings=(
             *(finding for finding in preceding if finding.severity != "ok"),
-            *diagnoses,
+            *found.diagnoses,
             *_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms}),
         ),
         environment=dict(environment),
@@ -209,39 +183,6 @@ def validate(
         stages=tuple(stages),
         definitions=metrics.DEFINITIONS,
     )
-
-
-def _seed(config: ValidationConfig, index: int) -> int:
-    return config.seed + index
-
-
-def _more_arms(config: ValidationConfig, max_draft_len: int, verify_arm: bool) -> list[tuple[str, int]]:
-    """(arm, draft length) of what is compared beside the arms that are timed."""
-    asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
-    shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
-    return [*([("verify", max_draft_len)] if verify_arm else []), *(("speculative", draft_len) for draft_len in shorter)]
-
-
-def _seeded_texts(
-    sender: Sender, prompts: Sequence[str], config: ValidationConfig
-) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:
-    plain: list[RequestTiming] = []
-    said: list[list[RequestTiming]] = []
-    for index, prompt in enumerate(prompts):
-        options = {"temperature": config.temperature, "seed": _seed(config, index), "acceptance": "coupled"}
-        one, other = (sender.send(index, prompt, arm, **options) for arm in ARMS)
-        plain.append(one)
-        said.append([other])
-    return plain, said
-
-
-def _keeper(
-    name: str, config: ValidationConfig, keep_replay: Callable[[Replay], str] | None
-) -> Callable[[Divergence, RequestTiming, RequestTiming], str | None]:
-    def keep(one: Divergence, plain: RequestTiming, other: RequestTiming) -> str | None:
-        return None if keep_replay is None else keep_replay(replay_of(name, config, one, plain, other))
-
-    return keep
 
 
 def _undecided(measured: Measured, config: ValidationConfig) -> bool:
