@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.hub import small_hub
+
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 COMMANDS = ("build", *STAGES, "plan", "explain", "serve", "generate", "bench", "report", "doctor", "schema", "version")
 
@@ -85,6 +87,20 @@ def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
     found = json.loads(bad.stdout)
     assert bad.returncode == 2 and not found["possible"]
     assert {"heads-divide-tp", "world-size"} <= {one["rule"] for one in found["judgements"] if one["severity"] == "refused"}
+
+
+@pytest.mark.slow
+def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, tiny_pair, target={"checkpoint": "somebody/tiny"}))
+    with small_hub("somebody/tiny", tiny_pair[0]) as hub:
+        here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        unknown = toolkit("plan", config, cwd=tmp_path, **here)
+        assert unknown.returncode == 2 and "nothing is known here of somebody/tiny" in unknown.stdout
+        built = toolkit("pair", config, cwd=tmp_path, **here)
+        assert built.returncode == 0, built.stderr
+        assert "model.safetensors" in hub.asked
+        assert toolkit("plan", config, cwd=tmp_path, **here).returncode == 0
+        assert hub.asked.count("model.safetensors") == 1
 
 
 def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -116,9 +117,10 @@ def build(
 
     fresh: stages that run in any case. stages: others than `stages_of(config)`. Raises what the stages raise.
     """
-    chosen = upto(stages or stages_of(config, workplace, store.memo), until)
     if stages is None and until in PACKAGED:
-        embedded(config)  # before hours of quantizing
+        _refuse_impossible(config)
+        embedded(config)  # before hours of downloading and quantizing
+    chosen = upto(stages or stages_of(config, workplace, store.memo), until)
     if stages is None and until == "compile":
         _check_builder(config, workplace, store)
     finished: dict[str, Done] = {}
@@ -137,7 +139,7 @@ def build(
 
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
-    stages = stages_of(config, workplace, store.memo)
+    stages = stages_of(config, workplace, store.memo, download=False)
     return explain(stages if config.engine.kind == "torch" else upto(stages, "compile"), store, config.name)
 
 
@@ -153,8 +155,8 @@ def _models(config: DeploymentConfig) -> dict[str, ModelConfig]:
     return models if config.draft is None else {**models, "draft": config.draft}
 
 
-def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """All stages of a deployment, in order.
+def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True) -> list[Stage]:
+    """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only looked for.
 
     Raises PlanError for what cannot work, UsageError for what is not built yet, and for calibration or prompt files that cannot
     be used.
@@ -162,6 +164,9 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
     _refuse_impossible(config)
     _refuse_unbuilt(config)
     _check_inputs(config)
+    if any(model.hub_id is not None for model in _models(config).values()):
+        config = _on_this_machine(config, download=download)
+        _refuse_impossible(config)  # as the files say
     roles = tuple(_models(config))
     return [
         _pair(config, memo),
@@ -175,7 +180,8 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
 def _refuse_impossible(config: DeploymentConfig) -> None:
     from toolkit.plan.make import make_plan
 
-    refused = [one for one in make_plan(config).judgements if one.severity == "refused"]
+    # A hub id of which nothing is known yet is about to be fetched.
+    refused = [one for one in make_plan(config).judgements if one.severity == "refused" and one.rule != "shape-needed"]
     if refused:
         faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in refused]
         raise PlanError(config.name, faults)
@@ -186,13 +192,25 @@ def _refuse_unbuilt(config: DeploymentConfig) -> None:
     if config.triton.layout == "bls":
         raise UsageError("triton.layout bls is not built yet", mend="`llmapi` works here")
     for role, model in _models(config).items():
-        if model.hub_id is not None:
-            mend = f"download it (hf download {model.hub_id}) and name the folder"
-            raise UsageError(f"{role}.checkpoint {model.hub_id} is not a folder; hub ids are not fetched yet", mend=mend)
         if model.trust_remote_code:
             raise UsageError(
                 f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
             )
+
+
+def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
+    """The same with folders in the place of hub ids."""
+    from toolkit.checkpoints.hub import fetch
+
+    bars = sys.stderr.isatty()
+    found = {
+        role: model.model_copy(
+            update={"checkpoint": fetch(model.hub_id, model.revision, download=download, bars=bars), "revision": None}
+        )
+        for role, model in _models(config).items()
+        if model.hub_id is not None
+    }
+    return config.model_copy(update=found)
 
 
 def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:

@@ -1,6 +1,6 @@
 """What the config.json of public models says, so that a plan can be made before anything is downloaded.
 
-Only the keys that a plan needs, in Hugging Face's own spelling. A checkpoint that is on the disk is read instead, always.
+Only the keys that a plan needs, in Hugging Face's own spelling. A folder is read instead, always.
 """
 
 from __future__ import annotations

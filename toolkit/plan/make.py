@@ -5,10 +5,10 @@ Nothing is run, and nothing heavy is imported: a plan takes a fraction of a seco
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig
+from toolkit.errors import CheckpointError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
@@ -56,7 +56,7 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
             shapes[role] = shape
             continue
         what = f"nothing is known here of {model.hub_id}"
-        mend = "name a folder that holds its config.json; known without one: " + ", ".join(CONFIGS)
+        mend = "name a folder that holds its config.json, or fetch it: toolkit pair CONFIG"
         unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
     gpu, count = _gpus(config)
     return Subject(config, shapes, gpu, count), tuple(unread)
@@ -70,10 +70,16 @@ def gpu_named(driver_name: str) -> Gpu | None:
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:
+    """Of a folder, of the shipped facts, or of what the hub's cache has of an id that they lack."""
     if model.hub_id is None:
-        return read_shape(Path(model.checkpoint))
+        return read_shape(model.checkpoint)
     known = CONFIGS.get(model.hub_id)
-    return None if known is None else parse_shape(known, where=model.hub_id)
+    if known is not None:
+        return parse_shape(known, where=model.hub_id)
+    try:
+        return read_shape(fetch(model.hub_id, model.revision, download=False))
+    except CheckpointError:
+        return None
 
 
 def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
