@@ -76,12 +76,16 @@ def reject(
 
 
 class Rule(Protocol):
-    """How one request chooses its tokens. Not thread-safe; one block at a time: propose 0..k times, then decide once."""
+    """How one request chooses its tokens. Not thread-safe; a block at a time: propose or adopt 0..k times, then decide once."""
 
     by_argmax: bool  # both calls would only take the argmax: the runtime may do so for a whole batch at once
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         """The next draft token. logits [vocab] are the draft's behind `drafts`; position: the token's index in the sequence."""
+        ...
+
+    def adopt(self, token: int) -> None:
+        """The next draft token is this one, for certain: it was looked up, not drawn from a draft's distribution."""
         ...
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
@@ -106,6 +110,9 @@ class _Penalised:
         self._sampling = sampling
         penalised = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._penalties = Penalties(sampling, vocab_size) if penalised else None
+
+    def adopt(self, token: int) -> None:
+        """Nothing to remember where the target's own choice decides."""
 
     def note(self, tokens: Sequence[int]) -> None:
         if self._penalties is not None:
@@ -138,11 +145,17 @@ class Rejection(_Penalised):
         super().__init__(sampling, vocab_size)
         self._random = random.Random(sampling.seed)  # without a seed: fresh entropy from the operating system
         self._draft_probs: list[Floats] = []
+        self._vocab_size = vocab_size
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         probs = _normalised(self._weights(logits[None], drafts, len(drafts)))[0]
         self._draft_probs.append(probs)
         return draw(probs, self._random.random())
+
+    def adopt(self, token: int) -> None:
+        certain = np.zeros(self._vocab_size)
+        certain[token] = 1.0
+        self._draft_probs.append(certain)
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         target_probs = _normalised(self._weights(logits, drafts, 0))
@@ -197,6 +210,9 @@ class VerifyOnly:
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return self._rule.propose(logits, position, drafts)
+
+    def adopt(self, token: int) -> None:
+        """Thrown away like the others."""
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         return self._rule.decide(logits[:1], position, [])

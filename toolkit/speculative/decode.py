@@ -49,13 +49,14 @@ class QueueFull(RequestError):
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
     """max_draft_len 0: plain decoding only. acceptance (auto | rejection | coupled | sample_match) holds where a request states
-    none.
+    none, and so does draft_len_schedule: (running requests, draft length) pairs, each holding from that many requests on.
     """
 
     max_draft_len: int
     acceptance: str = "auto"
     max_queue_size: int = 256  # requests waiting for a slot; beyond it they are refused
     eos_token_ids: tuple[int, ...] = ()
+    draft_len_schedule: tuple[tuple[int, int], ...] = ()
     max_input_len: int | None = None  # None: as long as the target's context allows
 
 
@@ -275,6 +276,7 @@ class SpeculativeRuntime:
 
     def _verify_rows(self, rows: list[Sequence]) -> None:
         start = self._clock()
+        self._limit_by_load(rows)
         speculating = [row for row in rows if row.speculates and row.draft_room() > 0] if self._drafter is not None else []
         if speculating and self._drafter is not None:
             self._drafter.propose(speculating)
@@ -311,6 +313,15 @@ class SpeculativeRuntime:
         for row, event in outcomes:
             row.tally.add_time(drafted - start, verified - drafted, host_ns)
             self._deliver(row, event)
+
+    def _limit_by_load(self, rows: list[Sequence]) -> None:
+        """What the schedule says for so many requests. A draft that was left behind catches up when it is asked again."""
+        if not self.settings.draft_len_schedule:
+            return
+        lengths = [length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)]
+        for row in rows:
+            if row.request.draft_len is None and lengths:
+                row.load_limit = lengths[-1]
 
     # The ends of a request.
 

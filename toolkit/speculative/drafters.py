@@ -4,6 +4,9 @@
 of the cache are the sequence's own. A rejected draft shortens that prefix. A block that was kept whole leaves it two tokens
 behind, since the last draft was proposed and never fed: the next block begins by feeding both (the catch-up; without it the
 draft would look at a sequence with a hole, and acceptance would sink with nothing to show why).
+
+`NgramDrafter` needs no model: where the last few tokens stood before in prompt or output, what followed them then is proposed
+(prompt lookup). Such a draft is a certain token, not a draw, and the accept rules are told so.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from toolkit.interfaces import StepEngine
 from toolkit.speculative.sampling import argmax, to_host
 from toolkit.speculative.sequence import Sequence
 
-__all__ = ["Drafter", "ModelDrafter"]
+__all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 
 STEADY = 2  # tokens a cache may be behind at the start of a block: the last draft and the one that followed it
 
@@ -28,7 +31,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        """Append to each sequence's `drafts` as many tokens as it has draft_room() for, at least one. All were fed before."""
+        """Append to each sequence's `drafts` up to draft_room() tokens, which is one at least. All were fed before."""
         ...
 
     def settle(self, slot: int, length: int) -> None:
@@ -95,3 +98,61 @@ class ModelDrafter:
         engine = self._engine
         if any(engine.length(slot) != length for slot, length in zip(slots, lengths, strict=True)):
             engine.rewind(slots, lengths)
+
+
+class Lookup:
+    """Where the n-grams of one growing sequence stood last. Each token is indexed once, whatever the number of look-ups."""
+
+    def __init__(self, max_ngram_size: int) -> None:
+        self._sizes = range(max_ngram_size, 0, -1)
+        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> the index behind its latest place, the end left out
+        self._indexed = 0
+
+    def __call__(self, ids: Slots[int], room: int) -> list[int]:
+        """What followed the longest end of `ids` that stood before, at its latest place: up to `room` tokens, or none.
+
+        ids has to begin with what the last call was given.
+        """
+        for end in range(max(1, self._indexed), len(ids)):
+            for size in self._sizes:
+                if size <= end:
+                    self._behind[tuple(ids[end - size : end])] = end
+        self._indexed = len(ids)
+        for size in self._sizes:
+            place = self._behind.get(tuple(ids[-size:])) if size < len(ids) else None
+            if place is not None:
+                return list(ids[place : place + room])
+        return []
+
+
+class NgramDrafter:
+    """Prompt lookup. max_ngram_size: the longest end of a sequence that is looked for; shorter ones are tried after it.
+
+    padded: always draft as much as there is room for, with repetitions of the last token, so that a step of a given width can
+    be timed whether or not the text repeats itself.
+    """
+
+    def __init__(self, max_ngram_size: int, *, padded: bool = False) -> None:
+        self._max_ngram_size = max_ngram_size
+        self._padded = padded
+        self._lookups: dict[int, Lookup] = {}
+
+    def feed(self, slot: int, ids: list[int]) -> None:
+        self._lookups.setdefault(slot, Lookup(self._max_ngram_size))
+
+    def propose(self, sequences: Slots[Sequence]) -> None:
+        for sequence in sequences:
+            room = sequence.draft_room()
+            found = self._lookups[sequence.slot](sequence.ids, room)
+            if self._padded:
+                found += [sequence.ids[-1]] * (room - len(found))
+            for token in found:
+                sequence.drafts.append(token)
+                sequence.rule.adopt(token)
+
+    def settle(self, slot: int, length: int) -> None:
+        """What was looked up is no part of a sequence until the target has kept it."""
+
+    def free(self, slots: Slots[int]) -> None:
+        for slot in slots:
+            self._lookups.pop(slot, None)

@@ -42,6 +42,7 @@ class Sequence:
         self._eos = eos
         self._end = len(self.ids) + request.max_tokens
         self._draft_len = draft_len
+        self.load_limit = draft_len  # what the load allows in this step; the runtime sets it
 
     @property
     def speculates(self) -> bool:
@@ -50,7 +51,7 @@ class Sequence:
 
     def draft_room(self) -> int:
         """Tokens to draft in this step: a step adds one token more than it keeps, and no token beyond max_tokens is of use."""
-        return min(self._draft_len, self._end - len(self.ids) - 1)
+        return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
 
     def take(self, kept: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
         """Add the kept drafts and `token`, up to the first that ends the request. Returns what is to be told, without stats.
