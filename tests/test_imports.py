@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[1] / "toolkit"
 
 # docs/architecture.md draws this arrow. A package may import those on lower levels, and itself; on its own level nothing.
-WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report")
+WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report", "advise")
 LEVELS = (
     ("__main__",),
     ("cli",),
     ("assembly",),
+    ("tuning",),
     ("serving", "progress", "benching"),
     WORKING,
     ("pipeline",),

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 __all__ = [
     "Acceptance",
+    "Advice",
     "Agreement",
+    "Alpha",
     "Arm",
     "ArmParity",
     "Arms",
@@ -24,6 +26,7 @@ __all__ = [
     "BenchPoint",
     "BenchRequest",
     "BenchRun",
+    "Candidate",
     "ComparedPoint",
     "Comparison",
     "CompiledEngine",
@@ -53,11 +56,13 @@ __all__ = [
     "QuantizedCheckpoint",
     "Ratio",
     "Sampled",
+    "ScheduleStep",
     "Serving",
     "Speedup",
     "StageCost",
     "StageMemory",
     "StageTime",
+    "StepCost",
     "StopCheck",
     "TensorRtLlmBuild",
     "TritonRepository",
@@ -812,6 +817,114 @@ class Comparison:
     tolerance: float
     points: tuple[ComparedPoint, ...]
     findings: tuple[Finding, ...]
+
+
+class Alpha:
+    """Probability that a draft token is kept where the target stands before one, averaged over output tokens, with a bootstrap
+    interval over prompts. domain None: all texts. tokens: places that were looked at.
+    """
+
+    rule: str  # greedy | rejection | coupled | sample_match | sample_match_greedy_draft
+    domain: str | None
+    estimate: float
+    low: float
+    high: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Milliseconds of one step for all requests of a batch, the lower quartile of those timed. draft_len 0: plain decoding."""
+
+    batch: int
+    draft_len: int
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Speculative / plain tokens per second for one mode of decoding, batch size and draft length, with its bootstrap interval.
+
+    speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 - a^(k+1)) / ((1 - a)(k c +
+    1)), dependence the replayed tokens per step over the formula's, verification what a forward of k + 1 tokens costs beyond
+    one of 1, host the rest: the host's work, prefill, and blocks cut short at the end of a text. measured: where it was run as
+    well.
+    """
+
+    mode: str  # greedy | sampled
+    batch: int
+    draft_len: int
+    acceptance_length: float
+    tokens_per_s: float
+    speedup: float
+    low: float
+    high: float
+    formula: float
+    dependence: float
+    verification: float
+    host: float
+    measured: float | None = None
+    measured_low: float | None = None
+    measured_high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to draft, as the advisor found it. by_place: conditional acceptance at each place of a block, mode -> rates.
+
+    draft_len, speedup, low, high: the best for one request at a time, over all modes; break_even_length is what
+    acceptance_length would have to be there for speculation to cost nothing, break_even_alpha the alpha that gives it.
+    """
+
+    name: str
+    drafter: str  # draft_target | ngram
+    draft_len: int
+    speedup: float
+    low: float
+    high: float
+    acceptance_length: float
+    break_even_length: float
+    break_even_alpha: float | None
+    alphas: tuple[Alpha, ...]
+    by_place: dict[str, tuple[float | None, ...]]
+    costs: dict[str, tuple[StepCost, ...]]
+    predictions: tuple[Prediction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStep:
+    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are drafted; 0: none."""
+
+    batch: int
+    draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What should be set, and why. candidates: the best first. costs_are: measured, or predicted for a GPU that is not here.
+
+    schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len. max_concurrency: the most requests
+    at once with which speculation was seen to pay; None: it pays at every size tried.
+    """
+
+    speculate: bool
+    drafter: str  # draft_target | ngram | none
+    draft: str | None  # name of the best candidate where it is a model
+    max_draft_len: int  # 0: do not speculate
+    schedule: tuple[ScheduleStep, ...]
+    max_concurrency: int | None
+    reason: str
+    costs_are: str
+    temperature: float
+    rule: str
+    prompts: int
+    tokens: int
+    confidence: float
+    seconds: float
+    candidates: tuple[Candidate, ...]
 
 
 def to_json(record: object) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UsageError
 
-__all__ = ["read_texts"]
+__all__ = ["read_labels", "read_texts"]
 
 
 def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
@@ -46,6 +46,12 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
     if not texts:
         raise UsageError("the file is empty", where=file, mend=form)
     return texts
+
+
+def read_labels(file: Path, key: str, otherwise: str, limit: int | None = None) -> list[str]:
+    """What lines say under `key`, where it is text, for the same lines that read_texts takes."""
+    rows = [json.loads(line) for _, line in _lines(file)][:limit]
+    return [row[key] if isinstance(row.get(key), str) else otherwise for row in rows]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,0 +1,192 @@
+"""The advisor: texts of the target, acceptance and cost of every candidate, a ranking, and what should be set.
+
+It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`; `toolkit.assembly` brings both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from toolkit.advise.acceptance import Drafted
+from toolkit.advise.choose import CONFIDENCE, Mode, judge, schedule_of
+from toolkit.advise.cost import MEASURED, ServingRuntime, StepCosts, batch_sizes, measure
+from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
+from toolkit.interfaces import Progress, StepEngine
+from toolkit.records import Advice, Candidate, ScheduleStep
+
+__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise"]
+
+VERSION = 1
+MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
+SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it."""
+
+    name: str
+    drafter: str  # draft_target | ngram
+    runtime: ServingRuntime
+    draft: StepEngine | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be decided, and how much to measure. prompts: (domain, token ids). temperature None: greedy decoding alone."""
+
+    prompts: Sequence[tuple[str, tuple[int, ...]]]
+    max_tokens: int
+    temperature: float | None
+    acceptance: str
+    max_draft_len: int = MAX_DRAFT_LEN
+    batches: Sequence[int] | None = None  # None: 1, 2, 4, ... max_batch_size
+    rounds: int = 3
+    steps: int = 8
+
+
+def advise(
+    target: StepEngine,
+    contenders: Sequence[Contender],
+    question: Question,
+    *,
+    lookup: Callable[[], Lookup],
+    probabilities: Probabilities,
+    progress: Progress,
+) -> Advice:
+    """Measure and decide.
+
+    lookup: makes a fresh prompt lookup for each text. probabilities: logits -> the distribution that the runtime samples from
+    at question.temperature.
+    """
+    began = time.monotonic()
+    domains = [domain for domain, _ in question.prompts]
+    batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
+    temperatures = {"greedy": 0.0} if question.temperature is None else {"greedy": 0.0, "sampled": question.temperature}
+    texts = {}
+    for mode, temperature in temperatures.items():
+        progress(0, None, f"writing {mode} texts")
+        texts[mode] = _write(contenders[0].runtime, question, temperature)
+    rule = SAMPLED_RULES.get(question.acceptance, question.acceptance)
+    candidates = []
+    for contender in contenders:
+        modes = []
+        for mode, temperature in temperatures.items():
+            progress(0, None, f"{contender.name}: {mode} acceptance")
+            rules = _observe(target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities)
+            progress(0, None, f"{contender.name}: timing {mode} steps")
+            serving = "greedy" if mode == "greedy" else rule
+            costs = _costs(contender, question, texts[mode], batches, temperature)
+            modes.append(Mode(mode, serving, rules[serving], rules, costs))
+        candidates.append(judge(contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len))
+    candidates.sort(key=lambda candidate: -candidate.speedup)
+    return decide(
+        candidates,
+        batches,
+        costs_are=MEASURED,
+        temperature=question.temperature or 0.0,
+        rule=rule,
+        prompts=len(domains),
+        tokens=sum(len(text.output) for some in texts.values() for text in some),
+        seconds=time.monotonic() - began,
+    )
+
+
+def decide(
+    candidates: Sequence[Candidate],
+    batches: Sequence[int],
+    *,
+    costs_are: str,
+    temperature: float,
+    rule: str,
+    prompts: int,
+    tokens: int,
+    seconds: float,
+) -> Advice:
+    """The best candidate's lengths, or none. candidates: the best first."""
+    best = candidates[0]
+    schedule = schedule_of(best, batches)
+    speculate = schedule[0].draft_len > 0
+    paying = [size for size in batches if _length_at(schedule, size) > 0]
+    needed = f"{best.break_even_length:.2f} tokens per step would break even, it gets {best.acceptance_length:.2f}"
+    gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {best.draft_len} draft tokens"
+    if speculate:
+        reason = f"{best.name}: {gain} for one request at a time; {needed}"
+    else:
+        reason = f"do not speculate: {best.name}, the best there is, would give {gain}; {needed}"
+    return Advice(
+        speculate=speculate,
+        drafter=best.drafter if speculate else "none",
+        draft=best.name if speculate and best.drafter == "draft_target" else None,
+        max_draft_len=schedule[0].draft_len,
+        schedule=schedule if speculate else (),
+        max_concurrency=max(paying) if speculate and len(paying) < len(batches) else None,
+        reason=reason,
+        costs_are=costs_are,
+        temperature=temperature,
+        rule=rule,
+        prompts=prompts,
+        tokens=tokens,
+        confidence=CONFIDENCE,
+        seconds=seconds,
+        candidates=tuple(candidates),
+    )
+
+
+def _length_at(schedule: Sequence[ScheduleStep], batch: int) -> int:
+    return [step.draft_len for step in schedule if step.batch <= batch][-1]
+
+
+def _write(runtime: ServingRuntime, question: Question, temperature: float) -> list[Text]:
+    prompts = [ids for _, ids in question.prompts]
+    outputs = runtime.write(prompts, question.max_tokens, temperature)
+    return [
+        Text(domain, ids, output, question.max_tokens) for (domain, ids), output in zip(question.prompts, outputs, strict=True)
+    ]
+
+
+def _observe(
+    target: StepEngine,
+    contender: Contender,
+    texts: Sequence[Text],
+    width: int,
+    mode: str,
+    lookup: Callable[[], Lookup],
+    probabilities: Probabilities,
+) -> dict[str, list[Drafted]]:
+    """Rule -> one Drafted per text."""
+    found: dict[str, list[Drafted]] = {}
+    for text in texts:
+        if contender.draft is None and mode == "greedy":
+            rules = {"greedy": lookup_drafts(lookup(), text, width)}
+        elif contender.draft is None:  # a certain token is kept with its probability under the target, whatever the rule
+            drafted = lookup_drafts(lookup(), text, width, target, probabilities)
+            rules = dict.fromkeys(("rejection", "coupled", "sample_match"), drafted)
+        elif mode == "greedy":
+            rules = {"greedy": greedy_drafts(contender.draft, text, width)}
+        else:
+            rules = sampled_drafts(target, contender.draft, text, width, probabilities)
+        for rule, drafted in rules.items():
+            found.setdefault(rule, []).append(drafted)
+    return found
+
+
+def _costs(
+    contender: Contender, question: Question, texts: Sequence[Text], batches: Sequence[int], temperature: float
+) -> StepCosts:
+    """Timed behind prompts of middling length with half of their output, which is where an average step stands."""
+    by_length = sorted(texts, key=lambda text: len(text.prompt))
+    middle = by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
+    return measure(
+        contender.runtime,
+        contender.drafter,
+        [[*text.prompt, *text.output[: len(text.output) // 2]] for text in middle],
+        [text.prompt for text in middle],
+        draft_lens=range(1, question.max_draft_len + 1),
+        batches=batches,
+        temperature=temperature,
+        rounds=question.rounds,
+        steps=question.steps,
+    )
