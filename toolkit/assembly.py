@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import CheckpointError, Fault, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
@@ -29,6 +29,7 @@ from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upt
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records import (
+    Advice,
     CompiledEngine,
     PairProof,
     Quality,
@@ -38,12 +39,24 @@ from toolkit.records import (
     ValidationReport,
     to_json,
 )
+from toolkit.tuning import Way, tune_stage
 
 if TYPE_CHECKING:
     from toolkit.validate.reference import Reference
     from toolkit.validate.replay import Replay, Replayed
 
-__all__ = ["STAGES", "Built", "Workplace", "build", "embedded", "explain_build", "replay_divergence", "stages_of"]
+__all__ = [
+    "STAGES",
+    "Built",
+    "Workplace",
+    "build",
+    "embedded",
+    "explain_build",
+    "replay_divergence",
+    "speculation_of",
+    "stages_of",
+    "tune",
+]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 PACKAGED = STAGES[STAGES.index("package") :]
@@ -82,6 +95,9 @@ class Workplace:
 
     def report(self, name: str) -> Path:
         return self.root / "build" / "reports" / name
+
+    def advice(self, name: str) -> Path:
+        return self.root / "build" / "advice" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +162,7 @@ def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
     """Folder -> its subfolders and the stages that they come from."""
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in _models(config)}
+    yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     yield workplace.report(config.name), {"": "validate"}
 
@@ -172,6 +189,7 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
         _pair(config, memo),
         *(_quantize(config, role, memo) for role in roles),
         *(_compile(config, role, workplace) for role in roles),
+        *([tune_stage(config, embedded(config), memo, _own_way(config))] if _measures(config) else []),
         _package(config, roles),
         _validate(config, roles, workplace, memo),
     ]
@@ -328,13 +346,12 @@ def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage
 
 def _engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
     engine = config.engine
-    drafts = role == "target" and config.speculation.kind != "none"
     spec = EngineSpec(
         role=role,
         max_batch_size=engine.max_batch_size,
         max_input_len=engine.max_input_len,
         max_seq_len=engine.max_seq_len,
-        max_draft_len=config.speculation.max_draft_len if drafts else 0,
+        max_draft_len=config.speculation.longest_draft if role == "target" else 0,
     )
     if isinstance(engine, TorchEngineConfig):
         return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
@@ -371,27 +388,87 @@ def _spec_parts(spec: EngineSpec) -> dict[str, Any]:
     return parts
 
 
+def _measures(config: DeploymentConfig) -> bool:
+    return config.speculation.kind != "none" and config.speculation.max_draft_len == "auto"
+
+
+def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
+    """What is served: what the YAML says, or what was found where it says `auto`."""
+    if not _measures(config):
+        return config.speculation
+    advice: Advice = finished["tune"].record
+    if not advice.speculate:
+        return config.speculation.model_copy(update={"kind": "none"})
+    schedule = {step.batch: step.draft_len for step in advice.schedule}
+    return config.speculation.model_copy(update={"max_draft_len": advice.max_draft_len, "draft_len_schedule": schedule})
+
+
+def tune(
+    config: DeploymentConfig,
+    workplace: Workplace,
+    observer: Observer,
+    store: Store,
+    *,
+    drafts: Sequence[Path] = (),
+    fresh: bool = False,
+) -> tuple[Advice, Path]:
+    """Build the engines that are missing, measure every way to draft, publish the advice: (it, its folder).
+
+    Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled as the YAML's draft) are
+    tried. Raises what the stages raise.
+    """
+    built = build(config, workplace, observer, store, until="compile")
+    engines = built.stages
+    ways = [*_own_way(config)(engines)]
+    for number, checkpoint in enumerate(drafts, start=1):
+        model = (config.draft or config.target).model_copy(update={"checkpoint": checkpoint.resolve()})
+        speculation = config.speculation.model_copy(update={"kind": "draft_target"})
+        other = config.model_copy(update={"draft": model, "speculation": speculation})
+        stages = upto(stages_of(other, workplace, store.memo), "compile")
+        found = dict(run_stages(stages, store, f"{config.name}.draft-{number}", observer))
+        ways.append((checkpoint.name, "draft_target", found["compile/draft"]))
+    if config.speculation.kind != "ngram":
+        ways.append(("ngram", "ngram", None))
+    stage = tune_stage(config, embedded(config), store.memo, lambda finished: ways, target=engines["compile/target"])
+    ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
+    store.publish({"": done.entry}, workplace.advice(config.name))
+    return done.record, workplace.advice(config.name)
+
+
+def _own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
+    """The YAML's own way to draft; none at all without speculation."""
+
+    def ways(finished: Finished) -> list[Way]:
+        if config.speculation.kind == "ngram":
+            return [("ngram", "ngram", None)]
+        return [] if config.draft is None else [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
+
+    return ways
+
+
 def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     from toolkit.triton import stage
 
-    needs = tuple(f"compile/{role}" for role in roles)
+    engines = tuple(f"compile/{role}" for role in roles)
+    needs = (*engines, "tune") if _measures(config) else engines
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
         settings = {
-            "speculation": config.speculation.model_dump(),
+            "speculation": speculation_of(config, finished).model_dump(),
             "triton": config.triton.model_dump(exclude=where_it_listens),
             "threads": embedded(config).threads,
         }
-        inputs = {need: finished[need].entry.digest for need in needs}
+        inputs = {need: finished[need].entry.digest for need in engines}
         # The model and the client are files of ours, copied into the repository.
         inputs["sources"] = digest_tree(SOURCES, ("client.py", "triton/*.py"))
         return {"config": settings, "inputs": inputs, "fingerprint": _versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
-        engines = [finished[need].record for need in needs]
-        draft = engines[1] if len(engines) > 1 else None
-        return stage.package(engines[0], draft, config.speculation, config.triton, embedded(config).threads, out_dir)
+        target, *drafts = (finished[need].record for need in engines)
+        speculation = speculation_of(config, finished)
+        draft = drafts[0] if speculation.kind == "draft_target" else None
+        return stage.package(target, draft, speculation, config.triton, embedded(config).threads, out_dir)
 
     return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
 

@@ -123,6 +123,40 @@ def validate_command(
         _build(config, "validate", fresh, overrides, rehash, as_json)
 
 
+@app.command("tune")
+def tune_command(
+    config: Config,
+    drafts: Annotated[
+        list[Path] | None,
+        typer.Option("--draft", help="Another draft checkpoint to compare. Repeatable.", metavar="DIR", show_default=False),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
+    from toolkit.assembly import tune
+    from toolkit.pipeline.store import Store
+    from toolkit.progress import displayed
+    from toolkit.records import to_json
+
+    loaded, workplace = _load(config, overrides), _workplace()
+    with displayed() as display:
+        store = Store(workplace.store, rehash=rehash, notice=display.notice)
+        advice, folder = tune(loaded, workplace, display, store, drafts=drafts or (), fresh=fresh)
+    if as_json:
+        _print(json.dumps(to_json(advice), indent=2))
+        return
+    from rich.console import Console
+
+    from toolkit.report.advice import print_advice
+
+    print_advice(advice, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    _print(f"in {folder.relative_to(Path.cwd())}/")
+
+
 @app.command()
 def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say whether it can work, what will be changed in silence, what it needs and how fast it can be; runs nothing."""
@@ -542,19 +576,20 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     """Build what is missing, load both engines into this process, stream one request."""
     import time
 
-    _run_stages(config, "compile")
-    from toolkit.assembly import embedded
+    from toolkit.assembly import embedded, speculation_of
     from toolkit.interfaces import GenerationRequest, Sampling
     from toolkit.serving import load_runtime
 
-    engines = _workplace().engines(config.name)
+    built = _run_stages(config, "tune" if config.speculation.max_draft_len == "auto" else "compile")
+    engines, speculation = _workplace().engines(config.name), speculation_of(config, built.stages)
     runtime = load_runtime(
         engines / "target",
-        None if config.draft is None else engines / "draft",
+        engines / "draft" if speculation.kind == "draft_target" else None,
         threads=embedded(config).threads,
-        max_draft_len=0 if config.draft is None else config.speculation.max_draft_len,
-        acceptance=config.speculation.acceptance,
+        max_draft_len=speculation.longest_draft,
+        acceptance=speculation.acceptance,
         max_queue_size=1,
+        ngram_size=speculation.max_matching_ngram_size if speculation.kind == "ngram" else None,
     )
     with contextlib.closing(runtime):
         request = GenerationRequest(

@@ -59,6 +59,7 @@ __all__ = [
     "ScheduleStep",
     "Serving",
     "Speedup",
+    "SpeedupPrediction",
     "StageCost",
     "StageMemory",
     "StageTime",
@@ -819,6 +820,7 @@ class Comparison:
     findings: tuple[Finding, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class Alpha:
     """Probability that a draft token is kept where the target stands before one, averaged over output tokens, with a bootstrap
     interval over prompts. domain None: all texts. tokens: places that were looked at.
@@ -845,7 +847,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class SpeedupPrediction:
     """Speculative / plain tokens per second for one mode of decoding, batch size and draft length, with its bootstrap interval.
 
     speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 - a^(k+1)) / ((1 - a)(k c +
@@ -891,7 +893,7 @@ class Candidate:
     alphas: tuple[Alpha, ...]
     by_place: dict[str, tuple[float | None, ...]]
     costs: dict[str, tuple[StepCost, ...]]
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[SpeedupPrediction, ...]
 
 
 @dataclass(frozen=True, slots=True)

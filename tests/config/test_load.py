@@ -36,7 +36,7 @@ target:
 draft:
   checkpoint: nowhere
   quantisation: {quant_algo: fp8}
-speculation: {kind: ngram, max_draft_len: auto}
+speculation: {kind: ngrams, max_draft_len: many}
 engine:
   kind: trt_engine
   tp_size: 2
@@ -155,20 +155,6 @@ def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "speculation.kind=ngram",
-        "speculation.max_draft_len=auto",
-    ],
-)
-def test_what_is_not_built_yet_is_refused_with_what_works(folder: Path, override: str) -> None:
-    fault = faults_of(folder / "tiny.yaml", override)[0]
-    assert "not built yet" in fault.message
-    assert fault.mend
-    assert fault.origin == f"--set {override}"
-
-
-@pytest.mark.parametrize(
     "override, path, words",
     [
         ("engine.kind=tensorrt", "engine.kind", "known: torch, trt_engine, trtllm_pytorch"),
@@ -240,11 +226,21 @@ def test_a_path_that_leads_to_nothing_usable_is_a_fault(folder: Path, old: str, 
     assert fault.line is not None
 
 
+SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
+
+
 @pytest.mark.parametrize(
     "old, new, path, message",
     [
         ("draft:\n  checkpoint: models/draft\n", "", "speculation", "needs a `draft` section"),
         ("engine:", "speculation: {kind: none}\nengine:", "speculation", "does not use the `draft` section"),
+        ("engine:", "speculation: {kind: ngram}\nengine:", "speculation", "does not use the `draft` section"),
+        ("engine:", SCHEDULE.format("auto", "{1: 4}"), "speculation.draft_len_schedule", "is measured where"),
+        ("engine:", SCHEDULE.format("4", "{2: 4}"), "speculation.draft_len_schedule", "has to begin with 1: 4"),
+        ("engine:", SCHEDULE.format("4", "{1: 4, 2: 1, 4: 2}"), "speculation.draft_len_schedule", "grows"),
+        ("engine:", SCHEDULE.format("4", "{1: 4, 2: -1}"), "speculation.draft_len_schedule.2", "out of range"),
+        ("engine:", SCHEDULE.format("4.5", "{1: 4}"), "speculation.max_draft_len", "4.5 is not a whole number"),
+        ("engine:", "hardware: {1: 2}\nengine:", "hardware.1", "is not a name"),
         ("calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}\n", "", "calibration", "quantizing target needs"),
         ("max_seq_len: 640", "max_seq_len: 500", "engine.max_seq_len", "leaves no room"),
         ("max_seq_len: 640", "max_input_len: 2000", "engine.max_seq_len", "leaves no room"),
@@ -311,3 +307,13 @@ def test_every_key_is_in_the_documentation() -> None:
                 yield from names(inner)
 
     assert [name for name in names(DeploymentConfig) if f"{name}`" not in text and f"`{name}." not in text] == []
+
+
+def test_a_schedule_is_read_as_a_table_of_numbers(folder: Path) -> None:
+    file = with_line(folder, "engine:", SCHEDULE.format("4", "{8: 0, 1: 4, 4: 2}"))
+    assert load_config(file).speculation.draft_len_schedule == {1: 4, 4: 2, 8: 0}
+
+
+def test_an_engine_is_built_for_the_longest_draft_that_may_be_chosen(folder: Path) -> None:
+    assert load_config(folder / "tiny.yaml", ["speculation.max_draft_len=auto"]).speculation.longest_draft == 8
+    assert load_config(folder / "tiny.yaml", ["speculation.max_draft_len=3"]).speculation.longest_draft == 3

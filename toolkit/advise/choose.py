@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.advise.acceptance import Drafted, Replay, by_domain, expected_tokens, leviathan_speedup, replay
 from toolkit.advise.cost import QUANTILE, StepCosts
-from toolkit.records import Alpha, Candidate, Prediction, ScheduleStep
+from toolkit.records import Alpha, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["CONFIDENCE", "Mode", "alphas", "break_even_alpha", "judge", "schedule_of"]
 
@@ -84,7 +84,7 @@ def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleS
     bound = max(prediction.draft_len for prediction in candidate.predictions)
     for batch in batches:
         here = [each for each in candidate.predictions if each.batch == batch]
-        by_length: dict[int, list[Prediction]] = {}
+        by_length: dict[int, list[SpeedupPrediction]] = {}
         for each in here:
             by_length.setdefault(each.draft_len, []).append(each)
         means = {length: _geometric([one.speedup for one in ones]) for length, ones in by_length.items()}
@@ -160,7 +160,7 @@ class _Draws:
 
 def _predict(
     mode: Mode, replays: Mapping[tuple[str, int], Replay], batch: int, length: int, draws: _Draws
-) -> tuple[Prediction, Floats]:
+) -> tuple[SpeedupPrediction, Floats]:
     plain, ours = replays[mode.name, 0], replays[mode.name, length]
     costs = mode.costs
     plain_ns = _time(plain, costs, batch, draws, costs.prefill_ns[0])
@@ -175,7 +175,7 @@ def _predict(
     dependence = (ours.tokens.sum() / ours.steps.sum()) / expected_tokens(alpha, length)
     verification = (many.draft_ms + one.verify_ms) / (many.draft_ms + many.verify_ms)
     speedup = float(ratios[0])
-    prediction = Prediction(
+    prediction = SpeedupPrediction(
         mode=mode.name,
         batch=batch,
         draft_len=length,
@@ -223,5 +223,5 @@ def _geometric(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-def _at(predictions: Sequence[Prediction], mode: str, batch: int, length: int) -> Prediction:
+def _at(predictions: Sequence[SpeedupPrediction], mode: str, batch: int, length: int) -> SpeedupPrediction:
     return next(each for each in predictions if (each.mode, each.batch, each.draft_len) == (mode, batch, length))

@@ -26,11 +26,6 @@ FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"
 FILES: tuple[KeyPath, ...] = (("calibration", "dataset"), ("calibration", "heldout"), ("validation", "prompts"))
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
-# What the design has and this version has not: refused by name, with what works.
-NOT_BUILT_VALUES: dict[KeyPath, tuple[tuple[Any, ...], str]] = {
-    ("speculation", "kind"): (("ngram",), "`draft_target` and `none` work here"),
-    ("speculation", "max_draft_len"): (("auto",), "write a whole number from 1 to 16; 4 is a good start"),
-}
 INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
 SPELLINGS = {
     "INT8": INT8,
@@ -51,6 +46,7 @@ NOUNS = {
     "layout": "a layout",
 }
 KEEP_KV = "To keep the cache in the model's dtype, remove this line."
+WORDS: dict[KeyPath, str] = {("speculation", "max_draft_len"): "auto"}  # beside a number
 TYPES = {
     "int_type": ("a whole number", "Write digits without quotes, for example 4."),
     "int_from_float": ("a whole number", "Write it without a fraction."),
@@ -76,6 +72,8 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
     except ValidationError as error:
         known = {fault.path for fault in faults}
         for detail in error.errors():
+            if str(detail["loc"][-1]).startswith("literal["):  # the word beside a number; the number's own fault says it all
+                continue
             fault = _fault(source, tuple(detail["loc"]), detail["type"], detail.get("ctx", {}), detail["input"], detail["msg"])
             if fault.path not in known:  # the text had said what is wrong with it
                 faults.append(fault)
@@ -126,9 +124,6 @@ def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
 
 def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> tuple[str, str | None]:  # noqa: PLR0911
     shown = _shown(value)
-    refused, instead = NOT_BUILT_VALUES.get(path, ((), ""))
-    if isinstance(value, str) and value in refused:
-        return f"{shown} is not built yet", f"{_capital(instead)}."
     if kind == "value_error":
         message, _, mend = text.removeprefix("Value error, ").partition("; ")
         return message, f"{_capital(mend)}." if mend else None
@@ -143,12 +138,15 @@ def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, 
             next(iter(set(context) & {"gt", "ge", "lt", "le"}))
         ]
         return f"{shown} is out of range", f"It has to be {relation} {bound:g}."
+    if kind == "invalid_key":
+        return "is not a name", "Keys are words here."
     if kind == "string_pattern_mismatch":
         return f"{shown} cannot name folders", "Use letters, digits, '.', '_' and '-', beginning with a letter or digit."
     if kind == "string_too_long":
         return f"is {len(str(value))} characters long", f"At most {context['max_length']} are allowed."
     if kind in TYPES:
         wanted, mend = TYPES[kind]
+        mend += f" Or write {WORDS[path]}." if path in WORDS else ""
         return ("is empty" if value is None else f"{shown} is not {wanted}"), mend
     return f"{shown}: {text[:1].lower()}{text[1:]}", None
 
@@ -224,7 +222,9 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
 
 
 def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
-    """pydantic's path through a tagged union holds the tag, the file does not: (path as in the file, tag)."""
+    """pydantic's path through a union holds the tag or the branch, the file does not: (path as in the file, tag)."""
+    if path[-1] == "constrained-int":
+        path = path[:-1]
     if len(path) > 1 and path[0] == "engine" and path[1] in _variants():
         return (path[0], *path[2:]), str(path[1])
     return path, None

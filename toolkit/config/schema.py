@@ -9,6 +9,7 @@ the YAML.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ __all__ = [
     "engine_kind",
 ]
 
+AUTO_MAX_DRAFT_LEN = 8  # the longest draft that is tried where max_draft_len is auto
 QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
 GpuName = Literal[
@@ -103,9 +105,38 @@ class CalibrationConfig(Section):
 
 
 class SpeculationConfig(Section):
-    kind: Literal["draft_target", "none"] = "draft_target"
-    max_draft_len: Annotated[int, Field(ge=1, le=16)] = 4
+    """Who drafts and how much. max_draft_len auto: the build measures acceptance and cost, and takes what pays, or nothing.
+
+    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2, 8: 0}`.
+    """
+
+    kind: Literal["draft_target", "ngram", "none"] = "draft_target"
+    max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
+    draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
+    max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4  # ngram: the longest end of the text that is looked up
     acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
+
+    @property
+    def longest_draft(self) -> int:
+        """What engines are built for: an upper bound where the length is still to be measured, 0 without speculation."""
+        if self.kind == "none":
+            return 0
+        return AUTO_MAX_DRAFT_LEN if self.max_draft_len == "auto" else self.max_draft_len
+
+    @field_validator("draft_len_schedule")
+    @classmethod
+    def _schedule_falls_from_the_longest(cls, schedule: dict[int, int] | None, info: ValidationInfo) -> dict[int, int] | None:
+        longest = info.data.get("max_draft_len")
+        if schedule is None or longest is None:
+            return schedule
+        if longest == "auto":
+            raise ValueError("draft_len_schedule is measured where max_draft_len is auto; remove one of the two")
+        ordered = sorted(schedule.items())
+        if ordered[:1] != [(1, longest)]:
+            raise ValueError(f"draft_len_schedule has to begin with 1: {longest}, which is max_draft_len; add it")
+        if any(later > earlier for (_, earlier), (_, later) in itertools.pairwise(ordered)):
+            raise ValueError("draft_len_schedule grows; more requests at once never pay for longer drafts, so let it fall")
+        return dict(ordered)
 
 
 class EngineLengths(Section):
@@ -315,8 +346,10 @@ class DeploymentConfig(Section):
             return speculation
         if speculation.kind == "draft_target" and info.data["draft"] is None:
             raise ValueError("kind draft_target needs a `draft` section; add one, or set speculation.kind: none")
-        if speculation.kind == "none" and info.data["draft"] is not None:
-            raise ValueError("kind none does not use the `draft` section; remove it, or set speculation.kind: draft_target")
+        if speculation.kind != "draft_target" and info.data["draft"] is not None:
+            raise ValueError(
+                f"kind {speculation.kind} does not use the `draft` section; remove it, or set speculation.kind: draft_target"
+            )
         return speculation
 
     @field_validator("validation")

@@ -213,25 +213,29 @@ class _Reader:
         finally:
             self.above.pop()
 
-    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
-        data: dict[str, Any] = {}
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
+        data: dict[str | int, Any] = {}
+        # Beneath a section, numbers may stand as keys; which section is such a table the schema says.
+        numbered = bool(path) and all(key.tag == TAG + "int" for key, _ in node.value)
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + "str":
+            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + ("int" if numbered else "str"):
                 self.fault(key, path, f"the key {key.value!r:.40} is not a name", "Keys are words; write text keys in quotes.")
-            elif key.value == "<<":
+                continue
+            name = self._scalar(key, path)
+            if name == "<<":
                 self.fault(key, path, "merge keys (`<<`) are not read", "Write the keys out, or alias each value.")
-            elif key.value in data:
-                first = self.source.keys[(*path, key.value)]
+            elif name in data:
+                first = self.source.keys[(*path, name)]
                 where = f"on line {first.line}" if first.line is not None else "before"
                 self.fault(
                     key,
-                    (*path, key.value),
+                    (*path, name),
                     f"stands twice; it is also {where}",
                     "Keep one: a parser would take the last in silence.",
                 )
             else:
-                self.source.keys[(*path, key.value)] = self.place(key)
-                data[key.value] = self.build(value, (*path, key.value))
+                self.source.keys[(*path, name)] = self.place(key)
+                data[name] = self.build(value, (*path, name))
         return data
 
     def _scalar(self, node: Any, path: KeyPath) -> Any:

@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def draft_len(self) -> int:
-        return self.config.speculation.max_draft_len if self.drafts else 0
+        return self.config.speculation.longest_draft if self.drafts else 0
 
     @property
     def trtllm(self) -> TensorRtLlmConfig | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import Advice, Candidate, Prediction
+from toolkit.records import Advice, Candidate, SpeedupPrediction
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -84,7 +84,7 @@ def _by_length(candidate: Candidate) -> RenderableType:
     return _table(f"{candidate.name}: speed-up over draft length", titles, rows)
 
 
-def _measured(prediction: Prediction) -> str:
+def _measured(prediction: SpeedupPrediction) -> str:
     if prediction.measured is None:
         return DASH
     return f"{prediction.measured:.2f} ({prediction.measured_low:.2f} to {prediction.measured_high:.2f})"

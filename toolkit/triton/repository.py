@@ -51,6 +51,12 @@ def model_settings(
             "max_draft_len": speculation.max_draft_len,
             "speculative_model": "engines/draft",
         }
+    elif speculation.kind == "ngram":
+        settings["speculative_config"] = {
+            "decoding_type": "NGram",
+            "max_draft_len": speculation.max_draft_len,
+            "max_matching_ngram_size": speculation.max_matching_ngram_size,
+        }
     settings["triton_config"] = {
         "max_batch_size": 0,
         "decoupled": triton.decoupled,
@@ -59,6 +65,8 @@ def model_settings(
     settings["toolkit"] = {
         "package_version": PACKAGE_VERSION,
         "acceptance": speculation.acceptance,
+        # Here and not in speculative_config: TensorRT-LLM's versions mean different things by its keys.
+        "draft_len_schedule": [list(step) for step in (speculation.draft_len_schedule or {}).items()],
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
         "request_timeout_s": triton.request_timeout_s,
@@ -132,6 +140,8 @@ def _readme(target: CompiledEngine, draft: CompiledEngine | None, speculation: S
     pair = f"target {target.quant_algo or target.dtype}"
     if draft is not None:
         pair += f", draft {draft.quant_algo or draft.dtype}, up to {speculation.max_draft_len} draft tokens per step"
+    elif speculation.kind == "ngram":
+        pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     inputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in INPUTS)
     outputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in OUTPUTS)
     metrics = "\n".join(f"| `{spec.name}` | {spec.kind} | {spec.meaning} |" for spec in METRICS)

@@ -33,7 +33,7 @@ def package(
         layout="llmapi",
         model=MODEL,
         decoupled=triton.decoupled,
-        max_draft_len=0 if draft is None else speculation.max_draft_len,
+        max_draft_len=speculation.longest_draft,
     )
 
 
@@ -43,16 +43,16 @@ def _check(target: CompiledEngine, draft: CompiledEngine | None, speculation: Sp
             raise StageError(
                 "package", f"no {engine.role} engine here: config.json is missing", where=engine.path, mend="Compile it."
             )
-    if draft is None:
-        return
-    if target.max_draft_len < speculation.max_draft_len:
+    if target.max_draft_len < speculation.longest_draft:
         raise StageError(
             "package",
             f"the target engine verifies at most {target.max_draft_len} draft tokens, and speculation.max_draft_len is "
-            f"{speculation.max_draft_len}",
+            f"{speculation.longest_draft}",
             where=target.path,
             mend="Compile it again with this draft length, or lower speculation.max_draft_len.",
         )
+    if draft is None:
+        return
     for name in ("vocab_size", "max_batch_size", "max_seq_len"):
         if getattr(draft, name) < getattr(target, name):
             raise StageError(

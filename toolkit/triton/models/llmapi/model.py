@@ -80,11 +80,13 @@ class TritonPythonModel:
         try:
             self._runtime = load_runtime(
                 folder / settings["model"],
-                None if speculative is None else folder / speculative["speculative_model"],
+                folder / draft if (draft := (speculative or {}).get("speculative_model")) else None,
                 threads=own["threads"],
                 max_draft_len=max_draft_len,
                 acceptance=own["acceptance"],
                 max_queue_size=int(own["max_queue_size"]),
+                draft_len_schedule=[(requests, length) for requests, length in own["draft_len_schedule"]],
+                ngram_size=(speculative or {}).get("max_matching_ngram_size"),
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error

@@ -1,0 +1,134 @@
+"""Where the advisor meets engines and runtime: the `tune` stage, made of compiled engines and the prompt file.
+
+The third composition root beside `assembly`, which puts the stage into the pipeline, and `serving`, whose runtime is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TorchEngineConfig
+from toolkit.interfaces import Progress
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
+from toolkit.pipeline.machine import machine
+from toolkit.pipeline.stage import Done, Finished, Stage
+from toolkit.records import Advice, to_json
+
+__all__ = ["Way", "tune_stage"]
+
+SOURCES = Path(__file__).parent
+
+Way = tuple[str, str, Done | None]
+"""One way to draft: (name, drafter, compiled draft)."""
+
+
+def tune_stage(
+    config: DeploymentConfig,
+    engine: TorchEngineConfig,
+    memo: DigestMemo,
+    ways: Callable[[Finished], list[Way]],
+    *,
+    target: Done | None = None,
+) -> Stage:
+    """The `tune` stage. target: where the engines are not among the stages before this one."""
+    from toolkit.advise import stage
+
+    validation, speculation = config.validation, config.speculation
+    needs = () if target is not None else ("compile/target", *(["compile/draft"] if config.draft is not None else []))
+
+    def target_of(finished: Finished) -> Done:
+        return target or finished["compile/target"]
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        engines = {name: None if done is None else done.entry.digest for name, _, done in ways(finished)}
+        return {
+            "config": {
+                "acceptance": speculation.acceptance,
+                "max_draft_len": max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
+                "max_matching_ngram_size": speculation.max_matching_ngram_size,
+                "threads": engine.threads,
+                **validation.model_dump(include={"max_prompts", "max_tokens", "temperature"}),
+            },
+            "inputs": {
+                "target": target_of(finished).entry.digest,
+                "drafts": engines,
+                "prompts": digest_file(validation.prompts, memo),
+                "sources": digest_tree(
+                    SOURCES, ("serving.py", "interfaces.py", "advise/*.py", "engines/*.py", "speculative/*.py")
+                ),
+            },
+            "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
+            "machine": machine(),
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
+        engines = [(name, drafter, None if done is None else done.record.path) for name, drafter, done in ways(finished)]
+        advice = _advise(config, engine, target_of(finished).record.path, engines, progress)
+        (out_dir / "advice.json").write_text(json.dumps(to_json(advice), indent=1), encoding="utf-8")
+        return advice
+
+    return Stage("tune", stage.VERSION, Advice, needs, parts, run)
+
+
+def _advise(
+    config: DeploymentConfig,
+    engine: TorchEngineConfig,
+    target_dir: Path,
+    engines: Sequence[tuple[str, str, Path | None]],
+    progress: Progress,
+) -> Advice:
+    """Load the engines into this process and measure."""
+    from toolkit.advise.stage import Contender, Question, advise
+    from toolkit.engines.registry import loader
+    from toolkit.interfaces import Sampling
+    from toolkit.pipeline.texts import read_labels, read_texts
+    from toolkit.serving import MeasuredRuntime, eos_token_ids
+    from toolkit.speculative.drafters import Lookup
+    from toolkit.speculative.sampling import weights
+    from toolkit.speculative.text import TextCodec
+
+    validation, speculation = config.validation, config.speculation
+    codec = TextCodec.from_file(target_dir / "tokenizer.json")
+    most = validation.max_prompts
+    texts = read_texts(validation.prompts, "prompt", "text", limit=most)
+    labels = read_labels(validation.prompts, "domain", "all", limit=most)
+    room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
+    prompts = [(label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)]
+    target = loader("torch").load(target_dir, threads=engine.threads)
+    sampling = Sampling(temperature=validation.temperature)
+
+    def probabilities(logits: Any) -> Any:
+        rows = weights(logits, sampling)
+        return rows / rows.sum(axis=-1, keepdims=True)
+
+    def contender(name: str, drafter: str, folder: Path | None) -> Contender:
+        draft = None if folder is None else loader("torch").load(folder, threads=engine.threads)
+        runtime = MeasuredRuntime(
+            target,
+            draft,
+            codec,
+            eos_token_ids=eos_token_ids(target_dir),
+            acceptance=speculation.acceptance,
+            ngram_size=speculation.max_matching_ngram_size,
+        )
+        return Contender(name, drafter, runtime, draft)
+
+    question = Question(
+        prompts=[(label, ids) for label, ids in prompts if 0 < len(ids) <= room],
+        max_tokens=validation.max_tokens,
+        temperature=validation.temperature,
+        acceptance=speculation.acceptance,
+        max_draft_len=max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
+    )
+    return advise(
+        target,
+        [contender(*one) for one in engines],
+        question,
+        lookup=lambda: Lookup(speculation.max_matching_ngram_size),
+        probabilities=probabilities,
+        progress=progress,
+    )
