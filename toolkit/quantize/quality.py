@@ -93,10 +93,10 @@ class _LayerErrors:
         self._norm = dict.fromkeys(linears, 0.0)
 
     def keep(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
-        self._kept[name] = output
+        self._kept[name] = output.cpu()  # one batch of all linears' outputs is more than a GPU has to spare
 
     def compare(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
-        reference = self._kept.pop(name).float()
+        reference = self._kept.pop(name).to(output.device).float()
         self._error[name] += float((output.float() - reference).square().sum(dtype=_float64()))
         self._norm[name] += float(reference.square().sum(dtype=_float64()))
 

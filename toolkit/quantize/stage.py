@@ -152,13 +152,15 @@ def _quantize(
     from toolkit.quantize.modelopt import load_model, loudly, quantization_configs, quantize_model, quiet
     from toolkit.quantize.quality import measure, take_tokens
     from toolkit.quantize.readback import capture, read_back
+    from toolkit.quantize.streaming import computing_on
 
     report = loudly(progress)
     with quiet():
         model = load_model(source)
         loop = forward_loop(batches_of(samples, calibration.batch_size), report)
-        quantize_model(model, algorithm, kv_cache_quant_algo, loop, scratch=out_dir)
-        quality = measure(model, source, batches_of(take_tokens(heldout_samples), 1), report)
+        with computing_on(model, _device()):
+            quantize_model(model, algorithm, kv_cache_quant_algo, loop, scratch=out_dir)
+            quality = measure(model, source, batches_of(take_tokens(heldout_samples), 1), report)
         calibrated = calibrated_from_model(model, source, algorithm)
         report(0, None, "writing")
         captured = capture(model, calibrated)
@@ -172,6 +174,13 @@ def _quantize(
     del model, calibrated
     gc.collect()  # ModelOpt's modules refer to one another in circles
     return quality, read
+
+
+def _device() -> str:
+    """A GPU where there is one that torch can use: calibrating 70B on a CPU takes the better part of a day."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _refuse_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:

@@ -1,0 +1,41 @@
+"""Freed memory really leaves the process. Looked at in a process of its own, since it is about the C library's heap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import ctypes, contextlib, sys
+from pathlib import Path
+from toolkit.pipeline.memory import freed_blocks_returned
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.free(libc.malloc(16 << 20))  # glibc now serves up to 16 MB from its heap
+with freed_blocks_returned() if sys.argv[1] == "within" else contextlib.nullcontext():
+    before = held()
+    small = []
+    for _ in range(20):  # what stays lies between what goes
+        large = libc.malloc(4 << 20)
+        ctypes.memset(large, 1, 4 << 20)
+        small.append(libc.malloc(1 << 18))
+        ctypes.memset(small[-1], 1, 1 << 18)
+        small.append(large)
+    for large in small[1::2]:
+        libc.free(large)
+    print(held() - before)
+"""
+
+
+def kept_kb(how: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
+
+
+def test_freed_blocks_leave_the_process() -> None:
+    assert kept_kb("within") < 10_000  # 5 MB of them are still in use
+    assert kept_kb("without") > 40_000  # the heap keeps most of 80 MB: what the block is there for
