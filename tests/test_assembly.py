@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.stages import Silent, small_stages
+from tests.support.trtllm import place_with_builder
 from tests.test_cli import write_config
 from toolkit.assembly import Workplace, build, explain_build, stages_of
 from toolkit.config.load import load_config
@@ -207,3 +208,25 @@ def test_a_missing_builder_is_found_before_anything_is_quantized(
     with pytest.raises(BackendUnavailable, match=r"tensorrt-llm/release:1\.2\.1"):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="compile")
     assert not list((tmp_path / "store").glob("quantize/*"))
+
+
+@pytest.mark.slow
+def test_the_engine_flow_is_built_from_checkpoint_to_engines(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for trtllm-build on the PATH and everything before it real, for two ranks."""
+    place = place_with_builder(tmp_path / "bin")
+    monkeypatch.setenv("PATH", place.environment["PATH"])
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trt_engine", "tp_size": 2, **TRTLLM}))
+    workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
+    built = build(config, workplace, Silent(), store, until="compile")
+    for role, mode in (("target", 2), ("draft", 1)):
+        folder = workplace.engines("tiny") / role
+        recorded = json.loads((folder / "config.json").read_text())
+        assert recorded["build_config"]["speculative_decoding_mode"] == mode
+        assert recorded["pretrained_config"]["vocab_size"] == built.stages["pair"].record.vocab_size
+        assert {file.name for file in folder.glob("rank*")} == {"rank0.engine", "rank1.engine"}
+        assert (folder / "tokenizer.json").is_file()
+    assert set(built.not_executed) == {"compile/target", "compile/draft"}
+    monkeypatch.setenv("PATH", str(tmp_path))  # what is in the store needs no builder
+    assert not build(config, workplace, Silent(), store, until="compile").changed

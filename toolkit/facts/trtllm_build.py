@@ -210,7 +210,7 @@ GEMM_PLUGIN = {"FP8": "disable", "W8A8_SQ_PER_CHANNEL": "auto", "W8A16": "auto",
 MILESTONES = (
     ("Total time of constructing network from module object", "network constructed"),
     ("Build TensorRT engine", "choosing kernels"),
-    ("Total time of building", "engine built"),
+    ("Total time of building Unnamed", "engine built"),
     ("Serializing engine to", "writing the engine"),
     ("Engine serialized. Total time", "engine written"),
 )
