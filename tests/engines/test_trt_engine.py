@@ -202,11 +202,20 @@ def test_a_checkpoint_for_other_ranks_is_refused(place: Place, tmp_path: Path) -
         build(place, tmp_path, spec_of(tp_size=4), tp_size=2)
 
 
-def test_a_checkpoint_in_the_other_form_is_refused(place: Place, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_form_is_refused(place: Place, tmp_path: Path) -> None:
     checkpoint = write_trtllm_checkpoint(tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "trtllm" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no checkpoint in TRT-LLM's form"):
+    with pytest.raises(CheckpointError, match="has no TRT-LLM form"):
+        place.backend().compile(dataclasses.replace(checkpoint, trtllm=None), spec_of(), tmp_path, silent)
+    (tmp_path / "checkpoint" / "trtllm" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(CheckpointError, match="is no config of TRT-LLM's form"):
         place.backend().compile(checkpoint, spec_of(), tmp_path, silent)
+
+
+def test_a_rank_that_is_gone_is_named(place: Place, tmp_path: Path) -> None:
+    checkpoint = write_trtllm_checkpoint(tmp_path / "checkpoint", tp_size=2)
+    (tmp_path / "checkpoint" / "trtllm" / "rank1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks rank1\.safetensors"):
+        place.backend().compile(checkpoint, spec_of(tp_size=2), tmp_path, silent)
 
 
 def test_a_form_that_contradicts_its_record_is_refused(place: Place, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 
 from toolkit.engines.embedded.directory import copy_side_files
-from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, find_checkpoint
+from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, open_form
 from toolkit.engines.trtllm.checks import BuiltEngine, check_engine, read_engine
 from toolkit.engines.trtllm.command import BuildCommand, build_flags, flags_of, misfits
 from toolkit.engines.trtllm.failures import explain_failure
@@ -80,7 +80,7 @@ class TrtEngineBackend:
         """Raises StageError when the build fails or leaves something else than was asked, CheckpointError for what it would be
         built from, BackendUnavailable where there is no builder, UsageError for a version without one."""
         asked = _asked(spec)
-        source = find_checkpoint(checkpoint.path, asked.tp_size, asked.pp_size)
+        source = open_form(checkpoint, asked.tp_size, asked.pp_size)
         _agree(checkpoint, source)
         builder = choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
         with tempfile.TemporaryDirectory(prefix="toolkit-build-") as scratch:

@@ -11,8 +11,9 @@ from typing import Any
 
 from toolkit.checkpoints.shape import read_json
 from toolkit.errors import CheckpointError
+from toolkit.records import QuantizedCheckpoint
 
-__all__ = ["TrtLlmCheckpoint", "find_checkpoint", "is_trtllm_form"]
+__all__ = ["TrtLlmCheckpoint", "is_trtllm_form", "open_form"]
 
 MEND = "Write it again with `toolkit build --fresh quantize`."
 
@@ -37,13 +38,15 @@ def is_trtllm_form(config: dict[str, Any]) -> bool:
     return "architecture" in config and "dtype" in config and "build_config" not in config
 
 
-def find_checkpoint(folder: Path, tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
-    """The TRT-LLM form in `folder` or in one of its subfolders, made for this many ranks. Raises CheckpointError."""
-    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())] if folder.is_dir() else []
-    for place in places:
-        if (place / "config.json").is_file() and is_trtllm_form(config := read_json(place / "config.json")):
-            return _checked(place, config, tp_size, pp_size)
-    raise CheckpointError("holds no checkpoint in TRT-LLM's form, which the engine flow builds from", where=folder, mend=MEND)
+def open_form(checkpoint: QuantizedCheckpoint, tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
+    """The TRT-LLM form that stands beside a quantized checkpoint, made for this many ranks. Raises CheckpointError."""
+    if checkpoint.trtllm is None:
+        raise CheckpointError("has no TRT-LLM form, which the engine flow builds from", where=checkpoint.path, mend=MEND)
+    path = checkpoint.trtllm.path
+    config = read_json(path / "config.json")
+    if not is_trtllm_form(config):
+        raise CheckpointError("is no config of TRT-LLM's form", where=path / "config.json", mend=MEND)
+    return _checked(path, config, tp_size, pp_size)
 
 
 def _checked(path: Path, config: dict[str, Any], tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
