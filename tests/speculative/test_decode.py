@@ -290,3 +290,14 @@ def assert_consistent(outcome: Outcome) -> None:
     if stats.verify_steps:
         assert stats.acceptance_length == 1 + stats.accepted / stats.verify_steps
         assert not math.isnan(stats.acceptance_length or 0.0)
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLED))
+def test_verify_only_drafts_and_verifies_and_keeps_nothing(kind: str) -> None:
+    """The plain text, on the speculative path: what tells its forwards from its accept rule."""
+    plain = serve(make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0), requests_of(8, **SAMPLED[kind]))
+    runtime = make_runtime(TableEngine(1, closeness=0.9), TableEngine(2, closeness=0.9), max_draft_len=3)
+    found = serve(runtime, requests_of(8, acceptance="verify_only", **SAMPLED[kind]))
+    assert ids_of(found) == ids_of(plain)
+    assert all(outcome.stats.drafted > 0 and outcome.stats.accepted == 0 for outcome in found)
+    assert all(outcome.stats.verify_steps == len(outcome.ids) - 1 for outcome in found)
