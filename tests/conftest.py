@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import write_pair
-from tests.support.serving import package_pair
+from tests.support.serving import add_bls_variant, package_pair
 from toolkit.records import TritonRepository
 from toolkit.triton.server import TritonServer
 
@@ -46,6 +46,25 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def tiny_repository(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> TritonRepository:
     """The tiny pair, packaged: eager float64 engines, so that results do not depend on the batch."""
     return package_pair(tiny_pair, tmp_path_factory.mktemp("tiny_repository"))
+
+
+@pytest.fixture(scope="session")
+def tiny_bls_server(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The same pair in the bls layout, one server for the whole run. Beside its BLS model there are others on the same engines,
+    named by what they do otherwise: they take no time to load.
+    """
+    repository = package_pair(tiny_pair, tmp_path_factory.mktemp("tiny_bls"), layout="bls", on_draft_failure="plain")
+    variants = {
+        "strict": {"on_draft_failure": "error"},
+        "lost_draft": {"tensorrt_llm_draft_model_name": "nowhere", "on_draft_failure": "error"},
+        "lost_draft_plain": {"tensorrt_llm_draft_model_name": "nowhere"},
+        "accumulating": {"accumulate_tokens": "true", "stream_text": "cumulative"},
+        "seeds_by_call": {"seeds": "call"},
+    }
+    for name, parameters in variants.items():
+        add_bls_variant(repository.path, f"bls_{name}", parameters)
+    with TritonServer(repository.path) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

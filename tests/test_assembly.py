@@ -146,7 +146,6 @@ TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "ma
     [
         ({"engine": {"kind": "trt_engine", **TRTLLM}}, "engine.kind trt_engine is not packaged yet"),
         ({"engine": {"kind": "trtllm_pytorch", **TRTLLM}}, "engine.kind trtllm_pytorch is not packaged yet"),
-        ({"triton": {"layout": "bls"}}, "triton.layout bls is not built yet"),
     ],
 )
 def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(

@@ -71,6 +71,7 @@ SERVED_SOURCES = (
     "triton/*",
     "validate/*",
 )
+SHIPPED_SOURCES = ("client.py", "errors.py", "interfaces.py", "speculative/*.py", "triton/*.py", "facts/triton_tensors.py")
 MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 
@@ -207,8 +208,6 @@ def _refuse_impossible(config: DeploymentConfig) -> None:
 
 def _refuse_unbuilt(config: DeploymentConfig) -> None:
     """What the YAML may say and no stage can do yet. Raises UsageError: a plan is made of it all the same."""
-    if config.triton.layout == "bls":
-        raise UsageError("triton.layout bls is not built yet", mend="`llmapi` works here")
     for role, model in _models(config).items():
         if model.trust_remote_code:
             raise UsageError(
@@ -447,6 +446,7 @@ def _own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
 
 
 def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    from toolkit.serving import eos_token_ids
     from toolkit.triton import stage
 
     engines = tuple(f"compile/{role}" for role in roles)
@@ -461,14 +461,15 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         }
         inputs = {need: finished[need].entry.digest for need in engines}
         # The model and the client are files of ours, copied into the repository.
-        inputs["sources"] = digest_tree(SOURCES, ("client.py", "triton/*.py"))
+        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
         return {"config": settings, "inputs": inputs, "fingerprint": _versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
         target, *drafts = (finished[need].record for need in engines)
         speculation = speculation_of(config, finished)
         draft = drafts[0] if speculation.kind == "draft_target" else None
-        return stage.package(target, draft, speculation, config.triton, embedded(config).threads, out_dir)
+        threads, end_ids = embedded(config).threads, eos_token_ids(target.path)
+        return stage.package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
 
     return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
 
@@ -525,7 +526,7 @@ def _measure(
     free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     with (
         TritonServer(repository.path, free_ports, log_path=out_dir / "server.log", progress=progress) as server,
-        Client(server.grpc_url) as client,
+        Client(server.grpc_url, model=repository.model) as client,
     ):
         report = validate(
             client,

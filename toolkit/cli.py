@@ -212,12 +212,15 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
     with _signals(stop.set):
         _say(f"starting tritonserver on {repository}")
         with TritonServer(repository, loaded.triton) as server:
-            body = json.dumps({"text_input": "def main():", "streaming": False, "sampling_param_max_tokens": 32})
+            bls_words = ("tensorrt_llm_bls", "stream", "max_tokens")
+            llmapi_words = ("tensorrt_llm", "streaming", "sampling_param_max_tokens")
+            model, stream, tokens = bls_words if loaded.triton.layout == "bls" else llmapi_words
+            body = json.dumps({"text_input": "def main():", stream: False, tokens: 32})
             _print(f"http     http://{server.http_url}")
             _print(f"grpc     {server.grpc_url}")
             _print(f"metrics  {server.metrics_url}")
             if loaded.triton.decoupled:
-                _print(f"curl -s http://{server.http_url}/v2/models/tensorrt_llm/generate -d '{body}'")
+                _print(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
                 _print(f'toolkit generate {server.grpc_url} "def main():"')
             _print("ready; Ctrl-C stops it")
             while not stop.wait(0.5):

@@ -76,6 +76,7 @@ ALWAYS = (
     "return_num_output_tokens",
     "return_speculation_stats",
 )
+MODELS = ("tensorrt_llm_bls", "tensorrt_llm")  # what clients call: in the bls layout, which has both, and in llmapi
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "INT32": np.int32,
@@ -256,10 +257,10 @@ class Client:
     """A connection to one served model. Close it, or use it in a `with`; usable from several threads at once.
 
     timeout_s bounds every call, so that a server that hangs does not hang its clients; it is no deadline for the server, which
-    `timeout_ms` is.
+    `timeout_ms` is. model None: `tensorrt_llm_bls` where the server has it, else `tensorrt_llm`.
     """
 
-    def __init__(self, url: str, *, model: str = "tensorrt_llm", timeout_s: float = 300.0) -> None:
+    def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 300.0) -> None:
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
@@ -281,8 +282,11 @@ class Client:
 
     def ready(self) -> bool:
         """Whether the model can be called."""
+        return any(self._is_ready(model) for model in ((self.model,) if self.model else MODELS))
+
+    def _is_ready(self, model: str) -> bool:
         try:
-            return bool(self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self.model), timeout=self.timeout_s).ready)
+            return bool(self._stub.ModelReady(service_pb2.ModelReadyRequest(name=model), timeout=self.timeout_s).ready)
         except grpc.RpcError:
             return False
 
@@ -314,15 +318,16 @@ class Client:
     def _model_form(self) -> ModelForm:
         if self._form is None:
             try:
-                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=self.model), timeout=self.timeout_s)
+                model = self.model or MODELS[0 if self._is_ready(MODELS[0]) else -1]
+                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=self.timeout_s)
             except grpc.RpcError as error:
                 raise self._translated(error) from error
-            self._form = ModelForm.of(answer.config)
+            self.model, self._form = model, ModelForm.of(answer.config)
         return self._form
 
     def _call(self, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Iterator[Chunk]:
         form = self._model_form()
-        request = form.request(self.model, prompt, options, request_id, streaming=streaming)
+        request = form.request(self.model or MODELS[-1], prompt, options, request_id, streaming=streaming)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
         text = ""
         answered = False
@@ -547,7 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Measure a served model: speculative and plain decoding, interleaved, one stream."
     )
     parser.add_argument("--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint")
-    parser.add_argument("--model", default="tensorrt_llm")
+    parser.add_argument("--model", help="default: tensorrt_llm_bls where it is served, else tensorrt_llm")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines with a `prompt` per line, or text lines")
     parser.add_argument("--max-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)

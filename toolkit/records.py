@@ -312,7 +312,7 @@ class TritonRepository:
     """A model repository that `tritonserver --model-repository PATH` loads as it is."""
 
     path: Path
-    layout: str  # llmapi
+    layout: str  # llmapi | bls
     model: str  # the model that clients call
     decoupled: bool
     max_draft_len: int

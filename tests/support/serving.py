@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.interfaces import EngineSpec
@@ -42,12 +44,26 @@ def compile_eager(role: str, checkpoint: Path, out_dir: Path) -> CompiledEngine:
     return compile_engine("torch", source, spec, out_dir, lambda done, total, what: None)
 
 
-def package_pair(pair: tuple[Path, Path], folder: Path, *, decoupled: bool = True) -> TritonRepository:
+def package_pair(pair: tuple[Path, Path], folder: Path, **triton: Any) -> TritonRepository:
     """A repository of (target, draft) checkpoints in folder/repository."""
+    from toolkit.serving import eos_token_ids
     from toolkit.triton.stage import package
 
     target = compile_eager("target", pair[0], folder / "target")
     draft = compile_eager("draft", pair[1], folder / "draft")
     speculation = SpeculationConfig(max_draft_len=MAX_DRAFT_LEN)
-    triton = TritonConfig(decoupled=decoupled, max_queue_size=MAX_QUEUE_SIZE, default_max_tokens=16, request_timeout_s=60.0)
-    return package(target, draft, speculation, triton, 1, folder / "repository")
+    config = TritonConfig(**{"max_queue_size": MAX_QUEUE_SIZE, "default_max_tokens": 16, "request_timeout_s": 60.0, **triton})
+    return package(target, draft, speculation, config, 1, folder / "repository", end_ids=eos_token_ids(target.path))
+
+
+def add_bls_variant(repository: Path, name: str, parameters: dict[str, str]) -> None:
+    """A second BLS model with other parameters, on the same engines."""
+    from toolkit.triton import model_config
+
+    shutil.copytree(repository / "tensorrt_llm_bls", repository / name)
+    config = model_config.read(repository / name / "config.pbtxt")
+    config.name = name
+    config.instance_group[0].count = 1
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
+    model_config.write(config, repository / name / "config.pbtxt")

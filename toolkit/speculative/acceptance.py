@@ -24,7 +24,7 @@ import numpy as np
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import GenerationRequest, Sampling
-from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, draw, weights
+from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, draw, normalised, weights
 
 __all__ = [
     "RULES",
@@ -148,7 +148,7 @@ class Rejection(_Penalised):
         self._vocab_size = vocab_size
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
-        probs = _normalised(self._weights(logits[None], drafts, len(drafts)))[0]
+        probs = normalised(self._weights(logits[None], drafts, len(drafts)))[0]
         self._draft_probs.append(probs)
         return draw(probs, self._random.random())
 
@@ -158,7 +158,7 @@ class Rejection(_Penalised):
         self._draft_probs.append(certain)
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        target_probs = _normalised(self._weights(logits, drafts, 0))
+        target_probs = normalised(self._weights(logits, drafts, 0))
         uniforms = [self._random.random() for _ in range(len(drafts) + 1)]
         outcome = reject(drafts, self._draft_probs, target_probs, uniforms)
         self._draft_probs.clear()
@@ -219,11 +219,6 @@ class VerifyOnly:
 
     def note(self, tokens: Sequence[int]) -> None:
         self._rule.note(tokens)
-
-
-def _normalised(rows: Floats) -> Floats:
-    out: Floats = rows / rows.sum(axis=-1, dtype=np.float64, keepdims=True).astype(rows.dtype)
-    return out
 
 
 RULES: Mapping[str, RuleFactory] = {

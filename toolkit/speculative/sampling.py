@@ -21,7 +21,7 @@ from toolkit.interfaces import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ExponentialRace", "Floats", "Penalties", "argmax", "draw", "log_probability", "to_host", "weights"]
+__all__ = ["ExponentialRace", "Floats", "Penalties", "argmax", "draw", "log_probability", "normalised", "to_host", "weights"]
 
 Floats = NDArray[Any]  # float32 or float64
 COLDEST = 1e-30  # below this temperature a float32 quotient overflows; all but the best token weigh 0 long before
@@ -82,6 +82,12 @@ def draw(distribution: Floats, uniform: float) -> int:
     """
     cumulative = distribution.cumsum(dtype=np.float64)
     return int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+
+
+def normalised(rows: Floats) -> Floats:
+    """Weights [n, vocab] as probabilities: every row sums to 1."""
+    out: Floats = rows / rows.sum(axis=-1, dtype=np.float64, keepdims=True).astype(rows.dtype)
+    return out
 
 
 def log_probability(logits: Floats, token: int) -> float:

@@ -10,60 +10,76 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from toolkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["TextCodec", "TextStream"]
+__all__ = ["Decoder", "TextCodec", "TextStream"]
 
 CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
 LONGEST_WINDOW = 64  # tokens decoded together at most while they end in broken characters
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+GROUP = 16  # tokens looked through for stop words with one call of the decoder
+
+
+class Decoder(Protocol):
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each row of ids, special tokens left out."""
+        ...
 
 
 class TextCodec:
     """A tokenizer.json. Thread-safe: streams keep their own state."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         tokenizer.no_truncation()  # tokenizer.json may carry the limits of its training script
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def from_file(cls, path: Path) -> TextCodec:
+    def from_file(cls, path: Path, *, skip_special_tokens: bool = True) -> TextCodec:
         """Raises CheckpointError for a missing or damaged file."""
         from tokenizers import Tokenizer
 
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(Tokenizer.from_file(str(path)), skip_special_tokens=skip_special_tokens)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"cannot be read as a tokenizer: {error}", where=path) from error
 
-    def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt, with whatever the tokenizer itself puts before it (BOS or nothing)."""
-        ids: list[int] = self._tokenizer.encode(prompt).ids
+    def encode(self, prompt: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt; with special_tokens, behind whatever the tokenizer itself puts before it (BOS or nothing)."""
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
         return text
+
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=self._skip)
+        return texts
 
     def stream(self, prompt_ids: Sequence[int], stop: Sequence[str]) -> TextStream:
         return TextStream(self, prompt_ids, stop)
 
 
 class TextStream:
-    """The text of one request. `push` tokens as they come; `stopped_by` is set once a stop word is complete."""
+    """The text of one request. `push` tokens as they come; `stopped_by` is set once a stop word is complete.
 
-    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
-        self._codec = codec
+    The decoder may be far away, so it is called once per push (and per GROUP tokens, where there are stop words to find).
+    """
+
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self._decoder = decoder
         self._stop = tuple(stop)
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # ids that are decoded together
         self._done = len(self._window)  # of them, those whose text is out
-        self._shown = len(codec.decode(self._window))  # characters of the window's text that are out
+        self._shown: int | None = None  # characters of the window's text that are out; None: all of the first `_done` ids'
         self._held = ""  # text that may be the beginning of a stop word
         self.stopped_by: str | None = None
 
@@ -72,45 +88,62 @@ class TextStream:
 
         All of them do, unless a stop word was completed: then those up to and including the one that completed it.
         """
+        if not tokens:
+            return 0, ""
         if not self._stop:
-            return len(tokens), self._decode(tokens)
+            return len(tokens), self._add(tokens, [len(tokens)])[1]
         text = ""
-        for index, token in enumerate(tokens):
-            text += self._pass(self._decode((token,)))
+        for start in range(0, len(tokens), GROUP):
+            group = tokens[start : start + GROUP]
+            count, new = self._add(group, range(1, len(group) + 1))
+            text += new
             if self.stopped_by is not None:
-                return index + 1, text
+                return start + count, text
         return len(tokens), text
 
     def finish(self) -> str:
         """What was held back, when no further token comes. An unfinished character decodes to the replacement character."""
         if self.stopped_by is not None:
             return ""
-        rest = self._codec.decode(self._window)[self._shown :]
+        rest = "" if self._shown is None else self._decoder.decode_many([self._window])[0][self._shown :]
         self._window.clear()
-        self._shown = self._done = 0
+        self._done, self._shown = 0, None
         text = self._pass(rest)
         if self.stopped_by is None:
             text, self._held = text + self._held, ""
         return text
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        """New text of the window. Text that ends in a broken character waits, since the next token may complete it.
+    def _add(self, tokens: Sequence[int], looks: Sequence[int]) -> tuple[int, str]:
+        """Extend the window and let its new text through, as it stands after so many tokens as each of `looks` says.
 
-        The window then starts anew behind what is out, with those last tokens as context: a decoder may treat the first token
-        of a text differently (leading spaces), and never one in the middle.
+        Text that ends in a broken character waits, since the next token may complete it. Once none is left, the window starts
+        anew with what was added as context: a decoder may treat the first token of a text differently (leading spaces), and
+        never one in the middle.
         """
+        before = len(self._window)
         self._window.extend(tokens)
-        text = self._codec.decode(self._window)
-        if text.endswith(BROKEN) and len(self._window) - self._done < LONGEST_WINDOW:
-            certain = len(text.rstrip(BROKEN))
-            new, self._shown = text[self._shown : certain], max(self._shown, certain)
-            return new
-        new = text[self._shown :]
-        if new or len(self._window) - self._done >= LONGEST_WINDOW:
+        ends = [before + look for look in looks]
+        known = self._shown is not None
+        rows = ([] if known else [self._window[: self._done]]) + [self._window[:end] for end in ends]
+        texts = self._decoder.decode_many(rows)
+        shown = self._shown if self._shown is not None else len(texts.pop(0))
+        out, clean, grew, settled = "", self._done, False, False
+        for look, end, text in zip(looks, ends, texts, strict=True):
+            if text.endswith(BROKEN) and end - clean < LONGEST_WINDOW:
+                certain = max(shown, len(text.rstrip(BROKEN)))
+                new, settled = text[shown:certain], False
+            else:
+                certain, clean, settled = max(shown, len(text)), end, True
+                new = text[shown:]
+            shown, grew = certain, grew or bool(new)
+            out += self._pass(new)
+            if self.stopped_by is not None:
+                return look, out
+        self._shown = shown
+        if settled and (grew or ends[-1] - self._done >= LONGEST_WINDOW):
             del self._window[: self._done]
-            self._done = len(self._window)
-            self._shown = len(self._codec.decode(self._window))
-        return new
+            self._done, self._shown = len(self._window), None
+        return len(tokens), out
 
     def _pass(self, text: str) -> str:
         """Let text through up to the first stop word, or up to what may become one."""

@@ -19,12 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "BLS_INPUTS",
+    "BLS_MODEL",
+    "BLS_OUTPUTS",
+    "DRAFT_MODEL",
     "INPUTS",
     "METRICS",
     "MODEL",
     "OUTCOMES",
     "OUTPUTS",
     "PACKAGE_VERSION",
+    "POSTPROCESSING",
+    "PREPROCESSING",
     "STREAM_TEXT",
     "STREAM_TEXT_PARAMETER",
     "MetricSpec",
@@ -36,6 +42,12 @@ __all__ = [
 PACKAGE_VERSION = 3
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
+# The models of the other layout, `bls`: clients call the first, which calls the rest; the target is MODEL.
+BLS_MODEL = "tensorrt_llm_bls"
+DRAFT_MODEL = "tensorrt_llm_draft"
+PREPROCESSING = "preprocessing"
+POSTPROCESSING = "postprocessing"
+
 STREAM_TEXT_PARAMETER = "stream_text"  # of config.pbtxt
 STREAM_TEXT = "delta"  # delta | cumulative; a config without the parameter is TensorRT-LLM's own and cumulative
 
@@ -122,6 +134,39 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("draft_time_ns", "TYPE_INT64", ONE, "in draft forwards, of the steps the request took part in", ours=True),
     TensorSpec("verify_time_ns", "TYPE_INT64", ONE, "in target forwards, likewise", ours=True),
     TensorSpec("host_time_ns", "TYPE_INT64", ONE, "the rest of those steps", ours=True),
+)
+
+# What our BLS model has beside the tensors of TensorRT-LLM's (`toolkit.facts.triton_tensors`); the same words as above.
+_OURS = {spec.name: spec for spec in (*INPUTS, *OUTPUTS)}
+BLS_INPUTS: tuple[TensorSpec, ...] = tuple(
+    _OURS[name]
+    for name in (
+        "acceptance",
+        "timeout_ms",
+        "return_token_ids",
+        "return_finish_reason",
+        "return_stop_reason",
+        "return_speculation_stats",
+    )
+)
+BLS_OUTPUTS: tuple[TensorSpec, ...] = (
+    *(
+        _OURS[name]
+        for name in (
+            "finish_reason",
+            "stop_reason",
+            "output_ids",
+            "verify_steps",
+            "drafted_by_position",
+            "accepted_by_position",
+            "draft_time_ns",
+            "verify_time_ns",
+            "host_time_ns",
+        )
+    ),
+    TensorSpec(
+        "draft_failure", "TYPE_STRING", ONE, "what the draft failed with, where the rest was decoded plainly", ours=True
+    ),
 )
 
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "error", "refused", "overloaded")

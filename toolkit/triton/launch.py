@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
         command, environment = launch_command(Path(arguments[0]), workspace)
     except ToolkitError as error:
         sys.exit(str(error))
-    os.execve(sys.executable, supervised([*command, *arguments[1:]], workspace.path, parent=0), environment)
+    os.execve(sys.executable, supervised([*command, *arguments[1:]], workspace.path, Path(arguments[0]), parent=0), environment)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The files of a Triton model repository: what `tritonserver --model-repository FOLDER` loads, and how people use it.
 
-    FOLDER/tensorrt_llm/config.pbtxt              tensors, decoupled or not
-    FOLDER/tensorrt_llm/1/model.py  model.yaml    our Python model and its settings
-    FOLDER/tensorrt_llm/1/engines/{target,draft}  the engines, so that the repository is self-contained
-    FOLDER/README.md  launch.sh  validate_latency.py
+    llmapi  FOLDER/tensorrt_llm/config.pbtxt                tensors, decoupled or not
+            FOLDER/tensorrt_llm/1/model.py  model.yaml      our Python model and its settings
+            FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines, so that the repository is self-contained
+    bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  an engine each
+            FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls}
+    both    FOLDER/README.md  launch.sh  validate_latency.py
 
 Triton looks at the subfolders of a repository only, so files beside the model do not disturb it. Nothing in it names a path of
 the machine that made it: it can be moved and copied.
@@ -13,20 +15,33 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import client
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
+from toolkit.facts.triton_tensors import BLS
 from toolkit.pipeline.files import store_error
 from toolkit.records import CompiledEngine
-from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, METRICS, MODEL, OUTPUTS, PACKAGE_VERSION
+from toolkit.triton import layout_bls, model_config
+from toolkit.triton.contract import (
+    BLS_INPUTS,
+    BLS_MODEL,
+    BLS_OUTPUTS,
+    DRAFT_MODEL,
+    INPUTS,
+    METRICS,
+    MODEL,
+    OUTPUTS,
+    PACKAGE_VERSION,
+)
 
-__all__ = ["model_settings", "write_repository"]
+__all__ = ["bls_of", "model_settings", "write_repository"]
 
 MODEL_SOURCE = Path(__file__).parent / "models" / "llmapi" / "model.py"
+ENGINE_SOURCE = Path(__file__).parent / "models" / "engine" / "model.py"
 CANCELLATION_CHECK_PERIOD_MS = 50  # each look at a request costs about 0.1 ms of the model's process
 
 
@@ -76,26 +91,63 @@ def model_settings(
     return settings
 
 
+def bls_of(
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    speculation: SpeculationConfig,
+    triton: TritonConfig,
+    threads: int | None,
+    end_ids: Sequence[int],
+) -> layout_bls.Bls:
+    """The `bls` layout over two embedded engines."""
+
+    def engine(model: CompiledEngine) -> layout_bls.EngineModel:
+        parameters = {
+            "max_beam_width": "1",
+            "gpt_model_type": "inflight_fused_batching",
+            "gpt_model_path": "engine",
+            "enable_kv_cache_reuse": "true",
+            "exclude_input_in_output": "false",
+            "tokenizer_dir": "engine",
+        }
+        own = {} if threads is None else {"threads": str(threads)}
+        return layout_bls.EngineModel("python", parameters, own)
+
+    return layout_bls.Bls(
+        target=engine(target),
+        draft=None if draft is None else engine(draft),
+        max_batch_size=target.max_batch_size,
+        decoupled=triton.decoupled,
+        end_ids=tuple(end_ids),
+        request_timeout_s=triton.request_timeout_s,
+        bls_queue_size=triton.max_queue_size,
+        settings=layout_bls.settings_of(
+            triton,
+            max_input_len=target.max_input_len,
+            max_seq_len=target.max_seq_len,
+            max_draft_len=0 if draft is None else speculation.longest_draft,
+            acceptance=speculation.acceptance,
+            seeds="request",
+        ),
+    )
+
+
 def write_repository(
     target: CompiledEngine,
     draft: CompiledEngine | None,
     speculation: SpeculationConfig,
     triton: TritonConfig,
     threads: int | None,
+    end_ids: Sequence[int],
     folder: Path,
 ) -> None:
     """Write the whole repository into `folder`, which is made if need be. Raises StageError when it cannot be written."""
-    import yaml
-
-    version = folder / MODEL / "1"
     try:
-        version.mkdir(parents=True, exist_ok=True)
-        model_config.write(model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt")
-        shutil.copyfile(MODEL_SOURCE, version / "model.py")
-        settings = model_settings(target, draft, speculation, triton, threads)
-        (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        for engine in [target, draft] if draft is not None else [target]:
-            _link_tree(engine.path, version / "engines" / engine.role)
+        folder.mkdir(parents=True, exist_ok=True)
+        if triton.layout == "bls":
+            _write_bls(target, draft, bls_of(target, draft, speculation, triton, threads, end_ids), folder)
+        else:
+            _write_llmapi(target, draft, speculation, triton, threads, folder)
         shutil.copyfile(client.__file__, folder / "validate_latency.py")
         (folder / "launch.sh").write_text(LAUNCH, encoding="utf-8")
         (folder / "launch.sh").chmod(0o755)
@@ -103,6 +155,37 @@ def write_repository(
     except OSError as error:
         what = f"cannot write the model repository: {error.strerror or error}"
         raise store_error("package", error, folder) or StageError("package", what, where=folder) from error
+
+
+def _write_llmapi(
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    speculation: SpeculationConfig,
+    triton: TritonConfig,
+    threads: int | None,
+    folder: Path,
+) -> None:
+    import yaml
+
+    version = folder / MODEL / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    model_config.write(model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt")
+    shutil.copyfile(MODEL_SOURCE, version / "model.py")
+    settings = model_settings(target, draft, speculation, triton, threads)
+    (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    for engine in [target, draft] if draft is not None else [target]:
+        _link_tree(engine.path, version / "engines" / engine.role)
+
+
+def _write_bls(target: CompiledEngine, draft: CompiledEngine | None, bls: layout_bls.Bls, folder: Path) -> None:
+    for name, config in layout_bls.model_configs(bls).items():
+        (folder / name / "1").mkdir(parents=True, exist_ok=True)
+        model_config.write(config, folder / name / "config.pbtxt")
+    layout_bls.write_models(folder, target.path)
+    for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
+        if engine is not None:
+            shutil.copyfile(ENGINE_SOURCE, folder / model / "1" / "model.py")
+            _link_tree(engine.path, folder / model / "1" / "engine")
 
 
 def _link_tree(source: Path, destination: Path) -> None:
@@ -142,14 +225,24 @@ def _readme(target: CompiledEngine, draft: CompiledEngine | None, speculation: S
         pair += f", draft {draft.quant_algo or draft.dtype}, up to {speculation.max_draft_len} draft tokens per step"
     elif speculation.kind == "ngram":
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
-    inputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in INPUTS)
-    outputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in OUTPUTS)
+    if triton.layout == "bls":
+        model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
+        form = f"Clients call `{BLS_MODEL}`, in the form of TensorRT-LLM's `inflight_batcher_llm` templates: {pair}."
+        inputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.inputs) + "\n"
+        inputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_INPUTS)
+        outputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.outputs) + "\n"
+        outputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_OUTPUTS)
+    else:
+        model, prompt_tensor, tokens_tensor = MODEL, "sampling_param_exclude_input_from_output", "sampling_param_max_tokens"
+        form = f"One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}."
+        inputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in INPUTS)
+        outputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in OUTPUTS)
     metrics = "\n".join(f"| `{spec.name}` | {spec.kind} | {spec.meaning} |" for spec in METRICS)
     streams = "streams (decoupled)" if triton.decoupled else "answers each request once (not decoupled)"
     return f"""\
 # Triton model repository
 
-One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}. It {streams}.
+{form} It {streams}.
 At most {target.max_input_len} prompt tokens, {target.max_seq_len} tokens in all, {target.max_batch_size} requests at once.
 
 ## Launch
@@ -166,7 +259,7 @@ nothing more is needed than `tritonserver --model-repository .`, which listens o
 
 ## Call
 
-    curl -d '{{"text_input": "def main", "sampling_param_max_tokens": 32}}' localhost:8000/v2/models/{MODEL}/generate
+    curl -d '{{"text_input": "def main", "{tokens_tensor}": 32}}' localhost:8000/v2/models/{model}/generate
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
 
 `validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures TTFT, TPOT, token-weighted ITL and tokens/s with and
@@ -181,7 +274,7 @@ without speculation, and is a Python API too: `Client("localhost:8001").stream("
 ## Outputs
 
 While streaming, a response holds only what is new of text and tokens, and never the prompt. Without streaming there is one
-response, which begins with the prompt unless `sampling_param_exclude_input_from_output` is true. Statistics come last.
+response, which begins with the prompt unless `{prompt_tensor}` is true. Statistics come last.
 
 | name | type | meaning |
 |---|---|---|

@@ -16,10 +16,30 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, Sampling, TokenEvent
 from toolkit.triton.contract import INPUTS
 
-__all__ = ["Answer", "Limits", "Request", "parse"]
+__all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
 
-INPUT_NAMES = tuple(spec.name for spec in INPUTS)
-SINGLE = {spec.name for spec in INPUTS if spec.dims == (1,)}
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a layout spells a request. inputs: tensor -> whether it holds a single value; prefix: of the sampling parameters;
+    names: other words for what the llmapi form calls so.
+    """
+
+    inputs: Mapping[str, bool]
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, word: str) -> str:
+        """The tensor that carries this: temperature, max_tokens, streaming..."""
+        name = self.names.get(word, word)
+        return self.prefix + name if self.prefix + name in self.inputs else name
+
+
+LLMAPI = Form(
+    {spec.name: spec.dims == (1,) for spec in INPUTS},
+    "sampling_param_",
+    {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
+)
 ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match", "verify_only")
 # What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate leaves it there.
 TRITON_PARAMETERS = ("id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output")
@@ -50,49 +70,52 @@ class Request:
     cancels: bool = False  # the request is not to be run: it cancels the one with the same id
 
 
-def parse(tensors: Mapping[str, list[Any]], parameters: Mapping[str, object], limits: Limits) -> Request:
+def parse(tensors: Mapping[str, list[Any]], parameters: Mapping[str, object], limits: Limits, form: Form = LLMAPI) -> Request:
     """Check one request. tensors: name -> flat list of values (bytes for strings). Raises RequestError with what is wrong.
 
     parameters are what came beside the tensors: over HTTP, Triton turns every name that the model does not know into one.
     """
     for name in parameters:
         if name not in TRITON_PARAMETERS and not name.startswith("triton_"):
-            raise _unknown(name)
+            raise _unknown(name, form)
     for name in tensors:
-        if name not in INPUT_NAMES:
-            raise _unknown(name)
-        if name in SINGLE and len(tensors[name]) != 1:
+        if name not in form.inputs:
+            raise _unknown(name, form)
+        if form.inputs[name] and len(tensors[name]) != 1:
             raise RequestError(f"{name} holds one value, {len(tensors[name])} were sent")
 
-    one = {name: values[0] for name, values in tensors.items() if name in SINGLE}
-    streaming = bool(one.get("streaming", False))
+    one = {name: values[0] for name, values in tensors.items() if form.inputs[name]}
+    # A prompt is single in one form and a list of one in the other; it is looked at below in either.
+    one.pop("text_input", None)
+    streaming = bool(one.get(form.of("streaming"), False))
     if streaming and not limits.decoupled:
         raise RequestError(
             "streaming needs a decoupled repository, and this one is not",
-            mend="Send streaming=false, or package again with triton.decoupled: true.",
+            mend=f"Send {form.of('streaming')}=false, or package again with triton.decoupled: true.",
         )
-    if one.get("sampling_param_best_of", 1) != 1:
-        raise RequestError(f"sampling_param_best_of {one['sampling_param_best_of']} is not supported: one sequence per request")
+    best_of = form.of("best_of")
+    if one.get(best_of, 1) != 1:
+        raise RequestError(f"{best_of} {one[best_of]} is not supported: one sequence per request")
     return Request(
         prompt=_prompt(tensors),
         streaming=streaming,
-        sampling=_sampling(one),
-        max_tokens=_at_least_one(one, "sampling_param_max_tokens"),
-        stop=_stop_words(tensors.get("sampling_param_stop", [])),
+        sampling=_sampling(one, form),
+        max_tokens=_at_least_one(one, form.of("max_tokens")),
+        stop=_stop_words(tensors, form.of("stop_words")),
         draft_len=_draft_len(one.get("num_draft_tokens"), limits),
         acceptance=_acceptance(one.get("acceptance")),
         timeout_ms=_at_least_one(one, "timeout_ms"),
-        include_prompt=not streaming and not one.get("sampling_param_exclude_input_from_output", False),
+        include_prompt=not streaming and not one.get(form.of("exclude_input"), False),
         returns=frozenset(name for name, value in one.items() if "return_" in name and value),
         cancels=bool(one.get("stop", False)),
     )
 
 
-def _unknown(name: str) -> RequestError:
-    close = difflib.get_close_matches(name, INPUT_NAMES, n=1)
-    likely = f"sampling_param_{name}" if f"sampling_param_{name}" in INPUT_NAMES else close[0] if close else None
+def _unknown(name: str, form: Form) -> RequestError:
+    close = difflib.get_close_matches(name, form.inputs, n=1)
+    likely = form.of(name) if form.of(name) in form.inputs else close[0] if close else None
     return RequestError(
-        f"unknown input {name!r}", mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(INPUT_NAMES)}."
+        f"unknown input {name!r}", mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}."
     )
 
 
@@ -115,34 +138,36 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
     return prompt
 
 
-def _stop_words(values: list[Any]) -> tuple[str, ...]:
-    words = tuple(_text(value, "sampling_param_stop") for value in values)
+def _stop_words(tensors: Mapping[str, list[Any]], name: str) -> tuple[str, ...]:
+    words = tuple(_text(value, name) for value in tensors.get(name, []))
     if "" in words:
-        raise RequestError("sampling_param_stop holds an empty stop word, which would end every text before it begins")
+        raise RequestError(f"{name} holds an empty stop word, which would end every text before it begins")
     return words
 
 
-def _sampling(one: Mapping[str, Any]) -> Sampling:
-    def number(name: str, default: float, low: float, high: float = math.inf) -> float:
+def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
+    def number(word: str, default: float, low: float, high: float = math.inf) -> float:
+        name = form.of(word)
         value = float(one.get(name, default))
         if not (math.isfinite(value) and low <= value <= high):
             raise RequestError(f"{name} is {value}; it has to be a number of at least {low} and at most {high}")
         return value
 
-    top_k = int(one.get("sampling_param_top_k", 0))
+    top_k_name, top_p_name, seed_name = form.of("top_k"), form.of("top_p"), form.of("seed")
+    top_k = int(one.get(top_k_name, 0))
     if top_k < 0:
-        raise RequestError(f"sampling_param_top_k is {top_k}; it has to be 0 (off) or more")
-    top_p = number("sampling_param_top_p", 1.0, 0.0, 1.0)
+        raise RequestError(f"{top_k_name} is {top_k}; it has to be 0 (off) or more")
+    top_p = number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0.0:
-        raise RequestError("sampling_param_top_p is 0, which leaves no token", mend="For greedy decoding send temperature 0.")
-    filtered = "sampling_param_top_k" in one or "sampling_param_top_p" in one
+        raise RequestError(f"{top_p_name} is 0, which leaves no token", mend="For greedy decoding send temperature 0.")
+    filtered = top_k_name in one or top_p_name in one
     return Sampling(
-        temperature=number("sampling_param_temperature", 1.0 if filtered else 0.0, 0.0),
+        temperature=number("temperature", 1.0 if filtered else 0.0, 0.0),
         top_k=top_k,
         top_p=top_p,
-        frequency_penalty=number("sampling_param_frequency_penalty", 0.0, -math.inf),
-        presence_penalty=number("sampling_param_presence_penalty", 0.0, -math.inf),
-        seed=int(one["sampling_param_seed"]) if "sampling_param_seed" in one else None,
+        frequency_penalty=number("frequency_penalty", 0.0, -math.inf),
+        presence_penalty=number("presence_penalty", 0.0, -math.inf),
+        seed=int(one[seed_name]) if seed_name in one else None,
     )
 
 

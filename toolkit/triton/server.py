@@ -32,7 +32,8 @@ from typing import IO
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.interfaces import Progress
-from toolkit.triton import supervise
+from toolkit.triton import model_config, supervise
+from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL
 
 __all__ = ["ServerInstall", "TritonServer", "Workspace", "find_libpython", "find_server", "launch_command"]
 
@@ -173,9 +174,19 @@ def launch_command(
     return command, environment
 
 
-def supervised(command: list[str], workspace: Path, *, parent: int) -> list[str]:
+def supervised(command: list[str], workspace: Path, repository: Path, *, parent: int) -> list[str]:
     """The command that runs `command` beneath its supervisor, which watches the process `parent` (0: none)."""
-    return [sys.executable, "-I", "-S", supervise.__file__, str(parent), str(workspace), str(GRACE_S), "--", *command]
+    own = [sys.executable, "-I", "-S", supervise.__file__, str(parent), str(workspace), str(GRACE_S)]
+    return [*own, *_dispensable(repository), "--", *command]
+
+
+def _dispensable(repository: Path) -> list[str]:
+    """The models whose death the rest of this repository bears: the draft's, where it was packaged so."""
+    path = repository / BLS_MODEL / "config.pbtxt"
+    if not path.is_file():
+        return []
+    policy = model_config.read(path).parameters["on_draft_failure"].string_value
+    return [DRAFT_MODEL] if policy == "plain" else []
 
 
 def _backends(wheel: Path, workspace: Workspace) -> Path:
@@ -275,7 +286,7 @@ class TritonServer:
             command, environment = launch_command(self.repository, workspace, self.config.model_copy(update=ports))
             self._log = self.log_path.open("w+b")  # kept open, so that it can be read when the server and its folder are gone
             self._process = subprocess.Popen(
-                supervised(command, workspace.path, parent=os.getpid()),
+                supervised(command, workspace.path, self.repository, parent=os.getpid()),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

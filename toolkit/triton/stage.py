@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records import CompiledEngine, TritonRepository
 from toolkit.triton import model_config
-from toolkit.triton.contract import MODEL, PACKAGE_VERSION
-from toolkit.triton.repository import model_settings, write_repository
+from toolkit.triton.contract import BLS_MODEL, MODEL, PACKAGE_VERSION
+from toolkit.triton.layout_bls import model_configs
+from toolkit.triton.repository import bls_of, model_settings, write_repository
 
 __all__ = ["VERSION", "package"]
 
@@ -23,15 +26,32 @@ def package(
     triton: TritonConfig,
     threads: int | None,
     out_dir: Path,
+    *,
+    end_ids: Sequence[int] = (),
 ) -> TritonRepository:
-    """Write the repository into out_dir. Raises StageError if the engines do not fit together or the files do not read back."""
+    """Write the repository into out_dir. end_ids: what ends a text; the bls layout has to be told.
+
+    Raises StageError if the engines do not fit together or the files do not read back.
+    """
     _check(target, draft, speculation)
-    write_repository(target, draft, speculation, triton, threads, out_dir)
-    _read_back(target, draft, speculation, triton, threads, out_dir)
+    if triton.layout == "bls" and (speculation.kind == "ngram" or speculation.draft_len_schedule):
+        what = "draft_len_schedule" if speculation.draft_len_schedule else "kind ngram"
+        raise StageError(
+            "package",
+            f"speculation.{what} does not go with triton.layout bls, whose drafts come from a model of their own",
+            where=out_dir,
+            mend="Use triton.layout: llmapi.",
+        )
+    write_repository(target, draft, speculation, triton, threads, end_ids, out_dir)
+    bls = triton.layout == "bls"
+    if bls:
+        _read_back_bls(model_configs(bls_of(target, draft, speculation, triton, threads, end_ids)), out_dir)
+    else:
+        _read_back(target, draft, speculation, triton, threads, out_dir)
     return TritonRepository(
         path=out_dir,
-        layout="llmapi",
-        model=MODEL,
+        layout="bls" if bls else "llmapi",
+        model=BLS_MODEL if bls else MODEL,
         decoupled=triton.decoupled,
         max_draft_len=speculation.longest_draft,
     )
@@ -80,3 +100,10 @@ def _read_back(
         raise StageError("package", "model.yaml reads back differently from what was written", where=path)
     if config.model_transaction_policy.decoupled != settings["triton_config"]["decoupled"]:
         raise StageError("package", "decoupled differs between config.pbtxt and model.yaml", where=path)
+
+
+def _read_back_bls(configs: Mapping[str, Any], folder: Path) -> None:
+    for name, config in configs.items():
+        path = folder / name / "config.pbtxt"
+        if model_config.read(path) != config:
+            raise StageError("package", "config.pbtxt reads back differently from what was meant", where=path)

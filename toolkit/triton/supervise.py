@@ -1,12 +1,14 @@
 """The small process above tritonserver: whatever becomes of whom, it stops the server and removes what is left of it.
 
-Run as a file (`python -I -S supervise.py PARENT_PID WORKSPACE GRACE_S -- COMMAND...`), so it starts in a few milliseconds and
-must import nothing but the standard library. It ends when the server ends, when it gets SIGTERM, or when its parent is gone
-(kill -9 included; PARENT_PID 0: none is watched). The server has its own process group, so that its Python stubs go with it,
-and dies with this process by a parent-death signal; the stubs of a killed server become our children and are waited for.
+Run as a file (`python -I -S supervise.py PARENT_PID WORKSPACE GRACE_S [MODEL...] -- COMMAND...`), so it starts in a few
+milliseconds and must import nothing but the standard library. It ends when the server ends, when it gets SIGTERM, or when its
+parent is gone (kill -9 included; PARENT_PID 0: none is watched). The server has its own process group, so that its Python stubs
+go with it, and dies with this process by a parent-death signal; the stubs of a killed server become our children and are waited
+for.
 
 A stub that dies takes its model with it for good, but Triton goes on saying that it is ready while every request fails. So the
-server is stopped then, with an exit code that says that it failed: whoever runs it can see that, and start it again.
+server is stopped then, with an exit code that says that it failed: whoever runs it can see that, and start it again. Not so for
+the MODELs named: the others are made to do without them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def clean(workspace: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     parent, workspace, grace_s = int(arguments[0]), Path(arguments[1]), float(arguments[2])
-    command = arguments[arguments.index("--") + 1 :]
+    dispensable, command = arguments[3 : arguments.index("--")], arguments[arguments.index("--") + 1 :]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -55,7 +57,7 @@ def main(arguments: list[str]) -> int:
     # One thread only, so running code between fork and exec is safe. The lock's descriptor is inherited on purpose.
     server = subprocess.Popen(command, preexec_fn=in_the_child, close_fds=False)  # noqa: PLW1509
     (workspace / PID_FILE).write_text(str(server.pid))
-    wanted, stubs = True, _Stubs(server.pid)
+    wanted, stubs = True, _Stubs(server.pid, dispensable)
     while wanted and server.poll() is None:
         arrived = signal.sigtimedwait(SIGNALS, 0.25)
         wanted = (
@@ -87,10 +89,12 @@ class _Stubs:
     """Watches the server's children. died: the process id of one that did.
 
     Triton waits for a stub that it ends itself, and never for one that just dies, which therefore stays a zombie: one that is
-    still there at the next look.
+    still there at the next look. dispensable: models whose stubs may die.
     """
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, dispensable: list[str]) -> None:
+        self._dispensable = tuple(f"/{model}/" for model in dispensable)
+        self._may_die: set[int] = set()
         self.died: int | None = None
         self._server = str(server)
         self._zombies: set[int] = set()
@@ -107,8 +111,15 @@ class _Stubs:
         for file in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it has gone meanwhile
                 state, parent = file.read_text(errors="replace").rsplit(")", 1)[1].split()[:2]
-                if state == "Z" and parent == self._server:
-                    yield int(file.parent.name)
+                if parent != self._server:
+                    continue
+                pid = int(file.parent.name)
+                if state == "Z" and pid not in self._may_die:
+                    yield pid
+                elif state != "Z" and self._dispensable:
+                    words = (file.parent / "cmdline").read_text(errors="replace")
+                    if any(model in words for model in self._dispensable):
+                        self._may_die.add(pid)
 
 
 if __name__ == "__main__":

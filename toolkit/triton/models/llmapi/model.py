@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import threading
 import time
 from dataclasses import dataclass, field
@@ -31,7 +30,8 @@ try:
     from toolkit.interfaces import GenerationRequest, TokenEvent
     from toolkit.serving import load_runtime
     from toolkit.speculative.decode import QueueFull
-    from toolkit.triton.contract import METRICS, MODEL, OUTPUTS, PACKAGE_VERSION
+    from toolkit.triton.backend import CODES, Metrics, traceback_of
+    from toolkit.triton.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.requests import Answer, Limits, Request, parse
 except ImportError as error:
     import sys
@@ -43,14 +43,6 @@ except ImportError as error:
 
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
 OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
-# Names in pb_utils.TritonError, which Triton puts there after this module has been imported.
-CODES = {
-    "refused": "INVALID_ARG",
-    "overloaded": "UNAVAILABLE",
-    "deadline": "UNAVAILABLE",
-    "cancelled": "CANCELLED",
-    "error": "INTERNAL",
-}
 
 
 @dataclass
@@ -96,7 +88,7 @@ class TritonPythonModel:
         self._next = 0
         self._broken: str | None = None
         self._stop = threading.Event()
-        self._metrics = Metrics()
+        self._metrics = Metrics(pb_utils, MODEL)
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
         self._stream_interval_ns = int(1e6 * own["stream_interval_ms"])
         self._threads = [
@@ -193,7 +185,7 @@ class TritonPythonModel:
             self._runtime.run(self._stop)
         except Exception as error:
             self._broken = f"the runtime failed and serves no more requests: {error!r}; the server's log says where"
-            pb_utils.Logger.log_error(_traceback(error))
+            pb_utils.Logger.log_error(traceback_of(error))
             self._fail_all(self._broken)
 
     def _fail_all(self, reason: str) -> None:
@@ -214,7 +206,7 @@ class TritonPythonModel:
                 return
             outcome = event.finish_reason
         except Exception as error:
-            pb_utils.Logger.log_error(_traceback(error))
+            pb_utils.Logger.log_error(traceback_of(error))
             self._runtime.cancel(job.id)
             outcome, response = "error", _error("error", str(error) or repr(error))
         self._close(job, response)
@@ -246,7 +238,7 @@ class TritonPythonModel:
                 counters = self._runtime.counters()
                 self._metrics.publish(counters.active, counters.queued)
             except Exception as error:  # the watch goes on: without it no abandoned request would ever be found
-                pb_utils.Logger.log_error(_traceback(error))
+                pb_utils.Logger.log_error(traceback_of(error))
         self._metrics.publish(0, 0)
 
     def _cancel_abandoned(self) -> None:
@@ -257,52 +249,6 @@ class TritonPythonModel:
                 gone = not job.done and job.sender.is_cancelled()
             if gone:
                 self._runtime.cancel(job.id)
-
-
-class Metrics:
-    """Triton's custom metrics. Each change is a message to the server process, so they are collected and sent in one place."""
-
-    def __init__(self) -> None:
-        kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
-        self._families = {
-            spec.name: pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kinds[spec.kind])
-            for spec in METRICS
-        }
-        self._metrics: dict[tuple[str, str | None], Any] = {}
-        self._gauges: dict[str, int] = {}
-        self._notes: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        for spec in METRICS:
-            if spec.name != "toolkit_requests":
-                self._metric(spec.name)
-
-    def note(self, outcome: str, stats: Any = None) -> None:
-        """Remember a finished request; from any thread."""
-        self._notes.put((outcome, stats))
-
-    def publish(self, active: int, queued: int) -> None:
-        """Bring Triton's values up to date; from one thread only."""
-        while not self._notes.empty():
-            outcome, stats = self._notes.get()
-            self._metric("toolkit_requests", outcome).increment(1)
-            if stats is not None:
-                self._add("toolkit_draft_tokens", stats.drafted)
-                self._add("toolkit_accepted_draft_tokens", stats.accepted)
-                self._add("toolkit_verify_steps", stats.verify_steps)
-                self._add("toolkit_output_tokens", stats.output_tokens)
-        for name, value in (("toolkit_active_requests", active), ("toolkit_queued_requests", queued)):
-            if self._gauges.get(name) != value:
-                self._gauges[name] = value
-                self._metric(name).set(value)
-
-    def _add(self, name: str, value: int) -> None:
-        if value:
-            self._metric(name).increment(value)
-
-    def _metric(self, name: str, outcome: str | None = None) -> Any:
-        if (name, outcome) not in self._metrics:
-            labels = {"model": MODEL} if outcome is None else {"model": MODEL, "outcome": outcome}
-            self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
-        return self._metrics[name, outcome]
 
 
 def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
@@ -330,9 +276,3 @@ def _tensor(name: str, values: list[Any]) -> Any:
 
 def _error(outcome: str, message: str) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome])))
-
-
-def _traceback(error: BaseException) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error))

@@ -1,0 +1,391 @@
+"""Tensors and parameters of TensorRT-LLM's Triton templates, 1.2.1: what a client of either layout may send and read back.
+
+Data only. Confidence: A read in published text of 1.2.1 itself, B the same in published revisions just before and just after,
+C seen in one neighbouring revision only, I inferred.
+
+Sources
+- triton-inference-server/tensorrtllm_backend v0.19.0, all_models/inflight_batcher_llm/*/config.pbtxt, docs/model_config.md
+- NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm: tensorrt_llm/config.pbtxt (0c8de69a),
+  tensorrt_llm_bls/config.pbtxt (0193dbd4), tensorrt_llm_bls/1/lib/decode.py (4db68284); triton_backend/all_models/llmapi
+- the renaming min_length -> min_tokens, random_seed -> seed happened after 0.19 (B)
+
+A dtype of the form ${key} is chosen by a template key of that name. A parameter that is not set is written as the template's
+own placeholder, ${key}, which the backend reads as unset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BLS",
+    "ENGINE",
+    "LLMAPI",
+    "POSTPROCESSING",
+    "PREPROCESSING",
+    "ModelFacts",
+    "ParameterFact",
+    "TensorFact",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFact:
+    """dims as in config.pbtxt, without the batch. ragged: allow_ragged_batch. scalar: reshaped to a value per batch entry."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    ragged: bool = False
+    scalar: bool = False
+    confidence: str = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFact:
+    """key: the template key that fills it; None with `fixed`, or where it is read but stands in no template."""
+
+    name: str
+    key: str | None = None
+    form: str = "str"  # str | int | float | bool | path | enum | list (comma-separated) | url
+    choices: tuple[str, ...] = ()
+    required: bool = False
+    fixed: str | None = None
+    in_template: bool = True
+    confidence: str = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    inputs: tuple[TensorFact, ...]
+    outputs: tuple[TensorFact, ...]
+    parameters: tuple[ParameterFact, ...]
+
+
+PREPROCESSING = ModelFacts(
+    inputs=(
+        TensorFact("QUERY", "TYPE_STRING", (1,)),
+        TensorFact("DECODER_QUERY", "TYPE_STRING", (1,), optional=True),
+        TensorFact("IMAGE_BYTES", "TYPE_UINT8", (-1, -1, -1, -1), optional=True),
+        TensorFact("IMAGE_URL", "TYPE_STRING", (1,), optional=True),
+        TensorFact("VIDEO_BYTES", "TYPE_UINT8", (-1, -1, -1, -1), optional=True),
+        TensorFact("REQUEST_OUTPUT_LEN", "TYPE_INT32", (1,)),
+        TensorFact("BAD_WORDS_DICT", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("STOP_WORDS_DICT", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("EMBEDDING_BIAS_WORDS", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("EMBEDDING_BIAS_WEIGHTS", "TYPE_FP32", (-1,), optional=True),
+        TensorFact("END_ID", "TYPE_INT32", (1,), optional=True),
+        TensorFact("PAD_ID", "TYPE_INT32", (1,), optional=True),
+        TensorFact("PROMPT_TABLE_EXTRA_ID", "TYPE_UINT64", (1,), optional=True),
+    ),
+    outputs=(
+        TensorFact("INPUT_ID", "TYPE_INT32", (-1,)),
+        TensorFact("REQUEST_INPUT_LEN", "TYPE_INT32", (1,)),
+        TensorFact("DECODER_INPUT_ID", "TYPE_INT32", (-1,)),
+        TensorFact("REQUEST_DECODER_INPUT_LEN", "TYPE_INT32", (1,)),
+        TensorFact("BAD_WORDS_IDS", "TYPE_INT32", (2, -1)),
+        TensorFact("STOP_WORDS_IDS", "TYPE_INT32", (2, -1)),
+        TensorFact("EMBEDDING_BIAS", "TYPE_FP32", (-1,)),
+        TensorFact("REQUEST_OUTPUT_LEN", "TYPE_INT32", (-1,)),
+        TensorFact("OUT_END_ID", "TYPE_INT32", (1,)),
+        TensorFact("OUT_PAD_ID", "TYPE_INT32", (1,)),
+        TensorFact("OUT_PROMPT_TABLE_EXTRA_IDS", "TYPE_UINT64", (-1,)),
+        TensorFact("PIXEL_VALUES", "TYPE_FP16", (-1, -1, -1, -1)),
+        TensorFact("ASPECT_RATIO_IDS", "TYPE_INT64", (-1,)),
+        TensorFact("ASPECT_RATIO_MASK", "TYPE_INT64", (-1, -1)),
+        TensorFact("CROSS_ATTENTION_MASK", "TYPE_INT64", (-1, -1, -1)),
+        TensorFact("IMAGE_SIZES", "TYPE_INT64", (2,)),
+        TensorFact("IS_VIDEO_INPUT", "TYPE_BOOL", (1,)),
+        TensorFact("ATTENTION_MASK", "TYPE_INT64", (-1,)),
+        TensorFact("IMAGE_GRID_THW", "TYPE_INT64", (3,)),
+        TensorFact("VISION_INPUT_ID", "TYPE_INT32", (-1,)),
+    ),
+    parameters=(
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path", required=True),
+        ParameterFact("add_special_tokens", key="add_special_tokens", form="bool"),
+        ParameterFact("multimodal_model_path", key="multimodal_model_path", form="path"),
+        ParameterFact("gpt_model_path", key="engine_dir", form="path"),
+        ParameterFact("max_num_images", key="max_num_images", form="int"),
+    ),
+)
+
+POSTPROCESSING = ModelFacts(
+    inputs=(
+        TensorFact("TOKENS_BATCH", "TYPE_INT32", (-1, -1)),
+        TensorFact("SEQUENCE_LENGTH", "TYPE_INT32", (-1,)),
+    ),
+    outputs=(TensorFact("OUTPUT", "TYPE_STRING", (-1,)),),
+    parameters=(
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path", required=True),
+        ParameterFact("skip_special_tokens", key="skip_special_tokens", form="bool"),
+    ),
+)
+
+ENGINE = ModelFacts(
+    inputs=(
+        TensorFact("input_ids", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), optional=True, ragged=True),
+        TensorFact("encoder_output_lengths", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("input_lengths", "TYPE_INT32", (1,), scalar=True),
+        TensorFact("request_output_len", "TYPE_INT32", (1,), scalar=True),
+        TensorFact("num_return_sequences", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("draft_input_ids", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("decoder_input_ids", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("decoder_input_lengths", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("draft_logits", "${logits_datatype}", (-1, -1), optional=True, ragged=True),
+        TensorFact("draft_acceptance_threshold", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("end_id", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("pad_id", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("stop_words_list", "TYPE_INT32", (2, -1), optional=True, ragged=True),
+        TensorFact("bad_words_list", "TYPE_INT32", (2, -1), optional=True, ragged=True),
+        TensorFact("embedding_bias", "TYPE_FP32", (-1,), optional=True, ragged=True),
+        TensorFact("beam_width", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("temperature", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("runtime_top_k", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("runtime_top_p", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("runtime_top_p_min", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("runtime_top_p_decay", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("runtime_top_p_reset_ids", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("len_penalty", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("early_stopping", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("repetition_penalty", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("min_tokens", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("beam_search_diversity_rate", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("presence_penalty", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("frequency_penalty", "TYPE_FP32", (1,), optional=True, scalar=True),
+        TensorFact("seed", "TYPE_UINT64", (1,), optional=True, scalar=True),
+        TensorFact("return_log_probs", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_context_logits", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_generation_logits", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_perf_metrics", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("exclude_input_in_output", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("stop", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("streaming", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("prompt_embedding_table", "${prompt_embedding_table_data_type}", (-1, -1), optional=True, ragged=True),
+        TensorFact("prompt_table_extra_ids", "TYPE_UINT64", (-1,), optional=True, ragged=True),
+        TensorFact("prompt_vocab_size", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("cross_attention_mask", "TYPE_BOOL", (-1, -1), optional=True, ragged=True),
+        TensorFact("mrope_rotary_cos_sin", "TYPE_FP32", (-1,), optional=True),
+        TensorFact("mrope_position_deltas", "TYPE_INT64", (1,), optional=True),
+        TensorFact("lora_task_id", "TYPE_UINT64", (1,), optional=True, scalar=True),
+        TensorFact("lora_weights", "TYPE_FP16", (-1, -1), optional=True, ragged=True),
+        TensorFact("lora_config", "TYPE_INT32", (-1, 3), optional=True, ragged=True),
+        TensorFact("context_phase_params", "TYPE_UINT8", (-1,), optional=True, ragged=True),
+        TensorFact("skip_cross_attn_blocks", "TYPE_BOOL", (1,), optional=True, ragged=True),
+        TensorFact("retention_token_range_starts", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("retention_token_range_ends", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("retention_token_range_priorities", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("retention_token_range_durations_ms", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact("retention_decode_priority", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact("retention_decode_duration_ms", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact("guided_decoding_guide_type", "TYPE_STRING", (1,), optional=True, ragged=True),
+        TensorFact("guided_decoding_guide", "TYPE_STRING", (1,), optional=True, ragged=True),
+        TensorFact("lookahead_window_size", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact("lookahead_ngram_size", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact("lookahead_verification_set_size", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact("return_num_input_tokens", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_num_output_tokens", "TYPE_BOOL", (1,), optional=True),
+    ),
+    outputs=(
+        TensorFact("output_ids", "TYPE_INT32", (-1, -1)),
+        TensorFact("sequence_length", "TYPE_INT32", (-1,)),
+        TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
+        TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
+        TensorFact("context_logits", "${logits_datatype}", (-1, -1)),
+        TensorFact("generation_logits", "${logits_datatype}", (-1, -1, -1)),
+        TensorFact("batch_index", "TYPE_INT32", (1,)),
+        TensorFact("sequence_index", "TYPE_INT32", (1,)),
+        TensorFact("context_phase_params", "TYPE_UINT8", (-1,)),
+        TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (1,)),
+        TensorFact("kv_cache_reused_blocks", "TYPE_INT32", (1,)),
+        TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (1,)),
+        TensorFact("arrival_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("first_scheduled_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("first_token_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("last_token_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("acceptance_rate", "TYPE_FP32", (1,)),
+        TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (1,)),
+        TensorFact("total_draft_tokens", "TYPE_INT32", (1,)),
+        TensorFact("num_input_tokens", "TYPE_INT32", (1,)),
+        TensorFact("num_output_tokens", "TYPE_INT32", (1,)),
+    ),
+    parameters=(
+        ParameterFact("max_beam_width", key="max_beam_width", form="int", required=True),
+        ParameterFact("FORCE_CPU_ONLY_INPUT_TENSORS", fixed="no"),
+        ParameterFact(
+            "gpt_model_type", key="batching_strategy", form="enum", choices=("inflight_fused_batching", "V1"), required=True
+        ),
+        ParameterFact("gpt_model_path", key="engine_dir", form="path", required=True),
+        ParameterFact("encoder_model_path", key="encoder_engine_dir", form="path"),
+        ParameterFact("max_tokens_in_paged_kv_cache", key="max_tokens_in_paged_kv_cache", form="int"),
+        ParameterFact("max_attention_window_size", key="max_attention_window_size", form="list"),
+        ParameterFact("sink_token_length", key="sink_token_length", form="int"),
+        ParameterFact(
+            "batch_scheduler_policy",
+            key="batch_scheduler_policy",
+            form="enum",
+            choices=("guaranteed_no_evict", "max_utilization"),
+        ),
+        ParameterFact("kv_cache_free_gpu_mem_fraction", key="kv_cache_free_gpu_mem_fraction", form="float"),
+        ParameterFact("cross_kv_cache_fraction", key="cross_kv_cache_fraction", form="float"),
+        ParameterFact("kv_cache_host_memory_bytes", key="kv_cache_host_memory_bytes", form="int"),
+        ParameterFact("kv_cache_onboard_blocks", key="kv_cache_onboard_blocks", form="bool"),
+        ParameterFact("exclude_input_in_output", key="exclude_input_in_output", form="bool"),
+        ParameterFact("cancellation_check_period_ms", key="cancellation_check_period_ms", form="int"),
+        ParameterFact("stats_check_period_ms", key="stats_check_period_ms", form="int"),
+        ParameterFact("iter_stats_max_iterations", key="iter_stats_max_iterations", form="int"),
+        ParameterFact("request_stats_max_iterations", key="request_stats_max_iterations", form="int"),
+        ParameterFact("enable_kv_cache_reuse", key="enable_kv_cache_reuse", form="bool"),
+        ParameterFact("normalize_log_probs", key="normalize_log_probs", form="bool"),
+        ParameterFact("enable_chunked_context", key="enable_chunked_context", form="bool"),
+        ParameterFact("gpu_device_ids", key="gpu_device_ids", form="list"),
+        ParameterFact("participant_ids", key="participant_ids", form="list"),
+        ParameterFact("num_nodes", key="num_nodes", form="int"),
+        ParameterFact("lora_cache_optimal_adapter_size", key="lora_cache_optimal_adapter_size", form="int"),
+        ParameterFact("lora_cache_max_adapter_size", key="lora_cache_max_adapter_size", form="int"),
+        ParameterFact("lora_cache_gpu_memory_fraction", key="lora_cache_gpu_memory_fraction", form="float"),
+        ParameterFact("lora_cache_host_memory_bytes", key="lora_cache_host_memory_bytes", form="int"),
+        ParameterFact("lora_prefetch_dir", key="lora_prefetch_dir", form="path"),
+        ParameterFact(
+            "decoding_mode",
+            key="decoding_mode",
+            form="enum",
+            choices=("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"),
+        ),
+        ParameterFact("executor_worker_path", fixed="/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"),
+        ParameterFact("lookahead_window_size", key="lookahead_window_size", form="int"),
+        ParameterFact("lookahead_ngram_size", key="lookahead_ngram_size", form="int"),
+        ParameterFact("lookahead_verification_set_size", key="lookahead_verification_set_size", form="int"),
+        ParameterFact("medusa_choices", key="medusa_choices"),
+        ParameterFact("eagle_choices", key="eagle_choices"),
+        ParameterFact("gpu_weights_percent", key="gpu_weights_percent", form="float"),
+        ParameterFact("enable_context_fmha_fp32_acc", key="enable_context_fmha_fp32_acc", form="bool"),
+        ParameterFact("multi_block_mode", key="multi_block_mode", form="bool"),
+        ParameterFact("cuda_graph_mode", key="cuda_graph_mode", form="bool"),
+        ParameterFact("cuda_graph_cache_size", key="cuda_graph_cache_size", form="int"),
+        ParameterFact("speculative_decoding_fast_logits", key="speculative_decoding_fast_logits", form="bool"),
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path"),
+        ParameterFact("guided_decoding_backend", key="guided_decoding_backend", form="enum", choices=("xgrammar",)),
+        ParameterFact("xgrammar_tokenizer_info_path", key="xgrammar_tokenizer_info_path", form="path"),
+        ParameterFact("recv_poll_period_ms", form="int", in_template=False),
+        ParameterFact("enable_trt_overlap", key="enable_trt_overlap", form="bool", confidence="C"),
+    ),
+)
+
+BLS = ModelFacts(
+    inputs=(
+        TensorFact("text_input", "TYPE_STRING", (1,)),
+        TensorFact("decoder_text_input", "TYPE_STRING", (1,), optional=True),
+        TensorFact("image_input", "TYPE_FP16", (-1, 3, -1, -1), optional=True),
+        TensorFact("image_bytes_input", "TYPE_UINT8", (-1, -1, -1, -1), optional=True),
+        TensorFact("image_url_input", "TYPE_STRING", (1,), optional=True),
+        TensorFact("video_bytes_input", "TYPE_UINT8", (-1, -1, -1, -1), optional=True),
+        TensorFact("max_tokens", "TYPE_INT32", (1,)),
+        TensorFact("bad_words", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("stop_words", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("exclude_input_in_output", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("end_id", "TYPE_INT32", (1,), optional=True),
+        TensorFact("pad_id", "TYPE_INT32", (1,), optional=True),
+        TensorFact("top_k", "TYPE_INT32", (1,), optional=True),
+        TensorFact("top_p", "TYPE_FP32", (1,), optional=True),
+        TensorFact("temperature", "TYPE_FP32", (1,), optional=True),
+        TensorFact("length_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("repetition_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("min_tokens", "TYPE_INT32", (1,), optional=True),
+        TensorFact("presence_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("frequency_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("seed", "TYPE_UINT64", (1,), optional=True),
+        TensorFact("return_log_probs", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_context_logits", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_generation_logits", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("num_return_sequences", "TYPE_INT32", (1,), optional=True, scalar=True),
+        TensorFact("beam_width", "TYPE_INT32", (1,), optional=True),
+        TensorFact("stream", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("prompt_embedding_table", "${prompt_embedding_table_data_type}", (-1, -1), optional=True),
+        TensorFact("prompt_vocab_size", "TYPE_INT32", (1,), optional=True),
+        TensorFact("prompt_table_extra_id", "TYPE_UINT64", (1,), optional=True),
+        TensorFact("embedding_bias_words", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("embedding_bias_weights", "TYPE_FP32", (-1,), optional=True),
+        TensorFact("num_draft_tokens", "TYPE_INT32", (1,), optional=True),
+        TensorFact("use_draft_logits", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("lora_task_id", "TYPE_UINT64", (1,), optional=True, scalar=True),
+        TensorFact("lora_weights", "TYPE_FP16", (-1, -1), optional=True, ragged=True),
+        TensorFact("lora_config", "TYPE_INT32", (-1, 3), optional=True, ragged=True),
+        TensorFact("return_perf_metrics", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("guided_decoding_guide_type", "TYPE_STRING", (1,), optional=True),
+        TensorFact("guided_decoding_guide", "TYPE_STRING", (1,), optional=True),
+        TensorFact("return_num_input_tokens", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_num_output_tokens", "TYPE_BOOL", (1,), optional=True),
+    ),
+    outputs=(
+        TensorFact("text_output", "TYPE_STRING", (-1,)),
+        TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
+        TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
+        TensorFact("context_logits", "${logits_datatype}", (-1, -1)),
+        TensorFact("generation_logits", "${logits_datatype}", (-1, -1, -1)),
+        TensorFact("batch_index", "TYPE_INT32", (1,)),
+        TensorFact("sequence_index", "TYPE_INT32", (1,)),
+        TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (1,)),
+        TensorFact("kv_cache_reused_blocks", "TYPE_INT32", (1,)),
+        TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (1,)),
+        TensorFact("arrival_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("first_scheduled_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("first_token_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("last_token_time_ns", "TYPE_INT64", (1,)),
+        TensorFact("acceptance_rate", "TYPE_FP32", (1,)),
+        TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (1,)),
+        TensorFact("total_draft_tokens", "TYPE_INT32", (1,)),
+        TensorFact("num_input_tokens", "TYPE_INT32", (1,)),
+        TensorFact("num_output_tokens", "TYPE_INT32", (1,)),
+    ),
+    parameters=(
+        ParameterFact("accumulate_tokens", key="accumulate_tokens", form="bool"),
+        ParameterFact("tensorrt_llm_model_name", key="tensorrt_llm_model_name"),
+        ParameterFact("tensorrt_llm_draft_model_name", key="tensorrt_llm_draft_model_name"),
+        ParameterFact("multimodal_encoders_name", key="multimodal_encoders_name"),
+        ParameterFact("target_model_config_api_url", form="url", in_template=False, confidence="C"),
+        ParameterFact("draft_model_config_api_url", form="url", in_template=False, confidence="C"),
+    ),
+)
+
+LLMAPI = ModelFacts(
+    inputs=(
+        TensorFact("text_input", "TYPE_STRING", (-1,)),
+        TensorFact("streaming", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("sampling_param_best_of", "TYPE_INT32", (1,), optional=True),
+        TensorFact("sampling_param_temperature", "TYPE_FP32", (1,), optional=True),
+        TensorFact("sampling_param_top_k", "TYPE_INT32", (1,), optional=True),
+        TensorFact("sampling_param_top_p", "TYPE_FP32", (1,), optional=True),
+        TensorFact("sampling_param_frequency_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("sampling_param_presence_penalty", "TYPE_FP32", (1,), optional=True),
+        TensorFact("sampling_param_max_tokens", "TYPE_INT32", (1,), optional=True),
+        TensorFact("sampling_param_stop", "TYPE_STRING", (-1,), optional=True),
+        TensorFact("sampling_param_seed", "TYPE_UINT64", (1,), optional=True),
+        TensorFact("sampling_param_exclude_input_from_output", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("sampling_param_return_perf_metrics", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_finish_reason", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_stop_reason", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_cumulative_logprob", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("stop", "TYPE_BOOL", (1,), optional=True),
+    ),
+    outputs=(
+        TensorFact("text_output", "TYPE_STRING", (-1,)),
+        TensorFact("finish_reason", "TYPE_STRING", (-1,)),
+        TensorFact("stop_reason", "TYPE_STRING", (-1,)),
+        TensorFact("cumulative_logprob", "TYPE_FP32", (-1,)),
+        TensorFact("kv_cache_reused_block", "TYPE_INT32", (-1,), confidence="C"),
+        TensorFact("kv_cache_missed_block", "TYPE_INT32", (-1,), confidence="C"),
+        TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (-1,), confidence="C"),
+        TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (-1,), confidence="C"),
+        TensorFact("kv_cache_hit_rate", "TYPE_FP32", (-1,), confidence="C"),
+        TensorFact("arrival_time_ns", "TYPE_INT64", (-1,), confidence="C"),
+        TensorFact("first_scheduled_time_ns", "TYPE_INT64", (-1,), confidence="C"),
+        TensorFact("first_token_time_ns", "TYPE_INT64", (-1,), confidence="C"),
+        TensorFact("last_token_time_ns", "TYPE_INT64", (-1,), confidence="C"),
+        TensorFact("acceptance_rate", "TYPE_FP32", (-1,), confidence="C"),
+        TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (-1,), confidence="C"),
+        TensorFact("total_draft_tokens", "TYPE_INT32", (-1,), confidence="C"),
+    ),
+    parameters=(ParameterFact("gpu_device_ids", form="list", in_template=False),),
+)

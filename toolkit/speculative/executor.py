@@ -1,0 +1,376 @@
+"""One model as an engine that is called with whole sequences: in-flight batching over slots that remember what they hold.
+
+What TensorRT-LLM's executor is to its Triton backend, for a `StepEngine`. A call brings the tokens of a sequence and how many
+more it wants. One that brings draft tokens, too, ends once they are checked, with a token more than were kept. A slot that was
+left by an earlier call still holds that call's sequence, so the next round of the same request is computed from where it
+differs: one or two tokens, however long it is.
+
+Greedy calls take the most likely token. Others race with noise keyed by (seed, position), so draft and target that are called
+with the same seed are coupled, and a seeded text is the same whatever the drafts were. A call that brings the draft's logits is
+judged by speculative sampling instead. Penalties count the whole sequence, the prompt included, as TensorRT-LLM's do.
+
+Threads as in `decode`: submit and cancel from anywhere, steps by one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from toolkit.errors import RequestError
+from toolkit.interfaces import Sampling, StepEngine
+from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
+from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host
+
+__all__ = ["Call", "Executor", "Output"]
+
+IDLE_S = 0.1  # how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+STEADY = 2  # tokens that a sequence may be ahead of its slot and still take part in a batch; more are fed in chunks before
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """ids: the sequence so far. draft_logits [len(drafts), vocab]: speculative sampling against them; None: equality."""
+
+    call_id: str
+    ids: tuple[int, ...]
+    max_tokens: int
+    drafts: tuple[int, ...] = ()
+    draft_logits: Floats | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    end_ids: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0  # end tokens are not chosen before
+    log_probs: bool = False
+    logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to a call. The last one has finish_reason: stop | length | cancelled | error.
+
+    log_probs: one per token under the model's own logits; logits: their rows [vocab]; each where it was asked for.
+    """
+
+    call_id: str
+    ids: tuple[int, ...]
+    finish_reason: str | None = None
+    error: str | None = None
+    log_probs: tuple[float, ...] = ()
+    logits: tuple[Floats, ...] = ()
+    reused_tokens: int = 0  # of the sequence, found in a slot
+    computed_tokens: int = 0  # of the sequence, fed before the first output token
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+
+
+OnOutput = Callable[[Output], None]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """held: the tokens in the engine's cache. A free slot keeps them for whoever comes with the same beginning."""
+
+    number: int
+    held: list[int] = field(default_factory=list)
+    used: int = 0  # a clock of admissions: the smallest was left alone longest
+    free: bool = True
+
+
+@dataclass(slots=True)
+class _Row:
+    """A call that has a slot."""
+
+    call: Call
+    on_output: OnOutput
+    rule: Rule
+    arrival_ns: int
+    ids: list[int]
+    drafts: list[int]
+    slot: _Slot | None = None
+    reused: int = 0
+    scheduled_ns: int = 0
+
+    def behind(self) -> int:
+        assert self.slot is not None
+        return len(self.ids) - len(self.slot.held)
+
+
+class Executor:
+    """Owns every slot of the engine."""
+
+    def __init__(self, engine: StepEngine, *, max_queue_size: int = 256, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._engine = engine
+        self._max_queue_size = max_queue_size
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the three below
+        self._waiting: deque[_Row] = deque()
+        self._open: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._wake = threading.Event()
+        self._slots = [_Slot(number) for number in range(engine.max_batch_size)]
+        self._active: list[_Row] = []
+        self._admissions = 0
+
+    # From any thread.
+
+    def submit(self, call: Call, on_output: OnOutput) -> None:
+        """Queue a call. Raises RequestError for what can never be served, or at overload."""
+        self._check(call)
+        row = _Row(call, on_output, self._rule(call), self._clock(), list(call.ids), list(call.drafts))
+        with self._lock:
+            if call.call_id in self._open:
+                raise RequestError(f"call id {call.call_id!r} is already being served", mend="Send another id.")
+            most = self._engine.max_batch_size + self._max_queue_size
+            if len(self._open) >= most:
+                raise RequestError(f"{most} calls are being served or waiting", mend="Send it again later.")
+            self._open.add(call.call_id)
+            self._waiting.append(row)
+        self._wake.set()
+
+    def cancel(self, call_id: str) -> None:
+        """End a call before the next step; no effect on one that is unknown or has ended."""
+        with self._lock:
+            if call_id in self._open:
+                self._cancelled.add(call_id)
+        self._wake.set()
+
+    def _check(self, call: Call) -> None:
+        length, engine = len(call.ids), self._engine
+        if length == 0:
+            raise RequestError("the sequence is empty", mend="Send at least one token.")
+        if call.max_tokens < 1:
+            raise RequestError(f"{call.max_tokens} tokens are asked for; it has to be at least 1")
+        if not all(0 <= token < engine.vocab_size for token in (*call.ids, *call.drafts)):
+            raise RequestError(f"the sequence holds token ids outside the vocabulary of {engine.vocab_size}")
+        if length + call.max_tokens > engine.max_seq_len:
+            raise RequestError(
+                f"{length} tokens and {call.max_tokens} more exceed max_seq_len {engine.max_seq_len} together",
+                mend=f"Ask for at most {engine.max_seq_len - length} tokens.",
+            )
+        if len(call.drafts) + STEADY > engine.max_step_tokens:
+            raise RequestError(
+                f"{len(call.drafts)} draft tokens were sent, and this engine checks at most {engine.max_step_tokens - STEADY}"
+            )
+        if call.draft_logits is not None and call.draft_logits.shape != (len(call.drafts), engine.vocab_size):
+            shape = (len(call.drafts), engine.vocab_size)
+            raise RequestError(f"draft_logits has the shape {call.draft_logits.shape}; for these draft tokens it is {shape}")
+
+    def _rule(self, call: Call) -> Rule:
+        vocab = self._engine.vocab_size
+        if call.sampling.temperature == 0.0:
+            rule: Rule = Greedy(call.sampling, vocab)
+        elif call.draft_logits is not None:
+            rule = _Judged(call.sampling, vocab, call.draft_logits)
+        else:
+            rule = Coupled(call.sampling, vocab)
+        rule.note(call.ids)
+        return rule
+
+    # The stepping thread.
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop` is set; what is open then is ended as cancelled."""
+        while not stop.is_set():
+            self._wake.clear()
+            if not self.step():
+                self._wake.wait(IDLE_S)
+        with self._lock:
+            self._cancelled.update(self._open)
+        self._end_cancelled()
+
+    def step(self) -> bool:
+        """One iteration: at most a chunk of prefill per call that waits for one, then a batch. False: nothing to do."""
+        if self._cancelled:
+            self._end_cancelled()
+        self._admit()
+        if not self._active:
+            return False
+        feeding = [row for row in self._active if row.behind() > STEADY]
+        allowance = max(1, 2 * len(feeding) - len(self._active))  # as in decode: a long prompt must not stall those that run
+        for row in feeding[:allowance]:
+            self._guarded([row], self._feed)
+        ready = [row for row in self._active if row.behind() <= STEADY]
+        if ready:
+            self._guarded(ready, self._advance)
+        return True
+
+    def _end_cancelled(self) -> None:
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            waiting = [row for row in self._waiting if row.call.call_id in cancelled]
+            for row in waiting:
+                self._waiting.remove(row)
+        for row in [*waiting, *(row for row in self._active if row.call.call_id in cancelled)]:
+            self._finish(row, Output(row.call.call_id, (), "cancelled"))
+
+    def _admit(self) -> None:
+        with self._lock:
+            while self._waiting and any(slot.free for slot in self._slots):
+                row = self._waiting.popleft()
+                slot, row.reused = self._choose(row.ids)
+                self._admissions += 1
+                slot.free, slot.used = False, self._admissions
+                row.slot, row.scheduled_ns = slot, self._clock()
+                self._cut(slot, row.reused)
+                self._active.append(row)
+
+    def _choose(self, ids: list[int]) -> tuple[_Slot, int]:
+        """The slot whose sequence this one continues, else the one left alone longest; and how much of it can be used.
+
+        A sequence continues another if most of that one is its beginning: a shared system prompt alone is no reason to throw
+        away what another request will ask for in its next round.
+        """
+        free = sorted((slot for slot in self._slots if slot.free), key=lambda slot: slot.used)
+        common = [_common(slot.held, ids) for slot in free]
+        best = max(range(len(free)), key=lambda index: common[index])
+        if 2 * common[best] <= len(free[best].held):
+            best = 0
+        return free[best], min(common[best], len(ids) - 1)  # the last token is fed in any case: its logits are wanted
+
+    def _cut(self, slot: _Slot, length: int) -> None:
+        del slot.held[length:]
+        if self._engine.length(slot.number) != length:
+            self._engine.rewind([slot.number], [length])
+
+    def _feed(self, rows: list[_Row]) -> None:
+        (row,) = rows
+        assert row.slot is not None
+        start = len(row.slot.held)
+        chunk = row.ids[start : min(start + self._engine.max_step_tokens, len(row.ids) - 1)]
+        self._engine.forward([row.slot.number], torch.tensor([chunk]), last_only=True)
+        row.slot.held += chunk
+
+    def _advance(self, rows: list[_Row]) -> None:
+        """One forward for all: what each is behind, its drafts, and padding that is forgotten again."""
+        fed = [row.ids[-row.behind() :] + row.drafts for row in rows]
+        width = max(map(len, fed))
+        numbers = [row.slot.number for row in rows if row.slot is not None]
+        tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in fed])
+        host = to_host(self._engine.forward(numbers, tokens))  # [rows, width, vocab]
+        for index, row in enumerate(rows):
+            count = len(row.drafts)
+            own = host[index, len(fed[index]) - 1 - count : len(fed[index])]  # [count + 1, vocab]
+            self._decide(row, own, width)
+
+    def _decide(self, row: _Row, logits: Floats, width: int) -> None:
+        call, before, drafts = row.call, len(row.ids), row.drafts
+        made = before - len(call.ids)
+        shown = self._without_ends(logits, call, made) if made < call.min_tokens else logits
+        kept, token = row.rule.decide(shown, before, drafts)
+        new, reason = self._until_the_end(row, [*drafts[:kept], token])
+        if drafts and reason is None:
+            reason = "length"  # a call with drafts is one verification
+        row.rule.note(new)
+        row.ids += new
+        output = Output(
+            call.call_id,
+            tuple(new),
+            reason,
+            log_probs=tuple(log_probability(logits[i], each) for i, each in enumerate(new)) if call.log_probs else (),
+            logits=tuple(logits[i].copy() for i in range(len(new))) if call.logits else (),
+        )
+        assert row.slot is not None
+        row.slot.held = row.ids[: before + min(kept, len(new))]
+        self._engine.rewind([row.slot.number], [len(row.slot.held)])
+        row.drafts = []
+        if reason is None:
+            self._tell(row, output)
+        else:
+            self._finish(row, output)
+
+    def _until_the_end(self, row: _Row, new: list[int]) -> tuple[list[int], str | None]:
+        """The tokens up to the first that ends the call, and why it ends there."""
+        call, made = row.call, len(row.ids) - len(row.call.ids)
+        tail = list(row.ids)
+        for index, token in enumerate(new):
+            tail.append(token)
+            stopped = any(
+                len(word) <= made + index + 1 and tuple(tail[-len(word) :]) == word for word in call.stop_sequences if word
+            )
+            if token in call.end_ids or stopped:
+                return new[: index + 1], "stop"
+            if made + index + 1 >= call.max_tokens:
+                return new[: index + 1], "length"
+        return new, None
+
+    @staticmethod
+    def _without_ends(logits: Floats, call: Call, made: int) -> Floats:
+        rows = logits.copy()
+        rows[: call.min_tokens - made, sorted(call.end_ids)] = -1e30  # finite: a probability of 0 without a warning
+        return rows
+
+    def _guarded(self, rows: list[_Row], work: Callable[[list[_Row]], None]) -> None:
+        """A forward or decision that fails ends the calls that took part, and the executor goes on."""
+        try:
+            work(rows)
+        except Exception as error:
+            for row in rows:
+                if row in self._active:
+                    assert row.slot is not None
+                    self._cut(row.slot, 0)
+                    self._finish(row, Output(row.call.call_id, (), "error", f"{type(error).__name__}: {error}"))
+
+    def _finish(self, row: _Row, output: Output) -> None:
+        with self._lock:
+            self._open.discard(row.call.call_id)
+            self._cancelled.discard(row.call.call_id)
+        if row in self._active:
+            self._active.remove(row)
+        if row.slot is not None:
+            row.slot.free = True
+            self._cut(row.slot, min(len(row.slot.held), self._engine.length(row.slot.number)))
+        self._tell(row, output)
+
+    def _tell(self, row: _Row, output: Output) -> None:
+        output = dataclasses.replace(
+            output,
+            reused_tokens=row.reused,
+            computed_tokens=len(row.call.ids) - row.reused,
+            arrival_ns=row.arrival_ns,
+            first_scheduled_ns=row.scheduled_ns,
+        )
+        try:
+            row.on_output(output)
+        except Exception:  # a receiver that fails has nobody left to be told
+            self.cancel(row.call.call_id)
+
+
+class _Judged(Coupled):
+    """Speculative sampling of drafts that came with their logits; without drafts, the race.
+
+    The draws are keyed by seed and position, and independent of the noise that draft and target race with.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int, draft_logits: Floats) -> None:
+        seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        super().__init__(dataclasses.replace(sampling, seed=seed), vocab_size)
+        self._seed = seed
+        self._draft_logits: Floats | None = draft_logits
+
+    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
+        given, self._draft_logits = self._draft_logits, None
+        if given is None or not drafts:
+            return super().decide(logits, position, drafts)
+        draft_probs = [
+            normalised(self._weights(given[None, index].astype(logits.dtype), drafts[:index], index))[0]
+            for index in range(len(drafts))
+        ]
+        target_probs = normalised(self._weights(logits, drafts, 0))
+        draws = random.Random(f"{self._seed} {position}")
+        return reject(drafts, draft_probs, target_probs, [draws.random() for _ in range(len(drafts) + 1)])
+
+
+def _common(held: Sequence[int], ids: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (one, other) in enumerate(zip(held, ids, strict=False)):
+        if one != other:
+            return index
+    return min(len(held), len(ids))

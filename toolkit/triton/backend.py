@@ -1,0 +1,94 @@
+"""What the models that we ship have in common inside Triton's Python backend: metrics, error codes, shapes of requests.
+
+Triton's own module exists only in the process that serves a model, so it comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.triton.contract import METRICS
+
+__all__ = ["CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
+
+# Of our outcomes in pb_utils.TritonError, which Triton fills after a model has been imported.
+CODES = {
+    "refused": "INVALID_ARG",
+    "overloaded": "UNAVAILABLE",
+    "deadline": "UNAVAILABLE",
+    "cancelled": "CANCELLED",
+    "error": "INTERNAL",
+}
+
+
+def folder_of(arguments: Mapping[str, str]) -> Path:
+    """The version folder of a model, from what `initialize` is given."""
+    return Path(arguments["model_repository"]) / arguments["model_version"]
+
+
+def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a model's config.pbtxt. A template's placeholder counts as unset, as in TensorRT-LLM's backend."""
+    stated = json.loads(arguments["model_config"]).get("parameters", {})
+    values = {name: str(value["string_value"]) for name, value in stated.items()}
+    return {name: value for name, value in values.items() if value and not value.startswith("${")}
+
+
+class Metrics:
+    """Triton's custom metrics. Each change is a message to the server process, so they are collected and sent in one place."""
+
+    def __init__(self, pb_utils: Any, model: str) -> None:
+        kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
+        self._model = model
+        self._families = {
+            spec.name: pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kinds[spec.kind])
+            for spec in METRICS
+        }
+        self._metrics: dict[tuple[str, str | None], Any] = {}
+        self._gauges: dict[str, int] = {}
+        self._notes: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        for spec in METRICS:
+            if spec.name != "toolkit_requests":
+                self._metric(spec.name)
+
+    def note(self, outcome: str, stats: Any = None) -> None:
+        """Remember a finished request; from any thread."""
+        self._notes.put((outcome, stats))
+
+    def publish(self, active: int, queued: int) -> None:
+        """Bring Triton's values up to date; from one thread only."""
+        while not self._notes.empty():
+            self.finished(*self._notes.get())
+        for name, value in (("toolkit_active_requests", active), ("toolkit_queued_requests", queued)):
+            if self._gauges.get(name) != value:
+                self._gauges[name] = value
+                self._metric(name).set(value)
+
+    def finished(self, outcome: str, stats: Any = None) -> None:
+        """Count a finished request at once; from one thread only."""
+        self._metric("toolkit_requests", outcome).increment(1)
+        if stats is not None:
+            self.add("toolkit_draft_tokens", stats.drafted)
+            self.add("toolkit_accepted_draft_tokens", stats.accepted)
+            self.add("toolkit_verify_steps", stats.verify_steps)
+            self.add("toolkit_output_tokens", stats.output_tokens)
+
+    def add(self, name: str, value: int) -> None:
+        """Add to a counter, or to a gauge that several instances share."""
+        if value:
+            self._metric(name).increment(value)
+
+    def _metric(self, name: str, outcome: str | None = None) -> Any:
+        if (name, outcome) not in self._metrics:
+            labels = {"model": self._model} if outcome is None else {"model": self._model, "outcome": outcome}
+            self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
+        return self._metrics[name, outcome]
+
+
+def traceback_of(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,243 @@
+"""The `bls` layout: preprocessing, two engine models, postprocessing, and the BLS model that clients call.
+
+Tensors and parameters are those of TensorRT-LLM's `inflight_batcher_llm` templates (`toolkit.facts.triton_tensors`), so its
+clients work; the three models around the engines are ours. Which backend serves the engines is an argument. Every model's
+version folder carries the few modules of the toolkit that it needs: the container that serves it has none of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import TritonConfig
+from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
+from toolkit.triton import contract
+
+__all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_models"]
+
+MODELS = Path(__file__).parent / "models"
+PACKAGE = Path(__file__).parents[1]
+# What our models import of the toolkit beside the embedded engine, which needs all of it.
+SHIPPED = (
+    "__init__.py",
+    "errors.py",
+    "interfaces.py",
+    "speculative/__init__.py",
+    "speculative/rounds.py",
+    "speculative/stats.py",
+    "speculative/text.py",
+    "triton/__init__.py",
+    "triton/backend.py",
+    "triton/bls.py",
+    "triton/contract.py",
+    "triton/preprocessing.py",
+    "triton/requests.py",
+    "triton/words.py",
+)
+MOST_INSTANCES = 32  # each is a small process
+TOKENIZER = "tokenizer"  # folder beside the model.py of preprocessing and postprocessing
+TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """One of the two engine models. parameters: what is set of the template's, by name; own: parameters beside them."""
+
+    backend: str  # tensorrtllm | python
+    parameters: Mapping[str, str]
+    own: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bls:
+    """What the layout is filled with. draft None: nothing is speculated. settings: our parameters of the BLS model."""
+
+    target: EngineModel
+    draft: EngineModel | None
+    max_batch_size: int
+    decoupled: bool
+    end_ids: Sequence[int]
+    settings: Mapping[str, str]
+    accumulate_tokens: bool = False
+    # A request takes an instance of BLS while it runs, and well under a millisecond of the other two.
+    preprocessing_instances: int = 1
+    postprocessing_instances: int = 1
+    bls_instances: int | None = None  # None: as many as the target has room for, MOST_INSTANCES at most
+    request_timeout_s: float = 120.0  # in BLS's queue
+    bls_queue_size: int = 256
+    max_queue_delay_microseconds: int = 0
+    max_queue_size: int = 0
+    prompt_embedding_table_data_type: str = "TYPE_FP16"
+
+
+def settings_of(
+    triton: TritonConfig,
+    *,
+    max_input_len: int,
+    max_seq_len: int,
+    max_draft_len: int,
+    acceptance: str,
+    seeds: str,
+) -> dict[str, str]:
+    """Our parameters of the BLS model. seeds: what an engine does with one, see `toolkit.triton.bls`."""
+    return {
+        "max_input_len": str(max_input_len),
+        "max_seq_len": str(max_seq_len),
+        "max_draft_len": str(max_draft_len),
+        "acceptance": acceptance,
+        "seeds": seeds,
+        "on_draft_failure": triton.on_draft_failure,
+        "default_max_tokens": str(triton.default_max_tokens),
+        "request_timeout_s": str(triton.request_timeout_s),
+        "stream_interval_ms": str(triton.stream_interval_ms),
+    }
+
+
+def model_configs(bls: Bls) -> dict[str, Any]:
+    """Model -> its ModelConfig message.
+
+    The engines answer once and are not decoupled, as TensorRT-LLM has it for draft-target; the BLS model streams.
+    """
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    types = {**TYPES, "prompt_embedding_table_data_type": bls.prompt_embedding_table_data_type}
+    draft_name = {} if bls.draft is None else {"tensorrt_llm_draft_model_name": contract.DRAFT_MODEL}
+    configs = {
+        contract.PREPROCESSING: _config(
+            contract.PREPROCESSING,
+            PREPROCESSING,
+            {"tokenizer_dir": TOKENIZER, "add_special_tokens": "true"},
+            {"end_ids": ",".join(map(str, bls.end_ids))},
+            types=types,
+        ),
+        contract.POSTPROCESSING: _config(
+            contract.POSTPROCESSING,
+            POSTPROCESSING,
+            {"tokenizer_dir": TOKENIZER, "skip_special_tokens": "true"},
+            {},
+            types=types,
+        ),
+        contract.BLS_MODEL: _config(
+            contract.BLS_MODEL,
+            BLS,
+            {
+                "accumulate_tokens": str(bls.accumulate_tokens).lower(),
+                "tensorrt_llm_model_name": contract.MODEL,
+                **draft_name,
+            },
+            {
+                "package_version": str(contract.PACKAGE_VERSION),
+                contract.STREAM_TEXT_PARAMETER: "cumulative" if bls.accumulate_tokens else contract.STREAM_TEXT,
+                "end_ids": ",".join(map(str, bls.end_ids)),
+                **bls.settings,
+            },
+            types=types,
+        ),
+        contract.MODEL: _config(
+            contract.MODEL, ENGINE, bls.target.parameters, bls.target.own, types=types, backend=bls.target.backend
+        ),
+    }
+    if bls.draft is not None:
+        configs[contract.DRAFT_MODEL] = _config(
+            contract.DRAFT_MODEL, ENGINE, bls.draft.parameters, bls.draft.own, types=types, backend=bls.draft.backend
+        )
+    instances = {
+        contract.PREPROCESSING: bls.preprocessing_instances,
+        contract.POSTPROCESSING: bls.postprocessing_instances,
+        contract.BLS_MODEL: bls.bls_instances or min(bls.max_batch_size, MOST_INSTANCES),
+    }
+    for name, config in configs.items():
+        config.max_batch_size = bls.max_batch_size
+        config.instance_group.add(count=instances.get(name, 1), kind=pb.ModelInstanceGroup.KIND_CPU)
+        if name in (contract.PREPROCESSING, contract.MODEL, contract.DRAFT_MODEL):
+            config.dynamic_batching.preferred_batch_size.append(bls.max_batch_size)
+            config.dynamic_batching.max_queue_delay_microseconds = bls.max_queue_delay_microseconds
+            config.dynamic_batching.default_queue_policy.max_queue_size = bls.max_queue_size
+    for name in {contract.MODEL, contract.DRAFT_MODEL} & set(configs):
+        configs[name].model_transaction_policy.decoupled = False
+    front = configs[contract.BLS_MODEL]
+    front.model_transaction_policy.decoupled = bls.decoupled
+    front.max_batch_size = 1  # so that Triton's queue, which refuses what is too much, never puts two requests together
+    front.dynamic_batching.default_queue_policy.max_queue_size = bls.bls_queue_size
+    front.dynamic_batching.default_queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)
+    _add_ours(configs[contract.BLS_MODEL])
+    return configs
+
+
+def _config(
+    name: str,
+    facts: ModelFacts,
+    parameters: Mapping[str, str],
+    own: Mapping[str, str],
+    *,
+    types: Mapping[str, str],
+    backend: str = "python",
+) -> Any:
+    """A template, filled. A parameter of it that is not given stays a placeholder, which the backend reads as unset."""
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    def dtype(text: str) -> int:
+        return int(pb.DataType.Value(types[text[2:-1]] if text.startswith("${") else text))
+
+    config = pb.ModelConfig(name=name, backend=backend)
+    for tensor in facts.inputs:
+        spec = config.input.add(
+            name=tensor.name,
+            data_type=dtype(tensor.dtype),
+            dims=tensor.dims,
+            optional=tensor.optional,
+            allow_ragged_batch=tensor.ragged,
+        )
+        if tensor.scalar:
+            spec.reshape.SetInParent()
+    for tensor in facts.outputs:
+        config.output.add(name=tensor.name, data_type=dtype(tensor.dtype), dims=tensor.dims)
+    known = {fact.name for fact in facts.parameters}
+    if foreign := sorted(set(parameters) - known):
+        raise ValueError(f"the template of {name} has no parameters {foreign}")
+    for fact in facts.parameters:
+        if fact.fixed is not None:
+            config.parameters[fact.name].string_value = fact.fixed
+        elif fact.name in parameters:
+            config.parameters[fact.name].string_value = parameters[fact.name]
+        elif fact.in_template and fact.key is not None:
+            config.parameters[fact.name].string_value = f"${{{fact.key}}}"
+    for key, value in own.items():
+        config.parameters[key].string_value = value
+    return config
+
+
+def _add_ours(config: Any) -> None:
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    for spec in contract.BLS_INPUTS:
+        config.input.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True)
+    for spec in contract.BLS_OUTPUTS:
+        config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
+
+
+def write_models(folder: Path, tokenizer_dir: Path) -> None:
+    """The three models that are ours, with what they need: code, modules, tokenizer."""
+    sources = {contract.PREPROCESSING: "preprocessing", contract.POSTPROCESSING: "postprocessing", contract.BLS_MODEL: "bls"}
+    for model, source in sources.items():
+        version = folder / model / "1"
+        version.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(MODELS / source / "model.py", version / "model.py")
+        for relative in SHIPPED:
+            destination = version / "toolkit" / relative
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(PACKAGE / relative, destination)
+        if model != contract.BLS_MODEL:
+            (version / TOKENIZER).mkdir(exist_ok=True)
+            for file in _tokenizer_files(tokenizer_dir):
+                shutil.copyfile(file, version / TOKENIZER / file.name)
+
+
+def _tokenizer_files(folder: Path) -> Iterator[Path]:
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            yield folder / name

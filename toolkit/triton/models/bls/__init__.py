@@ -1,0 +1,1 @@
+"""The Python model of `bls`, as it is copied into a repository."""

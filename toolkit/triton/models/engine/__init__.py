@@ -1,0 +1,1 @@
+"""The Python model of `engine`, as it is copied into a repository."""

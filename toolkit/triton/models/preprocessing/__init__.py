@@ -1,0 +1,1 @@
+"""The Python model of `preprocessing`, as it is copied into a repository."""

@@ -1,0 +1,33 @@
+"""Lists of words as TensorRT-LLM's tensors carry them, and back.
+
+A list is [2, n] int32: the ids of all words, one behind the other, and the end of each word in them, padded with -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(words: Sequence[Sequence[int]]) -> list[list[int]]:
+    ids = [token for word in words for token in word]
+    ends, end = [], 0
+    for word in words:
+        end += len(word)
+        ends.append(end)
+    return [ids, ends + [-1] * (len(ids) - len(ends))]
+
+
+def unpack(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Raises ValueError for ends that do not rise, or point beyond the ids."""
+    ids, ends = rows
+    words, start = [], 0
+    for end in ends:
+        if end == -1:
+            continue
+        if not start < end <= len(ids):
+            raise ValueError(f"a word that ends at {end}, after one that ends at {start}, of {len(ids)} ids")
+        words.append(tuple(ids[start:end]))
+        start = end
+    return tuple(words)
