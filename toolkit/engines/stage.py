@@ -10,7 +10,7 @@ from toolkit.records import CompiledEngine, QuantizedCheckpoint
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 
-VERSION = 1
+VERSION = 3
 
 
 def compile_engine(

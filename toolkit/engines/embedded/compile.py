@@ -1,8 +1,7 @@
 """torch.export and AOTInductor: the decoder as one package that serves every step, from a draft token to a chunk of a prompt.
 
-Batch and tokens are dynamic. The package holds code alone: weights, tables and KV caches are buffers that the loader binds to
+Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone: weights, tables and KV caches are buffers that the loader binds to
 memory of ours (`package.py`): nothing is copied or passed per call, and compile time does not depend on the weights' size.
-The LM head stays outside, because a step wants it for all columns or for the last one only.
 """
 
 from __future__ import annotations
@@ -55,11 +54,12 @@ def compile_package(
     module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
     tokens = torch.export.Dim("tokens", min=1, max=max_step_tokens)
-    example = (torch.zeros((2, 3), dtype=torch.int64), torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    columns = torch.export.Dim("columns", min=1, max=max_step_tokens)
+    example = (torch.zeros((2, 3), dtype=torch.int64), torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.arange(2))
     try:
         with _quiet(), torch.no_grad():
             exported = torch.export.export(
-                module, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}), strict=False
+                module, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, {0: columns}), strict=False
             )
             torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=OPTIONS)
     except Exception as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
@@ -95,7 +95,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, weights: Weights, caches: list[tuple[Tensor, Tensor]], ops: KernelOps, dtype: torch.dtype) -> None:
         super().__init__()
         self._ops, self._dtype = ops, dtype
-        self._weights = replace(weights, lm_head=replace(weights.lm_head, weight=torch.empty(0)))
+        self._weights = weights
         self._tensors = dict(_tensors(self._weights, "w")) | {
             f"{part}_{i}": tensor
             for i, pair in enumerate(caches)
@@ -104,12 +104,12 @@ class Decoder(torch.nn.Module):
         for name, tensor in self._tensors.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, tokens: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
-        """tokens [batch, n], slots [batch], lengths [batch], int64 -> hidden [batch, n, hidden]."""
+    def forward(self, tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
+        """tokens [batch, n], slots [batch], lengths [batch], columns [c], int64 -> logits [batch, c, vocab]."""
         buffers = dict(self.named_buffers())
         weights: Weights = _rebuilt(self._weights, "w", buffers)
         caches = [(buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))]
-        return decode(weights, self._ops, tokens, slots, lengths, caches, self._dtype)
+        return decode(weights, self._ops, tokens, slots, lengths, columns, caches, self._dtype)
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:

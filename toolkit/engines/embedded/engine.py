@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["PREFILL_TOKENS", "EmbeddedEngine", "Runner", "allocate_caches", "eager_engine", "eager_runner", "open_checkpoint"]
 
 PREFILL_TOKENS = 64  # most tokens per sequence in one forward; a longer prompt comes in chunks
-Runner = Callable[["Tensor", "Tensor", "Tensor", bool], "Tensor"]
-"""(tokens [b, n], slots [b], lengths [b], last_only) -> logits [b, n or 1, vocab]"""
+INDICES = 256  # index tensors kept at most
+Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind those columns of the tokens."""
 
 
 class EmbeddedEngine:
@@ -46,6 +47,7 @@ class EmbeddedEngine:
         self._capacity = capacity
         self._device = device or torch.device("cpu")
         self._lengths = [0] * max_batch_size
+        self._indices: dict[tuple[int, ...], Tensor] = {}  # the few index tensors that every step needs again
         self.vocab_size = vocab_size
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
@@ -67,12 +69,20 @@ class EmbeddedEngine:
             raise ValueError(f"{n} tokens behind {max(lengths)} do not fit max_seq_len {self.max_seq_len}")
         device = self._device
         with torch.inference_mode():
-            logits = self._run(
-                tokens.to(device), torch.tensor(slots, device=device), torch.tensor(lengths, device=device), last_only
-            )
+            columns = self._index((n - 1,) if last_only else tuple(range(n)))
+            logits = self._run(tokens.to(device), self._index(tuple(slots)), torch.tensor(lengths, device=device), columns)
         for slot in slots:
             self._lengths[slot] += n
         return logits
+
+    def _index(self, values: tuple[int, ...]) -> Tensor:
+        """The values as a tensor; making one takes longer than looking it up."""
+        found = self._indices.get(values)
+        if found is None:
+            if len(self._indices) >= INDICES:
+                self._indices.clear()
+            found = self._indices[values] = torch.tensor(values, device=self._device)
+        return found
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, lengths, strict=True):
@@ -139,12 +149,10 @@ def eager_engine(
 
 
 def eager_runner(weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Runner:
-    """Run `decode` with these ops, then the LM head on all columns or the last one."""
+    """Run `decode` with these ops on these caches."""
 
-    def run(tokens: Tensor, slots: Tensor, lengths: Tensor, last_only: bool) -> Tensor:
-        hidden = decode(weights, ops, tokens, slots, lengths, caches, dtype)
-        logits = ops.linear(hidden[:, -1:] if last_only else hidden, weights.lm_head)
-        return logits if dtype == torch.float64 else logits.float()
+    def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
+        return decode(weights, ops, tokens, slots, lengths, columns, caches, dtype)
 
     return run
 

@@ -121,12 +121,14 @@ def decode(
     tokens: Tensor,
     slots: Tensor,
     lengths: Tensor,
+    columns: Tensor,
     caches: list[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
 ) -> Tensor:
     """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all int64.
 
-    Returns the final hidden states [batch, n, hidden], normed, ready for the LM head.
+    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a float64 engine: a prompt
+    wants those of its last token alone, and the LM head is a good part of a small model.
     """
     hidden = F.embedding(tokens, weights.embed).to(dtype)
     for layer, cache in zip(weights.layers, caches, strict=True):
@@ -135,7 +137,9 @@ def decode(
         hidden = hidden + ops.linear(mixed, layer.o)
         gate, up = ops.linear(rms_norm(hidden, layer.post_norm, weights.eps), layer.gate_up).chunk(2, dim=-1)
         hidden = hidden + ops.linear(F.silu(gate) * up, layer.down)
-    return rms_norm(hidden, weights.norm, weights.eps)
+    hidden = rms_norm(hidden.index_select(1, columns), weights.norm, weights.eps)
+    logits = ops.linear(hidden, weights.lm_head)
+    return logits.to(_wide(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Loading a compiled engine: the package's code on memory of ours.
 
 Weights are packed at load and bound to the package together with the KV caches (`load_constants`, user-managed), so there is
-one copy of everything, and a call passes three small tensors.
+one copy of everything, and a call passes four small tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import torch
 
 from toolkit.engines.embedded.compile import Decoder, capacity_of, prepare
 from toolkit.engines.embedded.directory import KERNELS, PACKAGE, WEIGHTS, EngineDirectory
-from toolkit.engines.embedded.engine import EmbeddedEngine
+from toolkit.engines.embedded.engine import EmbeddedEngine, Runner
 from toolkit.engines.embedded.kernels import load_library
 from toolkit.engines.embedded.weights import load_weights
 from toolkit.errors import StageError
@@ -41,15 +40,8 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
         fp8_kv=directory.kv_cache_quant_algo == "FP8",
     )
     decoder = Decoder(weights, caches, ops, getattr(torch, directory.dtype))
-    hidden = _bind(directory.path / PACKAGE, dict(decoder.named_buffers()))
-    head = weights.lm_head
-
-    def run(tokens: Tensor, slots: Tensor, lengths: Tensor, last_only: bool) -> Tensor:
-        states = hidden(tokens, slots, lengths)
-        return ops.linear(states[:, -1:] if last_only else states, head).float()
-
     return EmbeddedEngine(
-        run,
+        _bind(directory.path / PACKAGE, dict(decoder.named_buffers())),
         vocab_size=directory.shape.vocab_size,
         max_batch_size=directory.max_batch_size,
         max_seq_len=directory.max_seq_len,
@@ -58,8 +50,8 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
     )
 
 
-def _bind(package: Path, buffers: dict[str, Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """(tokens, slots, lengths) -> hidden, by the package on these buffers, which the closure keeps alive."""
+def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
+    """The package on these buffers, which the closure keeps alive."""
     loader = _unpacked(package)
     names = loader.get_constant_fqns()
     strange = sorted(set(names) - set(buffers))
@@ -67,12 +59,12 @@ def _bind(package: Path, buffers: dict[str, Tensor]) -> Callable[[Tensor, Tensor
         raise StageError("load", f"asks for tensors the weights do not have ({strange[0]})", where=package, mend="build again")
     loader.load_constants({name: buffers[name] for name in names}, False, True, True)
 
-    def hidden(tokens: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
-        result: Tensor = loader.boxed_run([tokens, slots, lengths])[0]
-        return result
+    def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
+        logits: Tensor = loader.boxed_run([tokens, slots, lengths, columns])[0]
+        return logits
 
-    hidden.buffers = buffers  # type: ignore[attr-defined]  # the package holds bare pointers into them
-    return hidden
+    run.buffers = buffers  # type: ignore[attr-defined]  # the package holds bare pointers into them
+    return run
 
 
 def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
