@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -31,7 +30,6 @@ using at::Tensor;
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Bytes = int8_t __attribute__((vector_size(16)));
-using Codes = uint8_t __attribute__((vector_size(16)));
 using Halves = uint16_t __attribute__((vector_size(32)));
 
 constexpr int64_t kLanes = 16;
@@ -65,11 +63,9 @@ struct Bf16 { uint16_t bits; };
 
 #ifdef __AVX512F__
 inline Ints signed_bytes(const void* w) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(w)); }
-inline Ints bytes(const void* w) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(w)); }
 inline Ints halves(const void* w) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(w)); }
 #else
 inline Ints signed_bytes(const void* w) { return __builtin_convertvector(load<Bytes>(w), Ints); }
-inline Ints bytes(const void* w) { return __builtin_convertvector(load<Codes>(w), Ints); }
 inline Ints halves(const void* w) { return __builtin_convertvector(load<Halves>(w), Ints); }
 #endif
 
@@ -77,14 +73,30 @@ inline Floats widen(const float* w) { return load<Floats>(w); }
 inline Floats widen(const int8_t* w) { return __builtin_convertvector(signed_bytes(w), Floats); }
 inline Floats widen(const Bf16* w) { return (Floats)(halves(w) << 16); }
 
-// E4M3 keeps a bias of 7 where float has 127: the bits moved into place, times 2^120. Subnormals come out right as well.
-inline Floats widen(const Fp8* w) {
-  Ints code = bytes(w);
-  return (Floats)(((code & 0x80) << 24) | ((code & 0x7f) << 20)) * 0x1p120f;
+// E4M3 keeps a bias of 7 where float has 127: sign and the seven bits moved into place, times 2^120. Subnormals come out right as well.
+inline Floats widen(const Fp8* w) { return (Floats)((signed_bytes(w) << 20) & int32_t(0x87f00000)) * 0x1p120f; }
+
+// The nearest number that E4M3 has, half to even and saturating, like torch's clamp and cast. From 2^-6 on a code keeps three bits behind
+// the leading one, and the twenty below them are rounded away. Smaller ones are multiples of 2^-9, which is what is left of an addition
+// to 1.5 * 2^14.
+inline Floats rounded_to_fp8(Floats x) {
+  x = x < splat(-kFp8Max) ? splat(-kFp8Max) : x;
+  x = x > splat(kFp8Max) ? splat(kFp8Max) : x;
+  Ints bits = (Ints)x;
+  Floats normal = (Floats)((bits + 0x7ffff + ((bits >> 20) & 1)) & ~0xfffff);
+  Floats small = (x + 0x1.8p14f) - 0x1.8p14f;
+  return (bits & 0x7fffffff) < 0x3c800000 ? small : normal;
 }
 
-// Nearest even, like torch's cast; saturating, like the clamp before it.
-inline uint8_t to_fp8(float x) { return c10::Float8_e4m3fn(std::clamp(x, -kFp8Max, kFp8Max)).x; }
+// Sixteen numbers into a cache: as they are, or as the codes of x / scale.
+inline void keep(float* to, Floats x, float) { store(to, x); }
+inline void keep(Fp8* to, Floats x, float scale) {
+  Floats value = rounded_to_fp8(x / scale);
+  Ints magnitude = (Ints)value & 0x7fffffff, sign = ((Ints)value >> 24) & 0x80;
+  Ints small = __builtin_convertvector((Floats)magnitude * 512.0f, Ints);
+  Ints code = sign | (magnitude < 0x3c800000 ? small : (magnitude >> 20) - (120 << 3));
+  for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint8_t>(code[i]);
+}
 
 template <typename F>
 void parallel(int64_t tasks, int64_t work_per_task, const F& f) {
@@ -183,7 +195,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   if (input_scale.has_value()) {
     factor = *input_scale->const_data_ptr<float>();
     rounded.resize(m * k);
-    for (int64_t i = 0; i < m * k; ++i) rounded[i] = static_cast<float>(c10::Float8_e4m3fn(to_fp8(in[i] / factor), c10::Float8_e4m3fn::from_bits()));
+    int64_t i = 0;
+    for (; i + kLanes <= m * k; i += kLanes) store(rounded.data() + i, rounded_to_fp8(load<Floats>(in + i) / factor));
+    if (i < m * k) {
+      Floats last = {};
+      std::memcpy(&last, in + i, (m * k - i) * sizeof(float));
+      last = rounded_to_fp8(last / factor);
+      std::memcpy(rounded.data() + i, &last, (m * k - i) * sizeof(float));
+    }
     in = rounded.data();
   }
   const float *s = data_or_null(scale), *b = data_or_null(bias);
@@ -434,9 +453,6 @@ void attend(const float* q, const C* keys, const C* values, const Heads& h, cons
   mix_values<C, Q>(scores, values, h, begin, end, out);
 }
 
-inline float keep(float x, float, const float*) { return x; }
-inline Fp8 keep(float x, float scale, const Fp8*) { return Fp8{to_fp8(x / scale)}; }
-
 // One head of one token: RMSNorm where the family has it, then the rotation. Pairs are (i, i + dim/2).
 void rotate(const float* from, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float* to) {
   float factor = 1.0f;
@@ -486,9 +502,14 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
         int64_t place = length[b] + t;
         rotate(token + (h.heads + head) * h.dim, k_norm, eps, c + place * half, s + place * half, h.dim, rotated.data());
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
-        for (int64_t d = 0; d < h.dim; ++d) {
-          keys[d * h.capacity + place] = keep(rotated[d], k_scale, keys);
-          values[place * h.padded + d] = keep(v[d], v_scale, values);
+        for (int64_t d = 0; d < h.dim; d += kLanes) {
+          int64_t count = std::min(kLanes, h.dim - d);
+          Floats value = {};
+          std::memcpy(&value, v + d, count * sizeof(float));
+          keep(values + place * h.padded + d, value, v_scale);
+          C column[kLanes];
+          keep(column, load<Floats>(rotated.data() + d), k_scale);
+          for (int64_t i = 0; i < count; ++i) keys[(d + i) * h.capacity + place] = column[i];
         }
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
