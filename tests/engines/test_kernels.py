@@ -15,7 +15,7 @@ from tests.engines.test_families import CASES
 from tests.support.checkpoints import write_checkpoint
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.kernels import KernelOps, pack_linear
-from toolkit.engines.embedded.model import Linear, TorchOps
+from toolkit.engines.embedded.model import Attention, Linear, TorchOps
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -59,6 +59,38 @@ def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
     weight = codes.view(torch.float8_e4m3fn)[:, None]
     widened = kernels.linear(torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256)), torch.float32))
     assert torch.equal(widened[0], weight[:, 0].float())
+
+
+def fp8_trials() -> torch.Tensor:
+    """Every E4M3 number, every midpoint between two of them with its neighbours, both overflows: [n], a multiple of 64."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(end)) for end in (-1e9, 1e9)]
+    trials = torch.cat([codes, middles, *beside, torch.tensor([1e9, -1e9, 449.0, -465.0, 1e-30, -1e-30])])
+    return torch.nn.functional.pad(trials, (0, -len(trials) % 64))
+
+
+def test_activations_are_rounded_to_fp8_like_torchs_cast(kernels: KernelOps) -> None:
+    x = fp8_trials().view(-1, 64)
+    identity = pack_linear(Linear(torch.eye(64).to(torch.float8_e4m3fn), torch.ones(64), torch.tensor(1.0)), torch.float32)
+    assert torch.equal(kernels.linear(x, identity), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("dim", [32, 24])
+def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) -> None:
+    padded, n = 32, 40
+    keys, values = (torch.zeros(size, dtype=torch.uint8) for size in ((2, 1, dim, 128), (2, 1, 128, padded)))
+    trials = fp8_trials()
+    qkv = trials.repeat(8)[: n * 3 * dim].view(1, n, 3 * dim).contiguous()
+    k_scale, v_scale = torch.tensor(0.7), torch.tensor(1.3)
+    how = Attention(1, 1, dim, 1e-5, None, None, None, k_scale, v_scale)
+    unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
+    kernels.attention(qkv, (keys, values), torch.tensor([1]), torch.tensor([10]), *unrotated, how)
+    _, key, value = qkv[0].split(dim, dim=-1)
+    for written, new, scale in ((keys[1, 0, :, 10 : 10 + n].T, key, k_scale), (values[1, 0, 10 : 10 + n, :dim], value, v_scale)):
+        stored = written.contiguous().view(torch.float8_e4m3fn).float()
+        assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
 def test_threads_do_not_change_the_bits(kernels: KernelOps, kernel_engine: MakeEngine, tmp_path: Path) -> None:
