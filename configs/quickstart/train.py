@@ -53,7 +53,7 @@ class Shape:
 
 
 TARGET = Shape(hidden=256, layers=12, heads=8, kv_heads=4, intermediate=704)
-DRAFT = Shape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352)
+DRAFT = Shape(hidden=256, layers=2, heads=8, kv_heads=4, intermediate=704)
 SHAPES = {"target": TARGET, "draft": DRAFT}
 WRITTEN_PROMPTS = Path(__file__).parent / "written_prompts.txt"
 MEASURED = (0.0, 0.8, 1.0)
@@ -556,20 +556,13 @@ def write_pool(target: Llama, corpus: Corpus, size: int, seed: int, path: Path) 
     return pool
 
 
-@torch.no_grad()
-def teach(target: Llama, rows: Tensor) -> Tensor:
-    """The target's logits along rows [n, length + 1] -> [n, length, vocab] BF16, computed once: a row is seen many times."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return torch.cat([target(part[:, :-1].long()).bfloat16() for part in rows.split(16)])
-
-
-def start_draft(target: Llama, seed: int) -> Llama:
-    """Random layers under the best embeddings of their width: the target's, projected onto their principal directions."""
-    draft = Llama(DRAFT, seed=seed)
-    table = target.embed_tokens.weight.detach()
-    _, _, directions = torch.linalg.svd(table, full_matrices=False)
-    with torch.no_grad():
-        draft.embed_tokens.weight.copy_(table @ directions[: DRAFT.hidden].T)
+def start_draft(target: Llama) -> Llama:
+    """The target's embeddings and final norm around its first and last layers."""
+    draft = Llama(DRAFT)
+    draft.embed_tokens.load_state_dict(target.embed_tokens.state_dict())
+    draft.norm.load_state_dict(target.norm.state_dict())
+    for index, layer in enumerate(draft.layers):
+        layer.load_state_dict(target.layers[index * (TARGET.layers - 1) // max(1, DRAFT.layers - 1)].state_dict())
     return draft
 
 
@@ -591,16 +584,15 @@ def train_draft(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("medium")  # BF16 products while the target writes, as in training
     _, training, heldout = load_corpora(args)
     target = read_model(args.out / "target", TARGET)
-    target.requires_grad_(False)
     pool = write_pool(target, training, args.pool, args.seed + 1, args.work / "pool.pt")
     check = write_pool(target, heldout, 192, args.seed + 2, args.work / "pool_check.pt")
-    taught = {key: teach(target, rows) for key, rows in pool.items()}  # 3.6 GB
-    draft = start_draft(target, args.seed)
+    draft = start_draft(target)
+    target.requires_grad_(False)
 
     @torch.compile(dynamic=False)
-    def loss_on(rows: Tensor, target_logits: Tensor, temperature: Tensor, tv_weight: Tensor) -> Tensor:
+    def loss_on(rows: Tensor, temperature: Tensor, tv_weight: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            draft_logits = draft(rows[:, :-1])
+            target_logits, draft_logits = target(rows[:, :-1]), draft(rows[:, :-1])
         return distillation_loss(target_logits.float(), draft_logits.float(), temperature, tv_weight)
 
     def loss_at(progress: float, generator: torch.Generator) -> Tensor:
@@ -609,14 +601,12 @@ def train_draft(args: argparse.Namespace) -> None:
         if temperature is None:
             length = length_at(progress)
             rows = training.batch(args.batch_tokens // length, length, generator)
-            logits = teach(target, rows)
         else:
             written = pool[str(temperature)]
-            chosen = torch.randint(len(written), (args.batch_tokens // POOL_LENGTH,), generator=generator)
-            rows, logits = written[chosen].long(), taught[str(temperature)][chosen]
+            rows = written[torch.randint(len(written), (args.batch_tokens // POOL_LENGTH,), generator=generator)].long()
         own = 1.0 if temperature is None else temperature
         tv_weight = 0.9 * min(1.0, max(0.0, progress - 0.3) / 0.2)
-        return loss_on(rows, logits, torch.tensor(own), torch.tensor(tv_weight))
+        return loss_on(rows, torch.tensor(own), torch.tensor(tv_weight))
 
     def save() -> None:
         write_model(draft, args.out / "draft")
@@ -624,8 +614,8 @@ def train_draft(args: argparse.Namespace) -> None:
             alphas = {t: acceptance_by_token(target, draft, rows.long(), float(t))[:, 63:] for t, rows in check.items()}
         print("acceptance " + " ".join(f"T={t}: {alpha.mean():.3f}" for t, alpha in alphas.items()), flush=True)
 
-    budget = Budget(args.steps or 12000, args.minutes)
-    fit(draft, loss_at, budget, peak=args.draft_rate, seed=args.seed, checkpoint=args.work / "draft.pt", on_save=save)
+    budget = Budget(args.steps or 6000, args.minutes)
+    fit(draft, loss_at, budget, peak=1.5e-3, seed=args.seed, checkpoint=args.work / "draft.pt", on_save=save)
 
 
 # --- prompts and calibration text -------------------------------------------------------------------------------------
@@ -770,7 +760,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock bound of one training command")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--pool", type=int, default=3600, help="rows of target-written text to distil along")
-    parser.add_argument("--draft-rate", type=float, default=3e-3, help="peak learning rate of the draft")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.source = args.source or [Path(sysconfig.get_path("stdlib"))]
