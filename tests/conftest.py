@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.checkpoints import write_pair
 from tests.support.serving import add_bls_variant, package_pair
 from toolkit.records import TritonRepository
 from toolkit.triton.server import TritonServer
+
+# No test is timed: what takes a millisecond takes 200 on a machine that is busy with something else.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -147,7 +147,7 @@ def test_rejection_gives_the_targets_distribution(name: str, k: int) -> None:
         assert distance(seed, SAMPLINGS[name], k, reject) < 1e-9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), temperature=st.floats(0.2, 3.0), top_p=st.floats(0.3, 1.0), penalty=st.floats(-1.0, 1.0))
 def test_rejection_gives_the_targets_distribution_whatever_the_sampling(
     seed: int, temperature: float, top_p: float, penalty: float

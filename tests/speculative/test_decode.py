@@ -36,7 +36,7 @@ def requests_of(count: int, max_tokens: int = 20, **fields: Any) -> list[Generat
     return [make_request(PROMPTS[i], max_tokens, f"r{i}", **fields) for i in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     draft_seed=st.integers(0, 1000),
     closeness=st.sampled_from([0.0, 0.7, 0.95]),

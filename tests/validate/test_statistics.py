@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.validate.statistics import (
@@ -36,7 +36,6 @@ def test_percentile_needs_ten_samples_beyond_it(q: int, needed: int) -> None:
     assert f"p{q} needs {needed}" in (unsupported(needed - 1, q) or "")
 
 
-@settings(deadline=None)  # the first call imports scipy
 @given(st.integers(1, 400), st.data())
 def test_clopper_pearson_solves_the_binomial_tails(trials: int, data: st.DataObject) -> None:
     from scipy.stats import binom, binomtest
