@@ -132,10 +132,11 @@ def openai_events(script: Script, fault: str, chat: bool, usage: str) -> list[by
 
     def event(text: str | None, reason: str | None, counted: int | None, ids: int = 0) -> bytes:
         said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        kind = "chat.completion.chunk" if chat else "text_completion"
         choice: dict[str, Any] = {"index": 0, **said, "finish_reason": reason}
         if usage == "ids":
             choice["token_ids"] = list(range(ids))
-        data: dict[str, Any] = {"id": "stub", "object": "chunk", "model": "stub", "created": 0, "choices": [choice]}
+        data: dict[str, Any] = {"id": "stub", "object": kind, "model": "stub", "created": 0, "choices": [choice]}
         if counted is not None and usage == "continuous" and fault != "silent":
             data["usage"] = {"prompt_tokens": 3, "completion_tokens": counted, "total_tokens": 3 + counted}
         return b"data: " + json.dumps(data).encode() + b"\n\n"
@@ -221,6 +222,7 @@ class Http(asyncio.Protocol):
             prompt = asked["text_input"]
         else:
             prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
+            prompt = prompt if isinstance(prompt, str) else "".join(part.get("text", "") for part in prompt)
         fault = fault_of(prompt)
         options = asked.get("stream_options", {})
         if fault == "refuse" or (script.refuses_continuous and "continuous_usage_stats" in options):
