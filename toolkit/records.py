@@ -370,8 +370,22 @@ class Arms:
 
 
 @dataclass(frozen=True, slots=True)
+class Ratio:
+    """A figure of one arm divided by that of another, with its bootstrap interval. estimate None: `reason` says why not."""
+
+    name: str  # ttft_p50, speed, ...
+    estimate: float | None
+    low: float | None
+    high: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Speedup:
-    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and rounds."""
+    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and rounds.
+
+    latencies: the same for every percentile of every latency; there, above 1 is slower.
+    """
 
     estimate: float
     low: float
@@ -379,17 +393,7 @@ class Speedup:
     confidence: float
     prompts: int
     rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A figure of one arm divided by that of another, with its bootstrap interval. estimate None: `reason` says why not."""
-
-    name: str  # ttft_p50, tokens_per_s, ...
-    estimate: float | None
-    low: float | None
-    high: float | None
-    reason: str | None = None
+    latencies: tuple[Ratio, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Speedup
-from toolkit.validate.gates import latency_gates, outcome, parity_gate, quality_gates, speedup_gate, verdict
+from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup
+from toolkit.validate.gates import latency_gates, outcome, parity_gate, quality_gates, ratio_gates, speedup_gate, verdict
 from toolkit.validate.statistics import clopper_pearson
 
 
@@ -118,3 +118,19 @@ def test_quality_is_judged_for_the_target() -> None:
     gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98))
     assert [gate.outcome for gate in gates] == ["FAIL", "FAIL"]
     assert [gate.outcome for gate in quality_gates(None, QualityGates())] == ["PASS"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "result"),
+    [
+        (Ratio("ttft_p90", 1.0, 0.95, 1.05), "PASS"),
+        (Ratio("ttft_p90", 1.1, 1.0, 1.2), "INCONCLUSIVE"),
+        (Ratio("ttft_p90", 1.3, 1.2, 1.4), "FAIL"),
+        (Ratio("ttft_p90", None, None, None, "60 samples; p90 needs 100"), "INCONCLUSIVE"),
+        (Ratio("e2e_p90", 1.0, 0.95, 1.05), "FAIL"),
+    ],
+)
+def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(ratio: Ratio, result: str) -> None:
+    (gate,) = ratio_gates([ratio], LatencyGates(max_ratios={"ttft_p90": 1.1}), "_sampled")
+    assert (gate.name, gate.outcome) == ("ttft_p90_ratio_sampled", result)
+    assert (gate.next_step is None) == (result == "PASS")

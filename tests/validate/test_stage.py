@@ -216,3 +216,29 @@ class Mute(ScriptedEndpoint):
 def test_an_endpoint_without_token_ids_cannot_be_validated(prompts_file: Path) -> None:
     with pytest.raises(StageError, match="0 token ids returned"):
         run(Mute(), prompts_file)
+
+
+def test_ratios_of_latencies_are_measured_in_both_kinds_of_decoding_and_gated(prompts_file: Path) -> None:
+    limits = LatencyGates(max_ratios={"e2e_p50": 0.9, "ttft_p50": 1.05, "tpot_p99": 2.0})
+    report = run(ScriptedEndpoint(), prompts_file, latency=limits)
+    for suffix in ("", "_sampled"):
+        assert gate(report, f"e2e_p50_ratio{suffix}").outcome == "PASS"
+        assert gate(report, f"ttft_p50_ratio{suffix}").measured == pytest.approx(1.0)
+        assert "p99 needs 1000" in gate(report, f"tpot_p99_ratio{suffix}").detail
+    assert report.verdict == "INCONCLUSIVE"
+    assert report.speedup is not None and len(report.speedup.latencies) == 15
+
+
+def test_a_gate_on_ratios_of_a_deployment_without_speculation_fails(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(), prompts_file, max_draft_len=0, latency=LatencyGates(max_ratios={"e2e_p50": 9.0}))
+    assert report.verdict == "FAIL" and "not measured" in gate(report, "e2e_p50_ratio").detail
+
+
+def test_rounds_are_added_until_the_speedup_is_known_as_closely_as_wanted(prompts_file: Path) -> None:
+    """The gate is decided from the first round on; noise of 60 % a request leaves more than 2 % of doubt for some rounds."""
+    noisy = {"min_speedup": 0.1, "precision": 0.02}
+    report = run(ScriptedEndpoint(jitter=0.6), prompts_file, max_rounds=5, latency=LatencyGates(**noisy))
+    coarse = run(ScriptedEndpoint(jitter=0.6), prompts_file, max_rounds=5, latency=LatencyGates(**{**noisy, "precision": 0.5}))
+    assert report.speedup is not None and coarse.speedup is not None
+    assert (coarse.speedup.rounds, report.speedup.rounds) == (1, 5)
+    assert report.speedup.high - report.speedup.low < coarse.speedup.high - coarse.speedup.low

@@ -274,10 +274,25 @@ class QualityGates(Section):
     min_top1_agreement: Ratio | None = None
 
 
+LatencyPercentile = Literal[
+    "ttft_p50", "ttft_p90", "ttft_p99",
+    "tpot_p50", "tpot_p90", "tpot_p99",
+    "itl_p50", "itl_p90", "itl_p99",
+    "icl_p50", "icl_p90", "icl_p99",
+    "e2e_p50", "e2e_p90", "e2e_p99",
+]  # fmt: skip
+
+
 class LatencyGates(Section):
-    """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its bootstrap interval."""
+    """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its bootstrap interval.
+
+    precision: rounds are added up to max_rounds until the interval of the speed-up is this narrow (half its width, as a share).
+    max_ratios: speculative / plain, per latency and percentile: {ttft_p90: 1.1}.
+    """
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
+    precision: Annotated[float, Field(gt=0.0)] = 0.1
+    max_ratios: dict[LatencyPercentile, Annotated[float, Field(gt=0.0)]] = {}
     max_ttft_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
     max_tpot_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
     max_itl_p90_ms: Annotated[float, Field(gt=0.0)] | None = None

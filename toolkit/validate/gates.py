@@ -5,7 +5,7 @@ Pure: figures and limits in, gates out. Each says in words why, and unless it pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import (
@@ -18,6 +18,7 @@ from toolkit.records import (
     Latency,
     Parity,
     QuantizationQuality,
+    Ratio,
     Speedup,
     StopCheck,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "outcome",
     "parity_gate",
     "quality_gates",
+    "ratio_gates",
     "speedup_gate",
     "verdict",
 ]
@@ -216,6 +218,31 @@ def latency_gates(arm: Arm, limits: LatencyGates, suffix: str = "") -> list[Gate
         limit: float | None = getattr(limits, f"max_{name}_p90_ms")
         if limit is not None:
             gates.append(_latency_gate(f"{name}_p90{suffix}", f"max_{name}_p90_ms", arm.latencies[name], limit))
+    return gates
+
+
+def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "") -> list[Gate]:
+    """Latencies of the speculative arm over the plain one's; a ratio that there is none of fails."""
+    measured = {ratio.name: ratio for ratio in ratios}
+    gates: list[Gate] = []
+    for name, limit in limits.max_ratios.items():
+        gate = f"{name}_ratio{suffix}"
+        ratio = measured.get(name)
+        if ratio is None:
+            detail = "not measured: this deployment does not speculate, so there is nothing to divide"
+            gates.append(Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios."))
+        elif ratio.estimate is None or ratio.low is None or ratio.high is None:
+            advice = "Raise validation.max_prompts or validation.rounds."
+            gates.append(Gate(gate, INCONCLUSIVE, None, limit, f"no ratio: {ratio.reason}", advice))
+        else:
+            result = outcome(ratio.low, ratio.high, limit, at_least=False)
+            detail = f"{ratio.estimate:.2f} of plain's, 95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+            next_steps = {
+                PASS: None,
+                FAIL: f"Speculation makes this latency worse than allowed; or raise validation.latency.max_ratios.{name}.",
+                INCONCLUSIVE: "Too close to call: run on an idle machine, or raise validation.max_rounds or max_prompts.",
+            }
+            gates.append(Gate(gate, result, ratio.estimate, limit, detail, next_steps[result]))
     return gates
 
 

@@ -12,6 +12,7 @@ without a seed, to judge the distribution of what is said. What is wrong is name
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.interfaces import Progress
@@ -33,7 +34,7 @@ from toolkit.validate import metrics
 from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
 from toolkit.validate.correctness import References, correctness_gates, judge_correctness, planned_requests
 from toolkit.validate.counters import client_counts, reconcile
-from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, speedup_gate, verdict
+from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, ratio_gates, speedup_gate, verdict
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
@@ -41,7 +42,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 3
+VERSION = 4
 SCHEMA_VERSION = 2
 WARM_UP_PROMPTS = 2
 BURSTS = 0.05  # share of requests delivered late above which we say so
@@ -188,17 +189,21 @@ def validate(
 def _undecided(measured: Measured, config: ValidationConfig) -> bool:
     if not measured.speculative:
         return False
-    gates = speedup_gate("speedup", metrics.speedup(measured.speculative, measured.plain, seed=config.seed), config.latency)
-    return any(gate.outcome == INCONCLUSIVE for gate in gates)
+    speedup = metrics.speedup(measured.speculative, measured.plain, seed=config.seed)
+    if (speedup.high - speedup.low) / 2 > config.latency.precision * speedup.estimate:
+        return True
+    return any(gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, config.latency))
 
 
 def _figures(measured: Measured, config: ValidationConfig) -> tuple[Arms, Speedup | None, Acceptance | None]:
     plain = metrics.arm(measured.plain, seed=config.seed)
     if not measured.speculative:
         return Arms(plain, None), None, None
+    speedup = metrics.speedup(measured.speculative, measured.plain, seed=config.seed)
+    latencies = metrics.latency_ratios(measured.speculative, measured.plain, seed=config.seed)
     return (
         Arms(plain, metrics.arm(measured.speculative, seed=config.seed)),
-        metrics.speedup(measured.speculative, measured.plain, seed=config.seed),
+        replace(speedup, latencies=latencies),
         metrics.acceptance(request for one in measured.speculative for request in one),
     )
 
@@ -209,6 +214,7 @@ def _gates(
     parity_name, speedup_name, suffix = names
     gates = [] if parity is None else [parity_gate(parity_name, parity, config.parity)]
     gates += [] if speedup is None else speedup_gate(speedup_name, speedup, config.latency)
+    gates += ratio_gates(() if speedup is None else speedup.latencies, config.latency, suffix)
     return gates + latency_gates(arms.speculative or arms.plain, config.latency, suffix)
 
 
