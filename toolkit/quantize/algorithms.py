@@ -18,6 +18,8 @@ class Algorithm:
     weight_dtype: as safetensors spells it. max_code: the code that amax is stored as, so scale = amax / max_code.
     per_channel: weight_scale has one value per output row, else one per tensor. input_scale: activations have a static scale.
     pre_quant_scale: inputs are multiplied by a vector first, which the weights were divided by (SmoothQuant).
+    builder_quantizes: TensorRT-LLM's engine flow makes the codes itself, from float weights; int8 ones it takes for its own
+    layout (preprocess_weights and weight_only_quantize_dict in tensorrt_llm/models/).
     """
 
     name: str
@@ -27,6 +29,7 @@ class Algorithm:
     per_channel: bool
     input_scale: bool
     pre_quant_scale: bool
+    builder_quantizes: bool = False
 
 
 ALGORITHMS = {
@@ -42,7 +45,16 @@ ALGORITHMS = {
             input_scale=True,
             pre_quant_scale=True,
         ),
-        Algorithm("W8A16", "INT8_WEIGHT_ONLY_CFG", "I8", 127.0, per_channel=True, input_scale=False, pre_quant_scale=False),
+        Algorithm(
+            "W8A16",
+            "INT8_WEIGHT_ONLY_CFG",
+            "I8",
+            127.0,
+            per_channel=True,
+            input_scale=False,
+            pre_quant_scale=False,
+            builder_quantizes=True,
+        ),
     )
 }
 

@@ -155,12 +155,11 @@ class _Rank:
             kept = slices if linear.axis == 0 else (slice(None),)
             bias = [read_source(source, f"{member}.bias")[some] for member, some in zip(members, kept, strict=True)]
             self._same(f"{ours}.bias", torch.cat(bias))
-        if algorithm is None or members[0] not in self._calibrated.linears:
-            taken = [
-                weight[some] if linear.axis == 0 else weight[:, some]
-                for weight, some in zip((read_source(source, f"{member}.weight") for member in members), slices, strict=True)
-            ]
-            self._same(f"{ours}.weight", torch.cat(taken) if len(taken) > 1 else taken[0])
+        if algorithm is None or algorithm.builder_quantizes or members[0] not in self._calibrated.linears:
+            weights = zip((self._calibrated.weight(member) for member in members), slices, strict=True)
+            self._same(
+                f"{ours}.weight", torch.cat([weight[some] if linear.axis == 0 else weight[:, some] for weight, some in weights])
+            )
             return
         codes, scale = self._read(f"{ours}.weight"), self._read(f"{ours}.weights_scaling_factor")
         if codes is None or scale is None:

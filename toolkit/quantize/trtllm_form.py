@@ -1,9 +1,10 @@
 """The TRT-LLM form: config.json and a file per rank, as `trtllm-build --checkpoint_dir` reads it.
 
 Tensors are equal to ModelOpt's own `export_tensorrt_llm_checkpoint` (which holds the whole model while it splits it, and ruins
-it for anything else). config.json says more than ModelOpt's does where TensorRT-LLM cannot be imported: without RoPE's base and
-scaling the engine would compute with base 10000, without qwen_type and attn_bias a Qwen engine is another model or none at all.
-These are the fields that TensorRT-LLM's own `from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
+it for anything else), except that W8A16 weights stay float for the builder to quantize. config.json says more than ModelOpt's
+does where TensorRT-LLM cannot be imported: without RoPE's base and scaling the engine would compute with base 10000, without
+qwen_type and attn_bias a Qwen engine is another model or none at all. These are the fields that TensorRT-LLM's own
+`from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
 """
 
 from __future__ import annotations
@@ -184,11 +185,9 @@ def _linear_plans(calibrated: Calibrated, linear: Linear, part: Part, ours: str,
     if f"{members[0]}.bias" in source.tensors:
         kept = list(slices) if linear.axis == 0 else [slice(None)]  # where columns are shared, every rank has the whole bias
         yield _plain_plan(calibrated, f"{ours}.bias", [f"{member}.bias" for member in members], kept, extent[0])
-    if algorithm is None or members[0] not in calibrated.linears:
-        if linear.axis == 0:
-            yield _plain_plan(calibrated, f"{ours}.weight", [f"{member}.weight" for member in members], list(slices), extent[0])
-        else:
-            yield _column_plan(calibrated, f"{ours}.weight", f"{members[0]}.weight", slices[0], extent)
+    if algorithm is None or algorithm.builder_quantizes or members[0] not in calibrated.linears:
+        make = partial(_float_weight, calibrated, members, linear.axis, slices)
+        yield TensorPlan(f"{ours}.weight", SOURCE_DTYPES[trtllm_dtype(source.dtype)], extent, make)
         return
     scales = [_weight_scale(calibrated, algorithm, linear, theirs, member) for member in members]
     yield TensorPlan(
@@ -206,15 +205,12 @@ def _linear_plans(calibrated: Calibrated, linear: Linear, part: Part, ours: str,
         yield fixed_plan(f"{ours}.prequant_scaling_factor", smoothing if linear.axis == 0 else smoothing[slices[0]].clone())
 
 
-def _column_plan(calibrated: Calibrated, name: str, of: str, columns: slice, extent: tuple[int, ...]) -> TensorPlan:
-    source, dtype = calibrated.source, trtllm_dtype(calibrated.source.dtype)
+def _float_weight(calibrated: Calibrated, members: list[str], axis: int, slices: tuple[slice, ...]) -> Tensor:
+    import torch
 
-    def make() -> Tensor:
-        import torch
-
-        return read_source(source, of)[:, columns].to(getattr(torch, dtype))
-
-    return TensorPlan(name, SOURCE_DTYPES[dtype], extent, make)
+    dtype = getattr(torch, trtllm_dtype(calibrated.source.dtype))
+    weights = zip((calibrated.weight(member) for member in members), slices, strict=True)
+    return torch.cat([(weight[some] if axis == 0 else weight[:, some]).to(dtype) for weight, some in weights])
 
 
 def _weight_scale(calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str, member: str) -> Tensor:
