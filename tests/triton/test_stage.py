@@ -91,6 +91,16 @@ def test_decoupled_is_written_equal_in_both_files(
     assert config.model_transaction_policy.decoupled is settings["triton_config"]["decoupled"] is decoupled
 
 
+def test_prompt_lookup_and_a_schedule_are_packaged(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+    speculation = SpeculationConfig(kind="ngram", max_draft_len=4, draft_len_schedule={1: 4, 4: 0}, max_matching_ngram_size=2)
+    record = package(engines[0], None, speculation, TritonConfig(), None, tmp_path / "out")
+    settings = yaml.safe_load((record.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    assert record.max_draft_len == 4
+    assert settings["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
+    assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
+    assert not (record.path / "tensorrt_llm" / "1" / "engines" / "draft").exists()
+
+
 def test_without_a_draft_there_is_no_speculation(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
     record = package(engines[0], None, SpeculationConfig(kind="none"), TritonConfig(), None, tmp_path / "out")
     settings = yaml.safe_load((record.path / "tensorrt_llm/1/model.yaml").read_text())

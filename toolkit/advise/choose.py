@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
+FEWEST_TEXTS = 5  # of a domain; resampling fewer says nothing about its spread
 NEAR = 0.995  # of the best: among draft lengths that good the shortest is taken, since long blocks make latency vary more
 
 
@@ -118,7 +119,7 @@ def alphas(modes: Sequence[Mode], domains: Sequence[str], prompt_weights: Floats
     groups: dict[str | None, Any] = {None: np.arange(len(domains))}
     by_name = by_domain(domains)
     if len(by_name) > 1:
-        groups.update(by_name)
+        groups.update({domain: some for domain, some in by_name.items() if len(some) >= FEWEST_TEXTS})
     found = []
     for mode in modes:
         for rule, texts in mode.rules.items():

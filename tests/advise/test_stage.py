@@ -1,0 +1,157 @@
+"""The advisor end to end over small engines: what it finds agrees with running, and it says no where no is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.support.runtimes import CODEC
+from tests.support.step_engines import TableEngine
+from toolkit.advise.acceptance import alpha_from_counts
+from toolkit.advise.cost import StepTimes, batch_sizes
+from toolkit.advise.stage import Contender, Question, advise
+from toolkit.interfaces import Sampling
+from toolkit.records import Advice, Alpha, from_json, to_json
+from toolkit.serving import MeasuredRuntime
+from toolkit.speculative.drafters import Lookup
+from toolkit.speculative.sampling import weights
+
+TEMPERATURE = 0.9
+PROMPTS = [("even" if index % 2 == 0 else "odd", (1 + index % 30, 2, 3 + index % 7)) for index in range(48)]
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    rows = weights(logits, Sampling(temperature=TEMPERATURE))
+    return rows / rows.sum(axis=-1, keepdims=True)
+
+
+class Scripted(MeasuredRuntime):
+    """Writes and runs for real; step times are as told, in ms: the target 10 and 1 per draft token, the draft `draft_ms` per
+    token, every further request of a batch `crowd_ms` per verified token.
+    """
+
+    draft_ms = 0.5
+    crowd_ms = 0.0
+
+    def time_steps(
+        self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
+    ) -> StepTimes:
+        draft = int(1e6 * self.draft_ms * draft_len) if drafter == "draft_target" else 0
+        verify = int(1e6 * (10 + draft_len + self.crowd_ms * (len(prompts) - 1) * (draft_len + 1)))
+        return StepTimes((draft,) * steps, (verify,) * steps, (100_000,) * steps, (1_000_000,))
+
+
+def run(draft: TableEngine, kind: type[MeasuredRuntime] = Scripted, **changes: float) -> Advice:
+    target = TableEngine(1, closeness=0.8)
+    runtime = kind(target, draft, CODEC, eos_token_ids=())
+    for name, value in changes.items():
+        setattr(runtime, name, value)
+    question = Question(PROMPTS, 48, TEMPERATURE, "auto", max_draft_len=5, rounds=1, steps=4)
+    contenders = [Contender("model", "draft_target", runtime, draft), Contender("ngram", "ngram", runtime, None)]
+    return advise(target, contenders, question, lookup=lambda: Lookup(3), probabilities=probabilities, progress=lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def good() -> Advice:
+    return run(TableEngine(2, closeness=0.8))
+
+
+def of(advice: Advice, rule: str, name: str = "model", domain: str | None = None) -> Alpha:
+    candidate = next(each for each in advice.candidates if each.name == name)
+    return next(alpha for alpha in candidate.alphas if (alpha.rule, alpha.domain) == (rule, domain))
+
+
+def test_a_good_cheap_draft_is_chosen_and_the_advice_survives_json(good: Advice) -> None:
+    assert good.speculate
+    assert (good.drafter, good.draft) == ("draft_target", "model")
+    assert good.max_draft_len >= 1
+    assert good.candidates[0].low > 1.0
+    assert from_json(Advice, to_json(good)) == good
+
+
+def test_the_chosen_length_is_the_best_of_running_them_all(good: Advice) -> None:
+    """Counts of real runs under the scripted costs: no other length is better by more than 1 % for one request at a time."""
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+    runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
+    prompts = [ids for _, ids in PROMPTS]
+    spent = dict.fromkeys(range(1, 6), 1.0)
+    for length, temperature in itertools.product(spent, (0.0, TEMPERATURE)):
+        stats = [each for _, each in runtime.run("draft_target", prompts, length, 48, temperature)]
+        spent[length] *= sum(each.verify_steps for each in stats) * (10.1 + 1.5 * length)
+    assert spent[good.candidates[0].draft_len] <= 1.02 * min(spent.values())
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "sample_match"])
+def test_alpha_agrees_with_running(good: Advice, rule: str) -> None:
+    """Accepted and rejected drafts of a real run give alpha by maximum likelihood; both intervals have to meet."""
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+    runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=(), acceptance=rule)
+    stats = [each for _, each in runtime.run("draft_target", [ids for _, ids in PROMPTS], 1, 48, TEMPERATURE)]
+    accepted, drafted = sum(each.accepted for each in stats), sum(each.drafted for each in stats)
+    measured = alpha_from_counts(accepted, drafted - accepted)
+    assert measured is not None
+    spread = 1.96 * (measured * (1 - measured) / drafted) ** 0.5
+    found = of(good, rule)
+    assert 0.1 < measured < 0.95
+    assert found.low - spread <= measured <= found.high + spread
+
+
+def test_greedy_alpha_is_what_a_run_of_one_draft_counts_at_the_same_places(good: Advice) -> None:
+    found = of(good, "greedy")
+    assert found.low <= found.estimate <= found.high
+    assert found.tokens == 48 * 47
+    for domain in ("even", "odd"):
+        assert 0 < of(good, "greedy", domain=domain).tokens < found.tokens
+
+
+def test_predictions_split_into_their_causes(good: Advice) -> None:
+    for prediction in good.candidates[0].predictions:
+        parts = prediction.formula * prediction.dependence * prediction.verification * prediction.host
+        assert parts == pytest.approx(prediction.speedup)
+        assert prediction.low <= prediction.speedup <= prediction.high
+
+
+def test_a_random_draft_is_refused_with_the_break_even() -> None:
+    """Weights that have nothing to do with the target's, timed for real: its forwards cost as much as the target's."""
+    draft = TableEngine(99, closeness=0.0)
+    target = TableEngine(1, closeness=0.8)
+    runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
+    question = Question(PROMPTS[:12], 24, TEMPERATURE, "auto", max_draft_len=3, batches=(1, 2), rounds=2, steps=4)
+    advice = advise(
+        target,
+        [Contender("random", "draft_target", runtime, draft)],
+        question,
+        lookup=lambda: Lookup(3),
+        probabilities=probabilities,
+        progress=lambda *_: None,
+    )
+    assert not advice.speculate
+    assert (advice.drafter, advice.max_draft_len, advice.schedule) == ("none", 0, ())
+    assert "do not speculate" in advice.reason
+    assert "would break even" in advice.reason
+    assert advice.candidates[0].break_even_length > advice.candidates[0].acceptance_length
+
+
+def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
+    """Verifying costs more and more per token as requests are added: the lengths fall, and end at 0."""
+    advice = run(TableEngine(2, closeness=0.8), crowd_ms=4.0)
+    lengths = [step.draft_len for step in advice.schedule]
+    assert advice.speculate
+    assert advice.schedule[0].batch == 1
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == 0
+    assert advice.max_concurrency is not None
+    assert advice.max_concurrency < 8
+
+
+def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
+    advice = run(TableEngine(2, closeness=0.8), draft_ms=30.0)
+    assert advice.draft is None
+    assert advice.candidates[-1].name == "model"
+
+
+def test_batch_sizes_double_up_to_the_largest() -> None:
+    assert [batch_sizes(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
