@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.config.schema import DeploymentConfig
 from toolkit.plan.make import subject_of
-from toolkit.plan.resolve import Subject
+from toolkit.plan.subject import Subject
 
 LLAMA, LLAMA_DRAFT = "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
 QWEN, QWEN_DRAFT = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"

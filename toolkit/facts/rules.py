@@ -1,6 +1,6 @@
 """Every rule that a plan is judged by: what upstream does, and where that is known from.
 
-`toolkit.plan.resolve` holds the code of each rule under the same id. All are upstream behaviour, but for those that begin with
+`toolkit.plan.rules` holds the code of each rule under the same id. All are upstream behaviour, but for those that begin with
 `toolkit-`: they are this project's own limits.
 """
 

@@ -15,7 +15,8 @@ from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
 from toolkit.pipeline.machine import gpus, memory_bytes
 from toolkit.plan.memory import judge_memory, memory_of, parameters
 from toolkit.plan.predict import predict, stage_times
-from toolkit.plan.resolve import Subject, resolve
+from toolkit.plan.resolve import by_severity, resolve
+from toolkit.plan.subject import Subject
 from toolkit.records import Judgement, Plan
 
 __all__ = ["gpu_named", "make_plan", "subject_of"]
@@ -30,7 +31,7 @@ def make_plan(config: DeploymentConfig) -> Plan:
     # Memory of what cannot be built would be advice on top of a refusal that changes it.
     fitting = () if impossible else tuple(judge_memory(subject, host_bytes))
     stages, serving = memory_of(subject, host_bytes) if _has_numbers(subject) else ((), None)
-    judgements = tuple(sorted((*unread, *resolved, *fitting), key=_severity))
+    judgements = by_severity(*unread, *resolved, *fitting)
     return Plan(
         name=config.name,
         possible=not any(one.severity == "refused" for one in judgements),
@@ -98,10 +99,6 @@ def _has_numbers(subject: Subject) -> bool:
     """Whether arithmetic has a meaning: every shape is known, and splits as asked."""
     tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
     return set(subject.shapes) == set(subject.models) and all(tp <= shape.num_heads for shape in subject.shapes.values())
-
-
-def _severity(one: Judgement) -> int:
-    return ("refused", "warning", "adjusted").index(one.severity)
 
 
 def _summary(subject: Subject) -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import ModelConfig, TorchEngineConfig
 from toolkit.facts.gpus import GPUS
-from toolkit.plan.resolve import DEFAULT_MAX_NUM_TOKENS, Subject, splits
+from toolkit.plan.subject import Subject, max_num_tokens, splits
 from toolkit.records import Judgement, MemoryItem, Serving, StageMemory
 
 __all__ = ["judge_memory", "kv_bytes_per_token", "linear_params", "memory_of", "parameters", "weight_bytes"]
@@ -218,7 +218,7 @@ def _activations(subject: Subject) -> MemoryItem:
     assert subject.trtllm is not None
     engine, shape = subject.trtllm, subject.shapes["target"]
     rows = engine.max_batch_size * (subject.draft_len + 1)
-    tokens = max(DEFAULT_MAX_NUM_TOKENS if engine.max_num_tokens is None else engine.max_num_tokens, rows)
+    tokens = max(max_num_tokens(engine), rows)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     width = 3 * shape.hidden_size + (heads + 2 * shape.intermediate_size) // engine.tp_size
     logits = 2 * rows * shape.vocab_size * 4

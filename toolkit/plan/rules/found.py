@@ -1,0 +1,43 @@
+"""What a rule may find, before it has its id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.config.schema import ModelConfig
+from toolkit.plan.subject import Subject
+
+__all__ = ["INT8", "Check", "Findings", "Found", "of_algo", "refuse", "unless_allowed"]
+
+INT8 = ("W8A8_SQ_PER_CHANNEL", "W8A16")
+Severity = Literal["refused", "adjusted", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    severity: Severity
+    path: str
+    what: str
+    mend: str | None = None
+
+
+Findings = Iterator[Found]
+Check = Callable[[Subject], Findings]
+
+
+def refuse(path: str, what: str, mend: str) -> Found:
+    return Found("refused", path, what, mend)
+
+
+def unless_allowed(subject: Subject, role: str, what: str, mend: str) -> Found:
+    """A refusal; with quantization.allow_unsupported a warning."""
+    path = f"{role}.quantization"
+    if subject.models[role].quantization.allow_unsupported:
+        return Found("warning", f"{path}.quant_algo", what, mend)
+    return refuse(f"{path}.quant_algo", what, f"{mend}; or set {path}.allow_unsupported: true to go on at your own risk")
+
+
+def of_algo(subject: Subject, *algos: str) -> list[tuple[str, ModelConfig]]:
+    return [(role, model) for role, model in subject.models.items() if model.quantization.quant_algo in algos]

@@ -1,0 +1,112 @@
+"""How it runs: speculation, ranks and machines."""
+
+from __future__ import annotations
+
+from toolkit.config.schema import HardwareConfig, TorchEngineConfig
+from toolkit.facts.gpus import GPUS
+from toolkit.facts.support import ACCEPTANCE
+from toolkit.plan.rules.found import Check, Findings, Found, refuse
+from toolkit.plan.subject import Subject
+
+__all__ = ["CHECKS"]
+
+
+def _no_pp_with_draft_target(subject: Subject) -> Findings:
+    engine = subject.trtllm
+    if engine is not None and subject.drafts and engine.pp_size > 1:
+        mend = f"set pp_size: 1 and tp_size: {engine.world_size}, or speculation.kind: none"
+        yield refuse("engine.pp_size", "draft-target with two models runs without pipeline parallelism", mend)
+
+
+def _acceptance_rule(subject: Subject) -> Findings:
+    asked, known = subject.config.speculation.acceptance, ACCEPTANCE[subject.config.engine.kind]
+    if not subject.drafts or asked in ("auto", *known):
+        return
+    why = (
+        "it drafts greedily and keeps a token that the target samples too"
+        if subject.pytorch_flow is not None
+        else "its loop has no such rule"
+    )
+    mend = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
+    yield refuse("speculation.acceptance", f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}", mend)
+
+
+def _block_reuse_for_drafts(subject: Subject) -> Findings:
+    if subject.engine_flow is not None and subject.drafts and not subject.engine_flow.enable_block_reuse:
+        what = "drafts from outside need KV block reuse: each step sends the accepted text again"
+        yield refuse("engine.enable_block_reuse", what, "remove this line, or set it to true")
+
+
+def _overlap_scheduler(subject: Subject) -> Findings:
+    if subject.pytorch_flow is not None and subject.drafts and subject.version is not None and subject.version.name != "1.3":
+        yield Found("adjusted", "speculation.kind", "the overlap scheduler is off: two-model draft-target does not run with it")
+
+
+def _attention_backend(subject: Subject) -> Findings:
+    engine = subject.pytorch_flow
+    if engine is not None and engine.attn_backend == "FLASHINFER" and engine.enable_block_reuse:
+        yield Found("adjusted", "engine.attn_backend", "FLASHINFER turns KV block reuse off")
+    if engine is not None and engine.attn_backend != "TRTLLM" and subject.drafts:
+        what = f"{engine.attn_backend} with draft-target is not tested upstream"
+        yield Found("warning", "engine.attn_backend", what, "set attn_backend: TRTLLM")
+
+
+def _world_size(subject: Subject) -> Findings:
+    engine, hardware = subject.trtllm, subject.config.hardware
+    if engine is None or subject.gpu is None:
+        return
+    ranks = f"tp_size {engine.tp_size} x pp_size {engine.pp_size} = {engine.world_size} ranks"
+    if engine.world_size > subject.gpu_count:
+        mend = f"set tp_size: {_power_of_two_below(subject.gpu_count)}, or hardware.count and nodes to what there is"
+        yield refuse("engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", mend)
+    elif engine.world_size > engine.gpus_per_node * hardware.nodes:
+        nodes = -(-engine.world_size // engine.gpus_per_node)
+        what = f"{ranks} do not fit {_nodes(hardware)} of {engine.gpus_per_node} GPUs"
+        yield refuse("engine.gpus_per_node", what, f"set hardware.nodes: {nodes}, or engine.gpus_per_node")
+
+
+def _ranks_per_node(subject: Subject) -> Findings:
+    engine, count = subject.trtllm, subject.config.hardware.count
+    if engine is None or count is None or engine.world_size > subject.gpu_count:
+        return
+    placed = min(engine.world_size, engine.gpus_per_node)
+    if placed > count:
+        what = f"gpus_per_node {engine.gpus_per_node} places {placed} ranks on a machine with {count} GPUs"
+        yield refuse("engine.gpus_per_node", what, f"set gpus_per_node: {count}")
+    elif engine.tp_size > count:
+        what = f"tp_size {engine.tp_size} spans machines of {count} GPUs: every layer waits for the network between them"
+        yield Found("warning", "engine.tp_size", what, f"set tp_size: {_power_of_two_below(count)}, and pp_size for the rest")
+
+
+def _hardware_needed(subject: Subject) -> Findings:
+    if subject.trtllm is not None and subject.gpu is None:
+        what = "this machine has no NVIDIA GPU that is known here, so precision, memory and speed are not judged"
+        yield Found("warning", "hardware.gpu", what, f"name the one that will serve: {', '.join(GPUS)}")
+
+
+def _one_device(subject: Subject) -> Findings:
+    hardware = subject.config.hardware
+    if isinstance(subject.config.engine, TorchEngineConfig) and (hardware.nodes > 1 or (hardware.count or 1) > 1):
+        path = "hardware.nodes" if hardware.nodes > 1 else "hardware.count"
+        yield refuse(path, "kind torch runs on one device", "remove this line, or set engine.kind: trtllm_pytorch")
+
+
+def _power_of_two_below(count: int) -> int:
+    return 1 << (max(1, count).bit_length() - 1)
+
+
+def _nodes(hardware: HardwareConfig) -> str:
+    return "one machine" if hardware.nodes == 1 else f"{hardware.nodes} machines"
+
+
+CHECKS: dict[str, Check] = {
+    "no-pp-with-draft-target": _no_pp_with_draft_target,
+    "acceptance-rule": _acceptance_rule,
+    "block-reuse-for-drafts": _block_reuse_for_drafts,
+    "world-size": _world_size,
+    "ranks-per-node": _ranks_per_node,
+    "hardware-needed": _hardware_needed,
+    "toolkit-one-device": _one_device,
+    "draft-target-two-model-overlap": _overlap_scheduler,
+    "attention-backend": _attention_backend,
+}

@@ -1,0 +1,143 @@
+"""What the models' shapes and the engine's sizes allow."""
+
+from __future__ import annotations
+
+from toolkit.plan.rules.found import Check, Findings, Found, refuse
+from toolkit.plan.subject import Subject, length_limit, max_num_tokens, splits
+
+PADDING = 1024  # rows; more than that apart, two vocabularies are no paddings of one
+
+__all__ = ["CHECKS"]
+
+
+def _heads_divide_tp(subject: Subject) -> Findings:
+    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    for role, shape in subject.shapes.items():
+        if splits(shape, tp):
+            continue
+        fitting = [size for size in (1, 2, 4, 8, 16) if all(splits(other, size) for other in subject.shapes.values())]
+        yield refuse(
+            "engine.tp_size",
+            f"the {role}'s {shape.num_heads} attention heads ({shape.num_kv_heads} of KV) cannot be split over {tp} ranks",
+            f"set tp_size: {' or '.join(map(str, fitting))}",
+        )
+
+
+def _mlp_divides_tp(subject: Subject) -> Findings:
+    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    for role, shape in subject.shapes.items():
+        if shape.intermediate_size % tp and splits(shape, tp):  # else its heads have said so
+            fitting = [size for size in (1, 2, 4, 8, 16) if shape.intermediate_size % size == 0]
+            yield refuse(
+                "engine.tp_size",
+                f"the {role}'s MLP of {shape.intermediate_size} cannot be split over {tp} ranks",
+                f"set tp_size: {' or '.join(map(str, fitting))}",
+            )
+
+
+def _layers_for_pp(subject: Subject) -> Findings:
+    for role, shape in subject.shapes.items():
+        if subject.trtllm is not None and subject.trtllm.pp_size > shape.num_layers:
+            what = f"the {role} has {shape.num_layers} layers for {subject.trtllm.pp_size} pipeline ranks"
+            yield refuse("engine.pp_size", what, f"set pp_size: {shape.num_layers} or less")
+
+
+def _length_within_model(subject: Subject) -> Findings:
+    if "target" not in subject.shapes:
+        return
+    limit = length_limit(subject.shapes["target"])
+    if subject.config.engine.max_seq_len > limit:
+        what = f"max_seq_len {subject.config.engine.max_seq_len} is beyond the target's {limit} positions"
+        yield refuse("engine.max_seq_len", what, f"set max_seq_len: {limit} or less")
+
+
+def _draft_seq_len(subject: Subject) -> Findings:
+    if "draft" not in subject.shapes:
+        return
+    limit, wanted = length_limit(subject.shapes["draft"]), subject.config.engine.max_seq_len
+    if wanted > limit and ("target" not in subject.shapes or wanted <= length_limit(subject.shapes["target"])):
+        what = f"max_seq_len {wanted} is beyond the draft's {limit} positions, and it has to reach as far as the target"
+        yield refuse("engine.max_seq_len", what, f"set max_seq_len: {limit}, or take a draft with a longer context")
+
+
+def _same_vocab(subject: Subject) -> Findings:
+    if {"target", "draft"} - set(subject.shapes):
+        return
+    target, draft = subject.shapes["target"].vocab_size, subject.shapes["draft"].vocab_size
+    if abs(target - draft) > PADDING:
+        what = f"the draft's vocabulary of {draft} is not the target's of {target}: another tokenizer"
+        yield refuse("draft.checkpoint", what, "take a draft of the target's own family")
+    elif target != draft:
+        what = f"vocabularies of {target} and {draft} rows: if only padding differs, the larger is trimmed before the build"
+        yield Found("adjusted", "draft.checkpoint", what)
+
+
+def _input_within_num_tokens(subject: Subject) -> Findings:
+    engine = subject.trtllm
+    if engine is not None and engine.max_input_len > max_num_tokens(engine):
+        yield refuse(
+            "engine.max_input_len",
+            f"a prompt of {engine.max_input_len} tokens is one forward, and max_num_tokens allows {max_num_tokens(engine)}",
+            f"set max_num_tokens: {engine.max_input_len} or more, or a smaller max_input_len",
+        )
+
+
+def _draft_within_num_tokens(subject: Subject) -> Findings:
+    engine = subject.pytorch_flow
+    if engine is None or not subject.drafts:
+        return
+    needed, allowed = engine.max_batch_size * (subject.draft_len + 1), max_num_tokens(engine)
+    if needed > allowed:
+        fits = max(1, allowed // (subject.draft_len + 1))
+        what = f"verifying {subject.draft_len} + 1 tokens of {engine.max_batch_size} requests takes {needed} tokens a step"
+        mend = f"set max_num_tokens: {needed} or more, or max_batch_size: {fits}"
+        yield refuse("engine.max_num_tokens", f"{what}, and max_num_tokens allows {allowed}", mend)
+
+
+def _spec_raises_num_tokens(subject: Subject) -> Findings:
+    engine = subject.engine_flow
+    if engine is None or not subject.drafts:
+        return
+    needed = engine.max_batch_size * (subject.draft_len + 1)
+    if needed > max_num_tokens(engine):
+        steps = f"{engine.max_batch_size} requests x ({subject.draft_len} + 1) tokens"
+        yield Found("adjusted", "engine.max_num_tokens", f"raised from {max_num_tokens(engine)} to {needed}: {steps}")
+
+
+def _spec_extends_seq_len(subject: Subject) -> Findings:
+    if subject.engine_flow is not None and subject.drafts:
+        length = subject.config.engine.max_seq_len
+        what = f"the target's engine records {length + subject.draft_len}: {length} + max_draft_len {subject.draft_len}"
+        yield Found("adjusted", "engine.max_seq_len", what)
+
+
+def _tokens_per_block(subject: Subject) -> Findings:
+    if subject.trtllm is not None and subject.trtllm.tokens_per_block.bit_count() != 1:
+        what = f"tokens_per_block {subject.trtllm.tokens_per_block} is no power of two"
+        yield refuse("engine.tokens_per_block", what, "set tokens_per_block: 32 or 64")
+
+
+def _profiles_with_opt_tokens(subject: Subject) -> Findings:
+    if (
+        subject.engine_flow is not None
+        and subject.engine_flow.multiple_profiles
+        and subject.engine_flow.opt_num_tokens is not None
+    ):
+        what = "trtllm-build refuses opt_num_tokens together with multiple_profiles"
+        yield refuse("engine.opt_num_tokens", what, "remove one of the two")
+
+
+CHECKS: dict[str, Check] = {
+    "heads-divide-tp": _heads_divide_tp,
+    "mlp-divides-tp": _mlp_divides_tp,
+    "layers-for-pp": _layers_for_pp,
+    "length-within-model": _length_within_model,
+    "draft-seq-len": _draft_seq_len,
+    "same-vocab": _same_vocab,
+    "input-within-num-tokens": _input_within_num_tokens,
+    "draft-within-num-tokens": _draft_within_num_tokens,
+    "tokens-per-block-power-of-two": _tokens_per_block,
+    "profiles-with-opt-tokens": _profiles_with_opt_tokens,
+    "spec-extends-seq-len": _spec_extends_seq_len,
+    "spec-raises-num-tokens": _spec_raises_num_tokens,
+}
