@@ -13,7 +13,7 @@ import pytest
 from tests.support.stages import Silent, small_stages
 from tests.support.trtllm import place_with_builder
 from tests.test_cli import write_config
-from toolkit.assembly import Workplace, build, explain_build, stages_of
+from toolkit.assembly import Workplace, build, explain_build, plan_of, stages_of
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
@@ -129,6 +129,23 @@ def test_what_cannot_work_is_refused_before_anything_runs(tiny_pair: tuple[Path,
     with pytest.raises(PlanError, match=r"length-within-model"):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
+
+
+def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(
+    config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert plan_of(config).possible
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    first, second = list(tokenizer["model"]["vocab"])[10:12]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    plan = plan_of(load_config(write_config(tmp_path, (tiny_pair[0], other))))
+    assert not plan.possible
+    (one,) = [one for one in plan.judgements if one.severity == "refused"]
+    assert (one.rule, one.path) == ("same-vocab", "draft.checkpoint")
 
 
 def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
-from toolkit.errors import CheckpointError, Fault, PlanError, StoreError, UsageError
+from toolkit.errors import CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -31,7 +31,9 @@ from toolkit.pipeline.store import Store
 from toolkit.records import (
     Advice,
     CompiledEngine,
+    Judgement,
     PairProof,
+    Plan,
     Quality,
     QuantizedCheckpoint,
     StageCost,
@@ -154,6 +156,27 @@ def build(
     return Built(finished, tuple(published), changed)
 
 
+def plan_of(config: DeploymentConfig) -> Plan:
+    """The plan; where both tokenizers lie on this machine, with the proof that they are one."""
+    from toolkit.pairing.tokenizers import compare_pair
+    from toolkit.plan.make import make_plan
+    from toolkit.plan.resolve import by_severity
+
+    plan, draft = make_plan(config), config.draft
+    models = _models(config).values()
+    if draft is None or not all(model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models):
+        return plan
+    try:
+        findings = compare_pair(config.target.checkpoint, draft.checkpoint, tp_size=_tp_size(config)).findings
+    except PairingError as error:
+        found = [Judgement("same-vocab", "refused", "draft.checkpoint", error.what, error.mend)]
+    else:
+        warnings = [one for one in findings if one.severity == "warning"]
+        found = [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
+    possible = plan.possible and not any(one.severity == "refused" for one in found)
+    return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found))
+
+
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
@@ -265,7 +288,7 @@ def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
-    tp_size = 1 if config.engine.kind == "torch" else config.engine.tp_size
+    tp_size = _tp_size(config)
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
@@ -282,6 +305,10 @@ def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
         return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size)
 
     return Stage("pair", 2, PairProof, (), parts, run)
+
+
+def _tp_size(config: DeploymentConfig) -> int:
+    return 1 if config.engine.kind == "torch" else config.engine.tp_size
 
 
 def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:

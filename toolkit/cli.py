@@ -160,9 +160,9 @@ def tune_command(
 @app.command()
 def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say whether it can work, what will be changed in silence, what it needs and how fast it can be; runs nothing."""
-    from toolkit.plan.make import make_plan
+    from toolkit.assembly import plan_of
 
-    made = make_plan(_load(config, overrides))
+    made = plan_of(_load(config, overrides))
     if as_json:
         from toolkit.records import to_json
 

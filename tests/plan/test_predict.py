@@ -75,6 +75,12 @@ def test_without_a_known_device_only_ratios_are_left() -> None:
     assert stage_times(subject("torch")) == ()
 
 
+def test_looking_the_text_up_costs_no_forward_and_no_memory() -> None:
+    (first, *_) = predict(subject("pytorch", draft=None, speculation__kind="ngram"))
+    assert first.cost_ratio == 0.0
+    assert first.speculative[0].speedup == pytest.approx(first.speculative[0].tokens_per_step, rel=0.01)
+
+
 def test_plain_decoding_has_no_row_of_speculation() -> None:
     (first, *_) = predict(subject("pytorch", draft=None, speculation__kind="none"))
     assert first.speculative == () and first.break_even is None

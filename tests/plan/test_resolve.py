@@ -128,6 +128,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
      "profiles-with-opt-tokens", "refuses", "remove one"),
     ("engine", {"engine__enable_block_reuse": False}, "block-reuse-for-drafts", "block reuse", "true"),
     # acceptance, layouts, hardware
+    ("engine", {"draft": None, "speculation__kind": "ngram"}, "ngram-of-flow", "looking the text up", "trtllm_pytorch"),
+    ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "a request states its own", "remove"),
+    ("pytorch", {**V11, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "1.1 has no", "1.2.1"),
+    ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",
+     "cannot accept by rejection", "auto"),
     ("pytorch", {"speculation__acceptance": "rejection"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
     ("pytorch", {"speculation__acceptance": "coupled"}, "acceptance-rule", "cannot accept by coupled", "torch"),
     ("engine", {"speculation__acceptance": "coupled"}, "acceptance-rule", "no such rule", "auto"),
@@ -266,6 +271,7 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
+        ("pytorch", {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "greatest batch sizes"),
     ],
 )
 def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any], rule: str, words: str) -> None:

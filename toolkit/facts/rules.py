@@ -104,7 +104,12 @@ RULES: dict[str, tuple[str, Source]] = {
         "two-model draft-target drafts greedily and accepts a token when the target's own sample equals it",
         Source(SPECULATION, "B"),
     ),
+    "draft-len-schedule": (
+        "draft_len_schedule exists from 1.2 on; its keys are least batch sizes in 1.2 and greatest ones in 1.3",
+        Source(LLM_ARGS, "A"),
+    ),
     # engine flow
+    "ngram-of-flow": ("NGram is a decoding type of the PyTorch flow alone", Source(LLM_ARGS, "B")),
     "block-reuse-for-drafts": (
         "external drafts need paged KV with block reuse",
         Source("TRT examples/draft_target_model/README.md", "B"),

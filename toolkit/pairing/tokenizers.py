@@ -25,7 +25,7 @@ from toolkit.records import Finding, PairProof
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["SOURCE_PATTERNS", "prove_pair"]
+__all__ = ["SOURCE_PATTERNS", "Comparison", "compare_pair", "prove_pair"]
 
 SHOWN = 5  # ids that differ are listed up to this many
 SOURCE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "hf_quant_config.json")
@@ -43,6 +43,16 @@ class _Side:
     parts: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """rows: of the embeddings as they are; vocab_size: what both are to be built with."""
+
+    vocab_size: int
+    target_rows: int
+    draft_rows: int | None
+    findings: tuple[Finding, ...]
+
+
 def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1) -> PairProof:
     """Read both checkpoints' headers, configs and tokenizers, and compare them by content.
 
@@ -52,6 +62,20 @@ def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None,
     Raises PairingError with the first ids that differ when they do not belong together, CheckpointError for a damaged one.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
+    compared = compare_pair(target, draft, tp_size=tp_size)
+    return PairProof(
+        target_digest=digest_tree(target, patterns, memo),
+        draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
+        tokenizer_digest=digest_tree(target, TOKENIZER_PATTERNS, memo),
+        vocab_size=compared.vocab_size,
+        target_vocab_size=compared.target_rows,
+        draft_vocab_size=compared.draft_rows,
+        findings=compared.findings,
+    )
+
+
+def compare_pair(target: Path, draft: Path | None, *, tp_size: int = 1) -> Comparison:
+    """The same without a digest of the weights, which takes long where they are large; raises the same."""
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
     vocab_size, draft_rows = target_side.shape.vocab_size, None
@@ -61,15 +85,7 @@ def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None,
         findings += _fits_its_model(draft_side, "draft")
         compared, vocab_size = _compare(target_side, draft_side, tp_size)
         findings += compared
-    return PairProof(
-        target_digest=digest_tree(target, patterns, memo),
-        draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
-        tokenizer_digest=digest_tree(target, TOKENIZER_PATTERNS, memo),
-        vocab_size=vocab_size,
-        target_vocab_size=target_side.shape.vocab_size,
-        draft_vocab_size=draft_rows,
-        findings=tuple(findings),
-    )
+    return Comparison(vocab_size, target_side.shape.vocab_size, draft_rows, tuple(findings))
 
 
 def _read(directory: Path) -> _Side:

@@ -122,7 +122,9 @@ def _summary(subject: Subject) -> dict[str, str]:
     found["sizes"] = (
         f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len} tokens with output"
     )
-    found["speculation"] = f"draft_target, {subject.draft_len} tokens a step" if subject.drafts else "none"
+    kind, tuned = config.speculation.kind, config.speculation.max_draft_len == "auto"
+    length = f"{subject.draft_len} tokens a step" + (" at most, to be measured" if tuned else "")
+    found["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
     found["hardware"] = f"{subject.gpu_count} x {subject.gpu.name}" if subject.gpu is not None else "this machine's CPU"
     if subject.gpu is None and subject.trtllm is not None:
         found["hardware"] = "not known"

@@ -79,8 +79,9 @@ def _at(subject: Subject, batch: int) -> Prediction:
     plain, compute_bound = seconds("target", 1)
     speeds: list[PredictedSpeed] = []
     ratio = threshold = None
-    if subject.drafts:
-        draft, verify = seconds("draft", 1)[0], seconds("target", draft_len + 1)[0]
+    if subject.speculates:
+        draft = seconds("draft", 1)[0] if subject.drafts else 0.0  # looking the text up takes no forward
+        verify = seconds("target", draft_len + 1)[0]
         ratio, threshold = draft / plain, break_even(draft_len, plain, draft, verify)
         for rate in ACCEPTANCE_RATES:
             tokens = tokens_per_step(rate, draft_len)

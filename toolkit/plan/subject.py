@@ -39,8 +39,13 @@ class Subject:
         return self.config.draft is not None
 
     @property
+    def speculates(self) -> bool:
+        """With a second model, or by looking the text up."""
+        return self.config.speculation.kind != "none"
+
+    @property
     def draft_len(self) -> int:
-        return self.config.speculation.longest_draft if self.drafts else 0
+        return self.config.speculation.longest_draft
 
     @property
     def trtllm(self) -> TensorRtLlmConfig | None:

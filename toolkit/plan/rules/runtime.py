@@ -20,7 +20,7 @@ def _no_pp_with_draft_target(subject: Subject) -> Findings:
 
 def _acceptance_rule(subject: Subject) -> Findings:
     asked, known = subject.config.speculation.acceptance, ACCEPTANCE[subject.config.engine.kind]
-    if not subject.drafts or asked in ("auto", *known):
+    if not subject.speculates or asked in ("auto", *known):
         return
     why = (
         "it drafts greedily and keeps a token that the target samples too"
@@ -29,6 +29,28 @@ def _acceptance_rule(subject: Subject) -> Findings:
     )
     mend = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
     yield refuse("speculation.acceptance", f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}", mend)
+
+
+def _ngram_of_flow(subject: Subject) -> Findings:
+    if subject.engine_flow is not None and subject.config.speculation.kind == "ngram":
+        what = "the engine flow takes drafts from a second engine; looking the text up is in the PyTorch flow"
+        yield refuse("speculation.kind", what, "set engine.kind: trtllm_pytorch, or kind: draft_target")
+
+
+def _draft_len_schedule(subject: Subject) -> Findings:
+    version = subject.version
+    if subject.config.speculation.draft_len_schedule is None or version is None:
+        return
+    path = "speculation.draft_len_schedule"
+    if subject.engine_flow is not None:
+        what = "the engine flow has no draft length by batch size: a request states its own"
+        yield refuse(path, what, "remove it, or set engine.kind: trtllm_pytorch")
+    elif version.draft_len_schedule is None:
+        what = f"TensorRT-LLM {version.name} has no draft_len_schedule"
+        yield refuse(path, what, 'remove it, or set engine.tensorrt_llm: "1.2.1"')
+    elif version.draft_len_schedule == "upper":
+        what = f"TensorRT-LLM {version.name} reads its keys as greatest batch sizes, where here and in 1.2 they are least ones"
+        yield Found("adjusted", path, what)
 
 
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
@@ -102,6 +124,8 @@ def _nodes(hardware: HardwareConfig) -> str:
 CHECKS: dict[str, Check] = {
     "no-pp-with-draft-target": _no_pp_with_draft_target,
     "acceptance-rule": _acceptance_rule,
+    "ngram-of-flow": _ngram_of_flow,
+    "draft-len-schedule": _draft_len_schedule,
     "block-reuse-for-drafts": _block_reuse_for_drafts,
     "world-size": _world_size,
     "ranks-per-node": _ranks_per_node,

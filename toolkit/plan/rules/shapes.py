@@ -84,7 +84,7 @@ def _input_within_num_tokens(subject: Subject) -> Findings:
 
 def _draft_within_num_tokens(subject: Subject) -> Findings:
     engine = subject.pytorch_flow
-    if engine is None or not subject.drafts:
+    if engine is None or not subject.speculates:
         return
     needed, allowed = engine.max_batch_size * (subject.draft_len + 1), max_num_tokens(engine)
     if needed > allowed:
