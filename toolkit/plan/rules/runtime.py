@@ -49,7 +49,7 @@ def _draft_len_schedule(subject: Subject) -> Findings:
         what = f"TensorRT-LLM {version.name} has no draft_len_schedule"
         yield refuse(path, what, 'remove it, or set engine.tensorrt_llm: "1.2.1"')
     elif version.draft_len_schedule == "upper":
-        what = f"TensorRT-LLM {version.name} reads its keys as greatest batch sizes, where here and in 1.2 they are least ones"
+        what = f"written with greatest batch sizes as keys, as TensorRT-LLM {version.name} reads them; here they are least ones"
         yield Found("adjusted", path, what)
 
 
