@@ -99,6 +99,19 @@ def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(config: Deploym
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("until", ["quantize", "compile"])
+def test_a_prompt_that_no_engine_would_take_is_found_before_the_long_work(
+    config: DeploymentConfig, tmp_path: Path, until: str
+) -> None:
+    if until == "compile":  # quantized already, when the prompts were shorter
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="quantize")
+    config.validation.prompts.write_text('{"prompt": "x"}\n' + json.dumps({"prompt": "y" * 80}) + "\n")
+    observer = Silent()
+    with pytest.raises(UsageError, match=r"prompts\.jsonl: prompt 2 has 81 tokens, and engine\.max_input_len is 64: 'yyy"):
+        build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until=until)
+    assert not any(line.startswith(until) for line in observer.lines)
+
+
 def test_a_checkpoint_with_a_link_to_nowhere_is_a_checkpoint_error(
     config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

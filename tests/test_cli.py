@@ -112,6 +112,30 @@ def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "toolkit", "schema"]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "reading or writing: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("where", ["localhost:99999", "http://localhost:8001/v2", "tcp://localhost:8001"])
+def test_an_endpoint_that_cannot_be_one_is_refused_and_nobody_is_called(where: str, tmp_path: Path) -> None:
+    done = toolkit("generate", where, "hello", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{where} is not host:port of a gRPC endpoint\n")
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64)])
+def test_a_seed_that_the_server_could_not_take_is_refused(seed: str, tmp_path: Path) -> None:
+    done = toolkit("generate", "localhost:1", "hello", "--seed", seed, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Invalid value for '--seed'" in done.stderr
+
+
 def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     (tmp_path / "empty.yaml").touch()
     said = []

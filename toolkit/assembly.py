@@ -284,6 +284,20 @@ def _check_inputs(config: DeploymentConfig) -> None:
         split_texts(config.calibration)
 
 
+def _check_prompt_lengths(config: DeploymentConfig) -> None:
+    """Asked before long work and not at every build: it needs the tokenizer. Raises UsageError."""
+    from toolkit.checkpoints.tokenizer import load_tokenizer
+    from toolkit.validate.prompts import check_lengths
+
+    tokenizer = load_tokenizer(config.target.checkpoint)
+    check_lengths(
+        config.validation.prompts,
+        config.validation.max_prompts,
+        lambda prompt: tokenizer.encode(prompt).ids,
+        config.engine.max_input_len,
+    )
+
+
 def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
@@ -331,6 +345,7 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
         return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
+        _check_prompt_lengths(config)
         vocab_size = finished["pair"].record.vocab_size
         return stage.quantize(
             role,
@@ -362,6 +377,7 @@ def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
+        _check_prompt_lengths(config)
         asked = spec.tensorrt_llm
         if loads_draft and asked is not None:
             asked = replace(asked, draft_dir=finished["quantize/draft"].record.path)

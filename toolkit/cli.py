@@ -35,6 +35,7 @@ STAGES = ("pair", "quantize", "compile", "package", "validate")
 VERDICTS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4}
 PIPED_WIDTH = 120  # of a report that goes to a file
 USAGE, FAILED, INTERRUPTED = 2, 3, 130
+MAX_PORT = 65535  # gRPC wraps a larger one, and calls somebody else
 URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
 
 app = typer.Typer(
@@ -239,7 +240,9 @@ def generate(
         int | None, typer.Option(help="Output tokens at most.", min=1, show_default="128, or the YAML's")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text.", min=0, max=2**64 - 1, show_default=False)
+    ] = None,
     draft_len: Annotated[
         int | None, typer.Option(help="Draft tokens per step; 0 decodes plainly.", min=0, show_default="the YAML's")
     ] = None,
@@ -249,11 +252,11 @@ def generate(
 ) -> None:
     """Stream one completion to the terminal, with tokens/s and acceptance."""
     asked = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
-    address = None if Path(where).exists() else URL.match(where)
+    address = _endpoint(where)
     if address is not None:
         if overrides:
             raise UsageError("--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out.")
-        _from_endpoint(address["address"], prompt, max_tokens or 128, asked, as_json=as_json)
+        _from_endpoint(address, prompt, max_tokens or 128, asked, as_json=as_json)
     else:
         _in_process(_load(Path(where), overrides), prompt, max_tokens, asked, as_json=as_json)
 
@@ -463,6 +466,13 @@ def main() -> None:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = 0
+    except OSError as error:  # what no part of ours has put into words of its own: most of all, output that cannot be written
+        if "--debug" in arguments:
+            raise
+        _say(f"{error.filename or 'reading or writing'}: {error.strerror or error}\n  --debug shows where it happened.")
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -621,6 +631,17 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
                     None if stats is None else stats.acceptance_length,
                     as_json=as_json,
                 )
+
+
+def _endpoint(where: str) -> str | None:
+    """host:port, or None where `where` is to be a file. Raises UsageError for what is neither."""
+    if Path(where).exists():
+        return None
+    url = URL.match(where)
+    impossible = "://" in where if url is None else int(url["address"].rsplit(":", 1)[1]) > MAX_PORT
+    if impossible:
+        raise UsageError(f"{where} is not host:port of a gRPC endpoint", mend="`toolkit serve` prints it: 127.0.0.1:8001")
+    return None if url is None else url["address"]
 
 
 def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, Any], *, as_json: bool) -> None:

@@ -150,7 +150,11 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
         name = form.of(word)
         value = float(one.get(name, default))
         if not (math.isfinite(value) and low <= value <= high):
-            raise RequestError(f"{name} is {value}; it has to be a number of at least {low} and at most {high}")
+            bounds = [f"at least {low}"] if math.isfinite(low) else []
+            bounds += [f"at most {high}"] if math.isfinite(high) else []
+            raise RequestError(
+                f"{name} is {value}; it has to be a finite number{' of ' if bounds else ''}{' and '.join(bounds)}"
+            )
         return value
 
     top_k_name, top_p_name, seed_name = form.of("top_k"), form.of("top_p"), form.of("seed")
