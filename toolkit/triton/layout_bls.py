@@ -63,6 +63,7 @@ class Bls:
     end_ids: Sequence[int]
     settings: Mapping[str, str]
     accumulate_tokens: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)  # of engine tensors that this version spells otherwise
     # A request takes an instance of BLS while it runs, and well under a millisecond of the other two.
     preprocessing_instances: int = 1
     postprocessing_instances: int = 1
@@ -133,17 +134,30 @@ def model_configs(bls: Bls) -> dict[str, Any]:
                 "package_version": str(contract.PACKAGE_VERSION),
                 contract.STREAM_TEXT_PARAMETER: "cumulative" if bls.accumulate_tokens else contract.STREAM_TEXT,
                 "end_ids": ",".join(map(str, bls.end_ids)),
+                **{f"engine_{new}": old for new, old in bls.names.items() if new != old},
                 **bls.settings,
             },
             types=types,
         ),
         contract.MODEL: _config(
-            contract.MODEL, ENGINE, bls.target.parameters, bls.target.own, types=types, backend=bls.target.backend
+            contract.MODEL,
+            ENGINE,
+            bls.target.parameters,
+            bls.target.own,
+            types=types,
+            backend=bls.target.backend,
+            names=bls.names,
         ),
     }
     if bls.draft is not None:
         configs[contract.DRAFT_MODEL] = _config(
-            contract.DRAFT_MODEL, ENGINE, bls.draft.parameters, bls.draft.own, types=types, backend=bls.draft.backend
+            contract.DRAFT_MODEL,
+            ENGINE,
+            bls.draft.parameters,
+            bls.draft.own,
+            types=types,
+            backend=bls.draft.backend,
+            names=bls.names,
         )
     instances = {
         contract.PREPROCESSING: bls.preprocessing_instances,
@@ -176,6 +190,7 @@ def _config(
     *,
     types: Mapping[str, str],
     backend: str = "python",
+    names: Mapping[str, str] | None = None,
 ) -> Any:
     """A template, filled. A parameter of it that is not given stays a placeholder, which the backend reads as unset."""
     from tritonclient.grpc import model_config_pb2 as pb
@@ -186,7 +201,7 @@ def _config(
     config = pb.ModelConfig(name=name, backend=backend)
     for tensor in facts.inputs:
         spec = config.input.add(
-            name=tensor.name,
+            name=(names or {}).get(tensor.name, tensor.name),
             data_type=dtype(tensor.dtype),
             dims=tensor.dims,
             optional=tensor.optional,

@@ -192,6 +192,7 @@ class EngineModels:
         self._target = own.get("tensorrt_llm_model_name", "tensorrt_llm")
         self._draft = own.get("tensorrt_llm_draft_model_name")
         self._seeds = own.get("seeds", "request")
+        self._names = {name: own[f"engine_{name}"] for name in ("min_tokens", "seed") if f"engine_{name}" in own}
         self._request = request
         self._prepared = prepared
         self.figures: dict[str, int] = {}
@@ -202,7 +203,7 @@ class EngineModels:
         tensors = engine_inputs(self._request, self._prepared, ids, count, role="draft", seeds=self._seeds)
         wanted = ["output_ids", "sequence_length", *(["generation_logits"] if "return_generation_logits" in tensors else [])]
         try:
-            answer = call(self._draft, tensors, wanted)
+            answer = call(self._draft, self._spelled(tensors), wanted)
         except EngineFailed as error:
             raise DraftFailed(
                 error.what, mend="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain."
@@ -210,6 +211,10 @@ class EngineModels:
         new = _new_ids(answer, count)
         logits = answer.get("generation_logits")
         return Drafts(new, None if logits is None else logits.reshape(-1, logits.shape[-1])[: len(new)])
+
+    def _spelled(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """In the words of the engine's version."""
+        return {self._names.get(name, name): array for name, array in tensors.items()}
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
         return self._ask(ids, len(drafts.ids) + 1, drafts=drafts.ids, draft_logits=drafts.logits)
@@ -236,7 +241,7 @@ class EngineModels:
         wanted = ["output_ids", "sequence_length"]
         wanted += ["output_log_probs"] if "return_log_probs" in tensors else []
         wanted += FIGURES if "return_perf_metrics" in tensors else []
-        answer = call(self._target, tensors, wanted)
+        answer = call(self._target, self._spelled(tensors), wanted)
         for name in FIGURES:
             if name in answer:
                 self.figures[name] = self.figures.get(name, 0) + int(answer[name].reshape(-1)[0])

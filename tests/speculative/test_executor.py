@@ -1,0 +1,214 @@
+"""An engine that is called with whole sequences: the tokens of plain decoding, computed from where a slot left off."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.step_engines import TableEngine
+from toolkit.errors import RequestError
+from toolkit.interfaces import Sampling
+from toolkit.speculative.executor import Call, Executor, Output
+
+PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 40, size=1 + 3 * i)) for i in range(9)]
+
+
+def run(executor: Executor, *calls: Call) -> list[list[Output]]:
+    """The outputs of calls that are made together."""
+    outputs: dict[str, list[Output]] = {call.call_id: [] for call in calls}
+    for call in calls:
+        executor.submit(call, outputs[call.call_id].append)
+    while any(not seen or seen[-1].finish_reason is None for seen in outputs.values()):
+        assert executor.step()
+    return list(outputs.values())
+
+
+def ids_of(executor: Executor, ids: tuple[int, ...], count: int, **fields: Any) -> tuple[int, ...]:
+    ((*outputs,),) = run(executor, Call("call", ids, count, **fields))
+    return tuple(token for output in outputs for token in output.ids)
+
+
+def rounds(
+    target: Executor, draft: Executor, prompt: tuple[int, ...], count: int, draft_len: int, **fields: Any
+) -> tuple[int, ...]:
+    """What a client does: ask for drafts, have them checked, until there are `count` tokens."""
+    ids = prompt
+    while len(ids) < len(prompt) + count:
+        room = min(draft_len, len(prompt) + count - len(ids) - 1)
+        drafts = ids_of(draft, ids, room, **fields) if room else ()
+        ids += ids_of(target, ids, len(drafts) + 1, drafts=drafts, **fields)
+    return ids[len(prompt) :]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    closeness=st.sampled_from([0.0, 0.7, 0.95]),
+    draft_len=st.integers(1, 6),
+    prompt=st.sampled_from(PROMPTS),
+    sampling=st.sampled_from(
+        [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(temperature=1.1, top_k=9, top_p=0.8, seed=6)]
+    ),
+)
+def test_rounds_give_what_one_call_gives(closeness: float, draft_len: int, prompt: tuple[int, ...], sampling: Sampling) -> None:
+    target, draft = Executor(TableEngine(1)), Executor(TableEngine(2, closeness=closeness))
+    plain = ids_of(Executor(TableEngine(1)), prompt, 20, sampling=sampling)
+    assert rounds(target, draft, prompt, 20, draft_len, sampling=sampling) == plain
+
+
+def test_calls_made_together_get_what_each_gets_alone() -> None:
+    """More calls than slots, of several lengths, with and without drafts."""
+    calls = [
+        Call(
+            str(number),
+            prompt,
+            1 + number,
+            drafts=(1, 2)[: number % 3],
+            sampling=Sampling(temperature=0.8 * (number % 2), seed=3),
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    together = run(Executor(TableEngine(1, max_batch_size=3)), *calls)
+    for call, outputs in zip(calls, together, strict=True):
+        (alone,) = run(Executor(TableEngine(1)), call)
+        assert [output.ids for output in outputs] == [output.ids for output in alone]
+
+
+def test_a_round_feeds_only_what_is_new() -> None:
+    engine = TableEngine(1)
+    executor = Executor(engine)
+    first = ids_of(executor, PROMPTS[8], 4)
+    engine.forwards.clear()
+    (outputs,) = run(executor, Call("next", (*PROMPTS[8], *first), 3, drafts=(1, 2)))
+    assert engine.forwards == [(1, 3)]  # the newest token and two drafts
+    assert outputs[-1].reused_tokens == len(PROMPTS[8]) + 3
+    assert outputs[-1].computed_tokens == 1
+
+
+def test_a_sequence_that_turned_elsewhere_is_computed_from_there() -> None:
+    executor = Executor(TableEngine(1))
+    ids_of(executor, PROMPTS[8], 6)
+    other = (*PROMPTS[8][:20], 39, 38)
+    (outputs,) = run(executor, Call("other", other, 5))
+    assert outputs[-1].reused_tokens == 20
+    assert tuple(token for output in outputs for token in output.ids) == ids_of(Executor(TableEngine(1)), other, 5)
+
+
+def test_a_shared_beginning_does_not_throw_away_a_long_sequence() -> None:
+    executor = Executor(TableEngine(1, max_batch_size=2))
+    ids_of(executor, PROMPTS[8], 6)
+    ids_of(executor, (PROMPTS[8][0], 1, 2), 2)
+    (outputs,) = run(executor, Call("again", PROMPTS[8], 1))
+    assert outputs[-1].reused_tokens == len(PROMPTS[8]) - 1
+
+
+def test_a_call_with_drafts_ends_with_one_token_more_than_were_kept() -> None:
+    executor = Executor(TableEngine(1))
+    plain = ids_of(executor, PROMPTS[3], 4)
+    assert ids_of(executor, PROMPTS[3], 4, drafts=plain[:3]) == plain
+    wrong = (plain[0], (plain[1] + 1) % 40, plain[2])
+    assert ids_of(executor, PROMPTS[3], 4, drafts=wrong) == plain[:2]
+
+
+def test_ends_hold_inside_a_block() -> None:
+    executor = Executor(TableEngine(1))
+    plain = ids_of(executor, PROMPTS[4], 8)
+    end = plain[2]
+    until = plain[: 1 + plain.index(end)]
+    assert ids_of(executor, PROMPTS[4], 8, end_ids=frozenset([end])) == until
+    assert ids_of(executor, PROMPTS[4], 8, drafts=plain[:5], end_ids=frozenset([end])) == until
+    assert ids_of(executor, PROMPTS[4], 8, stop_sequences=(plain[1:3],)) == plain[:3]
+    longer = ids_of(executor, PROMPTS[4], 8, end_ids=frozenset([end]), min_tokens=5)
+    assert end not in longer[:5]
+
+
+def test_draft_logits_keep_the_distribution_of_the_target() -> None:
+    """Speculative sampling over two engines: the first token, drafted by another model, against its probability."""
+    target_engine, draft_engine = TableEngine(1, vocab_size=6, sharpness=0.8), TableEngine(2, vocab_size=6, sharpness=0.8)
+    target, draft = Executor(target_engine), Executor(draft_engine)
+    prompt, counts = (1, 2, 3), np.zeros(6)
+    for seed in range(3000):
+        (proposed,) = run(draft, Call("d", prompt, 1, sampling=Sampling(temperature=1.0, seed=2 * seed + 1), logits=True))
+        logits = np.stack(proposed[-1].logits)
+        asked = Sampling(temperature=1.0, seed=2 * seed)
+        counts[ids_of(target, prompt, 2, drafts=proposed[-1].ids, draft_logits=logits, sampling=asked)[0]] += 1
+    (reference,) = run(Executor(target_engine), Call("r", prompt, 1, logits=True))
+    row = np.exp(reference[-1].logits[0] - reference[-1].logits[0].max())
+    expected = 3000 * row / row.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 25  # chi-squared, 5 degrees of freedom: p = 0.0001
+
+
+def test_log_probabilities_are_the_model_s_own() -> None:
+    (outputs,) = run(Executor(TableEngine(1)), Call("x", PROMPTS[2], 3, log_probs=True, logits=True))
+    for output in outputs:
+        for token, value, logits in zip(output.ids, output.log_probs, output.logits, strict=True):
+            assert value == pytest.approx(float(logits[token] - np.log(np.exp(logits).sum())))
+
+
+def test_a_cancelled_call_ends_and_the_others_go_on() -> None:
+    executor = Executor(TableEngine(1))
+    seen: list[Output] = []
+    executor.submit(Call("gone", PROMPTS[1], 50), seen.append)
+    executor.step()
+    executor.cancel("gone")
+    assert ids_of(executor, PROMPTS[2], 3) == ids_of(Executor(TableEngine(1)), PROMPTS[2], 3)
+    assert seen[-1].finish_reason == "cancelled"
+
+
+def test_run_serves_until_it_is_stopped() -> None:
+    executor, stop, done = Executor(TableEngine(1)), threading.Event(), threading.Event()
+    thread = threading.Thread(target=executor.run, args=(stop,))
+    thread.start()
+    seen: list[Output] = []
+    executor.submit(Call("x", PROMPTS[1], 3), lambda output: (seen.append(output), output.finish_reason and done.set())[0])
+    assert done.wait(10)
+    stop.set()
+    thread.join(10)
+    assert sum(len(output.ids) for output in seen) == 3
+
+
+class Breaking(TableEngine):
+    broken = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broken:
+            raise RuntimeError("no more")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_failed_forward_ends_its_calls_and_nothing_else() -> None:
+    engine = Breaking(1)
+    executor = Executor(engine)
+    engine.broken = True
+    (outputs,) = run(executor, Call("x", PROMPTS[2], 3))
+    assert outputs[-1].error == "RuntimeError: no more"
+    engine.broken = False
+    assert ids_of(executor, PROMPTS[2], 3) == ids_of(Executor(TableEngine(1)), PROMPTS[2], 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (Call("x", (), 1), "the sequence is empty"),
+        (Call("x", (1,), 0), "0 tokens are asked for"),
+        (Call("x", (40,), 1), "outside the vocabulary of 40"),
+        (Call("x", (1,), 96), "exceed max_seq_len 96 together"),
+        (Call("x", (1,), 9, drafts=(1,) * 8), "8 draft tokens were sent, and this engine checks at most 7"),
+        (Call("x", (1,), 3, drafts=(1, 2), draft_logits=np.zeros((1, 40))), r"draft_logits has the shape \(1, 40\)"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(call: Call, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Executor(TableEngine(1)).submit(call, lambda output: None)
+
+
+def test_overload_is_refused() -> None:
+    executor = Executor(TableEngine(1, max_batch_size=1), max_queue_size=1)
+    for number in range(2):
+        executor.submit(Call(str(number), (1,), 1), lambda output: None)
+    with pytest.raises(RequestError, match="2 calls are being served or waiting"):
+        executor.submit(Call("2", (1,), 1), lambda output: None)

@@ -1,0 +1,163 @@
+"""The bls layout's files: TensorRT-LLM's tensors and parameters one by one, for the embedded engine and for its own backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tritonclient.grpc import model_config_pb2 as pb
+
+from tests.support.checkpoints import write_byte_tokenizer
+from toolkit.config.schema import TritonConfig
+from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
+from toolkit.triton import contract, model_config
+from toolkit.triton.layout_bls import model_configs, write_models
+from toolkit.triton.layout_trtllm import Engines, bls_of_engines, ranks_of
+
+FACTS = {
+    "preprocessing": PREPROCESSING,
+    "postprocessing": POSTPROCESSING,
+    "tensorrt_llm": ENGINE,
+    "tensorrt_llm_draft": ENGINE,
+    "tensorrt_llm_bls": BLS,
+}
+TYPES = {
+    "${logits_datatype}": "TYPE_FP32",
+    "${encoder_input_features_data_type}": "TYPE_FP16",
+    "${prompt_embedding_table_data_type}": "TYPE_FP16",
+}
+
+
+def engines(**changes: Any) -> Engines:
+    sizes = {"max_batch_size": 16, "max_input_len": 4096, "max_seq_len": 8192, "max_draft_len": 5}
+    return Engines(**{"version": "1.2.1", **sizes, **changes})
+
+
+def rendered(asked: Engines, folder: Path, **triton: Any) -> dict[str, Any]:
+    """Model -> its configuration, written and read again."""
+    configs = {}
+    for name, config in model_configs(bls_of_engines(asked, TritonConfig(**triton), (7, 8))).items():
+        model_config.write(config, folder / f"{name}.pbtxt")
+        configs[name] = model_config.read(folder / f"{name}.pbtxt")
+    return configs
+
+
+def parameters(config: Any) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def check_tensors(config: Any, facts: ModelFacts, ours: tuple[set[str], set[str]]) -> None:
+    for given, expected, own in ((config.input, facts.inputs, ours[0]), (config.output, facts.outputs, ours[1])):
+        assert [tensor.name for tensor in given if tensor.name not in own] == [fact.name for fact in expected]
+        by_name = {tensor.name: tensor for tensor in given}
+        for fact in expected:
+            tensor = by_name[fact.name]
+            assert pb.DataType.Name(tensor.data_type) == TYPES.get(fact.dtype, fact.dtype), fact.name
+            assert tuple(tensor.dims) == fact.dims, fact.name
+            if given is config.input:
+                assert tensor.optional is fact.optional, fact.name
+                assert tensor.allow_ragged_batch is fact.ragged, fact.name
+                assert tensor.HasField("reshape") is fact.scalar, fact.name
+        assert all(by_name[name].optional for name in own if given is config.input)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+def test_every_tensor_and_parameter_is_the_template_s(tmp_path: Path, tp_size: int) -> None:
+    configs = rendered(engines(tp_size=tp_size), tmp_path)
+    assert set(configs) == set(FACTS)
+    ours = ({spec.name for spec in contract.BLS_INPUTS}, {spec.name for spec in contract.BLS_OUTPUTS})
+    for name, facts in FACTS.items():
+        config = configs[name]
+        assert config.name == name
+        check_tensors(config, facts, ours if name == "tensorrt_llm_bls" else (set(), set()))
+        stated = parameters(config)
+        for fact in facts.parameters:
+            if fact.required:
+                assert stated[fact.name], fact.name
+                assert not stated[fact.name].startswith("${"), fact.name
+            elif fact.in_template:
+                assert fact.name in stated, fact.name
+            value = stated.get(fact.name, "")
+            if value.startswith("${"):
+                assert value == f"${{{fact.key}}}"
+            elif value and fact.choices:
+                assert value in fact.choices
+            if fact.fixed is not None:
+                assert value == fact.fixed
+    assert configs["tensorrt_llm"].backend == configs["tensorrt_llm_draft"].backend == "tensorrtllm"
+    for name in ("tensorrt_llm", "tensorrt_llm_draft"):
+        stated = parameters(configs[name])
+        assert stated["gpu_device_ids"] == ",".join(map(str, range(tp_size)))
+        assert stated["gpt_model_path"] == f"/models/{name}/1/engine"
+        assert stated["enable_kv_cache_reuse"] == "true"
+        assert stated["participant_ids"] == "${participant_ids}"
+        assert stated["decoding_mode"] == "${decoding_mode}"
+        assert configs[name].max_batch_size == 16
+        assert not configs[name].model_transaction_policy.decoupled
+        assert list(configs[name].dynamic_batching.preferred_batch_size) == [16]
+
+
+def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Path) -> None:
+    configs = rendered(engines(free_gpu_memory_fraction=0.8, draft_share=0.25), tmp_path)
+    shares = [
+        float(parameters(configs[name])["kv_cache_free_gpu_mem_fraction"]) for name in ("tensorrt_llm", "tensorrt_llm_draft")
+    ]
+    assert shares == [pytest.approx(0.6), pytest.approx(0.2)]
+
+
+def test_ranks_of_several_nodes_are_named(tmp_path: Path) -> None:
+    asked = engines(tp_size=16)
+    assert ranks_of(asked) == {"tensorrt_llm": range(1, 17), "tensorrt_llm_draft": range(17, 33)}
+    configs = rendered(asked, tmp_path)
+    stated = [parameters(configs[name]) for name in ("tensorrt_llm", "tensorrt_llm_draft")]
+    assert [one["num_nodes"] for one in stated] == ["2", "2"]
+    assert stated[0]["participant_ids"].split(",")[0] == "1"
+    assert stated[1]["participant_ids"].split(",")[-1] == "32"
+
+
+def test_a_target_alone_has_all_the_memory_and_no_draft_model(tmp_path: Path) -> None:
+    configs = rendered(engines(max_draft_len=0), tmp_path)
+    assert "tensorrt_llm_draft" not in configs
+    assert parameters(configs["tensorrt_llm"])["kv_cache_free_gpu_mem_fraction"] == "0.9"
+    assert parameters(configs["tensorrt_llm_bls"])["tensorrt_llm_draft_model_name"] == "${tensorrt_llm_draft_model_name}"
+
+
+def test_an_old_version_has_its_own_names(tmp_path: Path) -> None:
+    configs = rendered(engines(version="0.21"), tmp_path)
+    names = {tensor.name for tensor in configs["tensorrt_llm"].input}
+    assert {"min_length", "random_seed"} <= names
+    assert not {"min_tokens", "seed"} & names
+    assert parameters(configs["tensorrt_llm_bls"])["engine_seed"] == "random_seed"
+
+
+def test_bls_streams_and_queues_what_is_asked(tmp_path: Path) -> None:
+    front = rendered(engines(), tmp_path, decoupled=False, max_queue_size=9)["tensorrt_llm_bls"]
+    assert not front.model_transaction_policy.decoupled
+    assert front.max_batch_size == 1
+    assert front.instance_group[0].count == 16
+    assert front.dynamic_batching.default_queue_policy.max_queue_size == 9
+    assert rendered(engines(), tmp_path)["tensorrt_llm_bls"].model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm_bls"])
+def test_a_model_finds_all_it_imports_in_its_own_folder(tmp_path: Path, model: str) -> None:
+    """As in a container without the toolkit: only Python's own modules, numpy and tokenizers are there beside it."""
+    write_byte_tokenizer(tmp_path / "tokenizer")
+    write_models(tmp_path / "repository", tmp_path / "tokenizer")
+    version = tmp_path / "repository" / model / "1"
+    assert (version / "tokenizer" / "tokenizer.json").is_file() is (model != "tensorrt_llm_bls")
+    program = (
+        "import sys, types\n"
+        "sys.modules['triton_python_backend_utils'] = types.ModuleType('triton_python_backend_utils')\n"
+        f"sys.path[:0] = [{str(version)!r}]\n"
+        "import model, toolkit\n"
+        f"assert toolkit.__file__.startswith({str(version)!r}), toolkit.__file__\n"
+        "assert model.TritonPythonModel\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'pydantic', 'transformers', 'tritonclient'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env={}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""The repositories that TensorRT-LLM's own backends serve: what the `bls` layout is filled with for two engines.
+
+Engines lie in the repository, beneath the models that serve them, and are named by the path that the repository has in the
+container, since the backend resolves no relative one.
+
+Memory: every model takes its fraction of what is free when it loads, in an order that nobody promises. Fractions that add up to
+the one that is asked for keep to it in either order. Orchestrator mode: without it two engines of several ranks do not start
+(TRT#3797); one node's ranks are spawned by the backend, ranks of several nodes are given by mpirun and named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.config.schema import TritonConfig
+from toolkit.facts.versions import NEW_NAMES, VERSIONS
+from toolkit.triton import contract
+from toolkit.triton.layout_bls import Bls, EngineModel, settings_of
+
+__all__ = ["REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
+
+REPOSITORY = "/models"  # where the repository is mounted in the container
+DRAFT_SHARE = 0.1  # of the memory for KV caches
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Two engines of the engine flow, and how they are placed. max_draft_len 0: the target alone."""
+
+    version: str  # of TensorRT-LLM
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_draft_len: int
+    tp_size: int = 1
+    pp_size: int = 1
+    gpus_per_node: int = 8
+    free_gpu_memory_fraction: float = 0.9
+    draft_share: float = DRAFT_SHARE
+    enable_block_reuse: bool = True
+    acceptance: str = "auto"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def nodes(self) -> int:
+        """Of one engine's ranks; both engines share the GPUs."""
+        return -(-self.world_size // self.gpus_per_node)
+
+
+def ranks_of(engines: Engines) -> dict[str, range]:
+    """The MPI ranks of each engine model where nothing is spawned: 0 is the orchestrator."""
+    world = engines.world_size
+    ranks = {contract.MODEL: range(1, 1 + world)}
+    if engines.max_draft_len:
+        ranks[contract.DRAFT_MODEL] = range(1 + world, 1 + 2 * world)
+    return ranks
+
+
+def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int]) -> Bls:
+    speculates = engines.max_draft_len > 0
+    share = engines.draft_share if speculates else 0.0
+    return Bls(
+        target=_engine(contract.MODEL, engines, 1.0 - share),
+        draft=_engine(contract.DRAFT_MODEL, engines, share) if speculates else None,
+        max_batch_size=engines.max_batch_size,
+        decoupled=triton.decoupled,
+        end_ids=tuple(end_ids),
+        request_timeout_s=triton.request_timeout_s,
+        bls_queue_size=triton.max_queue_size,
+        names=dict(zip(NEW_NAMES, VERSIONS[engines.version].triton_names, strict=True)),
+        settings=settings_of(
+            triton,
+            max_input_len=engines.max_input_len,
+            max_seq_len=engines.max_seq_len,
+            max_draft_len=engines.max_draft_len,
+            # Token equality is how the backend accepts unless it is sent logits.
+            acceptance="sample_match" if engines.acceptance == "auto" else engines.acceptance,
+            seeds="call",
+        ),
+    )
+
+
+def _engine(model: str, engines: Engines, share: float) -> EngineModel:
+    parameters = {
+        "max_beam_width": "1",
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": f"{REPOSITORY}/{model}/1/engine",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "kv_cache_free_gpu_mem_fraction": f"{engines.free_gpu_memory_fraction * share:.4g}",
+        "exclude_input_in_output": "false",
+        # Rounds depend on it, whatever the rest of the deployment wants.
+        "enable_kv_cache_reuse": "true" if engines.max_draft_len or engines.enable_block_reuse else "false",
+        "gpu_device_ids": ",".join(map(str, range(min(engines.world_size, engines.gpus_per_node)))),
+    }
+    if engines.nodes > 1:
+        parameters["participant_ids"] = ",".join(map(str, ranks_of(engines)[model]))
+        parameters["num_nodes"] = str(engines.nodes)
+    return EngineModel("tensorrtllm", parameters)
