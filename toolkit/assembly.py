@@ -65,6 +65,7 @@ PACKAGED = STAGES[STAGES.index("package") :]
 SOURCES = Path(__file__).parent
 SERVED_SOURCES = (
     "serving.py",
+    "benching.py",
     "client.py",
     "interfaces.py",
     "checkpoints/*",
@@ -77,6 +78,7 @@ SHIPPED_SOURCES = ("client.py", "errors.py", "interfaces.py", "speculative/*.py"
 MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 
+SWEEP_REQUESTS = 32  # per arm, round and concurrency, unless more are needed to keep it up
 REMEMBERED = 64  # fingerprints of engine backends
 
 
@@ -554,6 +556,7 @@ def _measure(
     config: DeploymentConfig, finished: Finished, quality: Quality, workplace: Workplace, out_dir: Path, progress: Progress
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
+    from toolkit.benching import sweep
     from toolkit.client import Client
     from toolkit.report.render import write_report
     from toolkit.triton.server import TritonServer
@@ -583,6 +586,18 @@ def _measure(
             engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
             environment=_environment(),
             counters=lambda: read_counters(server.metrics_url),
+            sweep=lambda levels: sweep(
+                server.grpc_url,
+                repository.model,
+                config.validation.prompts,
+                levels,
+                against_plain=repository.max_draft_len > 0,
+                requests=min(config.validation.max_prompts, SWEEP_REQUESTS),
+                max_tokens=config.validation.max_tokens,
+                seed=config.validation.seed,
+                metrics_url=server.metrics_url,
+                progress=progress,
+            ),
             preceding=finished["pair"].record.findings,
             stages=[StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
             progress=progress,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from toolkit.validate.bench import Arm, Load, Plan
     from toolkit.validate.clients import Transport
 
-__all__ = ["Asked", "bench"]
+__all__ = ["Asked", "bench", "sweep"]
 
+FILLED = 4  # requests of a sweep per request in flight, at least
 METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: of HTTP and gRPC -> of its metrics
 
 
@@ -58,6 +59,36 @@ def bench(url: str, asked: Asked, *, progress: Progress = lambda done, total, wh
     """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError when it cannot be used."""
     plan = _plan(asked)
     return asyncio.run(_bench(url, asked, plan, progress))
+
+
+def sweep(
+    url: str,
+    model: str,
+    prompts: Path,
+    levels: Sequence[int],
+    *,
+    against_plain: bool,
+    requests: int,
+    max_tokens: int,
+    seed: int,
+    metrics_url: str | None = None,
+    progress: Progress = lambda done, total, what: None,
+) -> BenchRun:
+    """A deployment, beside its own plain decoding, at each concurrency: 2 rounds, and one more where that is not precise."""
+    asked = Asked(
+        prompts=prompts,
+        model=model,
+        against_plain=against_plain,
+        max_tokens=max_tokens,
+        concurrency=tuple(levels),
+        requests=max(requests, FILLED * max(levels)),
+        rounds=2,
+        max_rounds=3,
+        precision=0.1,
+        metrics_url=metrics_url,
+        seed=seed,
+    )
+    return bench(url, asked, progress=progress)
 
 
 async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> BenchRun:

@@ -693,12 +693,13 @@ def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchR
     """Package what is missing, serve it on free ports, measure it."""
     from toolkit.triton.server import TritonServer
 
-    _run_stages(config, "package")
+    packaged = _run_stages(config, "package").stages["package"].record
     repository = _workplace().repository(config.name)
     free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     _say(f"starting tritonserver on {repository}")
     with TritonServer(repository, free_ports) as server:
-        return _bench_endpoint(server.grpc_url, {**asked, "metrics_url": server.metrics_url})
+        served = {"model": asked["model"] or packaged.model, "metrics_url": server.metrics_url}
+        return _bench_endpoint(server.grpc_url, {**asked, **served})
 
 
 def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:

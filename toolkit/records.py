@@ -671,7 +671,8 @@ class Definition:
 class ValidationReport:
     """The verdict and everything it rests on. docs/report.md explains the JSON.
 
-    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature.
+    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
+    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying.
     """
 
     schema_version: int
@@ -694,6 +695,8 @@ class ValidationReport:
     engines: dict[str, CompiledEngine]
     stages: tuple[StageCost, ...]
     definitions: dict[str, Definition]
+    loads: tuple[BenchPoint, ...] = ()
+    crossover: Crossover | None = None
 
 
 @dataclass(frozen=True, slots=True)

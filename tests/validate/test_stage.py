@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,20 @@ import pytest
 from tests.support.endpoint import Fault, ScriptedEndpoint
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
-from toolkit.errors import StageError
-from toolkit.records import Gate, Quality, QuantizationQuality, ValidationReport, from_json, to_json
+from toolkit.errors import StageError, UsageError
+from toolkit.records import (
+    BenchPoint,
+    BenchRun,
+    Finding,
+    Gate,
+    Quality,
+    QuantizationQuality,
+    Ratio,
+    ValidationReport,
+    from_json,
+    to_json,
+)
+from toolkit.validate.bench import crossover
 from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import References, validate
 
@@ -27,7 +41,9 @@ def prompts_file(tmp_path: Path) -> Path:
     return path
 
 
-def run(endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 4, **config: Any) -> ValidationReport:
+def run(
+    endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 4, sweep: Any = None, **config: Any
+) -> ValidationReport:
     asked: dict[str, Any] = {
         "max_tokens": 8,
         "rounds": 1,
@@ -47,6 +63,7 @@ def run(endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 
         engines={},
         environment={"python": "3"},
         counters=endpoint.counters,
+        sweep=sweep,
     )
 
 
@@ -242,3 +259,28 @@ def test_rounds_are_added_until_the_speedup_is_known_as_closely_as_wanted(prompt
     assert report.speedup is not None and coarse.speedup is not None
     assert (coarse.speedup.rounds, report.speedup.rounds) == (1, 5)
     assert report.speedup.high - report.speedup.low < coarse.speedup.high - coarse.speedup.low
+
+
+def swept(levels: Sequence[int], *, failed: bool = False) -> BenchRun:
+    """What a sweep would have found: speculation that pays up to half of the highest level."""
+    pays, stops = Ratio("speed", 1.2, 1.1, 1.3), Ratio("speed", 0.8, 0.7, 0.9)
+    points = tuple(BenchPoint(level, None, 2, (), (pays if 2 * level <= max(levels) else stops,)) for level in levels)
+    gate = Gate("errors@1", "FAIL" if failed else "PASS", 0.0, 0.0, "1 of 8 requests failed" if failed else "", None)
+    found = Finding("lag", "warning", "sends were late")
+    return BenchRun(1, "", gate.outcome, (gate,), (), {}, points, crossover(points), (), (found,), {}, {}, ())
+
+
+def test_a_sweep_stands_in_the_report_and_its_failures_in_the_verdict(prompts_file: Path) -> None:
+    limits = LatencyGates(concurrency=(1, 4, 8))
+    report = run(ScriptedEndpoint(), prompts_file, latency=limits, sweep=swept)
+    assert [point.concurrency for point in report.loads] == [1, 4, 8]
+    assert report.crossover is not None and (report.crossover.pays_up_to, report.crossover.stops_at) == (4, 8)
+    assert report.verdict == "PASS" and any(one.detail == "sends were late" for one in report.findings)
+    assert from_json(ValidationReport, to_json(report)) == report
+    broken = run(ScriptedEndpoint(), prompts_file, latency=limits, sweep=partial(swept, failed=True))
+    assert broken.verdict == "FAIL"
+
+
+def test_a_sweep_that_cannot_be_made_is_not_left_out_in_silence(prompts_file: Path) -> None:
+    with pytest.raises(UsageError, match="nothing here can measure it"):
+        run(ScriptedEndpoint(), prompts_file, latency=LatencyGates(concurrency=(1, 4)))

@@ -287,11 +287,13 @@ class LatencyGates(Section):
     """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its bootstrap interval.
 
     precision: rounds are added up to max_rounds until the interval of the speed-up is this narrow (half its width, as a share).
+    concurrency: both arms are also measured at these many requests at a time, to find where speculation stops paying.
     max_ratios: speculative / plain, per latency and percentile: {ttft_p90: 1.1}.
     """
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
     precision: Annotated[float, Field(gt=0.0)] = 0.1
+    concurrency: tuple[Count, ...] = Field(default=(), strict=False)
     max_ratios: dict[LatencyPercentile, Annotated[float, Field(gt=0.0)]] = {}
     max_ttft_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
     max_tpot_p90_ms: Annotated[float, Field(gt=0.0)] | None = None

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from toolkit.config.schema import ValidationConfig
+from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.records import (
     Acceptance,
     Arms,
+    BenchRun,
     CompiledEngine,
     CounterCheck,
     Finding,
@@ -42,7 +44,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 4
+VERSION = 5
 SCHEMA_VERSION = 2
 WARM_UP_PROMPTS = 2
 BURSTS = 0.05  # share of requests delivered late above which we say so
@@ -64,6 +66,7 @@ def validate(
     environment: Mapping[str, str],
     keep_replay: Callable[[Replay], str] | None = None,
     counters: Callable[[], Mapping[str, float]] | None = None,
+    sweep: Callable[[Sequence[int]], BenchRun] | None = None,
     preceding: Sequence[Finding] = (),
     stages: Sequence[StageCost] = (),
     progress: Progress | None = None,
@@ -73,6 +76,7 @@ def validate(
 
     endpoint: a started server's client, `Client(server.grpc_url)`. counters: reads the server's own counters, for instance
     `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
+    sweep: measures both arms at these many requests at a time; it is called where config.latency.concurrency has any.
     references: judge the texts; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
     verify_arm: the endpoint knows the acceptance rule `verify_only`. keep_replay: stores what `toolkit validate --replay`
     needs of one divergence, and returns the file's name.
@@ -143,6 +147,12 @@ def validate(
     )
 
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
+    what = "measuring several requests at a time"
+    loaded = None
+    if config.latency.concurrency:
+        if sweep is None:
+            raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
+        loaded = sweep(config.latency.concurrency)
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config)
     gates = [
@@ -150,6 +160,7 @@ def validate(
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
         *correctness_gates(found, quality.target),
         *quality_gates(quality.target, config.quality),
+        *(() if loaded is None else loaded.gates),
     ]
     return ValidationReport(
         schema_version=SCHEMA_VERSION,
@@ -177,12 +188,15 @@ def validate(
         findings=(
             *(finding for finding in preceding if finding.severity != "ok"),
             *found.diagnoses,
+            *(() if loaded is None else (finding for finding in loaded.findings if finding.severity != "ok")),
             *_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms}),
         ),
         environment=dict(environment),
         engines=dict(engines),
         stages=tuple(stages),
         definitions=metrics.DEFINITIONS,
+        loads=() if loaded is None else loaded.points,
+        crossover=None if loaded is None else loaded.crossover,
     )
 
 
