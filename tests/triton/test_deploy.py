@@ -1,0 +1,297 @@
+"""Launch files: the words of TensorRT-LLM's launcher, and manifests that the schemas of Kubernetes and Compose allow."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.errors import StageError
+from toolkit.triton.deploy import (
+    Deployment,
+    compose,
+    docker_run,
+    kubernetes,
+    launch_script,
+    leader_worker_set,
+    slurm_script,
+    write,
+)
+
+DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def deployment(**changes: Any) -> Deployment:
+    return Deployment(**{"name": "Llama_70b", "layout": "bls", "version": "1.2.1", **changes})
+
+
+# What the API servers of Kubernetes 1.29 and LeaderWorkerSet v1 take, as far as these manifests go: field -> its schema. `!`
+# marks a required one; [x] is a list of x; a function checks a scalar.
+def name(value: Any) -> bool:
+    return isinstance(value, str) and DNS.fullmatch(value) is not None
+
+
+def port_name(value: Any) -> bool:
+    return name(value) and len(value) <= 15
+
+
+def number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
+
+
+def port(value: Any) -> bool:
+    return number(value) or port_name(value)
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def labels(value: Any) -> bool:
+    return isinstance(value, dict) and all(text(key) and text(item) for key, item in value.items())
+
+
+def quantity(value: Any) -> bool:
+    return re.fullmatch(r"\d+([KMGT]i)?", str(value)) is not None
+
+
+def quantities(value: Any) -> bool:
+    return isinstance(value, dict) and all(text(key) and quantity(item) for key, item in value.items())
+
+
+def flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+METADATA = {"name": name, "labels": labels}
+PROBE = {
+    "httpGet": {"path!": text, "port!": port},
+    "tcpSocket": {"port!": port},
+    **dict.fromkeys(("periodSeconds", "failureThreshold", "timeoutSeconds"), number),
+}
+CONTAINER = {
+    "name!": name,
+    "image!": text,
+    "command": [text],
+    "ports": [{"name": port_name, "containerPort!": number}],
+    "resources": {"limits": quantities, "requests": quantities},
+    "volumeMounts": [{"name!": name, "mountPath!": text, "readOnly": flag}],
+    "startupProbe": PROBE,
+    "readinessProbe": PROBE,
+    "livenessProbe": PROBE,
+}
+VOLUME = {
+    "name!": name,
+    "persistentVolumeClaim": {"claimName!": name, "readOnly": flag},
+    "emptyDir": {"medium": lambda value: value == "Memory", "sizeLimit": quantity},
+    "secret": {"secretName!": name, "defaultMode": lambda value: value == 0o400},
+}
+TEMPLATE = {"metadata!": METADATA, "spec!": {"containers!": [CONTAINER], "volumes": [VOLUME]}}
+KINDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("apps/v1", "Deployment"): {
+        "replicas": number,
+        "strategy": {"type!": lambda value: value in ("Recreate", "RollingUpdate")},
+        "selector!": {"matchLabels!": labels},
+        "template!": TEMPLATE,
+    },
+    ("v1", "Service"): {"selector!": labels, "ports!": [{"name!": port_name, "port!": number, "targetPort": port}]},
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "replicas": number,
+        "startupPolicy": lambda value: value in ("LeaderCreated", "LeaderReady"),
+        "leaderWorkerTemplate!": {
+            "size": number,
+            "restartPolicy": lambda value: value in ("RecreateGroupOnPodRestart", "None"),
+            "leaderTemplate": TEMPLATE,
+            "workerTemplate!": TEMPLATE,
+        },
+    },
+}
+
+
+def check(value: Any, schema: Any, where: str) -> None:
+    if isinstance(schema, dict):
+        assert isinstance(value, dict), where
+        known = {key.rstrip("!"): (each, key.endswith("!")) for key, each in schema.items()}
+        assert set(value) <= set(known), f"{where}: {set(value) - set(known)}"
+        for key, (each, required) in known.items():
+            assert key in value or not required, f"{where}.{key} is missing"
+            if key in value:
+                check(value[key], each, f"{where}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), where
+        assert value, where
+        for index, item in enumerate(value):
+            check(item, schema[0], f"{where}[{index}]")
+    else:
+        assert schema(value), f"{where}: {value!r}"
+
+
+def check_manifests(manifests: list[dict[str, Any]]) -> None:
+    for manifest in manifests:
+        spec = KINDS[manifest["apiVersion"], manifest["kind"]]
+        check(
+            manifest,
+            {"apiVersion!": text, "kind!": text, "metadata!": {**METADATA, "name!": name}, "spec!": spec},
+            manifest["kind"],
+        )
+
+
+def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for manifest in manifests:
+        spec = manifest["spec"]
+        found += [spec["template"]] if "template" in spec else []
+        inner = spec.get("leaderWorkerTemplate", {})
+        found += [inner[key] for key in ("leaderTemplate", "workerTemplate") if key in inner]
+    return found
+
+
+def check_references(manifests: list[dict[str, Any]]) -> None:
+    """What a name points at is there: volumes, ports of probes and services, pods of selectors."""
+    templates = pods(manifests)
+    for template in templates:
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        for container in template["spec"]["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+            ports = {each["name"] for each in container["ports"]}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                target = container.get(probe, {}).get("httpGet")
+                assert target is None or target["port"] in ports
+    for manifest in manifests:
+        spec = manifest["spec"]
+        if manifest["kind"] == "Service":
+            chosen = [pod for pod in templates if spec["selector"].items() <= pod["metadata"]["labels"].items()]
+            assert len(chosen) == 1
+            ports = {each["name"] for container in chosen[0]["spec"]["containers"] for each in container["ports"]}
+            assert {each["targetPort"] for each in spec["ports"]} <= ports
+        if manifest["kind"] == "Deployment":
+            assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(layout: str, world_size: int) -> None:
+    asked = deployment(layout=layout, world_size=world_size)
+    manifests = kubernetes(asked)
+    check_manifests(manifests)
+    check_references(manifests)
+    (container,) = manifests[0]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": world_size}
+    assert container["image"] == "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
+    entry = "tensorrt_llm_bls" if layout == "bls" else "tensorrt_llm"
+    assert container["readinessProbe"]["httpGet"]["path"] == f"/v2/models/{entry}/ready"
+    service = compose(asked)["services"]["llama-70b"]
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == world_size
+    assert service["shm_size"] == 4 * 2**30 * world_size
+    assert all(published.startswith("127.0.0.1:") for published in service["ports"])
+
+
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+def test_several_nodes_are_a_leader_and_workers(layout: str) -> None:
+    asked = deployment(layout=layout, world_size=16)
+    manifests = leader_worker_set(asked)
+    check_manifests(manifests)
+    check_references(manifests)
+    assert manifests[0]["spec"]["leaderWorkerTemplate"]["size"] == 2
+    for template in pods(manifests):
+        (container,) = template["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_the_check_finds_what_kubernetes_would_refuse() -> None:
+    manifests = kubernetes(deployment())
+    manifests[0]["spec"]["template"]["spec"]["containers"][0]["image_pull_policy"] = "Always"
+    with pytest.raises(AssertionError, match="image_pull_policy"):
+        check_manifests(manifests)
+    manifests = kubernetes(deployment())
+    manifests[1]["spec"]["selector"] = {"app": "other"}
+    with pytest.raises(AssertionError):
+        check_references(manifests)
+
+
+def commands(script: str) -> list[list[str]]:
+    """The ranks that mpirun starts."""
+    words = shlex.split(script[script.index("exec mpirun") :].replace("\\\n", " "))
+    ranks: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            ranks.append([])
+        else:
+            ranks[-1].append(word)
+    return [rank[rank.index("-n") + 2 :] for rank in ranks]
+
+
+def test_two_engines_on_one_node_are_orchestrated_and_spawn_their_ranks() -> None:
+    script = launch_script(deployment(world_size=2))
+    assert "export TRTLLM_ORCHESTRATOR=1\n" in script
+    assert "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=1\n" in script
+    (rank,) = commands(script)
+    assert rank[0] == "/opt/tritonserver/bin/tritonserver"
+    for word in (
+        "--model-repository=/models",
+        "--disable-auto-complete-config",
+        "--pinned-memory-pool-byte-size=0",
+        "--enable-peer-access=false",
+        "--cuda-memory-pool-byte-size=0:0",
+        "--cuda-memory-pool-byte-size=1:0",
+        "--backend-config=python,shm-region-prefix-name=prefix0_",
+    ):
+        assert word in rank
+
+
+def test_two_engines_on_two_nodes_have_a_rank_each_and_an_orchestrator() -> None:
+    asked = deployment(world_size=16)
+    script = launch_script(asked)
+    assert "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n" in script
+    ranks = commands(script)
+    assert len(ranks) == 33  # the orchestrator, 16 of the target, 16 of the draft
+    assert "--model-control-mode=explicit" not in ranks[0]
+    assert all({"--load-model=tensorrt_llm", "--load-model=tensorrt_llm_draft"} <= set(rank) for rank in ranks[1:])
+    tasks = slurm_script(asked)
+    assert "#SBATCH --ntasks=33" in tasks
+    assert "\n32 /opt/tritonserver/bin/tritonserver" in tasks
+
+
+def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> None:
+    asked = deployment(layout="llmapi", world_size=16)
+    assert commands(launch_script(asked)) == [commands(launch_script(asked))[0]] * 16
+    assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
+    assert "srun --mpi=pmix" in slurm_script(asked)
+    assert "TRTLLM_ORCHESTRATOR" not in launch_script(asked)
+    assert len(commands(launch_script(deployment(layout="llmapi", world_size=8)))) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 16])
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+def test_the_files_are_written_and_the_scripts_are_sound(tmp_path: Path, layout: str, world_size: int) -> None:
+    write(deployment(layout=layout, world_size=world_size), tmp_path)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    one_node = {"launch.sh", "deploy/docker-run.sh", "deploy/compose.yaml", "deploy/kubernetes.yaml"}
+    assert files == (one_node if world_size == 2 else {"launch.sh", "deploy/slurm.sh", "deploy/leaderworkerset.yaml"})
+    for path in tmp_path.rglob("*.sh"):
+        assert os.access(path, os.X_OK)
+        subprocess.run(["bash", "-n", str(path)], check=True)
+    for path in tmp_path.rglob("*.yaml"):
+        if path.name != "compose.yaml":
+            check_manifests(list(yaml.safe_load_all(path.read_text())))
+
+
+def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    write(deployment(world_size=2), folder)
+    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([folder / "deploy" / "docker-run.sh"], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == docker_run(deployment(world_size=2), str(folder))[1:]
+
+
+def test_a_version_without_a_container_is_refused() -> None:
+    with pytest.raises(StageError, match=r"no serving container of TensorRT-LLM 1\.3"):
+        kubernetes(deployment(version="1.3", layout="llmapi"))

@@ -1,0 +1,320 @@
+"""How a repository for TensorRT-LLM is started: one script for inside the container, and the files that start the container.
+
+    launch.sh                   inside: environment, mpirun where ranks are needed, tritonserver
+    deploy/docker-run.sh        one node
+    deploy/compose.yaml         one node
+    deploy/kubernetes.yaml      one node: Deployment and Service
+    deploy/slurm.sh             several nodes
+    deploy/leaderworkerset.yaml several nodes: LeaderWorkerSet and Services
+
+Pure but for `write`: mappings and text. The image is that of the version's row, since engines are tied to it. The arguments are
+those of TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which itself starts the
+server and leaves: as a container's first process it would end the container.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import StageError
+from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
+from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL, MODEL
+from toolkit.triton.layout_trtllm import REPOSITORY
+
+__all__ = ["Deployment", "compose", "docker_run", "kubernetes", "launch_script", "leader_worker_set", "slurm_script", "write"]
+
+PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+SERVER = "/opt/tritonserver/bin/tritonserver"
+SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
+STARTUP_PERIOD_S, STARTUP_ATTEMPTS = 10, 180  # half an hour: weights of hundreds of gigabytes are read
+SSH_PORT = 2222
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is started. world_size: ranks of one engine; speculates: a second engine with as many beside it (`bls` only)."""
+
+    name: str
+    layout: str  # bls | llmapi
+    version: str
+    world_size: int = 1
+    gpus_per_node: int = 8
+    speculates: bool = True
+
+    @property
+    def image(self) -> str:
+        """Raises StageError for a version that no published container serves."""
+        tags = VERSIONS[self.version].serving_tags
+        if not tags:
+            mend = "Take an engine.tensorrt_llm that has one, or serve with your own image."
+            raise StageError("package", f"no serving container of TensorRT-LLM {self.version} is known", mend=mend)
+        return SERVING_IMAGE.format(tag=tags[0])
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.gpus_per_node)
+
+    @property
+    def gpus(self) -> int:
+        """On each node."""
+        return min(self.world_size, self.gpus_per_node)
+
+    @property
+    def entry(self) -> str:
+        return BLS_MODEL if self.layout == "bls" else MODEL
+
+    @property
+    def resource_name(self) -> str:
+        """As Kubernetes wants names: lower case, digits and hyphens, at most 40 characters."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-")
+
+
+def _server(deployment: Deployment, rank: int = 0) -> list[str]:
+    command = [SERVER, f"--model-repository={REPOSITORY}"]
+    command += [f"--{name}-port={port}" for name, port in PORTS.items()]
+    if rank:
+        command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
+        command += [f"--load-model={DRAFT_MODEL}"] if deployment.layout == "bls" and deployment.speculates else []
+    elif deployment.layout == "bls" and deployment.nodes == 1:
+        command += ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"]
+        command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(deployment.gpus)]
+    return [*command, "--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{rank}_"]
+
+
+def _ranks(deployment: Deployment) -> list[list[str]]:
+    """The command of each MPI rank."""
+    if deployment.nodes == 1:
+        return [_server(deployment)]  # further ranks are spawned
+    if deployment.layout == "llmapi":
+        return [["trtllm-llmapi-launch", *_server(deployment)]] * deployment.world_size
+    engines = 2 if deployment.speculates else 1
+    return [_server(deployment, rank) for rank in range(1 + engines * deployment.world_size)]
+
+
+def launch_script(deployment: Deployment) -> str:
+    """launch.sh, for inside the container."""
+    lines = ["#!/bin/sh", "# Start this repository inside its container:", f"#     {deployment.image}", "set -e"]
+    if deployment.layout == "bls":
+        spawns = int(deployment.nodes == 1)
+        lines += ["# Two engines in one server: rank 0 is the orchestrator."]
+        lines += ["export TRTLLM_ORCHESTRATOR=1", f"export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES={spawns}"]
+    mpirun = ["mpirun", "--allow-run-as-root"]
+    if deployment.nodes > 1:
+        lines += HOSTFILE.format(slots=-(-len(_ranks(deployment)) // deployment.nodes), nodes=deployment.nodes).splitlines()
+        mpirun += ["--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", f"-p {SSH_PORT} -o StrictHostKeyChecking=no"]
+        names = ["TRTLLM_ORCHESTRATOR", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] if deployment.layout == "bls" else []
+        mpirun += [word for name in names for word in ("-x", name)]
+    segments = [f"    -n 1 {shlex.join(command)}" for command in _ranks(deployment)]
+    lines.append(f"exec {shlex.join(mpirun)} \\\n" + " : \\\n".join(segments))
+    return "\n".join(lines) + "\n"
+
+
+# Hosts come from Slurm, from a LeaderWorkerSet (which numbers its pods), or from a file that is there already.
+HOSTFILE = """\
+if [ -n "$LWS_LEADER_ADDRESS" ]; then
+    pod=${{LWS_LEADER_ADDRESS%%.*}}; domain=${{LWS_LEADER_ADDRESS#*.}}
+    echo "$LWS_LEADER_ADDRESS slots={slots}" > /tmp/hostfile
+    for worker in $(seq 1 $(({nodes} - 1))); do echo "$pod-$worker.$domain slots={slots}" >> /tmp/hostfile; done
+elif [ -f {repository}/hostfile ]; then
+    cp {repository}/hostfile /tmp/hostfile
+else
+    echo "name {nodes} hosts, one per line, in {repository}/hostfile" >&2; exit 2
+fi""".replace("{repository}", REPOSITORY)
+
+
+def docker_run(deployment: Deployment, repository: str) -> list[str]:
+    """The command for one node. Ports are published on loopback."""
+    ports = [f"--publish=127.0.0.1:{port}:{port}" for port in PORTS.values()]
+    return [
+        *["docker", "run", "--rm", f"--gpus={deployment.gpus}", f"--shm-size={_shm_bytes(deployment)}"],
+        *["--ulimit=memlock=-1", "--ulimit=stack=67108864", *ports, f"--volume={repository}:{REPOSITORY}:ro"],
+        *[deployment.image, f"{REPOSITORY}/launch.sh"],
+    ]
+
+
+def compose(deployment: Deployment) -> dict[str, Any]:
+    gpus = {"driver": "nvidia", "count": deployment.gpus, "capabilities": ["gpu"]}
+    check = ["CMD", "curl", "-sf", f"localhost:{PORTS['http']}/v2/models/{deployment.entry}/ready"]
+    service = {
+        "image": deployment.image,
+        "command": [f"{REPOSITORY}/launch.sh"],
+        "volumes": [f"..:{REPOSITORY}:ro"],
+        "ports": [f"127.0.0.1:{port}:{port}" for port in PORTS.values()],
+        "shm_size": _shm_bytes(deployment),
+        "ulimits": {"memlock": -1, "stack": 67108864},
+        "deploy": {"resources": {"reservations": {"devices": [gpus]}}},
+        "healthcheck": {"test": check, "interval": "10s", "timeout": "5s", "retries": 3, "start_period": "30m"},
+        "restart": "unless-stopped",
+    }
+    return {"services": {deployment.resource_name: service}}
+
+
+def kubernetes(deployment: Deployment) -> list[dict[str, Any]]:
+    """Deployment and Service of one node. The repository lies in the volume claim `NAME-repository`."""
+    name, labels = deployment.resource_name, {"app": deployment.resource_name}
+    container = {**_container(deployment), "command": [f"{REPOSITORY}/launch.sh"], **_probes(deployment)}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [container], "volumes": _volumes(deployment)}}
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name, "labels": labels},
+            # A second copy would need as many GPUs again while the first still holds them.
+            "spec": {
+                "replicas": 1,
+                "strategy": {"type": "Recreate"},
+                "selector": {"matchLabels": labels},
+                "template": template,
+            },
+        },
+        _service(name, labels),
+    ]
+
+
+def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
+    """Several nodes: the leader runs mpirun and serves, the workers wait for it with an SSH server.
+
+    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers.
+    """
+    name = deployment.resource_name
+    leader_labels = {"app": name, "role": "leader"}
+    ssh = {"name": "ssh", "mountPath": "/root/.ssh", "readOnly": True}
+    base = _container(deployment)
+    mounts = {"volumeMounts": [*base["volumeMounts"], ssh]}
+    volumes = [*_volumes(deployment), {"name": "ssh", "secret": {"secretName": f"{name}-ssh", "defaultMode": 0o400}}]
+    leader = {**base, **mounts, "command": [f"{REPOSITORY}/launch.sh"], **_probes(deployment)}
+    waiting = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5}
+    worker = {
+        **base,
+        **mounts,
+        "command": ["/usr/sbin/sshd", "-D", "-e", "-p", str(SSH_PORT)],
+        "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
+        "readinessProbe": waiting,
+        "livenessProbe": waiting,
+    }
+    return [
+        {
+            "apiVersion": "leaderworkerset.x-k8s.io/v1",
+            "kind": "LeaderWorkerSet",
+            "metadata": {"name": name, "labels": {"app": name}},
+            "spec": {
+                "replicas": 1,
+                # The leader starts its ranks on workers that are there.
+                "startupPolicy": "LeaderCreated",
+                "leaderWorkerTemplate": {
+                    "size": deployment.nodes,
+                    # A lost rank takes all others with it.
+                    "restartPolicy": "RecreateGroupOnPodRestart",
+                    "leaderTemplate": {
+                        "metadata": {"labels": leader_labels},
+                        "spec": {"containers": [leader], "volumes": volumes},
+                    },
+                    "workerTemplate": {
+                        "metadata": {"labels": {"app": name, "role": "worker"}},
+                        "spec": {"containers": [worker], "volumes": volumes},
+                    },
+                },
+            },
+        },
+        _service(name, leader_labels, suffix="-serving"),
+    ]
+
+
+def slurm_script(deployment: Deployment) -> str:
+    """sbatch script: Slurm starts the ranks, and no mpirun. It reads the repository's folder from the environment, since sbatch
+    runs a copy of the script that lies elsewhere.
+    """
+    ranks = _ranks(deployment)
+    per_node = -(-len(ranks) // deployment.nodes)
+    container = f'--container-image={deployment.image} --container-mounts="$REPOSITORY:{REPOSITORY}:ro"'
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={deployment.resource_name}",
+        f"#SBATCH --nodes={deployment.nodes}",
+        f"#SBATCH --ntasks={len(ranks)}",
+        f"#SBATCH --ntasks-per-node={per_node}",
+        f"#SBATCH --gpus-per-node={deployment.gpus}",
+        "# Needs the pyxis plugin for --container-image.",
+        "set -e",
+        ': "${REPOSITORY:?name the folder of this repository, on a file system that every node sees}"',
+    ]
+    if deployment.layout == "llmapi":
+        lines.append(f"srun --mpi=pmix {container} {shlex.join(ranks[0])}")
+        return "\n".join(lines) + "\n"
+    lines += ["export TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0", "tasks=$(mktemp)"]
+    lines.append("cat > $tasks <<'TASKS'")
+    lines += [f"{rank} {shlex.join(command)}" for rank, command in enumerate(ranks)]
+    lines += ["TASKS", f"srun --mpi=pmix {container} --multi-prog $tasks"]
+    return "\n".join(lines) + "\n"
+
+
+def write(deployment: Deployment, folder: Path) -> None:
+    """launch.sh and deploy/ beside the models in `folder`."""
+    import yaml
+
+    deploy = folder / "deploy"
+    deploy.mkdir(parents=True, exist_ok=True)
+    scripts = {folder / "launch.sh": launch_script(deployment)}
+    documents: dict[str, list[dict[str, Any]]] = {}
+    if deployment.nodes == 1:
+        here = '"$(cd "$(dirname "$0")/.." && pwd)"'
+        words = " ".join(shlex.quote(word) for word in docker_run(deployment, "@")).replace("--volume=@", f"--volume={here}")
+        command = words.replace(f"'--volume={here}", f"--volume={here}")
+        scripts[deploy / "docker-run.sh"] = f"#!/bin/sh\nexec {command}\n"
+        documents = {"compose.yaml": [compose(deployment)], "kubernetes.yaml": kubernetes(deployment)}
+    else:
+        scripts[deploy / "slurm.sh"] = slurm_script(deployment)
+        documents = {"leaderworkerset.yaml": leader_worker_set(deployment)}
+    for path, text in scripts.items():
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    for name, parts in documents.items():
+        (deploy / name).write_text(yaml.safe_dump_all(parts, sort_keys=False), encoding="utf-8")
+
+
+def _shm_bytes(deployment: Deployment) -> int:
+    return SHM_BYTES_PER_GPU * deployment.gpus
+
+
+def _container(deployment: Deployment) -> dict[str, Any]:
+    gpus = {"nvidia.com/gpu": deployment.gpus}
+    mounts = [{"name": "repository", "mountPath": REPOSITORY, "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"}]
+    return {
+        "name": "triton",
+        "image": deployment.image,
+        "ports": [{"name": name, "containerPort": port} for name, port in PORTS.items()],
+        "resources": {"limits": gpus, "requests": gpus},
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(deployment: Deployment) -> list[dict[str, Any]]:
+    claim = {"claimName": f"{deployment.resource_name}-repository", "readOnly": True}
+    memory = {"medium": "Memory", "sizeLimit": str(_shm_bytes(deployment))}
+    return [{"name": "repository", "persistentVolumeClaim": claim}, {"name": "shm", "emptyDir": memory}]
+
+
+def _probes(deployment: Deployment) -> dict[str, Any]:
+    def http(path: str, **timing: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": "http"}, **timing}
+
+    model = f"/v2/models/{deployment.entry}/ready"
+    return {
+        "startupProbe": http("/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=STARTUP_ATTEMPTS),
+        "readinessProbe": http(model, periodSeconds=5, failureThreshold=3, timeoutSeconds=5),
+        "livenessProbe": http("/v2/health/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
+    }
+
+
+def _service(name: str, selector: dict[str, str], suffix: str = "") -> dict[str, Any]:
+    ports = [{"name": each, "port": port, "targetPort": each} for each, port in PORTS.items()]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name + suffix, "labels": {"app": name}},
+        "spec": {"selector": selector, "ports": ports},
+    }
