@@ -18,7 +18,7 @@ import pytest
 from tests.support.hub import small_hub
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
-COMMANDS = ("build", *STAGES, "plan", "explain", "serve", "generate", "bench", "report", "doctor", "schema", "version")
+COMMANDS = ("init", "build", *STAGES, "plan", "explain", "serve", "generate", "bench", "report", "doctor", "schema", "version")
 
 
 def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -101,6 +101,20 @@ def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], t
         assert "model.safetensors" in hub.asked
         assert toolkit("plan", config, cwd=tmp_path, **here).returncode == 0
         assert hub.asked.count("model.safetensors") == 1
+
+
+def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    made = toolkit("init", "--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--out", "my.yaml", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "data").mkdir()
+    for name, key in (("calib", "text"), ("prompts", "prompt")):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({key: "def f(x):"}) + "\n")
+    planned = toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert toolkit("init", "--target", "nowhere", cwd=tmp_path).returncode == 2
+    assert "known: A100-40GB" in toolkit("init", "--target", str(tiny_pair[0]), "--gpu", "V100", cwd=tmp_path).stderr
 
 
 def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:

@@ -64,6 +64,51 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+@app.command()
+def init(
+    target: Annotated[str, typer.Option(help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False)],
+    draft: Annotated[
+        str | None, typer.Option(help="The draft; without one, nothing is drafted.", metavar="DIR|HUB-ID", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="What it will run on: A100, L40S, H100, H200, B200, ...; without it, the embedded engine.", metavar="GPU"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write.", show_default="TARGET.yaml here")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a commented YAML for a pair, with values read from the checkpoints, that the plan says can work."""
+    from toolkit.facts.gpus import GPUS
+    from toolkit.plan.suggest import suggest
+
+    if gpu is not None and gpu not in GPUS:
+        raise UsageError(f"no GPU {gpu!r} is known", mend=f"known: {', '.join(GPUS)}")
+    folder = (Path.cwd() if out is None else out.absolute().parent).resolve()
+    made = suggest(_checkpoint(target), None if draft is None else _checkpoint(draft), gpu, folder=folder)
+    file = out or folder / f"{made.name}.yaml"
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(made.text)
+    except FileExistsError:
+        raise UsageError("is there already", where=file, mend="name another: --out FILE") from None
+    except OSError as error:
+        raise UsageError(f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE") from error
+    _print(f"wrote {file}")
+    _print("put calibration text and prompts where it says, then: toolkit plan, toolkit build")
+
+
+def _checkpoint(written: str) -> Path:
+    """A folder that exists, resolved; else OWNER/NAME as it is."""
+    path = Path(written).expanduser()
+    if path.exists():
+        return path.resolve()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", written):
+        raise UsageError(f"no such folder, and no hub id: {written}", mend="name a folder with a config.json, or OWNER/NAME")
+    return path
+
+
 @app.command("build")
 def build_command(
     config: Config,
