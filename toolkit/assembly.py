@@ -454,12 +454,13 @@ def tune(
     store: Store,
     *,
     drafts: Sequence[Path] = (),
+    measured_rounds: int = 0,
     fresh: bool = False,
 ) -> tuple[Advice, Path]:
     """Build the engines that are missing, measure every way to draft, publish the advice: (it, its folder).
 
     Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled as the YAML's draft) are
-    tried. Raises what the stages raise.
+    tried. measured_rounds: of running every draft length, to see how true the predictions are. Raises what the stages raise.
     """
     built = build(config, workplace, observer, store, until="compile")
     engines = built.stages
@@ -473,7 +474,14 @@ def tune(
         ways.append((checkpoint.name, "draft_target", found["compile/draft"]))
     if config.speculation.kind != "ngram":
         ways.append(("ngram", "ngram", None))
-    stage = tune_stage(config, embedded(config), store.memo, lambda finished: ways, target=engines["compile/target"])
+    stage = tune_stage(
+        config,
+        embedded(config),
+        store.memo,
+        lambda finished: ways,
+        target=engines["compile/target"],
+        measured_rounds=measured_rounds,
+    )
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
     store.publish({"": done.entry}, workplace.advice(config.name))
     return done.record, workplace.advice(config.name)

@@ -176,6 +176,9 @@ def tune_command(
         list[Path] | None,
         typer.Option("--draft", help="Another draft checkpoint to compare. Repeatable.", metavar="DIR", show_default=False),
     ] = None,
+    measure: Annotated[
+        int, typer.Option(help="Also run every draft length, in so many rounds, and set it beside the predictions.", min=0)
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
@@ -191,7 +194,7 @@ def tune_command(
     loaded, workplace = _load(config, overrides), _workplace()
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
-        advice, folder = tune(loaded, workplace, display, store, drafts=drafts or (), fresh=fresh)
+        advice, folder = tune(loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, fresh=fresh)
     if as_json:
         _print(json.dumps(to_json(advice), indent=2))
         return

@@ -132,6 +132,21 @@ class MeasuredRuntime:
             raise StageError("tune", f"the runtime failed: {failed[0]}")
         return [(output, stats[index]) for index, output in enumerate(outputs)]
 
+    def serve_ns(
+        self,
+        drafter: str,
+        prompts: Sequence[Sequence[int]],
+        draft_len: int,
+        max_tokens: int,
+        temperature: float,
+        *,
+        batch: int,
+    ) -> int:
+        """Nanoseconds to serve all prompts, `batch` of them at a time; draft_len 0 decodes plainly."""
+        began = time.monotonic_ns()
+        self.run(drafter if draft_len > 0 else "none", prompts, draft_len, max_tokens, temperature, batch=batch)
+        return time.monotonic_ns() - began
+
     def time_steps(
         self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
     ) -> StepTimes:

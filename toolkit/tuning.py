@@ -33,8 +33,11 @@ def tune_stage(
     ways: Callable[[Finished], list[Way]],
     *,
     target: Done | None = None,
+    measured_rounds: int = 0,
 ) -> Stage:
-    """The `tune` stage. target: where the engines are not among the stages before this one."""
+    """The `tune` stage. target: where the engines are not among the stages before this one. measured_rounds: of really running
+    every draft length, to set beside the predictions.
+    """
     from toolkit.advise import stage
 
     validation, speculation = config.validation, config.speculation
@@ -51,6 +54,7 @@ def tune_stage(
                 "max_draft_len": max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
                 "max_matching_ngram_size": speculation.max_matching_ngram_size,
                 "threads": engine.threads,
+                "measured_rounds": measured_rounds,
                 **validation.model_dump(include={"max_prompts", "max_tokens", "temperature"}),
             },
             "inputs": {
@@ -67,7 +71,7 @@ def tune_stage(
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
         engines = [(name, drafter, None if done is None else done.record.path) for name, drafter, done in ways(finished)]
-        advice = _advise(config, engine, target_of(finished).record.path, engines, progress)
+        advice = _advise(config, engine, target_of(finished).record.path, engines, measured_rounds, progress)
         (out_dir / "advice.json").write_text(json.dumps(to_json(advice), indent=1), encoding="utf-8")
         return advice
 
@@ -79,6 +83,7 @@ def _advise(
     engine: TorchEngineConfig,
     target_dir: Path,
     engines: Sequence[tuple[str, str, Path | None]],
+    measured_rounds: int,
     progress: Progress,
 ) -> Advice:
     """Load the engines into this process and measure."""
@@ -123,6 +128,7 @@ def _advise(
         temperature=validation.temperature,
         acceptance=speculation.acceptance,
         max_draft_len=max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
+        measured_rounds=measured_rounds,
     )
     return advise(
         target,

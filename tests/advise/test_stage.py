@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,35 @@ def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
     advice = run(TableEngine(2, closeness=0.8), draft_ms=30.0)
     assert advice.draft is None
     assert advice.candidates[-1].name == "model"
+
+
+def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> None:
+    """Steps counted by really running, times what a step is told to cost: prediction and run then agree."""
+
+    class Clocked(Scripted):
+        def serve_ns(
+            self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, *args: Any, batch: int, **more: Any
+        ) -> int:
+            stats = [each for _, each in self.run(drafter if draft_len else "none", prompts, draft_len, *args, batch=batch)]
+            steps = sum(each.verify_steps for each in stats)
+            verified = sum(each.drafted for each in stats)
+            return int(steps * 10.1e6 + verified * 1.5e6 + len(prompts) * 1e6)
+
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+    runtime = Clocked(target, draft, CODEC, eos_token_ids=())
+    question = Question(PROMPTS, 48, None, "auto", max_draft_len=3, batches=(1,), rounds=1, steps=4, measured_rounds=1)
+    advice = advise(
+        target,
+        [Contender("model", "draft_target", runtime, draft)],
+        question,
+        lookup=lambda: Lookup(3),
+        probabilities=probabilities,
+        progress=lambda *_: None,
+    )
+    for prediction in advice.candidates[0].predictions:
+        assert prediction.measured == pytest.approx(prediction.speedup, rel=1e-3)
+        assert prediction.measured_low is not None
+        assert prediction.measured_low < prediction.speedup
 
 
 def test_batch_sizes_double_up_to_the_largest() -> None:

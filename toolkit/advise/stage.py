@@ -6,15 +6,17 @@ It looks at engines through `StepEngine` and at the serving runtime through `Ser
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from toolkit.advise.acceptance import Drafted
 from toolkit.advise.choose import CONFIDENCE, Mode, judge, schedule_of
 from toolkit.advise.cost import MEASURED, ServingRuntime, StepCosts, batch_sizes, measure
 from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
+from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.records import Advice, Candidate, ScheduleStep
+from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise"]
 
@@ -23,13 +25,17 @@ MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
 SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 
 
+class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
+    """All that the advisor asks of the runtime."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it."""
 
     name: str
     drafter: str  # draft_target | ngram
-    runtime: ServingRuntime
+    runtime: AdvisedRuntime
     draft: StepEngine | None
 
 
@@ -45,6 +51,7 @@ class Question:
     batches: Sequence[int] | None = None  # None: 1, 2, 4, ... max_batch_size
     rounds: int = 3
     steps: int = 8
+    measured_rounds: int = 0  # of really speculating with the best candidate, one request at a time; 0: predictions alone
 
 
 def advise(
@@ -82,6 +89,10 @@ def advise(
             modes.append(Mode(mode, serving, rules[serving], rules, costs))
         candidates.append(judge(contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len))
     candidates.sort(key=lambda candidate: -candidate.speedup)
+    if question.measured_rounds > 0:
+        best = next(each for each in contenders if each.name == candidates[0].name)
+        progress(0, None, f"{best.name}: running every draft length")
+        candidates[0] = _measured(candidates[0], best, question, temperatures)
     return decide(
         candidates,
         batches,
@@ -92,6 +103,32 @@ def advise(
         tokens=sum(len(text.output) for some in texts.values() for text in some),
         seconds=time.monotonic() - began,
     )
+
+
+def _measured(candidate: Candidate, contender: Contender, question: Question, temperatures: Mapping[str, float]) -> Candidate:
+    """The candidate with what running gave beside what was predicted."""
+    found = {}
+    prompts = [ids for _, ids in question.prompts]
+    for mode, temperature in temperatures.items():
+        times = sweep(
+            contender.runtime,
+            contender.drafter,
+            prompts,
+            draft_lens=range(question.max_draft_len + 1),
+            batch=1,
+            max_tokens=question.max_tokens,
+            temperature=temperature,
+            rounds=question.measured_rounds,
+        )
+        found.update({(mode, length): paired_ratio(times[0], spent) for length, spent in times.items()})
+
+    def with_run(prediction: SpeedupPrediction) -> SpeedupPrediction:
+        if prediction.batch != 1:
+            return prediction
+        measured, low, high = found[prediction.mode, prediction.draft_len]
+        return replace(prediction, measured=measured, measured_low=low, measured_high=high)
+
+    return replace(candidate, predictions=tuple(with_run(each) for each in candidate.predictions))
 
 
 def decide(
