@@ -954,7 +954,7 @@ def from_json(kind: type[R], data: Any) -> R:
     return typing.cast(R, _decode(kind, data))
 
 
-def _decode(kind: Any, data: Any) -> Any:  # noqa: PLR0911 - one return per form of annotation
+def _decode(kind: Any, data: Any) -> Any:
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint
+from tests.support.modelopt_exports import export_hf
 from toolkit.checkpoints import quantized
 from toolkit.engines.embedded.compile import capacity_of, prepare
 from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eager_runner
@@ -62,7 +63,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
             before = model(TOKENS, use_cache=False).logits
             modelopt.quantize_model(model, ALGORITHMS[algo], kv, lambda m: [m(TOKENS), m(TOKENS.flip(0))])
             simulated = model(TOKENS, use_cache=False).logits
-            modelopt.export(model, "float32", folder / "export")
+            export_hf(model, "float32", folder / "export")
         write_byte_tokenizer(folder / "export")
         return Export(folder / "export", algo, kv, before, simulated)
 

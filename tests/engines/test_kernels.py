@@ -88,7 +88,10 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
     unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
     kernels.attention(qkv, (keys, values), torch.tensor([1]), torch.tensor([10]), *unrotated, how)
     _, key, value = qkv[0].split(dim, dim=-1)
-    for written, new, scale in ((keys[1, 0, :, 10 : 10 + n].T, key, k_scale), (values[1, 0, 10 : 10 + n, :dim], value, v_scale)):
+    for written, new, scale in (
+        (keys[1, 0, :, 10 : 10 + n].T, key, k_scale),
+        (values[1, 0, 10 : 10 + n, :dim], value, v_scale),
+    ):
         stored = written.contiguous().view(torch.float8_e4m3fn).float()
         assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 

@@ -1,4 +1,4 @@
-"""The engine flow against a stand-in `trtllm-build` of the contract: every version, size and precision, and every way to fail."""
+"""The engine flow against a stand-in `trtllm-build` of the contract: all versions, sizes, precisions, and ways to fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def silent(done: int, total: int | None, what: str) -> None:
     pass
 
 
-def build(place: Place, tmp_path: Path, spec: EngineSpec, backend_fields: dict[str, Any] | None = None, **made: Any) -> CompiledEngine:
+def build(
+    place: Place, tmp_path: Path, spec: EngineSpec, backend_fields: dict[str, Any] | None = None, **made: Any
+) -> CompiledEngine:
     assert spec.tensorrt_llm is not None
     sizes = {"tp_size": spec.tensorrt_llm.tp_size, "pp_size": spec.tensorrt_llm.pp_size}
     checkpoint = write_trtllm_checkpoint(tmp_path / "checkpoint", role=spec.role, **{**sizes, **made})
@@ -161,7 +163,9 @@ def test_an_unknown_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     assert "Build TensorRT engine Unnamed Network 0" in str(caught.value)
 
 
-@pytest.mark.parametrize(("fail", "said"), [("partial-ranks", r"ranks: rank1.engine missing of 2"), ("hollow", "weights are missing")])
+@pytest.mark.parametrize(
+    ("fail", "said"), [("partial-ranks", r"ranks: rank1.engine missing of 2"), ("hollow", "weights are missing")]
+)
 def test_an_engine_that_is_not_whole_is_refused(tmp_path: Path, fail: str, said: str) -> None:
     place = place_with_builder(tmp_path / "bin", STANDIN_FAIL=fail, STANDIN_FAIL_RANK="1")
     with pytest.raises(StageError, match=said):

@@ -53,7 +53,7 @@ def args_class(without: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
 
 def compiled(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, **fields: Any) -> CompiledEngine:
     out_dir.mkdir(exist_ok=True)
-    given: dict[str, Any] = {"installed_version": lambda: None, "installed_class": lambda: None, "gpus": lambda: [], **fields}
+    given: dict[str, Any] = {"installed_version": lambda: None, "installed_class": lambda: None, "gpus": list, **fields}
     return TrtllmPytorchBackend(**given).compile(checkpoint, spec, out_dir, silent)
 
 

@@ -122,7 +122,7 @@ def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
     return "unknown key", f"known {section}: {', '.join(here)}"
 
 
-def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> tuple[str, str | None]:  # noqa: PLR0911
+def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> tuple[str, str | None]:
     shown = _shown(value)
     if kind == "value_error":
         message, _, mend = text.removeprefix("Value error, ").partition("; ")

@@ -1,8 +1,8 @@
 """The `trt_engine` kind: TensorRT-LLM's engine flow. TRT-LLM checkpoint -> `trtllm-build` -> `rank{N}.engine`.
 
-The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation when it fails, and to believe
-nothing afterwards: the engine's config, its files and, where TensorRT can be imported, the engine itself are looked at. What no
-GPU has executed is said in the record.
+The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation when it fails, and to
+believe nothing afterwards: the engine's config, its files and, where TensorRT can be imported, the engine itself are looked at.
+What no GPU has executed is said in the record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
 
 from toolkit.engines.embedded.directory import copy_side_files
 from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, open_form
@@ -159,7 +158,7 @@ class TrtEngineBackend:
             try:
                 parser = self.installed_parser()
                 offered = None if parser is None else flags_of_parser(parser)
-            except Exception as error:  # noqa: BLE001 - another program's import; its --help is asked instead
+            except Exception as error:
                 progress(0, None, f"tensorrt_llm cannot be imported here ({type(error).__name__})")
         if offered is None:
             line = builder.command(("--help",), source.path, out_dir)
@@ -208,7 +207,7 @@ class TrtEngineBackend:
         """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors are the first stage's."""
         try:
             trt = self.tensorrt()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign binary module raises
+        except Exception as error:
             return [Finding("deserialization", "warning", f"tensorrt cannot be imported: {error}")], None
         if trt is None or not self.gpus():
             return [], None
@@ -216,7 +215,9 @@ class TrtEngineBackend:
         _load_plugins()
         return inspect_engine(built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1)
 
-    def _executed(self, builder: Builder, built: BuiltEngine, layers: LayerCounts | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _executed(
+        self, builder: Builder, built: BuiltEngine, layers: LayerCounts | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         here = self.gpus()
         executed, missing = [], []
         if here:
@@ -266,7 +267,9 @@ def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> S
         return StageError("compile", f"{builder.name} failed: {said}", mend=f"{failure.mend}{where}")
     tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL:])
     return StageError(
-        "compile", f"{builder.name} ended with {returncode}, for a reason that we do not know", mend=f"The end of its log:\n{tail}{where}"
+        "compile",
+        f"{builder.name} ended with {returncode}, for a reason that we do not know",
+        mend=f"The end of its log:\n{tail}{where}",
     )
 
 

@@ -1,8 +1,8 @@
 """The `trtllm_pytorch` kind: TensorRT-LLM's PyTorch flow. Nothing is built: a checkpoint, and the arguments it is loaded with.
 
-The target's directory holds the checkpoint in Hugging Face form and `llm_args.json`; the draft's is a checkpoint alone, named by the
-target's arguments. The arguments are judged by our tables, by TensorRT-LLM's own classes where they are installed, and by loading
-the model once where there is a GPU as well.
+The target's directory holds the checkpoint in Hugging Face form and `llm_args.json`; the draft's is a checkpoint alone, named
+by the target's arguments. The arguments are judged by our tables, by TensorRT-LLM's own classes where they are installed, and
+by loading the model once where there is a GPU as well.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TrtllmPytorchBackend:
             return [finding], (), (f"the installed version is another: {unasked}", never)
         try:
             args_class = self.installed_class()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package's import raises
+        except Exception as error:
             finding = Finding("TensorRT-LLM", "warning", f"{here} is installed and cannot be imported: {error}")
             return [finding], (), (f"it cannot be imported: {unasked}", never)
         if args_class is None:
@@ -143,7 +143,7 @@ class TrtllmPytorchBackend:
             raise StageError(
                 "compile",
                 f"TensorRT-LLM {here} refuses arguments that our tables of {asked.version} allow: {said}",
-                mend="Our tables are wrong about this version: please report it. `engine` settings that it names can be removed.",
+                mend="report it, please: our tables are wrong there. An `engine` setting that is named can be removed",
             )
         checks = [Finding("arguments", "ok", f"taken by TensorRT-LLM {here}"), *field_disagreements(args_class, asked.version)]
         if len(self.gpus()) < asked.world_size:

@@ -33,7 +33,9 @@ def test_an_unknown_mode_is_no_mode(stored: int | str) -> None:
         speculative_mode(stored)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"pretrained_config": {}, "build_config": {}, "version": "1.2.1"})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"pretrained_config": {}, "build_config": {}, "version": "1.2.1"})]
+)
 def test_a_directory_without_an_engines_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StageError, match="left no readable engine"):
@@ -47,7 +49,17 @@ def test_layers_are_counted_by_name_where_there_is_nothing_else() -> None:
 
 
 def test_precisions_are_read_in_both_spellings() -> None:
-    types = ["Row major linear FP8 format", "Int8", "Half", "BFloat16", "Float16", "Float", "Row major linear FP32", "Int64", "E8M0"]
+    types = [
+        "Row major linear FP8 format",
+        "Int8",
+        "Half",
+        "BFloat16",
+        "Float16",
+        "Float",
+        "Row major linear FP32",
+        "Int64",
+        "E8M0",
+    ]
     layers = [{"Name": "n", "LayerType": "gemm", "Outputs": [{"Format/Datatype": name}]} for name in types]
     assert count_layers(json.dumps({"Layers": layers})).precisions == {
         "BF16": 1,

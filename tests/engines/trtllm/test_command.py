@@ -15,7 +15,9 @@ from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 SPEC = EngineSpec(role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=5)
 
 
-def command(spec: EngineSpec = SPEC, asked: TensorRtLlmSpec | None = None, algo: str | None = "FP8", kv: str | None = "FP8") -> BuildCommand:
+def command(
+    spec: EngineSpec = SPEC, asked: TensorRtLlmSpec | None = None, algo: str | None = "FP8", kv: str | None = "FP8"
+) -> BuildCommand:
     asked = asked or TensorRtLlmSpec("1.2.1", speculation="draft_target")
     return build_flags(
         spec, asked, quant_algo=algo, kv_cache_quant_algo=kv, checkpoint_dir="C", output_dir="E", timing_cache="T"

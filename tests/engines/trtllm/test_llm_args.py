@@ -42,7 +42,11 @@ def test_the_arguments_of_the_70b_recipe() -> None:
 
 def test_names_are_those_of_the_version() -> None:
     old, new = llm_args(SPEC, asked("1.1"), None), llm_args(SPEC, asked("1.3"), None)
-    assert old["speculative_config"] == {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model_dir": "../draft"}
+    assert old["speculative_config"] == {
+        "decoding_type": "DraftTarget",
+        "max_draft_len": 4,
+        "speculative_model_dir": "../draft",
+    }
     assert new["speculative_config"] == {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "../draft"}
     assert old["disable_overlap_scheduler"] is True
     assert "disable_overlap_scheduler" not in new

@@ -1,7 +1,8 @@
 """torch.export and AOTInductor: the decoder as one package that serves every step, from a draft token to a chunk of a prompt.
 
-Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone: weights, tables and KV caches are buffers that the loader binds to
-memory of ours (`package.py`): nothing is copied or passed per call, and compile time does not depend on the weights' size.
+Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone: weights, tables and KV caches
+are buffers that the loader binds to memory of ours (`package.py`): nothing is copied or passed per call, and compile time does
+not depend on the weights' size.
 """
 
 from __future__ import annotations

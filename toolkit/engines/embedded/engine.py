@@ -26,7 +26,8 @@ __all__ = ["PREFILL_TOKENS", "EmbeddedEngine", "Runner", "allocate_caches", "eag
 PREFILL_TOKENS = 64  # most tokens per sequence in one forward; a longer prompt comes in chunks
 INDICES = 256  # index tensors kept at most
 Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind those columns of the tokens."""
+"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind those columns of the
+tokens."""
 
 
 class EmbeddedEngine:

@@ -127,8 +127,8 @@ def decode(
 ) -> Tensor:
     """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all int64.
 
-    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a float64 engine: a prompt
-    wants those of its last token alone, and the LM head is a good part of a small model.
+    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a float64 engine: a
+    prompt wants those of its last token alone, and the LM head is a good part of a small model.
     """
     hidden = F.embedding(tokens, weights.embed).to(dtype)
     for layer, cache in zip(weights.layers, caches, strict=True):

@@ -1,7 +1,7 @@
 """Looking at a finished engine directory: is it what was asked, is it whole, and what did the builder change on its own.
 
-The engine's own config.json is the witness. A value that makes the engine useless for what was asked is an error; a value that the
-builder altered, and that one can live with, is a warning that says so.
+The engine's own config.json is the witness. A value that makes the engine useless for what was asked is an error; a value that
+the builder altered, and that one can live with, is a warning that says so.
 """
 
 from __future__ import annotations

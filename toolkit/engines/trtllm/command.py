@@ -42,8 +42,8 @@ def build_flags(
 ) -> BuildCommand:
     """The command for one engine. The three paths are as the builder will see them, which may be inside a container.
 
-    A target that verifies drafts is built with draft_tokens_external; the draft is a plain engine. Both have a paged KV cache and
-    paged context FMHA, since draft-target reuses cached blocks.
+    A target that verifies drafts is built with draft_tokens_external; the draft is a plain engine. Both have a paged KV cache
+    and paged context FMHA, since draft-target reuses cached blocks.
     """
     fp8 = (quant_algo or "NO_QUANT") in FP8_WEIGHTS
     flags: dict[str, str | None] = {

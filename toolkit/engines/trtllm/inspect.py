@@ -51,8 +51,8 @@ def tensor_findings(inputs: set[str], outputs: set[str], *, first: bool, last: b
 def count_layers(text: str) -> LayerCounts:
     """From the inspector's JSON: its layers are names, or, in an engine built with detailed verbosity, objects.
 
-    A layer counts as fused where its name joins several with ` + `, or where it is a region that the compiler made of a subgraph
-    (ForeignNode).
+    A layer counts as fused where its name joins several with ` + `, or where it is a region that the compiler made of a
+    subgraph (ForeignNode).
     """
     layers = json.loads(text).get("Layers", [])
     names = [layer if isinstance(layer, str) else str(layer.get("Name", "")) for layer in layers]
@@ -73,7 +73,25 @@ def _precision(layer: dict[str, Any]) -> str:
     """`Row major linear FP8 format` -> FP8; newer versions print `Datatype` alone."""
     output = layer["Outputs"][0]
     text = str(output.get("Format/Datatype") or output.get("Datatype") or "unknown")
-    for word in ("FP8", "FP4", "INT8", "INT4", "BF16", "BFloat16", "FP16", "Float16", "Half", "FP32", "Float", "INT64", "INT32", "Int", "Bool"):
+    for word in (
+        "FP8",
+        "FP4",
+        "INT8",
+        "INT4",
+        "BF16",
+        "BFloat16",
+        "FP16",
+        "Float16",
+        "Half",
+        "FP32",
+        "Float",
+        "INT64",
+        "INT32",
+        "Int",
+        "Bool",
+    ):
         if word.lower() in text.lower():
-            return {"BFloat16": "BF16", "Float16": "FP16", "Half": "FP16", "Float": "FP32", "Int": "INT32", "Bool": "BOOL"}.get(word, word)
+            return {"BFloat16": "BF16", "Float16": "FP16", "Half": "FP16", "Float": "FP32", "Int": "INT32", "Bool": "BOOL"}.get(
+                word, word
+            )
     return text

@@ -1,7 +1,7 @@
-"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's own spelling, and judged by our tables.
+"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's spelling, and judged by our tables.
 
-A file of them stands in the engine directory with paths relative to it, since the folder moves: into the store, to `engines/`, into
-a container. `resolved` puts the places of the day in.
+A file of them stands in the engine directory with paths relative to it, since the folder moves: into the store, to `engines/`,
+into a container. `resolved` puts the places of the day in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asking the installed TensorRT-LLM's own classes about `LLM()` arguments, before and against our tables.
 
-The class is an argument: any pydantic model will do, which is how this is tested where TensorRT-LLM is not. A refusal by the class
-of what our tables allow stops the build; fields that only one side knows are reported as a disagreement.
+The class is an argument: any pydantic model will do, which is how this is tested where TensorRT-LLM is not. A refusal by the
+class of what our tables allow stops the build; fields that only one side knows are reported as a disagreement.
 """
 
 from __future__ import annotations
