@@ -32,7 +32,9 @@ LEVELS = (
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Programs that run inside or beside the server: composition roots of their own, and files that must stand alone.
-ROOTS = {f"triton/models/{model}/model.py" for model in ("llmapi", "bls", "engine", "preprocessing", "postprocessing")}
+ROOTS = {
+    f"triton/models/{model}/model.py" for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
+}
 ALONE = {"client.py", "triton/supervise.py"}
 HEAVY = ("torch", "transformers", "modelopt", "tritonclient", "scipy", "numpy", "pydantic", "tokenizers", "grpc", "rich")
 

@@ -264,7 +264,15 @@ def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> N
     assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
     assert "srun --mpi=pmix" in slurm_script(asked)
     assert "TRTLLM_ORCHESTRATOR" not in launch_script(asked)
-    assert len(commands(launch_script(deployment(layout="llmapi", world_size=8)))) == 1
+    one_node = launch_script(deployment(layout="llmapi", world_size=8))
+    assert "mpirun" not in one_node  # the runtime starts its ranks itself
+    assert "--model-repository=/models " in one_node
+
+
+def test_the_container_s_own_model_is_copied_beside_our_settings() -> None:
+    script = launch_script(deployment(layout="llmapi", model_py="container"))
+    assert "cp /app/all_models/llmapi/tensorrt_llm/1/*.py /tmp/models/tensorrt_llm/1/" in script
+    assert "--model-repository=/tmp/models " in script
 
 
 @pytest.mark.parametrize("world_size", [2, 16])
@@ -272,8 +280,8 @@ def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> N
 def test_the_files_are_written_and_the_scripts_are_sound(tmp_path: Path, layout: str, world_size: int) -> None:
     write(deployment(layout=layout, world_size=world_size), tmp_path)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    one_node = {"launch.sh", "deploy/docker-run.sh", "deploy/compose.yaml", "deploy/kubernetes.yaml"}
-    assert files == (one_node if world_size == 2 else {"launch.sh", "deploy/slurm.sh", "deploy/leaderworkerset.yaml"})
+    one_node = {"launch.sh", "docker-run.sh", "compose.yaml", "kubernetes.yaml"}
+    assert files == (one_node if world_size == 2 else {"launch.sh", "slurm.sh", "leaderworkerset.yaml"})
     for path in tmp_path.rglob("*.sh"):
         assert os.access(path, os.X_OK)
         subprocess.run(["bash", "-n", str(path)], check=True)
@@ -288,7 +296,7 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "docker").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([folder / "deploy" / "docker-run.sh"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([folder / "docker-run.sh"], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == docker_run(deployment(world_size=2), str(folder))[1:]
 
 

@@ -232,6 +232,7 @@ class TritonConfig(Section):
     default_max_tokens: Count = 128
     request_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # deadline of a request that states none
     stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0  # chunks of a stream are this far apart; 0: one per step
+    model_py: Literal["ours", "container"] = "ours"  # llmapi over TensorRT-LLM: who answers requests inside the container
     on_draft_failure: Literal["error", "plain"] = "error"  # bls: what becomes of a request whose draft model does not answer
     host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port

@@ -1,11 +1,13 @@
 """How a repository for TensorRT-LLM is started: one script for inside the container, and the files that start the container.
 
-    launch.sh                   inside: environment, mpirun where ranks are needed, tritonserver
-    deploy/docker-run.sh        one node
-    deploy/compose.yaml         one node
-    deploy/kubernetes.yaml      one node: Deployment and Service
-    deploy/slurm.sh             several nodes
-    deploy/leaderworkerset.yaml several nodes: LeaderWorkerSet and Services
+    launch.sh             inside: environment, mpirun where ranks are needed, tritonserver
+    docker-run.sh         one node
+    compose.yaml          one node
+    kubernetes.yaml       one node: Deployment and Service
+    slurm.sh              several nodes
+    leaderworkerset.yaml  several nodes: LeaderWorkerSet and Service
+
+They lie beside the models and in no folder of their own, which Triton would take for one more model.
 
 Pure but for `write`: mappings and text. The image is that of the version's row, since engines are tied to it. The arguments are
 those of TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which itself starts the
@@ -32,6 +34,7 @@ SERVER = "/opt/tritonserver/bin/tritonserver"
 SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
 STARTUP_PERIOD_S, STARTUP_ATTEMPTS = 10, 180  # half an hour: weights of hundreds of gigabytes are read
 SSH_PORT = 2222
+CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Deployment:
     world_size: int = 1
     gpus_per_node: int = 8
     speculates: bool = True
+    model_py: str = "ours"  # of llmapi: ours | container
 
     @property
     def image(self) -> str:
@@ -74,7 +78,7 @@ class Deployment:
 
 
 def _server(deployment: Deployment, rank: int = 0) -> list[str]:
-    command = [SERVER, f"--model-repository={REPOSITORY}"]
+    command = [SERVER, f"--model-repository={REPOSITORY if deployment.model_py == 'ours' else WRITABLE}"]
     command += [f"--{name}-port={port}" for name, port in PORTS.items()]
     if rank:
         command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
@@ -102,12 +106,18 @@ def launch_script(deployment: Deployment) -> str:
         spawns = int(deployment.nodes == 1)
         lines += ["# Two engines in one server: rank 0 is the orchestrator."]
         lines += ["export TRTLLM_ORCHESTRATOR=1", f"export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES={spawns}"]
+    if deployment.model_py == "container":
+        lines += ["# The container's own model.py beside our settings.", f"cp -rs {REPOSITORY} {WRITABLE}"]
+        lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
     mpirun = ["mpirun", "--allow-run-as-root"]
     if deployment.nodes > 1:
         lines += HOSTFILE.format(slots=-(-len(_ranks(deployment)) // deployment.nodes), nodes=deployment.nodes).splitlines()
         mpirun += ["--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", f"-p {SSH_PORT} -o StrictHostKeyChecking=no"]
         names = ["TRTLLM_ORCHESTRATOR", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] if deployment.layout == "bls" else []
         mpirun += [word for name in names for word in ("-x", name)]
+    if deployment.layout == "llmapi" and deployment.nodes == 1:
+        lines.append(f"exec {shlex.join(_server(deployment))}")  # the runtime starts its ranks itself
+        return "\n".join(lines) + "\n"
     segments = [f"    -n 1 {shlex.join(command)}" for command in _ranks(deployment)]
     lines.append(f"exec {shlex.join(mpirun)} \\\n" + " : \\\n".join(segments))
     return "\n".join(lines) + "\n"
@@ -142,7 +152,7 @@ def compose(deployment: Deployment) -> dict[str, Any]:
     service = {
         "image": deployment.image,
         "command": [f"{REPOSITORY}/launch.sh"],
-        "volumes": [f"..:{REPOSITORY}:ro"],
+        "volumes": [f".:{REPOSITORY}:ro"],
         "ports": [f"127.0.0.1:{port}:{port}" for port in PORTS.values()],
         "shm_size": _shm_bytes(deployment),
         "ulimits": {"memlock": -1, "stack": 67108864},
@@ -253,27 +263,26 @@ def slurm_script(deployment: Deployment) -> str:
 
 
 def write(deployment: Deployment, folder: Path) -> None:
-    """launch.sh and deploy/ beside the models in `folder`."""
+    """The files for this deployment, beside the models in `folder`."""
     import yaml
 
-    deploy = folder / "deploy"
-    deploy.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     scripts = {folder / "launch.sh": launch_script(deployment)}
     documents: dict[str, list[dict[str, Any]]] = {}
     if deployment.nodes == 1:
-        here = '"$(cd "$(dirname "$0")/.." && pwd)"'
+        here = '"$(cd "$(dirname "$0")" && pwd)"'
         words = " ".join(shlex.quote(word) for word in docker_run(deployment, "@")).replace("--volume=@", f"--volume={here}")
         command = words.replace(f"'--volume={here}", f"--volume={here}")
-        scripts[deploy / "docker-run.sh"] = f"#!/bin/sh\nexec {command}\n"
+        scripts[folder / "docker-run.sh"] = f"#!/bin/sh\nexec {command}\n"
         documents = {"compose.yaml": [compose(deployment)], "kubernetes.yaml": kubernetes(deployment)}
     else:
-        scripts[deploy / "slurm.sh"] = slurm_script(deployment)
+        scripts[folder / "slurm.sh"] = slurm_script(deployment)
         documents = {"leaderworkerset.yaml": leader_worker_set(deployment)}
     for path, text in scripts.items():
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
     for name, parts in documents.items():
-        (deploy / name).write_text(yaml.safe_dump_all(parts, sort_keys=False), encoding="utf-8")
+        (folder / name).write_text(yaml.safe_dump_all(parts, sort_keys=False), encoding="utf-8")
 
 
 def _shm_bytes(deployment: Deployment) -> int:

@@ -17,7 +17,7 @@ from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
 from toolkit.triton import contract
 
-__all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_models"]
+__all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_model", "write_models"]
 
 MODELS = Path(__file__).parent / "models"
 PACKAGE = Path(__file__).parents[1]
@@ -235,17 +235,22 @@ def _add_ours(config: Any) -> None:
         config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
 
 
+def write_model(source: str, version: Path, more: Sequence[str] = ()) -> None:
+    """One of our models with the modules of the toolkit that it needs, `more` than most do."""
+    version.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(MODELS / source / "model.py", version / "model.py")
+    for relative in (*SHIPPED, *more):
+        destination = version / "toolkit" / relative
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PACKAGE / relative, destination)
+
+
 def write_models(folder: Path, tokenizer_dir: Path) -> None:
     """The three models that are ours, with what they need: code, modules, tokenizer."""
     sources = {contract.PREPROCESSING: "preprocessing", contract.POSTPROCESSING: "postprocessing", contract.BLS_MODEL: "bls"}
     for model, source in sources.items():
         version = folder / model / "1"
-        version.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(MODELS / source / "model.py", version / "model.py")
-        for relative in SHIPPED:
-            destination = version / "toolkit" / relative
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(PACKAGE / relative, destination)
+        write_model(source, version)
         if model != contract.BLS_MODEL:
             (version / TOKENIZER).mkdir(exist_ok=True)
             for file in _tokenizer_files(tokenizer_dir):

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.errors import StageError
 from toolkit.triton.contract import INPUTS, MODEL, OUTPUTS, STREAM_TEXT, STREAM_TEXT_PARAMETER
 
-__all__ = ["build", "read", "render", "write"]
+__all__ = ["build", "build_trtllm", "read", "render", "write"]
 
 
 def build(*, decoupled: bool) -> Any:
@@ -31,6 +31,29 @@ def build(*, decoupled: bool) -> Any:
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     config.model_transaction_policy.decoupled = decoupled
     config.parameters[STREAM_TEXT_PARAMETER].string_value = STREAM_TEXT
+    return config
+
+
+def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
+    """The ModelConfig of TensorRT-LLM's own `llmapi` model. ours: with the optional tensors of our model.py."""
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    from toolkit.facts.triton_tensors import LLMAPI
+    from toolkit.triton.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS
+
+    config = pb.ModelConfig(name=MODEL, backend="python", max_batch_size=0)
+    for fact in LLMAPI.inputs:
+        config.input.add(name=fact.name, data_type=pb.DataType.Value(fact.dtype), dims=fact.dims, optional=fact.optional)
+    for fact in LLMAPI.outputs:
+        config.output.add(name=fact.name, data_type=pb.DataType.Value(fact.dtype), dims=fact.dims)
+    if ours:
+        for spec in (each for each in INPUTS if each.name in OUR_INPUTS):
+            config.input.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True)
+        for spec in (each for each in OUTPUTS if each.name in OUR_OUTPUTS):
+            config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
+        config.parameters[STREAM_TEXT_PARAMETER].string_value = STREAM_TEXT
+    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
+    config.model_transaction_policy.decoupled = decoupled
     return config
 
 

@@ -38,7 +38,7 @@ from toolkit.triton.contract import (
     PACKAGE_VERSION,
 )
 
-__all__ = ["bls_of", "model_settings", "write_repository"]
+__all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repository"]
 
 MODEL_SOURCE = Path(__file__).parent / "models" / "llmapi" / "model.py"
 ENGINE_SOURCE = Path(__file__).parent / "models" / "engine" / "model.py"
@@ -148,7 +148,7 @@ def write_repository(
             _write_bls(target, draft, bls_of(target, draft, speculation, triton, threads, end_ids), folder)
         else:
             _write_llmapi(target, draft, speculation, triton, threads, folder)
-        shutil.copyfile(client.__file__, folder / "validate_latency.py")
+        write_client(folder)
         (folder / "launch.sh").write_text(LAUNCH, encoding="utf-8")
         (folder / "launch.sh").chmod(0o755)
         (folder / "README.md").write_text(_readme(target, draft, speculation, triton), encoding="utf-8")
@@ -174,7 +174,7 @@ def _write_llmapi(
     settings = model_settings(target, draft, speculation, triton, threads)
     (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     for engine in [target, draft] if draft is not None else [target]:
-        _link_tree(engine.path, version / "engines" / engine.role)
+        link_tree(engine.path, version / "engines" / engine.role)
 
 
 def _write_bls(target: CompiledEngine, draft: CompiledEngine | None, bls: layout_bls.Bls, folder: Path) -> None:
@@ -185,10 +185,15 @@ def _write_bls(target: CompiledEngine, draft: CompiledEngine | None, bls: layout
     for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
         if engine is not None:
             shutil.copyfile(ENGINE_SOURCE, folder / model / "1" / "model.py")
-            _link_tree(engine.path, folder / model / "1" / "engine")
+            link_tree(engine.path, folder / model / "1" / "engine")
 
 
-def _link_tree(source: Path, destination: Path) -> None:
+def write_client(folder: Path) -> None:
+    """The latency client, which needs nothing of the toolkit."""
+    shutil.copyfile(client.__file__, folder / "validate_latency.py")
+
+
+def link_tree(source: Path, destination: Path) -> None:
     """Copy a folder by hard links, which cost no space; by content where the file system has none."""
 
     def link(origin: str, copy: str) -> str:

@@ -1,0 +1,90 @@
+"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, a fixed text, three tokens a step.
+
+Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments
+that SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+TEXT = "one two three four five six seven eight nine ten"
+
+
+@dataclasses.dataclass
+class SamplingParams:
+    max_tokens: int = 32
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    return_perf_metrics: bool = False
+
+
+@dataclasses.dataclass
+class Completion:
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    cumulative_logprob: float = -1.5
+    request_perf_metrics: Any = None
+
+
+class Output:
+    def __init__(self, prompt: str, params: SamplingParams) -> None:
+        self.prompt_token_ids = list(range(len(prompt.split())))
+        self.outputs = [Completion()]
+        self.finished = False
+        self.avg_decoded_tokens_per_iter: float | None = None
+        self._aborted = False
+        self._words = TEXT.split()[: params.max_tokens]
+        self._iterations = 0
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def aborted(self) -> bool:
+        return self._aborted
+
+    async def _step(self) -> None:
+        await asyncio.sleep(0.02)
+        completion, self._iterations = self.outputs[0], self._iterations + 1
+        count = min(len(self._words), len(completion.token_ids) + (1 if self._iterations == 1 else 3))
+        completion.text, completion.token_ids = " ".join(self._words[:count]), list(range(100, 100 + count))
+        self.finished = self._aborted or count == len(self._words)
+        if self.finished:
+            completion.finish_reason = "length"
+            self.avg_decoded_tokens_per_iter = count / self._iterations
+
+    def __aiter__(self) -> Output:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self.finished:
+            raise StopAsyncIteration
+        await self._step()
+        return self
+
+    async def aresult(self) -> Output:
+        while not self.finished:
+            await self._step()
+        return self
+
+
+class LLM:
+    def __init__(self, model: str, speculative_config: dict[str, Any] | None = None, max_batch_size: int = 1) -> None:
+        self.model = model
+
+    def generate_async(self, prompt: str, sampling_params: SamplingParams, streaming: bool = False) -> Output:
+        if prompt == "refuse me":
+            raise ValueError("the runtime refuses this prompt")
+        return Output(prompt, sampling_params)
+
+    def shutdown(self) -> None:
+        pass

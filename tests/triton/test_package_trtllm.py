@@ -1,0 +1,146 @@
+"""Repositories for TensorRT-LLM's containers, and our model.py over a stand-in of its `LLM` in a real tritonserver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tritonclient.grpc import model_config_pb2 as pb
+
+from tests.support.checkpoints import write_byte_tokenizer
+from tests.support.trtllm_standin.tensorrt_llm import TEXT
+from toolkit.client import Client, RequestRefused
+from toolkit.config.schema import TritonConfig
+from toolkit.errors import StageError
+from toolkit.facts.triton_tensors import LLMAPI
+from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
+from toolkit.triton import model_config
+from toolkit.triton.package_trtllm import ENGINES, package_bls, package_llmapi
+from toolkit.triton.server import TritonServer
+from toolkit.triton.trtllm_tensors import verify_steps
+
+ARGS = {
+    "model": f"{ENGINES}/target",
+    "max_batch_size": 4,
+    "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": f"{ENGINES}/draft"},
+}
+STANDIN = Path(__file__).parents[1] / "support" / "trtllm_standin" / "tensorrt_llm"
+
+
+def engine(folder: Path, role: str, kind: str, tp_size: int = 1) -> CompiledEngine:
+    path = folder / role
+    write_byte_tokenizer(path)
+    (path / "config.json").write_text("{}")
+    built = TensorRtLlmBuild("1.2.1", "none", (), tp_size, 1, None, (), (), ())
+    return CompiledEngine(
+        role, path, kind, "engine", "bfloat16", "cuda", "FP8", None, "native", 4, 100, 200, 3, 258, 1, (), tensorrt_llm=built
+    )
+
+
+def llmapi(folder: Path, **triton: Any) -> TritonRepository:
+    pair = [engine(folder / "engines", role, "trtllm_pytorch") for role in ("target", "draft")]
+    return package_llmapi(pair[0], pair[1], ARGS, TritonConfig(**triton), folder / "out", name="pair", max_draft_len=3)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("model_py", ["ours", "container"])
+def test_the_llmapi_repository_is_the_template_s(tmp_path: Path, decoupled: bool, model_py: str) -> None:
+    record = llmapi(tmp_path, decoupled=decoupled, model_py=model_py)
+    config = model_config.read(record.path / "tensorrt_llm" / "config.pbtxt")
+    for given, facts in ((config.input, LLMAPI.inputs), (config.output, LLMAPI.outputs)):
+        for tensor, fact in zip(given, facts, strict=False):
+            assert (tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)) == (fact.name, fact.dtype, fact.dims)
+            assert given is config.output or tensor.optional is fact.optional
+        assert len(given) == len(facts) + (4 if model_py == "ours" else 0)
+    settings = yaml.safe_load((record.path / "tensorrt_llm/1/model.yaml").read_text())
+    assert settings["triton_config"]["decoupled"] is config.model_transaction_policy.decoupled is decoupled
+    assert {key: settings[key] for key in ARGS} == ARGS
+    assert ("toolkit" in settings) is (record.path / "tensorrt_llm/1/model.py").is_file() is (model_py == "ours")
+    assert (record.path / "tensorrt_llm/1/engines/draft/config.json").is_file()
+    assert (record.path / "kubernetes.yaml").is_file()
+    assert (record.path / "validate_latency.py").is_file()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+def test_the_engine_flow_is_packaged_with_both_engines(tmp_path: Path, tp_size: int) -> None:
+    pair = [engine(tmp_path / "engines", role, "trt_engine", tp_size) for role in ("target", "draft")]
+    record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+    assert (record.layout, record.model, record.max_draft_len) == ("bls", "tensorrt_llm_bls", 3)
+    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
+        config = model_config.read(record.path / model / "config.pbtxt")
+        assert config.parameters["gpu_device_ids"].string_value == ",".join(map(str, range(tp_size)))
+        assert (record.path / model / "1" / "engine" / "config.json").is_file()
+        assert not (record.path / model / "1" / "model.py").exists()
+    assert f"--gpus={tp_size}" in (record.path / "docker-run.sh").read_text()
+
+
+def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
+    import dataclasses
+
+    foreign = dataclasses.replace(engine(tmp_path, "target", "torch"), tensorrt_llm=None)
+    with pytest.raises(StageError, match="an engine of kind torch is none of TensorRT-LLM's"):
+        package_bls(foreign, None, TritonConfig(), tmp_path / "out", name="x", end_ids=(), max_draft_len=0)
+
+
+@pytest.mark.parametrize(("tokens", "average", "steps"), [(10, 2.5, 3), (1, 1.0, 0), (10, None, None), (0, 1.0, None)])
+def test_verify_steps_are_the_iterations_behind_the_first(tokens: int, average: float | None, steps: int | None) -> None:
+    assert verify_steps(tokens, average) == steps
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The stand-in lies in the model's version folder, where Triton looks for modules."""
+    record = llmapi(tmp_path_factory.mktemp("trtllm"))
+    shutil.copytree(STANDIN, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
+    with TritonServer(record.path) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[Client]:
+    with Client(server.grpc_url, timeout_s=30) as client:
+        yield client
+
+
+def test_counts_ids_and_acceptance_come_with_the_answer(client: Client) -> None:
+    whole = client.generate("a prompt", max_tokens=10)
+    assert whole.text == TEXT
+    assert whole.token_ids == tuple(range(100, 110))
+    figures = whole.statistics
+    assert (figures.input_tokens, figures.output_tokens, figures.verify_steps, figures.accepted) == (2, 10, 3, 6)
+    assert figures.acceptance_length == 3.0
+    assert figures.drafted is None  # not to be had, so not guessed
+
+
+def test_chunks_hold_what_is_new(client: Client) -> None:
+    chunks = list(client.stream("a prompt", max_tokens=10))
+    assert len(chunks) == 4
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    assert [chunk.output_tokens for chunk in chunks] == [1, 4, 7, 10]
+    assert sum((chunk.token_ids for chunk in chunks), ()) == tuple(range(100, 110))
+
+
+def test_the_prompt_comes_first_unless_it_is_left_out(server: TritonServer) -> None:
+    body = {"text_input": "a prompt ", "sampling_param_max_tokens": 2}
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
+    answer = json.loads(urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read())
+    assert answer["text_output"] == "a prompt one two"
+
+
+def test_refusals_are_told_and_the_server_goes_on(client: Client) -> None:
+    with pytest.raises(RequestRefused, match="the runtime refuses this prompt"):
+        client.generate("refuse me")
+    with pytest.raises(RequestRefused, match="sampling_param_top_p is 0"):
+        client.generate("x", top_p=0.0)
+    with pytest.raises(RequestRefused, match="has no input 'num_draft_tokens'"):
+        client.generate("x", num_draft_tokens=2)
+    chunks = client.stream("x", max_tokens=10)
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    assert client.generate("x", max_tokens=3).text == "one two three"

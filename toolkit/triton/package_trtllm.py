@@ -1,0 +1,126 @@
+"""The package stage for the kinds of TensorRT-LLM: engines in, the repository that its containers serve, and how to start it.
+
+trt_engine: the `bls` layout over backend tensorrtllm. trtllm_pytorch: the `llmapi` layout, model.yaml holding the arguments of
+`LLM()`. Nothing here needs TensorRT-LLM or a GPU; every configuration is read back and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import TritonConfig
+from toolkit.errors import StageError
+from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
+from toolkit.triton import deploy, layout_bls, model_config
+from toolkit.triton.contract import DRAFT_MODEL, MODEL
+from toolkit.triton.layout_trtllm import REPOSITORY, Engines, bls_of_engines
+from toolkit.triton.repository import link_tree, write_client
+
+__all__ = ["model_yaml", "package_bls", "package_llmapi"]
+
+CANCELLATION_CHECK_PERIOD_MS = 100  # the template's own
+FOR_TRTLLM = ("facts/__init__.py", "facts/triton_tensors.py", "triton/trtllm_tensors.py")
+
+
+def package_bls(
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    triton: TritonConfig,
+    out_dir: Path,
+    *,
+    name: str,
+    end_ids: Sequence[int],
+    max_draft_len: int,
+    gpus_per_node: int = 8,
+    free_gpu_memory_fraction: float = 0.9,
+    enable_block_reuse: bool = True,
+    acceptance: str = "auto",
+) -> TritonRepository:
+    """The engine flow. Raises StageError where something does not read back."""
+    built = _built(target)
+    engines = Engines(
+        version=built.version,
+        max_batch_size=target.max_batch_size,
+        max_input_len=target.max_input_len,
+        max_seq_len=target.max_seq_len,
+        max_draft_len=0 if draft is None else max_draft_len,
+        tp_size=built.tp_size,
+        pp_size=built.pp_size,
+        gpus_per_node=gpus_per_node,
+        free_gpu_memory_fraction=free_gpu_memory_fraction,
+        enable_block_reuse=enable_block_reuse,
+        acceptance=acceptance,
+    )
+    bls = bls_of_engines(engines, triton, end_ids)
+    for model, config in layout_bls.model_configs(bls).items():
+        (out_dir / model / "1").mkdir(parents=True, exist_ok=True)
+        model_config.write(config, out_dir / model / "config.pbtxt")
+    layout_bls.write_models(out_dir, target.path)
+    for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
+        if engine is not None:
+            link_tree(engine.path, out_dir / model / "1" / "engine")
+    _finish(out_dir, deploy.Deployment(name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None))
+    return TritonRepository(out_dir, "bls", "tensorrt_llm_bls", triton.decoupled, engines.max_draft_len)
+
+
+def package_llmapi(
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    llm_args: Mapping[str, Any],
+    triton: TritonConfig,
+    out_dir: Path,
+    *,
+    name: str,
+    max_draft_len: int,
+    gpus_per_node: int = 8,
+) -> TritonRepository:
+    """The PyTorch flow. llm_args: with the models' places in the container, `ENGINES/target` and `ENGINES/draft`."""
+    built, version = _built(target), out_dir / MODEL / "1"
+    ours = triton.model_py == "ours"
+    version.mkdir(parents=True, exist_ok=True)
+    model_config.write(model_config.build_trtllm(decoupled=triton.decoupled, ours=ours), out_dir / MODEL / "config.pbtxt")
+    _write_yaml(model_yaml(llm_args, triton), version / "model.yaml")
+    if ours:
+        layout_bls.write_model("trtllm", version, FOR_TRTLLM)
+    for engine in [target, draft] if draft is not None else [target]:
+        link_tree(engine.path, version / "engines" / engine.role)
+    world = built.tp_size * built.pp_size
+    _finish(out_dir, deploy.Deployment(name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py))
+    return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
+
+
+ENGINES = f"{REPOSITORY}/{MODEL}/1/engines"
+
+
+def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig) -> dict[str, Any]:
+    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the container's knows none."""
+    settings = {
+        **llm_args,
+        "triton_config": {
+            "max_batch_size": 0,
+            "decoupled": triton.decoupled,
+            "cancellation_check_period_ms": CANCELLATION_CHECK_PERIOD_MS,
+        },
+    }
+    return {**settings, "toolkit": {"default_max_tokens": triton.default_max_tokens}} if triton.model_py == "ours" else settings
+
+
+def _built(engine: CompiledEngine) -> TensorRtLlmBuild:
+    if engine.tensorrt_llm is None:
+        raise StageError("package", f"an engine of kind {engine.kind} is none of TensorRT-LLM's", where=engine.path)
+    return engine.tensorrt_llm
+
+
+def _write_yaml(settings: Mapping[str, Any], path: Path) -> None:
+    import yaml
+
+    path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+    if yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
+        raise StageError("package", "model.yaml reads back differently from what was written", where=path)
+
+
+def _finish(folder: Path, deployment: deploy.Deployment) -> None:
+    write_client(folder)
+    deploy.write(deployment, folder)
