@@ -33,7 +33,9 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
             "max_tokens": 12,
             "rounds": 1,
             "max_rounds": 1,
-            "parity": {"max_divergence_rate": 0.9},
+            # The calibration text is nothing like the prompts, which the unquantized model would hold against this one.
+            "parity": {"max_divergence_rate": 0.9, "source": "never"},
+            "distribution": {"effect": 0.15},  # tokens enough for that are drawn in seconds
             "quality": {"max_kl": 5.0},
             "latency": {"min_speedup": None},
         },
@@ -61,6 +63,8 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_p
     assert report["parity"]["prompts"] == len(PROMPTS)
     assert {"plain", "speculative"} <= set(report["arms"])
     assert report["quality"]["target"]["tokens"] > 0
+    assert [one["against"] for one in report["agreements"]] == ["engine"]
+    assert all(test["control_rejected"] for test in report["distribution"]["tests"])
     for folder in ("engines/tiny/target", "engines/tiny/draft", "triton_repo/tiny/tensorrt_llm/1"):
         assert (tmp_path / folder).is_dir()
     second = toolkit("build", str(config), cwd=tmp_path)

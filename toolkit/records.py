@@ -526,6 +526,9 @@ class Agreement:
     first_tokens: int
     largest_gap: float
     margins: tuple[MarginBin, ...]
+    decided_margin: float | None
+    decided: int
+    decided_differing: int
     detail: str
 
 

@@ -19,7 +19,7 @@ from tests.support.step_engines import TableEngine
 from toolkit.engines.embedded.engine import open_checkpoint
 from toolkit.records import QuantizationQuality
 from toolkit.speculative.text import TextCodec
-from toolkit.validate.agreement import agreement
+from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.gates import agreement_gate
 from toolkit.validate.reference import Reference, reference_from_checkpoint, reference_from_engine, text_logits
 
@@ -99,7 +99,7 @@ def test_the_source_checkpoint_in_transformers_agrees_with_an_unquantized_engine
     found = agreement("source", served_by(checkpoint, source), source, 0.01, same_precision=True)
     assert found.kind in ("identical", "equivalent")
     assert found.tokens >= 150 and found.rate > 0.99
-    assert agreement_gate(found, None).outcome == "PASS"
+    assert agreement_gate(found).outcome == "PASS"
 
 
 def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(checkpoint: Path, tmp_path: Path) -> None:
@@ -112,6 +112,22 @@ def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(checkpoint: Path,
     texts = served_by(damaged, source)
     exact = agreement("source", texts, source, 0.01, same_precision=True)
     assert exact.kind == "broken" and exact.largest_gap > 0.1
-    quantized = agreement("source", texts, source, 0.01, same_precision=False)
-    gate = agreement_gate(quantized, QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, ()))
+    sure = decided_margin(QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, ()))
+    quantized = agreement("source", texts, source, 0.01, same_precision=False, decided_margin=sure)
+    gate = agreement_gate(quantized)
     assert gate is not None and gate.outcome == "FAIL"
+    assert quantized.decided_differing > 10
+
+
+def test_a_quantized_model_passes_against_its_source_and_an_unmeasured_one_is_not_judged(checkpoint: Path) -> None:
+    """Weights rounded to 8 bits in every row: other tokens at near-ties, the same ones where the source is decided."""
+    codec = TextCodec.from_file(checkpoint / "tokenizer.json")
+    source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
+    texts = served_by(checkpoint, source)
+    found = agreement("source", texts, source, 0.01, same_precision=False, decided_margin=0.1)
+    gate = agreement_gate(found)
+    assert gate is not None and gate.outcome == "PASS"
+    assert 0 < found.decided < found.tokens
+    assert agreement_gate(replace(found, decided_margin=None)) is None
+    undecided = agreement_gate(replace(found, decided=0))
+    assert undecided is not None and undecided.outcome == "INCONCLUSIVE"

@@ -107,8 +107,10 @@ def shown(gate: Gate) -> tuple[str, str]:
         return measured, f"≥ {limit}"
     if "parity" in gate.name:
         return percent(gate.measured), f"≤ {percent(gate.limit)}"
-    if gate.name == "quality_top1" or (gate.name == "agreement_source" and gate.limit):
+    if gate.name == "quality_top1":
         return percent(gate.measured), f"≥ {percent(gate.limit)}"
+    if gate.name == "agreement_source" and gate.limit:
+        return percent(gate.measured), f"≤ {percent(gate.limit)}"
     if gate.name in COUNTED:
         measured, limit = COUNTED[gate.name]
         return measured.format(gate.measured), limit.format(gate.limit)
@@ -311,6 +313,7 @@ def _agreements(report: ValidationReport) -> Table:
         ("tokens that are the reference's own", *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in found)),
         ("interval", *(f"{a.rate_low:.2%} to {a.rate_high:.2%}" for a in found)),
         ("class", *(a.kind or "another precision" for a in found)),
+        ("differ where it is decided", *(f"{a.decided_differing:,} / {a.decided:,}" if a.decided else DASH for a in found)),
         ("largest gap, logits", *(number(a.largest_gap) for a in found)),
     ]
     for i, one in enumerate(found[0].margins):

@@ -8,13 +8,14 @@ what is behind it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.records import Agreement
+from toolkit.records import Agreement, QuantizationQuality
 from toolkit.validate.parity import judge_gaps, margin_bins
 from toolkit.validate.reference import Reference, text_logits
 from toolkit.validate.statistics import CONFIDENCE, bootstrap_ratio_of_sums
@@ -22,7 +23,7 @@ from toolkit.validate.statistics import CONFIDENCE, bootstrap_ratio_of_sums
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["agreement", "explained_without_first_token"]
+__all__ = ["agreement", "decided_margin", "explained_without_first_token"]
 
 
 def agreement(
@@ -32,10 +33,13 @@ def agreement(
     near_tie_margin: float,
     *,
     same_precision: bool,
+    decided_margin: float | None = None,
     seed: int = 0,
     on_prompt: Callable[[int], None] = lambda done: None,
 ) -> Agreement:
-    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server should, up to rounding."""
+    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server should, up to rounding;
+    where it is another one, decided_margin says by how many logits it has to be decided for another token to mean something.
+    """
     per_prompt: list[tuple[int, int]] = []
     margins: list[float] = []
     differing: list[bool] = []
@@ -58,6 +62,7 @@ def agreement(
                 where = f"prompt {index + 1}, output token {position + 1}"
                 worst = (gap, f"{where}: the reference's number {rank + 1}, {gap:.4f} logits below its best")
         on_prompt(index + 1)
+    decided = np.asarray(margins) >= (np.inf if decided_margin is None else decided_margin)
     rate, low, high = bootstrap_ratio_of_sums(per_prompt, seed=seed)
     return Agreement(
         against=against,
@@ -73,8 +78,20 @@ def agreement(
         first_tokens=first_tokens,
         largest_gap=worst[0],
         margins=margin_bins(margins, differing),
+        decided_margin=decided_margin,
+        decided=int(decided.sum()),
+        decided_differing=int((decided & np.asarray(differing, dtype=bool)).sum()),
         detail=worst[1],
     )
+
+
+def decided_margin(quality: QuantizationQuality | None) -> float | None:
+    """Logits by which quantization hardly ever tips a choice. None where nothing was measured.
+
+    To second order KL is half the variance of the logits' errors under the model's own distribution, so sqrt(2 KL) is their
+    size; of the worst of 100 tokens, and once for each of the two best.
+    """
+    return None if quality is None else 2 * math.sqrt(2 * quality.kl_p99)
 
 
 def explained_without_first_token(texts: Sequence[RequestTiming], reference: Reference, near_tie_margin: float) -> bool:

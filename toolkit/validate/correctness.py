@@ -21,7 +21,7 @@ from toolkit.records import (
     QuantizationQuality,
     StopCheck,
 )
-from toolkit.validate.agreement import agreement
+from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.arms import ARMS, Measured, Sender
 from toolkit.validate.diagnose import diagnose
 from toolkit.validate.drafts import check_drafts
@@ -81,6 +81,7 @@ def judge_correctness(
     references: References,
     *,
     name: str,
+    quality: QuantizationQuality | None,
     rule: str,
     max_draft_len: int,
     verify_arm: bool,
@@ -88,7 +89,8 @@ def judge_correctness(
     say: Said = lambda what: None,
     on_drawn: Callable[[int, int], None] = lambda done, total: None,
 ) -> Correctness:
-    """greedy: the timed requests at temperature 0. rule: of requests without a seed. verify_arm: the endpoint knows the
+    """greedy: the timed requests at temperature 0. quality: of the target, None where it was not quantized here. rule: of
+    requests without a seed. verify_arm: the endpoint knows the
     acceptance rule `verify_only`. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens, of how
     many).
     """
@@ -134,7 +136,15 @@ def judge_correctness(
         say("asking the unquantized model about every token")
         same_precision = references.source_same_precision
         agreements.append(
-            agreement("source", plain, references.source, margin, same_precision=same_precision, seed=config.seed)
+            agreement(
+                "source",
+                plain,
+                references.source,
+                margin,
+                same_precision=same_precision,
+                decided_margin=None if same_precision else decided_margin(quality),
+                seed=config.seed,
+            )
         )
     diagnoses = diagnose(
         plain=plain,
@@ -150,10 +160,10 @@ def judge_correctness(
     return Correctness(parity, seeded, tuple(agreements), draft_check, stop_check, distribution, tuple(diagnoses))
 
 
-def correctness_gates(found: Correctness, quality: QuantizationQuality | None) -> list[Gate]:
-    """All but those of parity. quality: of the target, None where it was not quantized here."""
+def correctness_gates(found: Correctness) -> list[Gate]:
+    """All but those of parity."""
     return [
-        *(gate for one in found.agreements if (gate := agreement_gate(one, quality)) is not None),
+        *(gate for one in found.agreements if (gate := agreement_gate(one)) is not None),
         *check_gates(found.draft_check, found.stop_check, found.diagnoses),
         *([] if found.distribution is None else [distribution_gate(found.distribution)]),
     ]

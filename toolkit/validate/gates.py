@@ -23,7 +23,7 @@ from toolkit.records import (
     StopCheck,
 )
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
-from toolkit.validate.statistics import prompts_needed
+from toolkit.validate.statistics import clopper_pearson, prompts_needed
 
 __all__ = [
     "FAIL",
@@ -42,7 +42,9 @@ __all__ = [
 ]
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
-AGREEMENT_SLACK = 0.05  # served text may agree this much less with the source than the held-out text did
+WRONG_TOKENS = (
+    0.05  # of those where the source is decided, by their upper bound: its own served text is easier than held-out text
+)
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
 
 
@@ -104,9 +106,10 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
     return Gate(name, result, parity.rate_high, limit, bound, next_step)
 
 
-def agreement_gate(found: Agreement, quality: QuantizationQuality | None) -> Gate | None:
-    """The plain text against a reference. In the same precision one token beyond rounding fails; against another precision the
-    served model must agree with its source about as often as the quantized model did when it was made (None: not known).
+def agreement_gate(found: Agreement) -> Gate | None:
+    """The plain text against a reference. In the same precision one token beyond rounding fails. Against another precision
+    tokens are judged where the reference is decided by more than quantization moves its logits; None where that was not
+    measured.
     """
     name = f"agreement_{found.against}"
     if found.kind is not None:
@@ -123,21 +126,22 @@ def agreement_gate(found: Agreement, quality: QuantizationQuality | None) -> Gat
             detail if good else f"{detail}. {found.detail}",
             None if good else advice,
         )
-    if quality is None:
+    if found.decided_margin is None:
         return None
-    limit = max(0.0, quality.top1_agreement - AGREEMENT_SLACK)
-    result = outcome(found.rate_low, found.rate_high, limit, at_least=True)
-    detail = (
-        f"{found.rate:.2%} of {found.tokens:,} served tokens are the unquantized model's own (interval {found.rate_low:.2%} to "
-        f"{found.rate_high:.2%}); on held-out text quantization kept {quality.top1_agreement:.2%}"
-    )
+    sure = f"where the unquantized model is decided by {found.decided_margin:.2g} logits, more than quantization moves them"
+    if found.decided == 0:
+        advice = "Such a model says nothing about its weights: use other prompts, or validation.parity.source: never."
+        return Gate(name, INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
+    low, high = clopper_pearson(found.decided_differing, found.decided)
+    result = outcome(low, high, WRONG_TOKENS, at_least=False)
+    count = f"{found.decided_differing:,} of {found.decided:,} served tokens are not its own {sure}"
     next_steps = {
         PASS: None,
-        FAIL: "The served model is further from its source than the quantized checkpoint was: compile again, and compare the "
-        "engine with its checkpoint.",
-        INCONCLUSIVE: "Raise validation.max_prompts.",
+        FAIL: "The served model is further from its source than it was on held-out text: calibrate on text like these prompts; "
+        "if it was, the engine is not what was quantized, so compile again.",
+        INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
-    return Gate(name, result, found.rate, limit, detail, next_steps[result])
+    return Gate(name, result, high, WRONG_TOKENS, f"{count}; of all tokens {found.rate:.2%} are", next_steps[result])
 
 
 def distribution_gate(found: Distribution) -> Gate:

@@ -104,7 +104,9 @@ def reference_from_checkpoint(
     def model() -> Any:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # of loading; our own progress is on stderr
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
 
     def rows(ids: Sequence[int], first: int) -> NDArray[Any]:

@@ -138,6 +138,7 @@ def validate(
         config,
         references,
         name=name,
+        quality=quality.target,
         rule=rule,
         max_draft_len=max_draft_len,
         verify_arm=verify_arm,
@@ -158,7 +159,7 @@ def validate(
     gates = [
         *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
-        *correctness_gates(found, quality.target),
+        *correctness_gates(found),
         *quality_gates(quality.target, config.quality),
         *(() if loaded is None else loaded.gates),
     ]
