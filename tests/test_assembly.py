@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tests.support.stages import Silent, small_stages
 from tests.support.trtllm import place_with_builder
@@ -174,8 +175,8 @@ TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "ma
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"engine": {"kind": "trt_engine", **TRTLLM}}, "engine.kind trt_engine is not packaged yet"),
-        ({"engine": {"kind": "trtllm_pytorch", **TRTLLM}}, "engine.kind trtllm_pytorch is not packaged yet"),
+        ({"engine": {"kind": "trt_engine", **TRTLLM}}, "engine.kind trt_engine is not served and judged here yet"),
+        ({"engine": {"kind": "trtllm_pytorch", **TRTLLM}}, "engine.kind trtllm_pytorch is not served and judged here yet"),
     ],
 )
 def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
@@ -188,10 +189,16 @@ def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
 
 
 @pytest.mark.slow
-def test_the_pytorch_flow_is_built_as_far_as_its_engines(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
-    built = build(config, workplace, Silent(), store, until="compile")
+    built = build(config, workplace, Silent(), store, until="package")
+    repository = workplace.repository("tiny")
+    settings = yaml.safe_load((repository / "tensorrt_llm/1/model.yaml").read_text())
+    assert settings["model"] == "/models/tensorrt_llm/1/engines/target"
+    assert settings["speculative_config"]["speculative_model"] == "/models/tensorrt_llm/1/engines/draft"
+    assert (repository / "tensorrt_llm/1/engines/draft/model.safetensors").is_file()
+    assert "tritonserver:26.07-trtllm-python-py3" in (repository / "docker-run.sh").read_text()
     target = workplace.engines("tiny") / "target"
     args = json.loads((target / "llm_args.json").read_text())
     assert (target / args["speculative_config"]["speculative_model"]).resolve() == workplace.engines("tiny") / "draft"

@@ -140,9 +140,10 @@ def build(
     """
     if stages is None and until in PACKAGED:
         _refuse_impossible(config)
-        embedded(config)  # before hours of downloading and quantizing
+        if until == "validate":
+            embedded(config)  # before hours of downloading and quantizing
     chosen = upto(stages or stages_of(config, workplace, store.memo), until)
-    if stages is None and until == "compile":
+    if stages is None and until in ("compile", "package"):
         _check_builder(config, workplace, store)
     finished: dict[str, Done] = {}
     published: list[Path] = []
@@ -182,7 +183,7 @@ def plan_of(config: DeploymentConfig) -> Plan:
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
-    return explain(stages if config.engine.kind == "torch" else upto(stages, "compile"), store, config.name)
+    return explain(stages if config.engine.kind == "torch" else upto(stages, "package"), store, config.name)
 
 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -216,7 +217,7 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
         *(_quantize(config, role, memo) for role in roles),
         *(_compile(config, role, workplace) for role in roles),
         *([tune_stage(config, embedded(config), memo, _own_way(config))] if _measures(config) else []),
-        _package(config, roles),
+        _package(config, roles) if config.engine.kind == "torch" else _package_trtllm(config, roles),
         _validate(config, roles, workplace, memo),
     ]
 
@@ -270,8 +271,8 @@ def embedded(config: DeploymentConfig) -> TorchEngineConfig:
     """The section of the embedded engine. Raises UsageError for another kind, where no stage can serve it."""
     if not isinstance(config.engine, TorchEngineConfig):
         raise UsageError(
-            f"engine.kind {config.engine.kind} is not packaged yet",
-            mend="`--until compile` works; `torch`, the embedded engine, is packaged and served too",
+            f"engine.kind {config.engine.kind} is not served and judged here yet",
+            mend="`--until package` works, and the repository says how to start it; `torch` goes all the way",
         )
     return config.engine
 
@@ -525,6 +526,57 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         return stage.package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
 
     return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+
+
+def _package_trtllm(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an engine does not hold."""
+    from toolkit.checkpoints.shape import read_shape
+    from toolkit.engines.trtllm.llm_args import read_llm_args, resolved
+    from toolkit.triton import stage
+    from toolkit.triton.package_trtllm import ENGINES, package_bls, package_llmapi
+
+    engine, triton = config.engine, config.triton
+    assert not isinstance(engine, TorchEngineConfig)
+    engines = tuple(f"compile/{role}" for role in roles)
+    placed: dict[str, Any] = {
+        "name": config.name,
+        "gpus_per_node": engine.gpus_per_node,
+        "max_draft_len": config.speculation.longest_draft,
+    }
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
+        memory = {"free_gpu_memory_fraction": engine.free_gpu_memory_fraction, "enable_block_reuse": engine.enable_block_reuse}
+        settings = {
+            "kind": engine.kind,
+            "speculation": config.speculation.model_dump(),
+            "triton": triton.model_dump(exclude=where_it_listens),
+            **placed,
+            **memory,
+        }
+        inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
+        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        return {"config": settings, "inputs": inputs, "fingerprint": _versions(["tritonclient"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
+        target, *drafts = (finished[need].record for need in engines)
+        draft = drafts[0] if config.speculation.kind == "draft_target" else None
+        if engine.kind == "trtllm_pytorch":
+            places = f"{ENGINES}/target", None if draft is None else f"{ENGINES}/draft"
+            return package_llmapi(target, draft, resolved(read_llm_args(target.path), *places), triton, out_dir, **placed)
+        return package_bls(
+            target,
+            draft,
+            triton,
+            out_dir,
+            end_ids=read_shape(finished["quantize/target"].record.path).eos_token_ids,
+            free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
+            enable_block_reuse=engine.enable_block_reuse,
+            acceptance=config.speculation.acceptance,
+            **placed,
+        )
+
+    return Stage("package", stage.VERSION, TritonRepository, (*engines, "quantize/target"), parts, run)
 
 
 def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workplace, memo: DigestMemo) -> Stage:
