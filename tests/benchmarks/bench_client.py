@@ -4,6 +4,8 @@ A stub endpoint in a process of its own answers every request with 8 chunks, 5 m
 500/s. Lag is the time from when a request was due to when it was handed to the network. Good: p99 under 2 ms on 2 cores.
 Beside it, the time by which the client saw chunks later than the stub wrote them, which is what it adds to a latency.
 
+On a machine that others use too, a real-time priority takes them out of the picture (as root): chrt -f 10 python -m ...
+
     python -m tests.benchmarks.bench_client [--rate 500] [--seconds 10] [--protocols triton-grpc ...]
 """
 

@@ -293,7 +293,7 @@ class LatencyGates(Section):
     """
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
-    precision: Annotated[float, Field(gt=0.0)] = 0.1
+    precision: Annotated[float, Field(gt=0.0)] = 0.15
     concurrency: tuple[Count, ...] = Field(default=(), strict=False)
     max_ratios: dict[LatencyPercentile, Annotated[float, Field(gt=0.0)]] = {}
     max_ttft_p90_ms: Annotated[float, Field(gt=0.0)] | None = None
