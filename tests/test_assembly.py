@@ -247,7 +247,7 @@ def test_a_missing_builder_is_found_before_anything_is_quantized(
 
 
 @pytest.mark.slow
-def test_the_engine_flow_is_built_from_checkpoint_to_engines(
+def test_the_engine_flow_is_built_from_checkpoint_to_repository(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for trtllm-build on the PATH and everything before it real, for two ranks."""
@@ -255,7 +255,7 @@ def test_the_engine_flow_is_built_from_checkpoint_to_engines(
     monkeypatch.setenv("PATH", place.environment["PATH"])
     config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trt_engine", "tp_size": 2, **TRTLLM}))
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
-    built = build(config, workplace, Silent(), store, until="compile")
+    built = build(config, workplace, Silent(), store, until="package")
     for role, mode in (("target", 2), ("draft", 1)):
         folder = workplace.engines("tiny") / role
         recorded = json.loads((folder / "config.json").read_text())
@@ -264,5 +264,10 @@ def test_the_engine_flow_is_built_from_checkpoint_to_engines(
         assert {file.name for file in folder.glob("rank*")} == {"rank0.engine", "rank1.engine"}
         assert (folder / "tokenizer.json").is_file()
     assert set(built.not_executed) == {"compile/target", "compile/draft"}
+    repository = workplace.repository("tiny")
+    models = {"preprocessing", "tensorrt_llm", "tensorrt_llm_draft", "postprocessing", "tensorrt_llm_bls"}
+    assert models <= {file.parent.name for file in repository.glob("*/config.pbtxt")}
+    assert 'backend: "tensorrtllm"' in (repository / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert len(list(repository.glob("tensorrt_llm*/1/**/rank*.engine"))) == 4
     monkeypatch.setenv("PATH", str(tmp_path))  # what is in the store needs no builder
-    assert not build(config, workplace, Silent(), store, until="compile").changed
+    assert not build(config, workplace, Silent(), store, until="package").changed
