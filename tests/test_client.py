@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -285,6 +288,20 @@ def test_summary_weights_itl_by_tokens_and_divides_sums() -> None:
     assert figures["acceptance_rate"] == 0.25
     assert figures["acceptance_length"] == 2.0
     assert summarise([])["tokens_per_s"] is None
+
+
+def test_a_port_that_does_not_exist_is_refused_and_nobody_is_called() -> None:
+    """gRPC takes it modulo 65536."""
+    with pytest.raises(ServerUnavailable, match="localhost:65537: there is no such port"):
+        Client("localhost:65537")
+
+
+def test_the_script_without_tritonclient_says_what_to_install(tmp_path: Path) -> None:
+    script = shutil.copyfile(client_module.__file__, tmp_path / "validate_latency.py")
+    done = subprocess.run([sys.executable, "-S", script], env={}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("validate_latency.py needs tritonclient and numpy (No module named ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_prompts_are_read_from_json_lines_and_text(tmp_path: Path) -> None:

@@ -29,9 +29,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import grpc
-import numpy as np
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+try:
+    import grpc
+    import numpy as np
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+except (ImportError, RuntimeError) as missing:  # RuntimeError: tritonclient without its gRPC part
+    if __name__ == "__main__":
+        sys.exit(f"{Path(__file__).name} needs tritonclient and numpy ({missing}): pip install 'tritonclient[grpc]' numpy")
+    raise
 
 __all__ = [
     "Chunk",
@@ -44,6 +49,8 @@ __all__ = [
     "ServerUnavailable",
     "Statistics",
 ]
+
+MAX_PORT = 65535  # gRPC wraps a larger one, and calls somebody else
 
 # Option -> tensor. The options of a request, then what is asked for with every request where the model offers it.
 TENSORS = {
@@ -264,6 +271,9 @@ class Client:
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
+        port = url.rsplit(":", 1)[-1]
+        if port.isdecimal() and int(port) > MAX_PORT:
+            raise ServerUnavailable(f"{url}: there is no such port")
         local = url.rsplit(":", 1)[0] in ("localhost", "127.0.0.1", "[::1]")
         options = [("grpc.max_receive_message_length", -1), *([("grpc.enable_http_proxy", 0)] if local else [])]
         self._channel = grpc.insecure_channel(url, options=options)
