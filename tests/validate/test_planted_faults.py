@@ -267,7 +267,7 @@ class BlockEnds(TextStream):
     """Looks for stop words at the end of a block alone."""
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str]:
-        self.shown = getattr(self, "shown", "") + self._decode(tokens)
+        self.shown = getattr(self, "shown", "") + self._decoder.decode_many([tokens])[0]
         if ends := [word for word in self._stop if self.shown.endswith(word)]:
             self.stopped_by = ends[0]
         return len(tokens), self.shown if self.stopped_by else ""
