@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check format bench clean
+.PHONY: quickstart test check format rehearse-all bench clean
 
 quickstart: $(STAMP)
 	$(BIN)/toolkit build configs/quickstart.yaml
@@ -20,6 +20,9 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+rehearse-all: $(STAMP)
+	for config in configs/*.yaml; do $(BIN)/toolkit build $$config --rehearse || exit; done
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks

@@ -14,10 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[1] / "toolkit"
 
 # docs/architecture.md draws this arrow. A package may import those on lower levels, and itself; on its own level nothing.
-WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report", "advise")
+WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report", "advise", "rehearse")
 LEVELS = (
     ("__main__",),
     ("cli",),
+    ("rehearsing",),
     ("assembly",),
     ("tuning",),
     ("serving", "progress", "benching"),

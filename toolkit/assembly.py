@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
-from toolkit.errors import CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -54,6 +54,7 @@ __all__ = [
     "build",
     "embedded",
     "explain_build",
+    "rehearsal_stages",
     "replay_divergence",
     "speculation_of",
     "stages_of",
@@ -79,6 +80,7 @@ MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", 
 REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 
 SWEEP_REQUESTS = 32  # per arm, round and concurrency, unless more are needed to keep it up
+REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
 REMEMBERED = 64  # fingerprints of engine backends
 
 
@@ -103,6 +105,10 @@ class Workplace:
 
     def advice(self, name: str) -> Path:
         return self.root / "build" / "advice" / name
+
+    def rehearsal(self, name: str) -> Path:
+        """What a rehearsal makes up."""
+        return self.root / "build" / "rehearsals" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +195,10 @@ def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
     """Folder -> its subfolders and the stages that they come from."""
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in _models(config)}
+    yield workplace.engines(config.name + REAL_KIND), {role: f"compile/{role}{REAL_KIND}" for role in _models(config)}
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
+    yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
     yield workplace.report(config.name), {"": "validate"}
 
 
@@ -220,6 +228,73 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
         _package(config, roles) if config.engine.kind == "torch" else _package_trtllm(config, roles),
         _validate(config, roles, workplace, memo),
     ]
+
+
+def rehearsal_stages(
+    asked: DeploymentConfig, served: DeploymentConfig, workplace: Workplace, memo: DigestMemo, replaced: Sequence[str]
+) -> list[Stage]:
+    """The stages of a rehearsal: `asked` decides what is quantized and how, `served` what is compiled, packaged and measured.
+
+    The engine's own stage runs too where this machine can do it. replaced: for the report. Raises UsageError as `stages_of`.
+    """
+    _refuse_unbuilt(asked)
+    _check_inputs(served)
+    roles = tuple(_models(served))
+    real: list[Stage] = []
+    if asked.engine.kind != "torch":
+        compiled = [_compile(asked, role, workplace) for role in roles]
+        if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
+            compiled = [_unbuilt(stage, _engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
+        real = [_beside(stage) for stage in (*compiled, _package_trtllm(asked, roles))]
+    validate = _validate(served, roles, workplace, memo, replaced)
+    return [
+        _pair(asked, memo),
+        *(_quantize(asked, role, memo) for role in roles),
+        *real,
+        *(_compile(served, role, workplace) for role in roles),
+        _package(served, roles),
+        replace(validate, needs=(*validate.needs, *(stage.name for stage in real))),
+    ]
+
+
+def _beside(stage: Stage) -> Stage:
+    """A stage of the real kind of engine, beside the embedded one's of the same name; it sees its own kind's stages alone."""
+
+    def own(name: str) -> str:
+        return PACKAGE_TRTLLM if name == "package" else f"{name}{REAL_KIND}" if name.startswith("compile/") else name
+
+    def seen(finished: Finished) -> Finished:
+        return {**finished, **{need: finished[own(need)] for need in stage.needs}}
+
+    return replace(
+        stage,
+        name=own(stage.name),
+        needs=tuple(map(own, stage.needs)),
+        parts=lambda finished: stage.parts(seen(finished)),
+        run=lambda finished, out_dir, progress: stage.run(seen(finished), out_dir, progress),
+    )
+
+
+def _unbuilt(stage: Stage, spec: EngineSpec) -> Stage:
+    """The same without trtllm-build."""
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
+        from toolkit.engines.trt_engine import TrtEngineBackend
+
+        return TrtEngineBackend().without_building(finished[stage.needs[0]].record, spec, out_dir)
+
+    return replace(stage, parts=lambda finished: {**stage.parts(finished), "built": False}, run=run)
+
+
+def _builds_here(config: DeploymentConfig) -> bool:
+    """Whether this machine has trtllm-build and a GPU for it."""
+    from toolkit.engines.trt_engine import TrtEngineBackend
+
+    try:
+        TrtEngineBackend().check_builder(_engine_spec(config, "target"))
+    except BackendUnavailable:
+        return False
+    return bool(gpus())
 
 
 def _refuse_impossible(config: DeploymentConfig) -> None:
@@ -579,7 +654,9 @@ def _package_trtllm(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     return Stage("package", stage.VERSION, TritonRepository, (*engines, "quantize/target"), parts, run)
 
 
-def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workplace, memo: DigestMemo) -> Stage:
+def _validate(
+    config: DeploymentConfig, roles: Sequence[str], workplace: Workplace, memo: DigestMemo, replaced: Sequence[str] = ()
+) -> Stage:
     from toolkit.validate import stage
 
     needs = ("pair", *(f"quantize/{role}" for role in roles), *(f"compile/{role}" for role in roles), "package")
@@ -591,7 +668,11 @@ def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workpla
     def parts(finished: Finished) -> Mapping[str, Any]:
         """The name is in it, since it stands in the report; so are our own sources and the machine, since they are measured."""
         return {
-            "config": {"name": config.name, **config.validation.model_dump(exclude={"prompts"})},
+            "config": {
+                "name": config.name,
+                **config.validation.model_dump(exclude={"prompts"}),
+                **({"replaced": list(replaced)} if replaced else {}),
+            },
             "inputs": {
                 "repository": finished["package"].entry.digest,
                 "quality": digest_value(to_json(quality_of(finished))),
@@ -604,7 +685,7 @@ def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workpla
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
-        return _measure(config, finished, quality_of(finished), workplace, out_dir, progress)
+        return _measure(config, finished, quality_of(finished), replaced, workplace, out_dir, progress)
 
     def decided(report: ValidationReport) -> bool:
         return report.verdict != "INCONCLUSIVE"
@@ -613,7 +694,13 @@ def _validate(config: DeploymentConfig, roles: Sequence[str], workplace: Workpla
 
 
 def _measure(
-    config: DeploymentConfig, finished: Finished, quality: Quality, workplace: Workplace, out_dir: Path, progress: Progress
+    config: DeploymentConfig,
+    finished: Finished,
+    quality: Quality,
+    replaced: Sequence[str],
+    workplace: Workplace,
+    out_dir: Path,
+    progress: Progress,
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
     from toolkit.benching import sweep
@@ -660,6 +747,7 @@ def _measure(
             ),
             preceding=finished["pair"].record.findings,
             stages=[StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
+            replaced=replaced,
             progress=progress,
         )
     write_report(report, out_dir)

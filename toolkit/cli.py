@@ -113,13 +113,16 @@ def build_command(
     config: Config,
     until: Annotated[str, typer.Option(help=f"Stop after this stage: {', '.join(STAGES)}.", metavar="STAGE")] = "validate",
     fresh: Fresh = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Try it here with small random models and the embedded engine in their place.")
+    ] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Pair, quantize, compile, package and validate; whatever has not changed is reused."""
-    _build(config, until, fresh, overrides, rehash, as_json)
+    _build(config, until, fresh, overrides, rehash, as_json, rehearse=rehearse)
 
 
 def _one_stage(stage: str, text: str) -> None:
@@ -542,10 +545,10 @@ def _interrupted(arguments: list[str]) -> int:
 # Behind the commands.
 
 
-def _load(config: Path, overrides: list[str] | None) -> DeploymentConfig:
+def _load(config: Path, overrides: list[str] | None, *, texts: bool = True) -> DeploymentConfig:
     from toolkit.config.load import load_config
 
-    return load_config(config, overrides or ())
+    return load_config(config, overrides or (), texts=texts)
 
 
 def _workplace() -> Any:
@@ -554,14 +557,24 @@ def _workplace() -> Any:
     return Workplace(Path.cwd())
 
 
-def _build(config: Path, until: str, fresh: list[str] | None, overrides: list[str] | None, rehash: bool, as_json: bool) -> None:
-    loaded = _load(config, overrides)
+def _build(
+    config: Path,
+    until: str,
+    fresh: list[str] | None,
+    overrides: list[str] | None,
+    rehash: bool,
+    as_json: bool,
+    *,
+    rehearse: bool = False,
+) -> None:
+    loaded = _load(config, overrides, texts=not rehearse)
     for name in (until, *(fresh or ())):
         known = {*STAGES, *(f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft"))}
         if name not in known:
             raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
     try:
-        built = _run_stages(loaded, until, fresh=fresh or (), rehash=rehash)
+        run = _rehearse_stages if rehearse else _run_stages
+        built = run(loaded, until, fresh=fresh or (), rehash=rehash)
     except PlanError as error:
         from toolkit.config.load import located
 
@@ -610,6 +623,20 @@ def _run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
         return build(config, workplace, display, store, until=until, fresh=fresh)
+
+
+def _rehearse_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
+    """Say what is replaced, then run."""
+    from toolkit.pipeline.store import Store
+    from toolkit.progress import displayed
+    from toolkit.rehearsing import ready, rehearse
+
+    workplace = _workplace()
+    rehearsal = ready(config, workplace)
+    _say("\n  ".join(["rehearsing with stand-ins:", *rehearsal.replaced]))
+    with displayed() as display:
+        store = Store(workplace.store, rehash=rehash, notice=display.notice)
+        return rehearse(rehearsal, workplace, display, store, until=until, fresh=fresh)
 
 
 def _as_json(name: str, built: Built) -> dict[str, Any]:

@@ -622,7 +622,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One gate. outcome: PASS | FAIL | INCONCLUSIVE. detail: the reason in words; next_step: what to do unless it passed."""
+    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED in a rehearsal.
+
+    detail: the reason in words; next_step: what to do unless it passed.
+    """
 
     name: str
     outcome: str
@@ -675,7 +678,8 @@ class ValidationReport:
     """The verdict and everything it rests on. docs/report.md explains the JSON.
 
     arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
-    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying.
+    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
+    rehearsal, in words, what stood in for what; empty for a real deployment.
     """
 
     schema_version: int
@@ -700,6 +704,7 @@ class ValidationReport:
     definitions: dict[str, Definition]
     loads: tuple[BenchPoint, ...] = ()
     crossover: Crossover | None = None
+    replaced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

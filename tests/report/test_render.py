@@ -11,8 +11,10 @@ from rich.console import Console
 from toolkit.errors import StageError
 from toolkit.records import LayerCounts, TensorRtLlmBuild, ValidationReport
 from toolkit.report.figures import gates_table, next_steps, number, tables
+from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report, read_report, render_json, write_report
+from toolkit.validate.gates import not_judged
 
 
 def printed(report: ValidationReport, *, width: int = 100, terminal: bool = False, full: bool = False) -> str:
@@ -152,3 +154,16 @@ def test_engines_that_no_gpu_has_seen_are_reported_so(passing: ValidationReport)
     assert rows["layers"] == "9, 4 of them fused; 5 FP8, 4 BF16; plugins: 2 GPTAttention"
     assert "target: executed on a GPU: rank 0 was deserialized by TensorRT." in table.note
     assert "target: not executed on a GPU: no token was generated with it." in table.note
+
+
+def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(passing: ValidationReport) -> None:
+    gates = tuple(not_judged(passing.gates))
+    report = replace(
+        passing, gates=gates, replaced=("target big/Model: random weights, layers 80 -> 2", "engine x: the embedded one")
+    )
+    for text in (printed(report), render_markdown(report), render_html(report)):
+        assert "big/Model" in text and "NOT JUDGED" in text and "rehears" in text
+        assert "x faster" not in text and "x slower" not in text
+    assert printed(report).index("big/Model") < printed(report).index("output tokens/s")
+    assert not any(gate.outcome == "PASS" for gate in gates if gate.name.startswith(("speedup", "quality")))
+    assert next_steps(replace(report, findings=()))[0].startswith("Nothing needs mending. Build it where")

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup
-from toolkit.validate.gates import latency_gates, outcome, parity_gate, quality_gates, ratio_gates, speedup_gate, verdict
+from toolkit.validate.gates import (
+    latency_gates,
+    not_judged,
+    outcome,
+    parity_gate,
+    quality_gates,
+    ratio_gates,
+    speedup_gate,
+    verdict,
+)
 from toolkit.validate.statistics import clopper_pearson
 
 
@@ -57,6 +66,9 @@ def test_an_interval_that_straddles_its_limit_is_inconclusive(a: float, b: float
         (("PASS", "PASS"), "PASS"),
         (("PASS", "INCONCLUSIVE"), "INCONCLUSIVE"),
         (("INCONCLUSIVE", "FAIL", "PASS"), "FAIL"),
+        (("PASS", "NOT JUDGED"), "PASS"),
+        (("FAIL", "NOT JUDGED"), "FAIL"),
+        (("NOT JUDGED", "NOT JUDGED"), "INCONCLUSIVE"),
     ],
 )
 def test_verdict_is_the_worst_outcome(outcomes: tuple[str, ...], expected: str) -> None:
@@ -134,3 +146,19 @@ def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(rat
     (gate,) = ratio_gates([ratio], LatencyGates(max_ratios={"ttft_p90": 1.1}), "_sampled")
     assert (gate.name, gate.outcome) == ("ttft_p90_ratio_sampled", result)
     assert (gate.next_step is None) == (result == "PASS")
+
+
+def test_a_rehearsal_judges_what_is_right_and_not_what_is_fast_or_good() -> None:
+    empty = ("speedup", "speedup_sampled", "ttft_p90", "itl_p90_sampled", "tpot_p50_ratio", "quality_kl", "quality_top1")
+    kept = ("parity", "seeded_parity", "agreement_engine", "draft", "stop_words", "distribution")
+    gates = [Gate(name, result, 1.0, 2.0, "why", "mend") for name in (*empty, *kept) for result in ("PASS", "FAIL")]
+    found = not_judged(gates)
+    assert {gate.name for gate in found if gate.outcome == "NOT JUDGED"} == set(empty)
+    assert [gate for gate in found if gate.name in kept] == [gate for gate in gates if gate.name in kept]
+    assert all("why" in gate.detail and gate.next_step is None for gate in found if gate.name in empty)
+
+
+def test_a_rehearsal_judges_agreement_with_its_source_only_where_both_compute_the_same() -> None:
+    exact = Gate("agreement_source", "FAIL", 3.0, 0.0, "3 beyond rounding")
+    rate = Gate("agreement_source", "PASS", 0.8, 0.7, "80 %")
+    assert [gate.outcome for gate in not_judged([exact, rate])] == ["FAIL", "NOT JUDGED"]

@@ -58,11 +58,11 @@ TYPES = {
 }
 
 
-def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
+def load_config(file: Path, overrides: Sequence[str] = (), *, texts: bool = True) -> DeploymentConfig:
     """Read, check and resolve a deployment file; `overrides` are `a.b=c` texts that win over it.
 
-    Every path in the result is absolute; a relative one in the file starts at the file's folder. Raises ConfigError with all
-    faults, in the order of their lines.
+    Every path in the result is absolute; a relative one in the file starts at the file's folder. texts False: calibration and
+    prompt files need not be there. Raises ConfigError with all faults, in the order of their lines.
     """
     source = read_source(file, overrides)
     faults = list(source.faults)
@@ -77,7 +77,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> DeploymentConfig:
             fault = _fault(source, tuple(detail["loc"]), detail["type"], detail.get("ctx", {}), detail["input"], detail["msg"])
             if fault.path not in known:  # the text had said what is wrong with it
                 faults.append(fault)
-    faults.extend(_missing_files(source))
+    faults.extend(_missing_files(source, FOLDERS + FILES if texts else FOLDERS))
     if faults or config is None:
         raise ConfigError(
             file, sorted(faults, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
@@ -166,10 +166,10 @@ def _choices(path: KeyPath, value: Any) -> str:
     return f"{listed} {KEEP_KV}" if path[-1] == "kv_cache_quant_algo" else listed
 
 
-def _missing_files(source: Source) -> Iterator[Fault]:
+def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
     """Paths that are written down and lead nowhere; judged even when the schema finds other faults."""
     base = source.file.absolute().parent
-    for path in FOLDERS + FILES:
+    for path in paths:
         section = source.data.get(str(path[0]))
         written = section.get(path[1]) if isinstance(section, dict) else None
         if not isinstance(written, str):

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -38,6 +39,7 @@ __all__ = ["LOG", "TrtEngineBackend"]
 LOG = "build.log"
 LOG_TAIL = 15  # lines shown where a build fails
 HELP_TIMEOUT_S = 600  # the container's image may have to be fetched first
+COMMAND = "trtllm-build.sh"  # of an engine that was not built
 
 
 def _importable(name: str) -> Any | None:
@@ -124,22 +126,51 @@ class TrtEngineBackend:
             ),
         )
 
+    def without_building(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path) -> CompiledEngine:
+        """All of `compile` that needs no builder: the form is read, the command is judged and kept in COMMAND, and there is no
+        engine beside it. For rehearsals.
+        """
+        asked = _asked(spec)
+        source = open_form(checkpoint, asked.tp_size, asked.pp_size)
+        _agree(checkpoint, source)
+        flags = _judged(source, spec, asked, (str(source.path), str(out_dir), str(out_dir / "model.cache")))
+        command = ("trtllm-build", *flags.arguments)
+        (out_dir / COMMAND).write_text(f"{shlex.join(command)}\n", encoding="utf-8")
+        copy_side_files(checkpoint.path, out_dir)
+        return CompiledEngine(
+            role=spec.role,
+            path=out_dir,
+            kind="trt_engine",
+            mode="not built",
+            dtype=source.dtype,
+            device="cuda",
+            quant_algo=source.quant_algo,
+            kv_cache_quant_algo=source.kv_cache_quant_algo,
+            fp8_compute=None,
+            max_batch_size=spec.max_batch_size,
+            max_input_len=spec.max_input_len,
+            max_seq_len=spec.max_seq_len,
+            max_draft_len=spec.max_draft_len,
+            vocab_size=source.vocab_size,
+            weight_bytes=sum(source.rank_bytes),
+            notes=(),
+            tensorrt_llm=TensorRtLlmBuild(
+                version=asked.version,
+                builder="none",
+                command=command,
+                tp_size=asked.tp_size,
+                pp_size=asked.pp_size,
+                max_num_tokens=asked.max_num_tokens,
+                checks=(),
+                executed=(),
+                not_executed=(f"trtllm-build did not run: there is no engine, and {COMMAND} holds what would have made it",),
+            ),
+        )
+
     def _command(
         self, builder: Builder, source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, out_dir: Path, scratch: Path
     ) -> BuildCommand:
-        checkpoint_dir, output_dir, timing_cache = builder.paths(source.path, out_dir, scratch)
-        command = build_flags(
-            spec,
-            asked,
-            quant_algo=source.quant_algo,
-            kv_cache_quant_algo=source.kv_cache_quant_algo,
-            checkpoint_dir=checkpoint_dir,
-            output_dir=output_dir,
-            timing_cache=timing_cache,
-        )
-        wrong = misfits(command, flags_of(asked.version))
-        assert not wrong, wrong  # our own command against our own table
-        return command
+        return _judged(source, spec, asked, builder.paths(source.path, out_dir, scratch))
 
     def _ask_first(
         self,
@@ -235,6 +266,23 @@ class TrtEngineBackend:
 def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
     assert spec.tensorrt_llm is not None, "the kind trt_engine is asked with a TensorRtLlmSpec"
     return spec.tensorrt_llm
+
+
+def _judged(source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, paths: tuple[str, str, str]) -> BuildCommand:
+    """The command for these paths (checkpoint, engine, timing cache), held against our table of the version's flags."""
+    checkpoint_dir, output_dir, timing_cache = paths
+    command = build_flags(
+        spec,
+        asked,
+        quant_algo=source.quant_algo,
+        kv_cache_quant_algo=source.kv_cache_quant_algo,
+        checkpoint_dir=checkpoint_dir,
+        output_dir=output_dir,
+        timing_cache=timing_cache,
+    )
+    wrong = misfits(command, flags_of(asked.version))
+    assert not wrong, wrong  # our own command against our own table
+    return command
 
 
 def _agree(checkpoint: QuantizedCheckpoint, source: TrtLlmCheckpoint) -> None:

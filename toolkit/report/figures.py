@@ -27,6 +27,7 @@ from toolkit.records import (
 __all__ = ["Table", "gate_title", "gates_table", "headline", "next_steps", "number", "shown", "tables"]
 
 DASH = "-"
+REPLACED = "Replaced"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
@@ -120,6 +121,12 @@ def shown(gate: Gate) -> tuple[str, str]:
 
 def headline(report: ValidationReport) -> str:
     """One sentence that says how it went."""
+    if report.replaced:
+        unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
+        return (
+            f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were judged, {unjudged} on speed and "
+            "quality were not. It shows that the deployment is built and served as it should be, and nothing about its models."
+        )
     if report.speedup is None or report.parity is None:
         return f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
     seeded = report.sampled.parity
@@ -135,10 +142,14 @@ def next_steps(report: ValidationReport) -> list[str]:
     """What to do now: the mends of gates that did not pass, then warnings."""
     mends: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
     for gate in report.gates:
-        if gate.outcome != "PASS":
+        if gate.outcome not in ("PASS", "NOT JUDGED"):
             mends.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate.name, report.sampled.temperature))
     steps = [f"{'; '.join(titles)}: {mend}" for mend, titles in mends.items()]
     steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity != "ok"]
+    if report.replaced:
+        return steps or [
+            "Nothing needs mending. Build it where its models and its engine are: toolkit build CONFIG, without --rehearse."
+        ]
     return steps or [
         "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the model repository."
     ]
@@ -153,7 +164,8 @@ def gates_table(report: ValidationReport) -> Table:
 
 def tables(report: ValidationReport) -> list[Table]:
     """Everything behind the verdict, in the order of a reader's questions."""
-    found = [_speed(report), _latencies(report)]
+    found = [_replaced(report.replaced)] if report.replaced else []
+    found += [_speed(report), _latencies(report)]
     if report.acceptance is not None:
         found.append(_acceptance(report))
     if report.parity is not None:
@@ -177,6 +189,11 @@ def tables(report: ValidationReport) -> list[Table]:
         rows = tuple((name, value) for name, value in report.environment.items())
         found.append(Table("Environment", ("what", "which"), rows, text=True))
     return found
+
+
+def _replaced(replaced: Sequence[str]) -> Table:
+    rows = tuple((what, by.strip()) for what, _, by in (one.partition(":") for one in replaced))
+    return Table(REPLACED, ("what", "rehearsed with"), rows, text=True)
 
 
 def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:

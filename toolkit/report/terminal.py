@@ -12,8 +12,8 @@ from toolkit.report.figures import Table, gates_table, headline, next_steps, tab
 
 __all__ = ["print_report"]
 
-STYLES = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
-SHORT = ("Speed", "Latency, ms", "Acceptance", "Divergences")
+STYLES = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "NOT JUDGED": "dim"}
+SHORT = ("Replaced", "Speed", "Latency, ms", "Acceptance", "Divergences")
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:

@@ -5,7 +5,9 @@ Pure: figures and limits in, gates out. Each says in words why, and unless it pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import (
@@ -28,11 +30,13 @@ from toolkit.validate.statistics import clopper_pearson, prompts_needed
 __all__ = [
     "FAIL",
     "INCONCLUSIVE",
+    "NOT_JUDGED",
     "PASS",
     "agreement_gate",
     "check_gates",
     "distribution_gate",
     "latency_gates",
+    "not_judged",
     "outcome",
     "parity_gate",
     "quality_gates",
@@ -41,10 +45,12 @@ __all__ = [
     "verdict",
 ]
 
-PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+PASS, FAIL, INCONCLUSIVE, NOT_JUDGED = "PASS", "FAIL", "INCONCLUSIVE", "NOT JUDGED"
 WRONG_TOKENS = (
     0.05  # of those where the source is decided, by their upper bound: its own served text is easier than held-out text
 )
+BARS = ("speedup", "quality_")
+BAR_PARTS = re.compile(r"_p\d\d(_|$)")  # percentiles of latencies and of their ratios
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
 
 
@@ -55,9 +61,25 @@ def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
 
 
 def verdict(gates: Iterable[Gate]) -> str:
-    """FAIL if any failed, else INCONCLUSIVE if any is, else PASS."""
+    """FAIL if any failed, else INCONCLUSIVE if any is or none was judged, else PASS."""
     outcomes = {gate.outcome for gate in gates}
-    return FAIL if FAIL in outcomes else INCONCLUSIVE if INCONCLUSIVE in outcomes else PASS
+    undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}
+    return FAIL if FAIL in outcomes else INCONCLUSIVE if undecided else PASS
+
+
+def not_judged(gates: Iterable[Gate]) -> list[Gate]:
+    """The same gates of a rehearsal: what speed and quality say of random weights is measured, and is no verdict."""
+
+    def empty(gate: Gate) -> bool:
+        # Against a source of the same precision the served text is right or wrong; against another it is more or less like it.
+        bar = gate.name == "agreement_source" and gate.limit != 0.0
+        return bar or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
+
+    detail = "rehearsed with random weights: {}"
+    return [
+        replace(gate, outcome=NOT_JUDGED, detail=detail.format(gate.detail), next_step=None) if empty(gate) else gate
+        for gate in gates
+    ]
 
 
 def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:

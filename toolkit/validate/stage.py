@@ -36,7 +36,16 @@ from toolkit.validate import metrics
 from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
 from toolkit.validate.correctness import References, correctness_gates, judge_correctness, planned_requests
 from toolkit.validate.counters import client_counts, reconcile
-from toolkit.validate.gates import INCONCLUSIVE, latency_gates, parity_gate, quality_gates, ratio_gates, speedup_gate, verdict
+from toolkit.validate.gates import (
+    INCONCLUSIVE,
+    latency_gates,
+    not_judged,
+    parity_gate,
+    quality_gates,
+    ratio_gates,
+    speedup_gate,
+    verdict,
+)
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
@@ -69,6 +78,7 @@ def validate(
     sweep: Callable[[Sequence[int]], BenchRun] | None = None,
     preceding: Sequence[Finding] = (),
     stages: Sequence[StageCost] = (),
+    replaced: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ValidationReport:
     """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per arm, and more rounds if
@@ -83,6 +93,7 @@ def validate(
     max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
     `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
     preceding: findings of earlier stages that a reader of the report must know; those that warn are taken over.
+    replaced: of a rehearsal, what stands in for what; bars on speed and quality are then measured and not judged.
     config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable path).
 
     Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses or breaks.
@@ -163,6 +174,7 @@ def validate(
         *quality_gates(quality.target, config.quality),
         *(() if loaded is None else loaded.gates),
     ]
+    gates = not_judged(gates) if replaced else gates
     return ValidationReport(
         schema_version=SCHEMA_VERSION,
         name=name,
@@ -198,6 +210,7 @@ def validate(
         definitions=metrics.DEFINITIONS,
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
+        replaced=tuple(replaced),
     )
 
 

@@ -1,0 +1,61 @@
+"""What a rehearsal replaces, and what it leaves as the YAML says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoints.shape import read_shape
+from toolkit.config.load import load_config
+from toolkit.config.schema import TorchEngineConfig
+from toolkit.pairing.tokenizers import prove_pair
+from toolkit.pipeline.hashing import DigestMemo
+from toolkit.rehearse.prepare import Rehearsal, prepare
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def rehearsal(name: str, folder: Path) -> Rehearsal:
+    return prepare(load_config(CONFIGS / f"{name}.yaml"), folder)
+
+
+def test_the_engine_is_replaced_and_its_layout_and_algorithms_are_not(tmp_path: Path) -> None:
+    found = rehearsal("llama70b-engine", tmp_path)
+    assert found.asked.engine == load_config(CONFIGS / "llama70b-engine.yaml").engine
+    assert isinstance(found.served.engine, TorchEngineConfig)
+    assert found.served.triton.layout == "bls"
+    assert found.served.name == found.asked.name == "llama70b-engine-rehearsal"
+    assert found.asked.target.quantization == found.served.target.quantization
+    assert found.asked.target.quantization.quant_algo == "FP8"
+    assert rehearsal("llama70b", tmp_path).served.triton.layout == "llmapi"
+
+
+def test_qwens_padding_is_kept_row_by_row_and_repaired(tmp_path: Path) -> None:
+    found = rehearsal("qwen2.5-72b-int8", tmp_path)
+    assert found.asked.draft is not None
+    target, draft = found.asked.target.checkpoint, found.asked.draft.checkpoint
+    assert read_shape(target).vocab_size - read_shape(draft).vocab_size == 152064 - 151936
+    proof = prove_pair(target, draft, DigestMemo(tmp_path / "memo.json"), tp_size=2)
+    assert proof.vocab_size == read_shape(draft).vocab_size
+    assert any(finding.check == "vocabulary" and "trimmed" in finding.detail for finding in proof.findings)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_texts_that_are_not_here_are_made_up_and_said_to_be(missing: bool, tmp_path: Path) -> None:
+    text = (CONFIGS / "qwen3-32b.yaml").read_text()
+    text = text.replace("quickstart/data/", "nowhere/" if missing else f"{CONFIGS}/quickstart/data/")
+    (tmp_path / "a.yaml").write_text(text)
+    found = prepare(load_config(tmp_path / "a.yaml", texts=False), tmp_path / "made")
+    assert any("which is not here" in line for line in found.replaced) == missing
+    assert found.asked.calibration is not None and found.asked.calibration.dataset.is_file()
+    prompts = found.served.validation.prompts.read_text().splitlines()
+    assert len(prompts) == len(set(prompts)) == found.served.validation.max_prompts
+
+
+def test_the_replaced_are_said_without_a_path(tmp_path: Path) -> None:
+    """They are a part of a key, which must not depend on where things lie."""
+    lines = rehearsal("quickstart", tmp_path).replaced
+    assert not any("/" in line and str(CONFIGS.parent) in line for line in lines)
+    said = "\n".join(lines)
+    assert "hidden 256 ->" in said and "engine torch: " in said
