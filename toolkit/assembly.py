@@ -13,13 +13,21 @@ import dataclasses
 import functools
 import json
 import sys
+import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
+from toolkit.config.schema import (
+    DeploymentConfig,
+    ModelConfig,
+    QuantAlgo,
+    SpeculationConfig,
+    TorchEngineConfig,
+    TrtEngineConfig,
+)
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
@@ -31,6 +39,7 @@ from toolkit.pipeline.store import Store
 from toolkit.records import (
     Advice,
     CompiledEngine,
+    Grid,
     Judgement,
     PairProof,
     Plan,
@@ -41,7 +50,7 @@ from toolkit.records import (
     ValidationReport,
     to_json,
 )
-from toolkit.tuning import Way, tune_stage
+from toolkit.tuning import Way, grid_stage, tune_stage
 
 if TYPE_CHECKING:
     from toolkit.validate.reference import Reference
@@ -59,6 +68,7 @@ __all__ = [
     "speculation_of",
     "stages_of",
     "tune",
+    "tune_grid",
 ]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
@@ -109,6 +119,9 @@ class Workplace:
     def rehearsal(self, name: str) -> Path:
         """What a rehearsal makes up."""
         return self.root / "build" / "rehearsals" / name
+
+    def grid(self, name: str) -> Path:
+        return self.root / "build" / "grid" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,6 +574,35 @@ def tune(
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
     store.publish({"": done.entry}, workplace.advice(config.name))
     return done.record, workplace.advice(config.name)
+
+
+def tune_grid(
+    config: DeploymentConfig, workplace: Workplace, observer: Observer, store: Store, *, fresh: bool = False
+) -> tuple[Grid, Path]:
+    """Quantize and compile both models in every precision, measure every pair, publish the grid: (it, its folder).
+
+    Raises UsageError without a draft or calibration text, and what the stages raise.
+    """
+    from toolkit.quantize.calibrate import split_texts
+
+    if config.draft is None or config.calibration is None:
+        raise UsageError("the grid quantizes target and draft", mend="give the YAML a `draft` and a `calibration` section")
+    engines = {}
+    for algo in typing.get_args(QuantAlgo):
+        models = {role: _quantized_as(model, algo) for role, model in _models(config).items()}
+        stages = upto(stages_of(config.model_copy(update=models), workplace, store.memo), "compile")
+        found = dict(run_stages(stages, store, f"{config.name}.{algo}", observer))
+        engines[algo] = (found["compile/target"], found["compile/draft"])
+    stage = grid_stage(config, embedded(config), store.memo, engines, split_texts(config.calibration)[1])
+    ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["grid"] if fresh else [])
+    store.publish({"": done.entry}, workplace.grid(config.name))
+    return done.record, workplace.grid(config.name)
+
+
+def _quantized_as(model: ModelConfig, algo: str) -> ModelConfig:
+    kv_cache = model.quantization.kv_cache_quant_algo if algo == "FP8" else None
+    changes = {"quant_algo": algo, "kv_cache_quant_algo": kv_cache}
+    return model.model_copy(update={"quantization": model.quantization.model_copy(update=changes)})
 
 
 def _own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:

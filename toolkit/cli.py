@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from toolkit.assembly import Built
     from toolkit.config.schema import DeploymentConfig
-    from toolkit.records import BenchRun, ValidationReport
+    from toolkit.records import Advice, BenchRun, Grid, ValidationReport
 
 __all__ = ["app", "main"]
 
@@ -181,6 +181,9 @@ def tune_command(
     measure: Annotated[
         int, typer.Option(help="Also run every draft length, in so many rounds, and set it beside the predictions.", min=0)
     ] = 0,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Compare every precision of the target with every precision of the draft.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
@@ -188,23 +191,29 @@ def tune_command(
     debug: Debug = False,
 ) -> None:
     """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
-    from toolkit.assembly import tune
+    from toolkit.assembly import tune, tune_grid
     from toolkit.pipeline.store import Store
     from toolkit.progress import displayed
     from toolkit.records import to_json
 
+    if grid and (drafts or measure):
+        raise UsageError("--grid compares the YAML's own pair", mend="leave --draft and --measure out")
     loaded, workplace = _load(config, overrides), _workplace()
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
-        advice, folder = tune(loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, fresh=fresh)
+        found: Advice | Grid
+        if grid:
+            found, folder = tune_grid(loaded, workplace, display, store, fresh=fresh)
+        else:
+            found, folder = tune(loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, fresh=fresh)
     if as_json:
-        _print(json.dumps(to_json(advice), indent=2))
+        _print(json.dumps(to_json(found), indent=2))
         return
     from rich.console import Console
 
-    from toolkit.report.advice import print_advice
+    from toolkit.report.advice import print_found
 
-    print_advice(advice, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    print_found(found, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
     _print(f"in {folder.relative_to(Path.cwd())}/")
 
 

@@ -37,8 +37,12 @@ __all__ = [
     "DistributionTest",
     "Divergence",
     "DraftCheck",
+    "DraftCost",
     "Finding",
     "Gate",
+    "Grid",
+    "GridCell",
+    "Interval",
     "Judgement",
     "Latency",
     "LayerCounts",
@@ -65,6 +69,7 @@ __all__ = [
     "StageTime",
     "StepCost",
     "StopCheck",
+    "TargetQuality",
     "TensorRtLlmBuild",
     "TritonRepository",
     "TrtllmForm",
@@ -942,6 +947,65 @@ class Advice:
     confidence: float
     seconds: float
     candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its bootstrap interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class TargetQuality:
+    """One precision of the target against the unquantized one, on held-out text: KL in nats per token, perplexity."""
+
+    quant_algo: str
+    kl: Interval
+    perplexity: Interval
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GridCell:
+    """One pair of precisions: greedy, one request at a time, at the best draft length of the pair. Speeds were measured."""
+
+    target: str
+    draft: str
+    alpha: Interval
+    draft_len: int
+    acceptance_length: float
+    tokens_per_s: Interval
+    speedup: Interval  # over plain decoding with the same target
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What quantizing the draft does, under one target: shares of alpha lost and of a drafted token's time saved, and the
+    speed against the unquantized draft's.
+    """
+
+    target: str
+    draft: str
+    alpha_lost: float
+    draft_time_saved: float
+    speed: Interval
+    verdict: str  # pays | costs more than it saves | makes no difference seen
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by its upper bound."""
+
+    cells: tuple[GridCell, ...]
+    targets: tuple[TargetQuality, ...]
+    drafts: tuple[DraftCost, ...]
+    max_kl: float
+    prompts: int
+    confidence: float
 
 
 def to_json(record: object) -> Any:

@@ -9,16 +9,22 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
-from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.stage import Done, Finished, Stage
-from toolkit.records import Advice, to_json
+from toolkit.records import Advice, Grid, to_json
 
-__all__ = ["Way", "tune_stage"]
+if TYPE_CHECKING:
+    from toolkit.speculative.text import TextCodec
+
+__all__ = ["Way", "grid_stage", "tune_stage"]
+
+TIMED_SOURCES = ("serving.py", "interfaces.py", "advise/*.py", "engines/*.py", "speculative/*.py")
+GRID_ROUNDS = 2  # of running every cell
 
 SOURCES = Path(__file__).parent
 
@@ -61,9 +67,7 @@ def tune_stage(
                 "target": target_of(finished).entry.digest,
                 "drafts": engines,
                 "prompts": digest_file(validation.prompts, memo),
-                "sources": digest_tree(
-                    SOURCES, ("serving.py", "interfaces.py", "advise/*.py", "engines/*.py", "speculative/*.py")
-                ),
+                "sources": digest_tree(SOURCES, TIMED_SOURCES),
             },
             "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
             "machine": machine(),
@@ -90,7 +94,6 @@ def _advise(
     from toolkit.advise.stage import Contender, Question, advise
     from toolkit.engines.registry import loader
     from toolkit.interfaces import Sampling
-    from toolkit.pipeline.texts import read_labels, read_texts
     from toolkit.serving import MeasuredRuntime, eos_token_ids
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
@@ -98,11 +101,6 @@ def _advise(
 
     validation, speculation = config.validation, config.speculation
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
-    most = validation.max_prompts
-    texts = read_texts(validation.prompts, "prompt", "text", limit=most)
-    labels = read_labels(validation.prompts, "domain", "all", limit=most)
-    room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
-    prompts = [(label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)]
     target = loader("torch").load(target_dir, threads=engine.threads)
     sampling = Sampling(temperature=validation.temperature)
 
@@ -123,7 +121,7 @@ def _advise(
         return Contender(name, drafter, runtime, draft)
 
     question = Question(
-        prompts=[(label, ids) for label, ids in prompts if 0 < len(ids) <= room],
+        prompts=_prompts(config, engine, codec),
         max_tokens=validation.max_tokens,
         temperature=validation.temperature,
         acceptance=speculation.acceptance,
@@ -136,5 +134,101 @@ def _advise(
         question,
         lookup=lambda: Lookup(speculation.max_matching_ngram_size),
         probabilities=probabilities,
+        progress=progress,
+    )
+
+
+def _prompts(config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec) -> list[tuple[str, tuple[int, ...]]]:
+    """(domain, token ids) of the prompts that fit the engine."""
+    from toolkit.pipeline.texts import read_labels, read_texts
+
+    validation = config.validation
+    texts = read_texts(validation.prompts, "prompt", "text", limit=validation.max_prompts)
+    labels = read_labels(validation.prompts, "domain", "all", limit=validation.max_prompts)
+    room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
+    encoded = [(label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)]
+    return [(label, ids) for label, ids in encoded if 0 < len(ids) <= room]
+
+
+def grid_stage(
+    config: DeploymentConfig,
+    engine: TorchEngineConfig,
+    memo: DigestMemo,
+    engines: Mapping[str, tuple[Done, Done]],
+    heldout: Sequence[str],
+) -> Stage:
+    """The `grid` stage. engines: quant_algo -> compiled target and draft of that precision."""
+    from toolkit.advise import stage
+
+    validation = config.validation
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        return {
+            "config": {
+                "max_kl": validation.quality.max_kl,
+                "threads": engine.threads,
+                **validation.model_dump(include={"max_prompts", "max_tokens"}),
+            },
+            "inputs": {
+                "engines": {algo: [done.entry.digest for done in pair] for algo, pair in engines.items()},
+                "prompts": digest_file(validation.prompts, memo),
+                "heldout": digest_value(list(heldout)),
+                "sources": digest_tree(SOURCES, TIMED_SOURCES),
+            },
+            "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
+            "machine": machine(),
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> Grid:
+        folders = {algo: (target.record.path, draft.record.path) for algo, (target, draft) in engines.items()}
+        grid = _grid(config, engine, folders, heldout, progress)
+        (out_dir / "grid.json").write_text(json.dumps(to_json(grid), indent=1), encoding="utf-8")
+        return grid
+
+    return Stage("grid", stage.VERSION, Grid, (), parts, run)
+
+
+def _grid(
+    config: DeploymentConfig,
+    engine: TorchEngineConfig,
+    folders: Mapping[str, tuple[Path, Path]],
+    heldout: Sequence[str],
+    progress: Progress,
+) -> Grid:
+    from toolkit.advise.grid import UNQUANTIZED, measure_grid
+    from toolkit.advise.stage import Contender, Question
+    from toolkit.engines.registry import loader
+    from toolkit.serving import MeasuredRuntime, eos_token_ids
+    from toolkit.speculative.text import TextCodec
+
+    load = loader("torch").load
+    targets = {algo: load(target, threads=engine.threads) for algo, (target, _) in folders.items()}
+    drafts = {algo: load(draft, threads=engine.threads) for algo, (_, draft) in folders.items()}
+    unquantized = folders[UNQUANTIZED][0]
+    codec = TextCodec.from_file(unquantized / "tokenizer.json")
+
+    def contenders(algo: str) -> list[Contender]:
+        runtimes = {
+            name: MeasuredRuntime(targets[algo], draft, codec, eos_token_ids=eos_token_ids(unquantized))
+            for name, draft in drafts.items()
+        }
+        return [Contender(name, "draft_target", runtime, drafts[name]) for name, runtime in runtimes.items()]
+
+    question = Question(
+        prompts=_prompts(config, engine, codec),
+        max_tokens=config.validation.max_tokens,
+        temperature=None,
+        acceptance="auto",
+        batches=(1,),
+        rounds=2,
+    )
+    texts = [ids for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout) if len(ids) > 2]
+    return measure_grid(
+        targets,
+        contenders,
+        question,
+        texts,
+        max_kl=config.validation.quality.max_kl,
+        rounds=GRID_ROUNDS,
         progress=progress,
     )

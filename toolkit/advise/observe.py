@@ -18,7 +18,7 @@ from toolkit.interfaces import StepEngine
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Lookup", "Text", "greedy_drafts", "lookup_drafts", "sampled_drafts"]
+__all__ = ["Lookup", "Text", "greedy_drafts", "lookup_drafts", "sampled_drafts", "teacher_forced"]
 
 Floats = NDArray[Any]
 Probabilities = Callable[[Floats], Floats]  # logits [n, vocab] -> the distribution that tokens are drawn from, rows sum to 1
@@ -37,7 +37,7 @@ class Text:
 
 def greedy_drafts(draft: StepEngine, text: Text, width: int) -> Drafted:
     """The text is the target's greedy one, so the draft alone has to be asked."""
-    best = np.array([row for rows in _logits(draft, text) for row in rows.argmax(axis=-1).tolist()], dtype=np.int64)
+    best = np.array([row for rows in teacher_forced(draft, text) for row in rows.argmax(axis=-1).tolist()], dtype=np.int64)
     kept = (best == np.array(text.output[1:], dtype=np.int64)).astype(np.float64)
     return drafted_by_model(kept, kept, width, text.limit)
 
@@ -47,7 +47,7 @@ def sampled_drafts(
 ) -> dict[str, Drafted]:
     """Rule -> drafts, for a text that the target drew from `probabilities` of its logits."""
     place, found = 0, dict[str, list[tuple[Floats, Floats]]]()
-    for target_rows, draft_rows in zip(_logits(target, text), _logits(draft, text), strict=True):
+    for target_rows, draft_rows in zip(teacher_forced(target, text), teacher_forced(draft, text), strict=True):
         tokens = np.array(text.output[1 + place : 1 + place + len(target_rows)], dtype=np.int64)
         p, q = (probabilities(rows).astype(np.float64) for rows in (target_rows, draft_rows))
         for rule, both in rule_probabilities(p, q, tokens).items():
@@ -63,16 +63,15 @@ def lookup_drafts(
     """Prompt lookup; with target and probabilities alpha is the target's probability of the first draft, else 0 or 1."""
     if target is None or probabilities is None:
         return drafted_by_lookup(text.prompt, text.output, lookup, width, text.limit)
-    rows = (
-        np.concatenate([probabilities(chunk) for chunk in _logits(target, text)]) if len(text.output) > 1 else np.empty((0, 0))
-    )
+    chunks = [probabilities(chunk) for chunk in teacher_forced(target, text)]
+    rows = np.concatenate(chunks) if chunks else np.empty((0, 0))
     return drafted_by_lookup(
         text.prompt, text.output, lookup, width, text.limit, lambda place, token: float(rows[place, token])
     )
 
 
-def _logits(engine: StepEngine, text: Text) -> Iterator[Floats]:
-    """[n, vocab] at a time: the rows behind which output tokens 1, 2, ... stand. Uses slot 0 and frees it."""
+def teacher_forced(engine: StepEngine, text: Text) -> Iterator[Floats]:
+    """[n, vocab] at a time: the rows that choose output tokens 1, 2, ... Uses slot 0 and frees it."""
     import torch
 
     ids, first, step = [*text.prompt, *text.output[:-1]], len(text.prompt), engine.max_step_tokens

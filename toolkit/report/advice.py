@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import Advice, Candidate, SpeedupPrediction
+from toolkit.records import Advice, Candidate, Grid, Interval, SpeedupPrediction
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["print_advice", "yaml_of"]
+__all__ = ["print_advice", "print_found", "print_grid", "yaml_of"]
 
 DASH = "-"
 
@@ -24,6 +24,50 @@ def yaml_of(advice: Advice) -> str:
         steps = ", ".join(f"{step.batch}: {step.draft_len}" for step in advice.schedule)
         lines.append(f"  draft_len_schedule: {{{steps}}}")
     return "\n".join(lines)
+
+
+def print_found(found: Advice | Grid, console: Console) -> None:
+    if isinstance(found, Grid):
+        print_grid(found, console)
+    else:
+        print_advice(found, console)
+
+
+def print_grid(grid: Grid, console: Console) -> None:
+    """Every pair of precisions, the best one marked; then what each precision does to target and draft."""
+    cells = [
+        (
+            "*" if cell.best else "",
+            cell.target,
+            cell.draft,
+            _interval(cell.alpha, 3),
+            str(cell.draft_len),
+            f"{cell.acceptance_length:.2f}",
+            _interval(cell.tokens_per_s, 0),
+            _interval(cell.speedup, 2),
+        )
+        for cell in grid.cells
+    ]
+    titles = ("", "target", "draft", "alpha, greedy", "length", "tokens/step", "tokens/s", "speed-up over its plain decoding")
+    console.print(_table("pairs, one request at a time", titles, cells))
+    of_target = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
+    targets = [(one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens)) for one in grid.targets]
+    console.print(_table("targets on held-out text", of_target, targets))
+    drafts = [
+        (one.target, one.draft, f"{one.alpha_lost:.1%}", f"{one.draft_time_saved:.1%}", _interval(one.speed, 3), one.verdict)
+        for one in grid.drafts
+    ]
+    of_draft = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
+    console.print(_table("what quantizing the draft does", of_draft, drafts))
+    console.print(
+        f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts} prompts, intervals at "
+        f"{grid.confidence:.0%}",
+        style="dim",
+    )
+
+
+def _interval(value: Interval, digits: int) -> str:
+    return f"{value.estimate:.{digits}f} ({value.low:.{digits}f} to {value.high:.{digits}f})"
 
 
 def print_advice(advice: Advice, console: Console) -> None:

@@ -1,0 +1,104 @@
+"""The grid over small engines: quality against the unquantized target, the best cell, and what quantizing a draft costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.support.runtimes import CODEC
+from tests.support.step_engines import TableEngine
+from toolkit.advise.cost import StepTimes
+from toolkit.advise.grid import measure_grid, quality
+from toolkit.advise.stage import Contender, Question
+from toolkit.records import Grid, from_json, to_json
+from toolkit.serving import MeasuredRuntime
+
+PROMPTS = [("all", (1 + index % 30, 2, 3 + index % 7)) for index in range(24)]
+HELDOUT = [[(seed * 7 + index * index) % 40 for index in range(30)] for seed in range(8)]
+DRAFT_MS = {"NO_QUANT": 2.0, "FP8": 1.9, "W8A16": 1.0}  # FP8 saves little time here, W8A16 half of it
+
+
+class Scripted(MeasuredRuntime):
+    """Real texts and real runs; a step costs 10 ms for the target and what DRAFT_MS says per draft token."""
+
+    draft_ms = 0.0
+
+    def time_steps(
+        self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
+    ) -> StepTimes:
+        draft = int(1e6 * self.draft_ms * draft_len)
+        return StepTimes((draft,) * steps, (int(1e7),) * steps, (0,) * steps, (0,))
+
+    def serve_ns(
+        self,
+        drafter: str,
+        prompts: Sequence[Sequence[int]],
+        draft_len: int,
+        max_tokens: int,
+        temperature: float,
+        *,
+        batch: int,
+    ) -> int:
+        chosen = drafter if draft_len > 0 else "none"
+        stats = [each for _, each in self.run(chosen, prompts, draft_len, max_tokens, temperature, batch=batch)]
+        return int(sum(1e7 * each.verify_steps + 1e6 * self.draft_ms * each.drafted for each in stats) + 1)
+
+
+@pytest.fixture(scope="module")
+def grid() -> Grid:
+    """The draft in FP8 agrees with the target much less than unquantized; W8A16 agrees as well and is twice as fast."""
+    targets = {"NO_QUANT": TableEngine(1, closeness=0.8), "FP8": TableEngine(1, closeness=0.8, sharpness=2.02)}
+    drafts = {name: TableEngine(2, closeness=0.5 if name == "FP8" else 0.8) for name in DRAFT_MS}
+
+    def contenders(algo: str) -> list[Contender]:
+        found = []
+        for name, draft in drafts.items():
+            runtime = Scripted(targets[algo], draft, CODEC, eos_token_ids=())
+            runtime.draft_ms = DRAFT_MS[name]
+            found.append(Contender(name, "draft_target", runtime, draft))
+        return found
+
+    question = Question(PROMPTS, 32, None, "auto", max_draft_len=4, batches=(1,), rounds=1, steps=4)
+    return measure_grid(targets, contenders, question, HELDOUT, max_kl=0.05, rounds=1, progress=lambda *_: None)
+
+
+def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
+    assert {(cell.target, cell.draft) for cell in grid.cells} == {(t, d) for t in ("NO_QUANT", "FP8") for d in DRAFT_MS}
+    assert from_json(Grid, to_json(grid)) == grid
+
+
+def test_quantizing_the_draft_is_said_to_cost_more_than_it_saves_where_it_does(grid: Grid) -> None:
+    verdicts = {(cost.target, cost.draft): cost for cost in grid.drafts}
+    assert verdicts["NO_QUANT", "FP8"].verdict == "costs more than it saves"
+    assert verdicts["NO_QUANT", "FP8"].alpha_lost > verdicts["NO_QUANT", "FP8"].draft_time_saved > 0
+    assert verdicts["NO_QUANT", "W8A16"].verdict == "pays"
+    assert verdicts["NO_QUANT", "W8A16"].draft_time_saved == pytest.approx(0.5)
+
+
+def test_the_best_cell_is_the_fastest_that_keeps_quality(grid: Grid) -> None:
+    (best,) = [cell for cell in grid.cells if cell.best]
+    assert best.draft == "W8A16"
+    assert best.tokens_per_s.estimate == max(cell.tokens_per_s.estimate for cell in grid.cells)
+
+
+def test_kl_and_perplexity_are_those_of_the_definition() -> None:
+    source, other = TableEngine(1), TableEngine(5)
+    same = quality("NO_QUANT", source, source, HELDOUT)
+    assert same.kl.estimate == pytest.approx(0.0, abs=1e-12)
+    found = quality("FP8", other, source, HELDOUT)
+    import torch
+
+    divergence, surprise = [], []
+    for ids in HELDOUT:
+        rows = []
+        for engine in (source, other):
+            logits = torch.cat([engine.forward([0], torch.tensor([[token]])).clone() for token in ids[:-1]], dim=1)[0]
+            engine.rewind([0], [0])
+            rows.append(torch.log_softmax(logits[1:], dim=-1))
+        divergence.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
+        surprise.append(-rows[1][torch.arange(len(ids) - 2), torch.tensor(ids[2:])])
+    assert found.kl.estimate == pytest.approx(float(torch.cat(divergence).mean()))
+    assert found.perplexity.estimate == pytest.approx(float(np.exp(torch.cat(surprise).mean())))
+    assert found.kl.low < found.kl.estimate < found.kl.high

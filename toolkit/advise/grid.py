@@ -1,0 +1,180 @@
+"""Draft precision x target precision: what quantizing either costs in acceptance and quality, and what it saves in time.
+
+Quality is the target's alone: KL to the unquantized target and perplexity, compiled engines teacher-forced over held-out text.
+Speed is really measured, on the same prompts for every cell, at the draft length that the advisor finds for that cell. So two
+cells of a row are paired prompt by prompt, and the ratio of their speeds has an interval of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.advise.choose import CONFIDENCE
+from toolkit.advise.observe import Text, teacher_forced
+from toolkit.advise.stage import Contender, Question, advise
+from toolkit.advise.sweep import paired_ratio, sweep
+from toolkit.interfaces import Progress, StepEngine
+from toolkit.records import Advice, Candidate, DraftCost, Grid, GridCell, Interval, TargetQuality
+
+__all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
+
+Floats = NDArray[np.float64]
+
+UNQUANTIZED = "NO_QUANT"
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What was found for one pair of precisions. spent_ns, lengths: draft length -> nanoseconds [rounds, prompts]."""
+
+    candidate: Candidate
+    spent_ns: Floats
+    plain_ns: Floats
+    tokens: Floats  # [prompts]
+
+
+def measure_grid(
+    targets: Mapping[str, StepEngine],
+    contenders: Callable[[str], Sequence[Contender]],
+    question: Question,
+    heldout: Sequence[Sequence[int]],
+    *,
+    max_kl: float,
+    rounds: int,
+    progress: Progress,
+) -> Grid:
+    """targets: quant_algo -> engine, the unquantized one among them. contenders: of a target's quant_algo, one per draft, named
+    by the draft's quant_algo. Greedy, one request at a time. max_kl: the gate that a target has to keep to be the best.
+    """
+    qualities: dict[str, TargetQuality] = {}
+    cells: dict[tuple[str, str], Cell] = {}
+    costs: list[DraftCost] = []
+    for algo, target in targets.items():
+        progress(len(qualities), len(targets), f"target {algo}: KL and perplexity")
+        qualities[algo] = quality(algo, target, targets[UNQUANTIZED], heldout)
+        drafts = contenders(algo)
+        progress(len(qualities) - 1, len(targets), f"target {algo}: acceptance and cost of every draft")
+        advice = _advised(target, drafts, question)
+        found = {}
+        for draft in drafts:
+            progress(len(qualities) - 1, len(targets), f"target {algo}, draft {draft.name}: speed")
+            found[draft.name] = _run(draft, advice, question, rounds)
+        cells.update({(algo, name): cell for name, cell in found.items()})
+        costs += [draft_cost(algo, name, cell, found[UNQUANTIZED]) for name, cell in found.items() if name != UNQUANTIZED]
+    best = best_cell(cells, qualities, max_kl)
+    rows = tuple(_row(names, cell, best=names == best) for names, cell in cells.items())
+    return Grid(rows, tuple(qualities.values()), tuple(costs), max_kl, len(question.prompts), CONFIDENCE)
+
+
+def quality(algo: str, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]) -> TargetQuality:
+    """KL(unquantized || quantized) in nats per token, and exp of the mean negative log-likelihood; intervals over texts."""
+    divergence, surprise, counts = [], [], []
+    for ids in texts:
+        text = Text("", tuple(ids[:1]), tuple(ids[1:]), len(ids))
+        kl, nll, place = 0.0, 0.0, 1
+        passes = [teacher_forced(engine, text) for engine in dict.fromkeys((source, target))]  # one where both are the same
+        for reference, *others in zip(*passes, strict=True):
+            rows = others[0] if others else reference
+            wanted, given = _log_softmax(reference), _log_softmax(rows)
+            following = np.array(text.output[place : place + len(rows)], dtype=np.int64)
+            kl += float((np.exp(wanted) * (wanted - given)).sum())
+            nll -= float(given[np.arange(len(rows)), following].sum())
+            place += len(rows)
+        divergence.append(kl)
+        surprise.append(nll)
+        counts.append(place - 1)
+    weight = np.array(counts, dtype=np.float64)
+    kl_mean = _ratio(np.array(divergence), weight)
+    nll_mean = _ratio(np.array(surprise), weight)
+    perplexity = Interval(*(float(np.exp(value)) for value in (nll_mean.estimate, nll_mean.low, nll_mean.high)))
+    return TargetQuality(algo, kl_mean, perplexity, int(weight.sum()))
+
+
+def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftCost:
+    """Whether quantizing the draft pays: acceptance lost and draft time saved, at each cell's best length, and the speed."""
+    tokens = float(cell.tokens.sum() / unquantized.tokens.sum())  # the same texts, up to near-ties
+    ratio, low, high = paired_ratio(unquantized.spent_ns, cell.spent_ns)
+    lost = 1.0 - _step(cell)[0] / _step(unquantized)[0]
+    saved = 1.0 - _step(cell)[1] / _step(unquantized)[1]
+    verdict = (
+        "pays" if low * tokens > 1.0 else "costs more than it saves" if high * tokens < 1.0 else "makes no difference seen"
+    )
+    return DraftCost(target, draft, lost, saved, Interval(ratio * tokens, low * tokens, high * tokens), verdict)
+
+
+def best_cell(cells: Mapping[tuple[str, str], Cell], qualities: Mapping[str, TargetQuality], max_kl: float) -> tuple[str, str]:
+    """The fastest one whose target keeps the gate on KL, judged by its upper bound; the unquantized target always does."""
+    kept = {names: cell for names, cell in cells.items() if qualities[names[0]].kl.high <= max_kl or names[0] == UNQUANTIZED}
+    return max(kept, key=lambda names: _speed(kept[names]).estimate)
+
+
+def _advised(target: StepEngine, drafts: Sequence[Contender], question: Question) -> Advice:
+    def no_lookup() -> Any:
+        raise AssertionError("the grid compares draft models")
+
+    return advise(
+        target, drafts, question, lookup=no_lookup, probabilities=lambda logits: logits, progress=lambda done, total, what: None
+    )
+
+
+def _run(draft: Contender, advice: Advice, question: Question, rounds: int) -> Cell:
+    candidate = next(each for each in advice.candidates if each.name == draft.name)
+    prompts = [ids for _, ids in question.prompts]
+    times = sweep(
+        draft.runtime,
+        draft.drafter,
+        prompts,
+        draft_lens=(0, candidate.draft_len),
+        batch=1,
+        max_tokens=question.max_tokens,
+        temperature=0.0,
+        rounds=rounds,
+    )
+    tokens = [len(output) for output in draft.runtime.write(prompts, question.max_tokens, 0.0)]
+    return Cell(candidate, times[candidate.draft_len], times[0], np.array(tokens, dtype=np.float64))
+
+
+def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
+    alpha = next(each for each in cell.candidate.alphas if (each.rule, each.domain) == ("greedy", None))
+    return GridCell(
+        target=names[0],
+        draft=names[1],
+        alpha=Interval(alpha.estimate, alpha.low, alpha.high),
+        draft_len=cell.candidate.draft_len,
+        acceptance_length=cell.candidate.acceptance_length,
+        tokens_per_s=_speed(cell),
+        speedup=Interval(*paired_ratio(cell.plain_ns, cell.spent_ns)),
+        best=best,
+    )
+
+
+def _step(cell: Cell) -> tuple[float, float]:
+    """(alpha, milliseconds of drafting one token) of a cell; comparable whatever length each cell takes."""
+    alpha = next(each for each in cell.candidate.alphas if (each.rule, each.domain) == ("greedy", None))
+    one = next(cost for cost in cell.candidate.costs["greedy"] if (cost.batch, cost.draft_len) == (1, cell.candidate.draft_len))
+    return max(alpha.estimate, 1e-9), one.draft_ms / one.draft_len
+
+
+def _speed(cell: Cell) -> Interval:
+    return _ratio(cell.tokens, cell.spent_ns.mean(axis=0) / 1e9)
+
+
+def _ratio(above: Floats, below: Floats) -> Interval:
+    """Sum over sum, with the bootstrap interval over texts."""
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(len(above), np.full(len(above), 1 / len(above)), size=RESAMPLES)
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile((drawn @ above) / (drawn @ below), [tail, 100 - tail])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
+
+def _log_softmax(logits: NDArray[Any]) -> Floats:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    out: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return out
