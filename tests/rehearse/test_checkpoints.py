@@ -31,7 +31,7 @@ KEPT = (
 def scaled(name: str, tp_size: int = 1) -> tuple[ModelShape, ModelShape]:
     """(real, stand-in)."""
     real = parse_shape(CONFIGS[name], where=name)
-    return real, parse_shape(scaled_config(CONFIGS[name], real, 384, tp_size), where=name)
+    return real, parse_shape(scaled_config(CONFIGS[name], real, 384, tp_size, 1), where=name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -60,7 +60,7 @@ def test_a_stand_in_is_a_whole_checkpoint_that_transformers_runs(name: str, tmp_
 
     _, wanted = scaled(name)
     habits = habits_of(wanted.architecture)
-    config = scaled_config(CONFIGS[name], parse_shape(CONFIGS[name], where=name), 384, 1)
+    config = scaled_config(CONFIGS[name], parse_shape(CONFIGS[name], where=name), 384, 1, 1)
     made = write_stand_in(tmp_path, config, habits, seed=1)
     assert made == read_shape(tmp_path)
     check_against_shape(read_index(tmp_path), made, tmp_path)
@@ -74,7 +74,7 @@ def test_a_stand_in_is_a_whole_checkpoint_that_transformers_runs(name: str, tmp_
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path) -> None:
-    config = scaled_config(CONFIGS[LLAMA_1B], parse_shape(CONFIGS[LLAMA_1B], where=LLAMA_1B), 384, 1)
+    config = scaled_config(CONFIGS[LLAMA_1B], parse_shape(CONFIGS[LLAMA_1B], where=LLAMA_1B), 384, 1, 1)
     habits = habits_of("LlamaForCausalLM")
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         write_stand_in(tmp_path / folder, config, habits, seed=seed)
@@ -88,7 +88,7 @@ def test_what_only_fits_the_real_layers_is_left_out(tmp_path: Path) -> None:
         "layer_types": ["full_attention"] * 28,
         "quantization_config": {"quant_method": "modelopt"},
     }
-    config = scaled_config(real, parse_shape(real, where="x"), 384, 1)
+    config = scaled_config(real, parse_shape(real, where="x"), 384, 1, 1)
     write_stand_in(tmp_path, config, habits_of("Qwen2ForCausalLM"), seed=0)
     assert read_shape(tmp_path).num_layers == LAYERS
     assert "quantization_config" not in (tmp_path / "config.json").read_text()

@@ -59,3 +59,17 @@ def test_the_replaced_are_said_without_a_path(tmp_path: Path) -> None:
     assert not any("/" in line and str(CONFIGS.parent) in line for line in lines)
     said = "\n".join(lines)
     assert "hidden 256 ->" in said and "engine torch: " in said
+
+
+def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_path: Path) -> None:
+    file = CONFIGS / "llama405b-tp8.yaml"
+    found = prepare(load_config(file), tmp_path)
+    assert found.asked.speculation.max_draft_len == 5
+    found = prepare(load_config(file, ["speculation.max_draft_len=auto"]), tmp_path)
+    assert found.asked.speculation.max_draft_len == found.served.speculation.max_draft_len == 4
+    assert "speculation.max_draft_len auto: 4" in found.replaced
+
+
+def test_every_rank_of_a_pipeline_has_a_layer(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "llama70b-engine.yaml", ["engine.pp_size=4"])
+    assert read_shape(prepare(config, tmp_path).asked.target.checkpoint).num_layers == 4

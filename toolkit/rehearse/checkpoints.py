@@ -42,8 +42,10 @@ NOT_KEPT = ("layer_types", "max_window_layers", "quantization_config")  # of the
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def scaled_config(config: Mapping[str, Any], shape: ModelShape, vocab_size: int, tp_size: int) -> dict[str, Any]:
-    """The config.json of the stand-in: the real one with other sizes. `shape` is what the real one says."""
+def scaled_config(config: Mapping[str, Any], shape: ModelShape, vocab_size: int, tp_size: int, pp_size: int) -> dict[str, Any]:
+    """The config.json of the stand-in: the real one with other sizes, and a layer at least for every rank. `shape` is what the
+    real one says.
+    """
     head_dim = max(MIN_HEAD_DIM, shape.head_dim // HEAD_DIM_SCALE)
     kv_heads, heads = _heads(shape, head_dim, tp_size)
     while heads * head_dim > MAX_WIDTH and head_dim > MIN_HEAD_DIM:
@@ -51,7 +53,7 @@ def scaled_config(config: Mapping[str, Any], shape: ModelShape, vocab_size: int,
     hidden = _rounded(heads * head_dim * shape.hidden_size / (shape.num_heads * shape.head_dim), ALIGNMENT)
     sizes = {
         "vocab_size": vocab_size,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": max(LAYERS, pp_size),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

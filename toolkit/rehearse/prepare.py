@@ -39,6 +39,7 @@ PROMPTS = 16
 PROMPT_CHARACTERS = 48
 CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}  # at most
 TIES = 0.5  # of the prompts may meet a near-tie: with 16 prompts no smaller rate can be bounded
+TEMPERATURE = 1.0  # at least: the controls of the test of sampled tokens see nothing where one token is certain
 EFFECT, SECONDS = 0.12, 60.0  # of the test of sampled tokens
 LINES = (
     "def total(values):\n    return sum(value for value in values if value is not None)",
@@ -67,11 +68,10 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     calibration = config.calibration and _calibration(config.calibration, folder, replaced)
     validation = _validation(config.validation, folder, replaced)
     kind = config.engine.kind
-    longest = min(config.speculation.longest_draft, DRAFT_LEN) or DRAFT_LEN
     speculation = config.speculation
-    if speculation.kind != "none" and (speculation.max_draft_len == "auto" or speculation.longest_draft > DRAFT_LEN):
-        replaced.append(f"speculation.max_draft_len {speculation.max_draft_len}: {longest}")
-        speculation = speculation.model_copy(update={"max_draft_len": longest, "draft_len_schedule": None})
+    if speculation.kind != "none" and speculation.max_draft_len == "auto":  # what pays says nothing about the real pair
+        replaced.append(f"speculation.max_draft_len auto: {DRAFT_LEN}")
+        speculation = speculation.model_copy(update={"max_draft_len": DRAFT_LEN})
     asked = config.model_copy(
         update={
             **models,
@@ -101,10 +101,10 @@ def _stand_ins(config: DeploymentConfig, folder: Path, replaced: list[str]) -> d
     shapes = {role: parse_shape(config, where=models[role].checkpoint) for role, config in stated.items()}
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
-    tp_size = 1 if isinstance(config.engine, TorchEngineConfig) else config.engine.tp_size
+    ranks = (1, 1) if isinstance(config.engine, TorchEngineConfig) else (config.engine.tp_size, config.engine.pp_size)
     found = {}
     for seed, (role, model) in enumerate(models.items()):
-        scaled = scaled_config(stated[role], shapes[role], rows[role], tp_size)
+        scaled = scaled_config(stated[role], shapes[role], rows[role], *ranks)
         directory = folder / "models" / role
         made = write_stand_in(directory, scaled, habits, seed=seed)
         name = model.hub_id or model.checkpoint.name
@@ -165,6 +165,7 @@ def _calibration(calibration: CalibrationConfig, folder: Path, replaced: list[st
 
 def _validation(validation: ValidationConfig, folder: Path, replaced: list[str]) -> ValidationConfig:
     count, tokens = min(validation.max_prompts, PROMPTS), min(validation.max_tokens, MAX_TOKENS)
+    temperature = max(validation.temperature, TEMPERATURE)
     if validation.prompts.is_file():
         prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(validation.prompts, "prompt", "text", limit=count)]
         which = f"{len(prompts)} of its prompts, cut to {PROMPT_CHARACTERS} characters"
@@ -176,14 +177,15 @@ def _validation(validation: ValidationConfig, folder: Path, replaced: list[str])
     if validation.latency.concurrency:
         replaced.append("validation.latency.concurrency: one request at a time")
     replaced.append(
-        f"validation: as few prompts allow, near-ties in {TIES:.0%} of them may end in another text, "
-        f"and sampled tokens are tested for a total variation of {EFFECT:g}"
+        f"validation: as few prompts allow, near-ties in {TIES:.0%} of them may end in another text, and tokens are sampled at "
+        f"temperature {temperature:g} and tested for a total variation of {EFFECT:g}"
     )
     return validation.model_copy(
         update={
             "prompts": folder / "prompts.jsonl",
             "max_prompts": count,
             "max_tokens": tokens,
+            "temperature": temperature,
             "rounds": 1,
             "max_rounds": 1,
             "parity": validation.parity.model_copy(update={"max_divergence_rate": TIES}),
