@@ -29,6 +29,7 @@ from toolkit.config.schema import (
     TrtEngineConfig,
 )
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
+from toolkit.facts.gpus import GPUS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -544,6 +545,7 @@ def tune(
     *,
     drafts: Sequence[Path] = (),
     measured_rounds: int = 0,
+    gpu: str | None = None,
     fresh: bool = False,
 ) -> tuple[Advice, Path]:
     """Build the engines that are missing, measure every way to draft, publish the advice: (it, its folder).
@@ -551,6 +553,8 @@ def tune(
     Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled as the YAML's draft) are
     tried. measured_rounds: of running every draft length, to see how true the predictions are. Raises what the stages raise.
     """
+    if gpu is not None and gpu not in GPUS:
+        raise UsageError(f"--gpu: {gpu!r} is not in the tables", mend=f"known: {', '.join(GPUS)}")
     built = build(config, workplace, observer, store, until="compile")
     engines = built.stages
     ways = [*_own_way(config)(engines)]
@@ -570,6 +574,7 @@ def tune(
         lambda finished: ways,
         target=engines["compile/target"],
         measured_rounds=measured_rounds,
+        gpu=None if gpu is None else GPUS[gpu],
     )
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
     store.publish({"": done.entry}, workplace.advice(config.name))

@@ -181,6 +181,10 @@ def tune_command(
     measure: Annotated[
         int, typer.Option(help="Also run every draft length, in so many rounds, and set it beside the predictions.", min=0)
     ] = 0,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Predict the costs of a GPU that is not here: H200.", metavar="NAME", show_default=False),
+    ] = None,
     grid: Annotated[
         bool, typer.Option("--grid", help="Compare every precision of the target with every precision of the draft.")
     ] = False,
@@ -196,8 +200,10 @@ def tune_command(
     from toolkit.progress import displayed
     from toolkit.records import to_json
 
-    if grid and (drafts or measure):
-        raise UsageError("--grid compares the YAML's own pair", mend="leave --draft and --measure out")
+    if grid and (drafts or measure or gpu):
+        raise UsageError("--grid measures the YAML's own pair", mend="leave --draft, --measure and --gpu out")
+    if gpu is not None and measure:
+        raise UsageError("--measure runs on this machine, and --gpu names another", mend="leave one of them out")
     loaded, workplace = _load(config, overrides), _workplace()
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
@@ -205,7 +211,9 @@ def tune_command(
         if grid:
             found, folder = tune_grid(loaded, workplace, display, store, fresh=fresh)
         else:
-            found, folder = tune(loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, fresh=fresh)
+            found, folder = tune(
+                loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, gpu=gpu, fresh=fresh
+            )
     if as_json:
         _print(json.dumps(to_json(found), indent=2))
         return

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TorchEngineConfig
+from toolkit.facts.gpus import Gpu
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.stage import Done, Finished, Stage
-from toolkit.records import Advice, Grid, to_json
+from toolkit.records import Advice, CompiledEngine, Grid, from_json, to_json
 
 if TYPE_CHECKING:
     from toolkit.speculative.text import TextCodec
@@ -40,9 +41,10 @@ def tune_stage(
     *,
     target: Done | None = None,
     measured_rounds: int = 0,
+    gpu: Gpu | None = None,
 ) -> Stage:
     """The `tune` stage. target: where the engines are not among the stages before this one. measured_rounds: of really running
-    every draft length, to set beside the predictions.
+    every draft length, to set beside the predictions. gpu: one that is not here, whose costs are predicted.
     """
     from toolkit.advise import stage
 
@@ -61,6 +63,7 @@ def tune_stage(
                 "max_matching_ngram_size": speculation.max_matching_ngram_size,
                 "threads": engine.threads,
                 "measured_rounds": measured_rounds,
+                "gpu": None if gpu is None else gpu.name,
                 **validation.model_dump(include={"max_prompts", "max_tokens", "temperature"}),
             },
             "inputs": {
@@ -74,8 +77,8 @@ def tune_stage(
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
-        engines = [(name, drafter, None if done is None else done.record.path) for name, drafter, done in ways(finished)]
-        advice = _advise(config, engine, target_of(finished).record.path, engines, measured_rounds, progress)
+        engines = [(name, drafter, None if done is None else done.record) for name, drafter, done in ways(finished)]
+        advice = _advise(config, engine, target_of(finished).record, engines, measured_rounds, gpu, progress)
         (out_dir / "advice.json").write_text(json.dumps(to_json(advice), indent=1), encoding="utf-8")
         return advice
 
@@ -85,9 +88,10 @@ def tune_stage(
 def _advise(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
-    target_dir: Path,
-    engines: Sequence[tuple[str, str, Path | None]],
+    compiled: CompiledEngine,
+    engines: Sequence[tuple[str, str, CompiledEngine | None]],
     measured_rounds: int,
+    gpu: Gpu | None,
     progress: Progress,
 ) -> Advice:
     """Load the engines into this process and measure."""
@@ -99,7 +103,7 @@ def _advise(
     from toolkit.speculative.sampling import weights
     from toolkit.speculative.text import TextCodec
 
-    validation, speculation = config.validation, config.speculation
+    validation, speculation, target_dir = config.validation, config.speculation, compiled.path
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
     target = loader("torch").load(target_dir, threads=engine.threads)
     sampling = Sampling(temperature=validation.temperature)
@@ -108,8 +112,9 @@ def _advise(
         rows = weights(logits, sampling)
         return rows / rows.sum(axis=-1, keepdims=True)
 
-    def contender(name: str, drafter: str, folder: Path | None) -> Contender:
-        draft = None if folder is None else loader("torch").load(folder, threads=engine.threads)
+    def contender(name: str, drafter: str, found: CompiledEngine | None) -> Contender:
+        draft = None if found is None else loader("torch").load(found.path, threads=engine.threads)
+        forward_s = None if gpu is None else _roofline(gpu, compiled, found, engine.max_input_len)
         runtime = MeasuredRuntime(
             target,
             draft,
@@ -118,7 +123,7 @@ def _advise(
             acceptance=speculation.acceptance,
             ngram_size=speculation.max_matching_ngram_size,
         )
-        return Contender(name, drafter, runtime, draft)
+        return Contender(name, drafter, runtime, draft, forward_s)
 
     question = Question(
         prompts=_prompts(config, engine, codec),
@@ -136,6 +141,27 @@ def _advise(
         probabilities=probabilities,
         progress=progress,
     )
+
+
+def _roofline(gpu: Gpu, target: CompiledEngine, draft: CompiledEngine | None, context: int) -> Callable[[str, int, int], float]:
+    """(role, batch, tokens) -> seconds of a forward on that GPU, at the least: bytes over bandwidth, or arithmetic."""
+    from toolkit.checkpoints.shape import ModelShape, read_json
+    from toolkit.plan.predict import forward_seconds
+
+    engines = {"target": target, "draft": draft}
+    shapes = {
+        role: from_json(ModelShape, read_json(found.path / "config.json")["toolkit"]["shape"])
+        for role, found in engines.items()
+        if found is not None
+    }
+
+    def forward_s(role: str, batch: int, tokens: int) -> float:
+        found = engines[role]
+        assert found is not None  # prompt lookup runs no draft
+        algo, kv_algo = found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo
+        return forward_seconds(shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context)[0]
+
+    return forward_s
 
 
 def _prompts(config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec) -> list[tuple[str, tuple[int, ...]]]:

@@ -185,3 +185,31 @@ def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> Non
 
 def test_batch_sizes_double_up_to_the_largest() -> None:
     assert [batch_sizes(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
+    """A forward costs its batch and tokens in milliseconds above a floor of 10, a tenth of that for the draft."""
+
+    class Untimed(MeasuredRuntime):
+        def time_steps(self, *args: Any, **more: Any) -> StepTimes:
+            raise AssertionError("nothing is timed where costs are predicted")
+
+    def forward_s(role: str, batch: int, tokens: int) -> float:
+        return (10 + batch * tokens) * (1e-4 if role == "draft" else 1e-3)
+
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+    runtime = Untimed(target, draft, CODEC, eos_token_ids=())
+    advice = advise(
+        target,
+        [Contender("model", "draft_target", runtime, draft, forward_s), Contender("ngram", "ngram", runtime, None, forward_s)],
+        Question(PROMPTS[:12], 24, None, "auto", max_draft_len=3, batches=(1, 4)),
+        lookup=lambda: Lookup(3),
+        probabilities=probabilities,
+        progress=lambda *_: None,
+    )
+    assert advice.costs_are == "predicted"
+    assert advice.speculate
+    costs = {(cost.batch, cost.draft_len): cost for cost in advice.candidates[0].costs["greedy"]}
+    assert costs[4, 3].verify_ms == pytest.approx(26.0)
+    assert costs[4, 3].draft_ms == pytest.approx(3 * 1.4)
+    assert (costs[1, 0].host_ms, costs[1, 0].samples) == (0.0, 0)

@@ -10,7 +10,7 @@ often than to a short one, so that a median would favour plain decoding on a bus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from toolkit.records import StepCost
 
-__all__ = ["MEASURED", "PREDICTED", "QUANTILE", "ServingRuntime", "StepCosts", "StepTimes", "batch_sizes", "measure"]
+__all__ = [
+    "MEASURED",
+    "PREDICTED",
+    "QUANTILE",
+    "ServingRuntime",
+    "StepCosts",
+    "StepTimes",
+    "batch_sizes",
+    "measure",
+    "predicted",
+]
 
 Floats = NDArray[Any]
 
@@ -77,6 +87,31 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return tuple(sizes) if largest == 1 else (*sizes, largest)
+
+
+def predicted(
+    forward_s: Callable[[str, int, int], float],
+    *,
+    drafts: bool,
+    draft_lens: Sequence[int],
+    batches: Sequence[int],
+    prompt_tokens: int,
+) -> StepCosts:
+    """Costs of hardware that is not here: forward_s(role, batch, tokens of each sequence) in seconds, and nothing for the host.
+
+    drafts: a model drafts, one forward per token; looking the text up is free.
+    """
+    rows, samples = [], {}
+    longest = max(draft_lens)
+    for batch in batches:
+        draft_s = forward_s("draft", batch, 1) if drafts else 0.0
+        for length in (0, *draft_lens):
+            verify_s = forward_s("target", batch, length + 1)
+            rows.append(StepCost(batch, length, 1e3 * length * draft_s, 1e3 * verify_s, 0.0, 0))
+            samples[batch, length] = np.array([1e9 * (length * draft_s + verify_s)])
+    reading = {0: 1e9 * forward_s("target", 1, prompt_tokens)}
+    reading[longest] = reading[0] + (1e9 * forward_s("draft", 1, prompt_tokens) if drafts else 0.0)
+    return StepCosts(PREDICTED, tuple(batches), tuple(rows), samples, reading)
 
 
 def measure(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from toolkit.advise.acceptance import Drafted
 from toolkit.advise.choose import CONFIDENCE, Mode, judge, schedule_of
-from toolkit.advise.cost import MEASURED, ServingRuntime, StepCosts, batch_sizes, measure
+from toolkit.advise.cost import MEASURED, PREDICTED, ServingRuntime, StepCosts, batch_sizes, measure, predicted
 from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
 from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
 from toolkit.interfaces import Progress, StepEngine
@@ -31,12 +31,15 @@ class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it."""
+    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it. forward_s: for hardware that is
+    not here, seconds of a forward by role, batch size and tokens; None: steps are timed on the runtime.
+    """
 
     name: str
     drafter: str  # draft_target | ngram
     runtime: AdvisedRuntime
     draft: StepEngine | None
+    forward_s: Callable[[str, int, int], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def advise(
     return decide(
         candidates,
         batches,
-        costs_are=MEASURED,
+        costs_are=PREDICTED if contenders[0].forward_s is not None else MEASURED,
         temperature=question.temperature or 0.0,
         rule=rule,
         prompts=len(domains),
@@ -213,7 +216,16 @@ def _observe(
 def _costs(
     contender: Contender, question: Question, texts: Sequence[Text], batches: Sequence[int], temperature: float
 ) -> StepCosts:
-    """Timed behind prompts of middling length with half of their output, which is where an average step stands."""
+    """Predicted, or timed behind prompts of middling length and half of their output, where an average step stands."""
+    lengths = range(1, question.max_draft_len + 1)
+    if contender.forward_s is not None:
+        return predicted(
+            contender.forward_s,
+            drafts=contender.draft is not None,
+            draft_lens=lengths,
+            batches=batches,
+            prompt_tokens=round(sum(len(text.prompt) for text in texts) / len(texts)),
+        )
     by_length = sorted(texts, key=lambda text: len(text.prompt))
     middle = by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
     return measure(
@@ -221,7 +233,7 @@ def _costs(
         contender.drafter,
         [[*text.prompt, *text.output[: len(text.output) // 2]] for text in middle],
         [text.prompt for text in middle],
-        draft_lens=range(1, question.max_draft_len + 1),
+        draft_lens=lengths,
         batches=batches,
         temperature=temperature,
         rounds=question.rounds,
