@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check format rehearse-all bench clean
+.PHONY: quickstart test check format rehearse-all bench browser-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/toolkit build configs/quickstart.yaml
@@ -26,6 +26,10 @@ rehearse-all: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
+
+# Reports in a real headless Chromium (or Chrome), the tests' own and those of build/reports/; screenshots to look at.
+browser-check: $(STAMP)
+	$(BIN)/python -m pytest tests/report/test_browser.py --screenshots build/browser-check
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.11)")'

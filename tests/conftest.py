@@ -27,6 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it")
+    parser.addoption("--screenshots", type=Path, help="keep what tests/report/test_browser.py sees in this folder")
 
 
 @pytest.fixture

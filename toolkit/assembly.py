@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import sys
+import time
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -706,7 +707,8 @@ def _validate(
 ) -> Stage:
     from toolkit.validate import stage
 
-    needs = ("pair", *(f"quantize/{role}" for role in roles), *(f"compile/{role}" for role in roles), "package")
+    before = ("pair", *(f"quantize/{role}" for role in roles), *(f"compile/{role}" for role in roles), "package")
+    needs = (*before, "tune") if _measures(config) else before
 
     def quality_of(finished: Finished) -> Quality:
         records = {role: finished[f"quantize/{role}"].record for role in roles}
@@ -725,6 +727,7 @@ def _validate(
                 "quality": digest_value(to_json(quality_of(finished))),
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
+                **({"advice": finished["tune"].entry.digest} if _measures(config) else {}),  # it stands in the report
                 "sources": digest_tree(SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]),
             },
             "fingerprint": _versions(MEASURED_LIBRARIES),
@@ -752,6 +755,8 @@ def _measure(
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
     from toolkit.benching import sweep
     from toolkit.client import Client
+    from toolkit.pipeline.memory import PeakMemory
+    from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
     from toolkit.triton.server import TritonServer
     from toolkit.validate.counters import read_counters
@@ -764,8 +769,10 @@ def _measure(
     reference = _reference(folders, embedded(config).threads)
     source, same_precision = _source(config, folders["target"])
     free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    began = time.monotonic()
     with (
         TritonServer(repository.path, free_ports, log_path=out_dir / "server.log", progress=progress) as server,
+        PeakMemory(server.pid) as peak,
         Client(server.grpc_url, model=repository.model) as client,
     ):
         report = validate(
@@ -797,6 +804,13 @@ def _measure(
             replaced=replaced,
             progress=progress,
         )
+    served = StageCost("serve", round(time.monotonic() - began, 3), peak.bytes, reused=False)
+    report = replace(
+        report,
+        stages=(*report.stages, served),
+        memory=make_plan(config).memory,
+        advice=finished["tune"].record if _measures(config) else None,
+    )
     write_report(report, out_dir)
     return report
 

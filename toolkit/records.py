@@ -679,40 +679,6 @@ class Definition:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """The verdict and everything it rests on. docs/report.md explains the JSON.
-
-    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
-    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
-    rehearsal, in words, what stood in for what; empty for a real deployment.
-    """
-
-    schema_version: int
-    name: str
-    verdict: str  # PASS | FAIL | INCONCLUSIVE
-    gates: tuple[Gate, ...]
-    arms: Arms
-    speedup: Speedup | None
-    acceptance: Acceptance | None
-    parity: Parity | None
-    sampled: Sampled
-    agreements: tuple[Agreement, ...]
-    draft_check: DraftCheck | None
-    stop_check: StopCheck | None
-    distribution: Distribution | None
-    quality: Quality
-    counters: tuple[CounterCheck, ...]
-    findings: tuple[Finding, ...]
-    environment: dict[str, str]
-    engines: dict[str, CompiledEngine]
-    stages: tuple[StageCost, ...]
-    definitions: dict[str, Definition]
-    loads: tuple[BenchPoint, ...] = ()
-    crossover: Crossover | None = None
-    replaced: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class BenchRequest:
     """One request of a bench, kept so that a saved run can be judged again. Times are ns after the run's start.
 
@@ -1006,6 +972,43 @@ class Grid:
     max_kl: float
     prompts: int
     confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """The verdict and everything it rests on. docs/report.md explains the JSON.
+
+    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
+    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
+    rehearsal, in words, what stood in for what; empty for a real deployment. memory: the plan's, beside which `stages` hold
+    what was measured. advice: where the advisor chose the draft length.
+    """
+
+    schema_version: int
+    name: str
+    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    gates: tuple[Gate, ...]
+    arms: Arms
+    speedup: Speedup | None
+    acceptance: Acceptance | None
+    parity: Parity | None
+    sampled: Sampled
+    agreements: tuple[Agreement, ...]
+    draft_check: DraftCheck | None
+    stop_check: StopCheck | None
+    distribution: Distribution | None
+    quality: Quality
+    counters: tuple[CounterCheck, ...]
+    findings: tuple[Finding, ...]
+    environment: dict[str, str]
+    engines: dict[str, CompiledEngine]
+    stages: tuple[StageCost, ...]
+    definitions: dict[str, Definition]
+    loads: tuple[BenchPoint, ...] = ()
+    crossover: Crossover | None = None
+    replaced: tuple[str, ...] = ()
+    memory: tuple[StageMemory, ...] = ()
+    advice: Advice | None = None
 
 
 def to_json(record: object) -> Any:

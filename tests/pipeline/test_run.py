@@ -120,6 +120,18 @@ def test_peak_memory_counts_children() -> None:
     assert with_child.bytes > alone.bytes + 150_000_000
 
 
+def test_peak_memory_of_another_tree_leaves_ours_out() -> None:
+    ours = bytearray(300_000_000)
+    work = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'x = bytearray(90_000_000); input()'])"
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE) as process:
+        with PeakMemory(process.pid) as peak:
+            deadline = time.monotonic() + 20
+            while peak.bytes < 90_000_000 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        process.communicate(b"\n")
+    assert 90_000_000 < peak.bytes < len(ours)
+
+
 class Build:
     """A real process that builds; see tests.support.stages."""
 

@@ -10,7 +10,27 @@ import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
-from toolkit.records import CompiledEngine, LayerError, Quality, QuantizationQuality, StageCost, ValidationReport
+from toolkit.records import (
+    Acceptance,
+    Advice,
+    Alpha,
+    BenchArm,
+    BenchPoint,
+    Candidate,
+    CompiledEngine,
+    Crossover,
+    Latency,
+    LayerError,
+    MemoryItem,
+    Quality,
+    QuantizationQuality,
+    Ratio,
+    ScheduleStep,
+    SpeedupPrediction,
+    StageCost,
+    StageMemory,
+    ValidationReport,
+)
 from toolkit.validate.stage import References, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"
@@ -77,3 +97,93 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
 @pytest.fixture(scope="session")
 def plain_only(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
     return measured(tmp_path_factory.mktemp("plain"), ScriptedEndpoint(), [f"prompt {i}" for i in range(12)], max_draft_len=0)
+
+
+def prediction(mode: str, draft_len: int, *, measured: float | None = None) -> SpeedupPrediction:
+    """Numbers that multiply out as the record says."""
+    formula, dependence, verification, host = (
+        1 + 0.5 * draft_len - 0.05 * draft_len**2,
+        1.06,
+        0.93,
+        0.9 if mode == "greedy" else 0.8,
+    )
+    speedup = formula * dependence * verification * host
+    return SpeedupPrediction(
+        mode,
+        1,
+        draft_len,
+        1 + 0.7 * draft_len,
+        speedup * 400,
+        speedup,
+        speedup * 0.95,
+        speedup * 1.06,
+        formula,
+        dependence,
+        verification,
+        host,
+        measured,
+        None if measured is None else measured * 0.94,
+        None if measured is None else measured * 1.05,
+    )
+
+
+def sweep_arm(name: str, tokens_per_s: float | None, tpot_ms: float) -> BenchArm:
+    latency = Latency(120, tpot_ms, tpot_ms, tpot_ms * 1.2, None, None, None, {"p99": "12 of 10 samples"}, ())
+    latencies = dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency)
+    nothing = Acceptance(None, None, 0, 0, 0, ())
+    return BenchArm(name, 120, 0, {}, 4000, 9.0, tokens_per_s, 13.0, None, (), (), (), latencies, nothing, None, None, None)
+
+
+def sweep_point(concurrency: int, plain: float, ratio: float) -> BenchPoint:
+    arms = (sweep_arm("plain", plain, 2.5), sweep_arm("speculative", plain * ratio, 2.5 / ratio))
+    return BenchPoint(concurrency, None, 3, arms, (Ratio("speed", ratio, ratio * 0.95, ratio * 1.05),))
+
+
+@pytest.fixture(scope="session")
+def advised(failing: ValidationReport) -> ValidationReport:
+    """Everything that a report can hold: also what the advisor found, a sweep, and the plan's memory."""
+    candidate = Candidate(
+        "a <draft>",
+        "draft_target",
+        4,
+        1.62,
+        1.5,
+        1.7,
+        3.1,
+        1.9,
+        0.42,
+        (Alpha("greedy", None, 0.71, 0.69, 0.73, 4000), Alpha("rejection", "code & <b>", 0.68, 0.6, 0.75, 900)),
+        {"greedy": (0.75, 0.72, 0.7, None)},
+        {},
+        (
+            *(prediction("greedy", k, measured=1.7 if k == 4 else None) for k in range(1, 9)),
+            *(prediction("sampled", k) for k in range(1, 9)),
+        ),
+    )
+    advice = Advice(
+        True,
+        "draft_target",
+        candidate.name,
+        4,
+        (ScheduleStep(1, 4), ScheduleStep(4, 2), ScheduleStep(8, 0)),
+        4,
+        "Draft 4 tokens with a <draft>: 1.62 times plain.",
+        "measured",
+        0.8,
+        "rejection",
+        60,
+        4000,
+        0.95,
+        21.0,
+        (candidate, replace(candidate, name="ngram", drafter="ngram", speedup=0.97)),
+    )
+    points = tuple(sweep_point(n, 400 * n**0.6, ratio) for n, ratio in ((1, 1.6), (2, 1.4), (4, 1.1), (8, 0.82)))
+    items = (MemoryItem("target weights", 90 << 20, "22.1 M parameters"), MemoryItem("runtime", 1 << 29, "assumed: libraries"))
+    memory = (
+        StageMemory("quantize", "the machine", (MemoryItem("target as it is", 88 << 20, "22.1 M parameters"),), 24 << 30),
+        StageMemory("serve", "the machine", items, 24 << 30),
+        StageMemory("compile", "each GPU", items, 1 << 30),
+    )
+    stages = (*failing.stages, StageCost("serve", 61.0, 900 << 20, reused=False))
+    crossover = Crossover(4, 8, 5.3, "faster up to 4 at a time, slower from 8 on")
+    return replace(failing, advice=advice, loads=points, crossover=crossover, memory=memory, stages=stages)

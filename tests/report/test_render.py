@@ -10,7 +10,8 @@ from rich.console import Console
 
 from toolkit.errors import StageError
 from toolkit.records import LayerCounts, TensorRtLlmBuild, ValidationReport
-from toolkit.report.figures import gates_table, next_steps, number, tables
+from toolkit.report.cells import number
+from toolkit.report.figures import gates_table, next_steps, tables
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report, read_report, render_json, write_report
@@ -24,7 +25,7 @@ def printed(report: ValidationReport, *, width: int = 100, terminal: bool = Fals
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("which", ["passing", "failing", "plain_only"])
+@pytest.mark.parametrize("which", ["passing", "failing", "plain_only", "advised"])
 def test_files_are_written_and_the_json_reads_back_equal(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     report: ValidationReport = request.getfixturevalue(which)
     paths = write_report(report, tmp_path / "out")
@@ -34,7 +35,7 @@ def test_files_are_written_and_the_json_reads_back_equal(which: str, request: py
 
 def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     data = json.loads(render_json(failing))
-    assert data["schema_version"] == 2
+    assert data["schema_version"] == 3
     assert data["verdict"] == "FAIL"
     assert all({"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"])
     for arm in ("plain", "speculative"):

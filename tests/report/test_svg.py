@@ -43,7 +43,7 @@ def test_text_and_tips_are_escaped() -> None:
     assert [element.text for element in root.iter() if element.text] == ["<script>", "a & <b>"]
 
 
-@pytest.mark.parametrize(("which", "least"), [("passing", 10), ("failing", 11), ("plain_only", 7)])
+@pytest.mark.parametrize(("which", "least"), [("passing", 10), ("failing", 11), ("plain_only", 7), ("advised", 15)])
 def test_plots_are_well_formed_and_inside_their_frame(which: str, least: int, request: pytest.FixtureRequest) -> None:
     report: ValidationReport = request.getfixturevalue(which)
     found = plots(report)

@@ -43,18 +43,21 @@ class PeakMemory:
     """`with PeakMemory() as peak: ...`, then `peak.bytes`: resident memory, summed over the tree of processes.
 
     The sum is sampled, and pages that processes share count in each. A peak of this process alone, or of one child that has
-    ended, is exact where the kernel keeps it, so a short one between two samples is seen as well.
+    ended, is exact where the kernel keeps it, so a short one between two samples is seen as well. root: the process at the
+    head of another tree to watch, by samples alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: int | None = None) -> None:
         self.bytes = 0
+        self._root = root
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
         self._children_before = 0
 
     def __enter__(self) -> PeakMemory:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # resets our VmHWM, proc(5)
+        if self._root is None:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # resets our VmHWM, proc(5)
         self._children_before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         self._thread.start()
         return self
@@ -63,6 +66,8 @@ class PeakMemory:
         self._stop.set()
         self._thread.join()
         self._look()
+        if self._root is not None:
+            return
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         largest_child = children * 1024 if children > self._children_before else 0
         self.bytes = max(self.bytes, _status(os.getpid(), "VmHWM"), largest_child)
@@ -72,7 +77,7 @@ class PeakMemory:
             self._look()
 
     def _look(self) -> None:
-        self.bytes = max(self.bytes, sum(_status(pid, "VmRSS") for pid in _tree(os.getpid())))
+        self.bytes = max(self.bytes, sum(_status(pid, "VmRSS") for pid in _tree(self._root or os.getpid())))
 
 
 def _tree(pid: int) -> Iterator[int]:

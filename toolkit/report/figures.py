@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from toolkit.records import (
     Acceptance,
@@ -19,18 +17,32 @@ from toolkit.records import (
     MarginBin,
     Parity,
     QuantizationQuality,
+    Ratio,
     Speedup,
     TensorRtLlmBuild,
     ValidationReport,
 )
+from toolkit.report.cells import DASH, Table, interval, number, percent, size
+from toolkit.report.outlook import outlook_tables
 
-__all__ = ["Table", "gate_title", "gates_table", "headline", "next_steps", "number", "shown", "tables"]
+__all__ = ["gate_definitions", "gate_title", "gates_table", "headline", "next_steps", "shown", "tables"]
 
-DASH = "-"
 REPLACED = "Replaced"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
+GATE_DEFINITIONS = {
+    "parity": "parity",
+    "seeded_parity": "seeded_parity",
+    "speedup": "speedup",
+    "agreement_engine": "agreement",
+    "agreement_source": "agreement",
+    "draft": "draft_check",
+    "stop_words": "stop_words",
+    "distribution": "distribution",
+    "quality_kl": "kl_mean",
+    "quality_top1": "top1_agreement",
+}
 # Gates on counts and p-values: how (measured, limit) are written.
 COUNTED = {
     "agreement_engine": ("{:.0f} wrong", "none"),
@@ -39,44 +51,6 @@ COUNTED = {
     "distribution": ("p = {:.2g}", "≥ {:g}"),
     "draft": ("{:,.0f} kept", "about {:,.0f}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """rows are as long as columns; columns after the first are aligned right unless `text`. definitions: their names."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    definitions: tuple[str, ...] = ()
-    note: str = ""
-    text: bool = False
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with about `digits` significant digits; a dash for None."""
-    if value is None:
-        return DASH
-    if 0 < abs(value) < 0.0001:
-        return f"{value:.1e}"
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
-
-
-def percent(value: float | None) -> str:
-    return DASH if value is None else f"{value:.1%}"
-
-
-def size(count: int | None) -> str:
-    """Bytes, in the unit that suits."""
-    if count is None:
-        return DASH
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:,.0f} {unit}" if unit == "B" else f"{number(value)} {unit}"
 
 
 def gate_title(name: str, temperature: float) -> str:
@@ -97,15 +71,24 @@ def gate_title(name: str, temperature: float) -> str:
     }
     if base in fixed:
         return fixed[base] + at
-    kind = base.removesuffix("_p90")
-    return f"{LATENCY_NAMES.get(kind, kind)} p90" + (at or ", greedy")
+    title = latency_title(base.removesuffix("_ratio"))
+    return title + (" against plain" if base.endswith("_ratio") else "") + (at or ", greedy")
+
+
+def gate_definitions(name: str) -> tuple[str, ...]:
+    """Names of the definitions that say how a gate's figure is computed."""
+    base = name.removesuffix("_sampled")
+    if base in GATE_DEFINITIONS:
+        return (GATE_DEFINITIONS[base],)
+    kind = base.partition("_")[0]
+    return (kind, "percentiles", *(("latency_ratio",) if base.endswith("_ratio") else ()))
 
 
 def shown(gate: Gate) -> tuple[str, str]:
     """(measured, limit) of a gate with units and the direction of the limit."""
-    if gate.name.startswith("speedup"):
+    if gate.name.startswith("speedup") or "_ratio" in gate.name:
         measured, limit = (DASH if v is None else f"{v:.2f}x" for v in (gate.measured, gate.limit))
-        return measured, f"≥ {limit}"
+        return measured, f"{'≤' if '_ratio' in gate.name else '≥'} {limit}"
     if "parity" in gate.name:
         return percent(gate.measured), f"≤ {percent(gate.limit)}"
     if gate.name == "quality_top1":
@@ -166,6 +149,8 @@ def tables(report: ValidationReport) -> list[Table]:
     """Everything behind the verdict, in the order of a reader's questions."""
     found = [_replaced(report.replaced)] if report.replaced else []
     found += [_speed(report), _latencies(report)]
+    if any(ratio.estimate is not None for _, ratios in _ratios(report) for ratio in ratios):
+        found.append(_latency_ratios(report))
     if report.acceptance is not None:
         found.append(_acceptance(report))
     if report.parity is not None:
@@ -179,6 +164,7 @@ def tables(report: ValidationReport) -> list[Table]:
         found.append(_distribution(report.distribution))
     if report.quality.target is not None or report.quality.draft is not None:
         found += [_quality(report), _layers(report)]
+    found += outlook_tables(report)
     if report.counters:
         found.append(_counters(report))
     if report.stages:
@@ -246,6 +232,30 @@ def _latencies(report: ValidationReport) -> Table:
     reasons = sorted(set(missing.values()))
     note = f"{DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else ""
     return Table("Latency, ms", ("", *(name for name, _ in columns)), tuple(rows), (*LATENCY_NAMES, "percentiles"), note)
+
+
+def _ratios(report: ValidationReport) -> list[tuple[str, Sequence[Ratio]]]:
+    pairs = (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
+    return [(label, speedup.latencies) for label, speedup in pairs if speedup is not None]
+
+
+def _latency_ratios(report: ValidationReport) -> Table:
+    columns = _ratios(report)
+    by_name = [{ratio.name: ratio for ratio in ratios if ratio.estimate is not None} for _, ratios in columns]
+    names = [ratio.name for ratio in columns[0][1] if any(ratio.name in found for found in by_name)]
+    rows = tuple((latency_title(name), *(_ratio(found.get(name)) for found in by_name)) for name in names)
+    note = "Below 1 is faster with speculation. A ratio that its samples cannot support is left out."
+    return Table("Latency, speculative / plain", ("", *(label for label, _ in columns)), rows, ("latency_ratio",), note)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    return DASH if ratio is None else interval(ratio.estimate, ratio.low, ratio.high)
+
+
+def latency_title(name: str) -> str:
+    """ttft_p90 -> TTFT p90"""
+    kind, _, quantile = name.partition("_")
+    return f"{LATENCY_NAMES.get(kind, kind)} {quantile}"
 
 
 def _percentile(latency: Latency, quantile: str) -> str:
@@ -432,7 +442,8 @@ def _counters(report: ValidationReport) -> Table:
         (c.name, f"{c.client:,}", DASH if c.server is None else f"{c.server:,}", "yes" if c.matches else "NO")
         for c in report.counters
     )
-    return Table("Counters of the server against the client's", ("counter", "client", "server", "equal"), rows)
+    columns = ("counter", "client", "server", "equal")
+    return Table("Counters of the server against the client's", columns, rows, ("counters",))
 
 
 def _stages(report: ValidationReport) -> Table:
@@ -440,7 +451,7 @@ def _stages(report: ValidationReport) -> Table:
         (one.stage, f"{one.seconds:,.1f}", size(one.peak_memory_bytes), "reused" if one.reused else "ran")
         for one in report.stages
     )
-    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows)
+    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",))
 
 
 def _engines(report: ValidationReport) -> Table:

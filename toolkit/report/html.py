@@ -11,7 +11,8 @@ from html import escape
 from importlib.resources import files
 
 from toolkit.records import Definition, ValidationReport
-from toolkit.report.figures import Table, gate_title, headline, next_steps, number, percent, shown, tables
+from toolkit.report.cells import Table, number, percent
+from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, shown, tables
 from toolkit.report.plots import Plot, plots
 
 __all__ = ["render_html"]
@@ -64,17 +65,23 @@ def _verdict(verdict: str) -> str:
 
 def _tiles(report: ValidationReport) -> str:
     sampled = f"T = {report.sampled.temperature:g}"
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str, str]] = []  # value, label, name of its definition
     for label, speedup in (("greedy", report.speedup), (sampled, report.sampled.speedup)):
         if speedup is not None:
-            found.append((f"{speedup.estimate:.2f}x", f"speed-up, {label} ({speedup.low:.2f} to {speedup.high:.2f})"))
+            found.append(
+                (f"{speedup.estimate:.2f}x", f"speed-up, {label} ({speedup.low:.2f} to {speedup.high:.2f})", "speedup")
+            )
     deployed = report.arms.speculative or report.arms.plain
-    found.append((number(deployed.tokens_per_s), "output tokens/s, greedy"))
+    found.append((number(deployed.tokens_per_s), "output tokens/s, greedy", "tokens_per_s"))
     if report.acceptance is not None and report.acceptance.length is not None:
-        found.append((number(report.acceptance.length), f"tokens per verify step ({percent(report.acceptance.rate)} accepted)"))
+        label = f"tokens per verify step ({percent(report.acceptance.rate)} accepted)"
+        found.append((number(report.acceptance.length), label, "acceptance_length"))
     if report.quality.target is not None:
-        found.append((number(report.quality.target.kl_mean), "nats per token: KL of the quantized target"))
-    return "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in found)
+        found.append((number(report.quality.target.kl_mean), "nats per token: KL of the quantized target", "kl_mean"))
+    return "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span>{_definitions((name,), report.definitions)}</div>'
+        for value, label, name in found
+    )
 
 
 def _gates(report: ValidationReport) -> str:
@@ -85,7 +92,8 @@ def _gates(report: ValidationReport) -> str:
             f'<li><span class="outcome {escape(gate.outcome)}">{SIGNS.get(gate.outcome, "")} {escape(gate.outcome)}</span>'
             f'<span class="name">{escape(gate_title(gate.name, report.sampled.temperature))}</span>'
             f'<span class="figures">{escape(measured)} <i>limit {escape(limit)}</i></span>'
-            f'<span class="why">{escape(gate.detail)}</span></li>'
+            f'<span class="why">{escape(gate.detail)}'
+            f"{_definitions(gate_definitions(gate.name), report.definitions)}</span></li>"
         )
     return "".join(rows)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from toolkit.records import ValidationReport
-from toolkit.report.figures import Table, gates_table, headline, next_steps, tables
+from toolkit.report.cells import Table
+from toolkit.report.figures import gates_table, headline, next_steps, tables
 
 __all__ = ["render_markdown"]
 

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from toolkit.records import Acceptance, Arm, Arms, Parity, QuantizationQuality, ValidationReport
-from toolkit.report.svg import HEIGHT, WIDTH, Drawing, Scale, ticks
+from toolkit.report.expected import draft_length_plot, memory_plot, speed_sweep_plot, throughput_sweep_plot
+from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 
 __all__ = ["Plot", "plots"]
-
-LEFT, RIGHT, TOP, BOTTOM = 48, WIDTH - 14, 28, HEIGHT - 44
-ARM_CLASSES = {"plain": "plain", "speculative": "spec"}
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """title: what is shown; caption: how to read it; definitions: names of the report's definitions."""
-
-    title: str
-    svg: str
-    caption: str
-    definitions: tuple[str, ...] = ()
 
 
 def plots(report: ValidationReport) -> list[Plot]:
@@ -35,6 +22,9 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     yield throughput_plot(report)
     if report.acceptance is not None and report.acceptance.by_position:
         yield acceptance_plot(report)
+    for made in (draft_length_plot(report), throughput_sweep_plot(report), speed_sweep_plot(report)):
+        if made is not None:
+            yield made
     if report.arms.speculative is not None:
         yield prompts_plot(report.arms.plain, report.arms.speculative)
     for name, title in (
@@ -51,6 +41,9 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     diverging = [parity for parity in (report.parity, report.sampled.parity) if parity is not None and parity.divergences]
     if any(one.margin is not None for parity in diverging for one in parity.divergences):
         yield margins_plot(diverging)
+    memory = memory_plot(report)
+    if memory is not None:
+        yield memory
 
 
 def speedup_plot(report: ValidationReport) -> Plot:
@@ -66,7 +59,8 @@ def speedup_plot(report: ValidationReport) -> Plot:
     drawing.line(scale(1), TOP, scale(1), bottom, "axis")
     if gate is not None:
         drawing.line(scale(gate), TOP - 6, scale(gate), bottom, "gate")
-        drawing.text(scale(gate) + 5, TOP - 2, f"gate {gate:g}x", cls="gatelabel")
+        right = scale(gate) > (LEFT + RIGHT) / 2
+        drawing.text(scale(gate) + (-5 if right else 5), TOP - 2, f"gate {gate:g}x", "end" if right else "start", "gatelabel")
     for i, (label, speedup) in enumerate(rows):
         y = TOP + 32 + i * 44
         tip = f"{label}: {speedup.estimate:.3f}x, {speedup.confidence:.0%} interval {speedup.low:.3f} to {speedup.high:.3f}"
@@ -117,7 +111,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
     drawing = Drawing("Acceptance by draft position")
     drawing.legend([*((cls, label) for label, cls, _ in found), ("mark", "given all before it")], LEFT)
     scale = Scale(0, 1, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), percent=True)
+    drawing.y_axis(scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "drafted tokens kept", percent=True)
     positions = max(len(acceptance.by_position) for _, _, acceptance in found)
     slot = (RIGHT - LEFT) / positions
     width = min(46.0, slot * 0.86 / len(found))
@@ -133,7 +127,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
             x, y = start + j * width, scale(position.joint)
             tip = f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of {position.drafted:,} drafted)"
             drawing.bar(x + 1, y, width - 2, BOTTOM - y, cls, tip)
-            if width >= 38:
+            if width >= 44:
                 drawing.text(x + width / 2, BOTTOM - 6, f"{position.joint:.0%}", "middle", "inbar")
             if position.conditional is not None:
                 drawing.line(x + 1, scale(position.conditional), x + width - 1, scale(position.conditional), "mark")
@@ -154,7 +148,7 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
     drawing = Drawing("Speed-up of every prompt, sorted")
     values = [ratio for ratio, _ in ratios] or [1.0]
     scale = Scale(min(0.9, *values) * 0.95, max(1.1, *values) * 1.05, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(scale.low, scale.high))
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(scale.low, scale.high), "speed-up, times plain")
     drawing.line(LEFT, scale(1), RIGHT, scale(1), "axis")
     along = Scale(0, max(1, len(ratios) - 1), LEFT + 8, RIGHT - 8)
     for i, (ratio, index) in enumerate(ratios):
@@ -175,10 +169,10 @@ def latency_plot(arms: Arms, name: str, title: str) -> Plot:
     low = min(latency.curve[0] for _, latency in pairs)
     high = max(latency.curve[99] for _, latency in pairs)
     pad = max((high - low) * 0.05, high * 0.02, 1e-3)
-    x = Scale(max(0.0, low - pad), high + pad, LEFT, RIGHT)
+    x = Scale(max(0.0, low - pad), high + pad, LEFT + 16, RIGHT)
     y = Scale(0, 1, BOTTOM, TOP)
     drawing.x_axis(x, BOTTOM, TOP, ticks(x.low, x.high), "milliseconds")
-    drawing.y_axis(y, LEFT, RIGHT, (0, 0.5, 0.9, 1.0), percent=True)
+    drawing.y_axis(y, LEFT, RIGHT, (0, 0.5, 0.9, 1.0), "samples at or below", percent=True)
     for arm_name, latency in pairs:
         cls = ARM_CLASSES[arm_name]
         points = [(x(value), y(i / 100)) for i, value in enumerate(latency.curve[:100])]
@@ -195,7 +189,7 @@ def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
     """Relative error of every quantized linear, in the model's order."""
     drawing = Drawing(f"Quantization error of every layer of the {role}")
     scale = Scale(0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), percent=True)
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "relative error of its output", percent=True)
     slot = (RIGHT - LEFT) / len(quality.layers)
     for i, layer in enumerate(quality.layers):
         y = scale(layer.relative_error)
@@ -219,7 +213,7 @@ def margins_plot(parities: list[Parity]) -> Plot:
     low, high = min(*gaps, limit or 1e-4, 1e-3) / 2, max(*gaps, limit, 1e-2) * 2
     y = Scale(low, high, BOTTOM, TOP, log=True)
     x = Scale(0, max(one.position for one in found) + 1, LEFT + 6, RIGHT)
-    drawing.y_axis(y, LEFT, RIGHT, [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high])
+    drawing.y_axis(y, LEFT, RIGHT, [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high], "gap to the best, logits")
     drawing.x_axis(x, BOTTOM, BOTTOM, ticks(0, x.high), "output token at which the texts part")
     if limit > 0:
         drawing.line(LEFT, y(limit), RIGHT, y(limit), "gate")

@@ -10,9 +10,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["HEIGHT", "WIDTH", "Drawing", "Scale", "ticks"]
+__all__ = ["ARM_CLASSES", "BOTTOM", "HEIGHT", "LEFT", "RIGHT", "TOP", "WIDTH", "Drawing", "Plot", "Scale", "ticks"]
 
 WIDTH, HEIGHT = 440, 260
+LEFT, RIGHT, TOP, BOTTOM = 66, WIDTH - 14, 28, HEIGHT - 44  # of the axes, where a plot has the usual height
+ARM_CLASSES = {"plain": "plain", "speculative": "spec"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """title: what is shown; caption: how to read it; definitions: names of the report's definitions."""
+
+    title: str
+    svg: str
+    caption: str
+    definitions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,11 @@ class Drawing:
         commands = " ".join(f"{'M' if i == 0 else 'L'}{_n(x)} {_n(y)}" for i, (x, y) in enumerate(points))
         self.parts.append(f'<path class="{cls}" d="{commands}"><title>{escape(tip)}</title></path>')
 
+    def whisker(self, x: float, middle: float, low: float, high: float, cls: str, tip: str) -> None:
+        """A dot with its interval, upright."""
+        self.line(x, low, x, high, f"whisker {cls}")
+        self.dot(x, middle, 4.5, f"{cls} ringed", tip)
+
     def text(self, x: float, y: float, text: str, anchor: str = "start", cls: str = "label") -> None:
         self.parts.append(f'<text class="{cls}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}</text>')
 
@@ -77,25 +94,33 @@ class Drawing:
         for cls, text in entries:
             self.bar(x, y - 9, 10, 10, cls, text)
             self.text(x + 15, y, text)
-            x += 27 + 6.6 * len(text)
+            x += 27 + 8 * len(text)
 
     def x_axis(self, scale: Scale, y: float, top: float, at: Sequence[float], unit: str) -> None:
         """Grid lines from `top` down to y, numbers beneath, and what they count."""
         for value in at:
             x = scale(value)
             self.line(x, top, x, y, "grid")
-            self.text(x, y + 16, f"{value:g}", "middle", "tick")
+            self.text(x, y + 16, _tick(value), "middle", "tick")
         self.text((scale.start + scale.end) / 2, y + 34, unit, "middle", "tick")
 
-    def y_axis(self, scale: Scale, x: float, right: float, at: Sequence[float], percent: bool = False) -> None:
+    def y_axis(self, scale: Scale, x: float, right: float, at: Sequence[float], unit: str, percent: bool = False) -> None:
+        """Grid lines from x to `right`, numbers before them, and upright at the edge what they count."""
         for value in at:
             y = scale(value)
             self.line(x, y, right, y, "grid")
-            self.text(x - 6, y + 4, f"{value:.3g}".replace("e-0", "e-") if not percent else _percent(value), "end", "tick")
+            self.text(x - 6, y + 4, _percent(value) if percent else _tick(value), "end", "tick")
+        middle = _n((scale.start + scale.end) / 2)
+        shape = f'class="tick" x="10" y="{middle}" text-anchor="middle" transform="rotate(-90 10 {middle})"'
+        self.parts.append(f"<text {shape}>{escape(unit)}</text>")
 
     def render(self) -> str:
         box = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
         return f'<svg {box} role="img" aria-label="{escape(self.label, quote=True)}">{"".join(self.parts)}</svg>'
+
+
+def _tick(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}".replace("e-0", "e-")
 
 
 def _percent(value: float) -> str:

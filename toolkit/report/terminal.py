@@ -8,7 +8,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from toolkit.records import ValidationReport
-from toolkit.report.figures import Table, gates_table, headline, next_steps, tables
+from toolkit.report.cells import Table
+from toolkit.report.figures import gates_table, headline, next_steps, tables
 
 __all__ = ["print_report"]
 

@@ -214,6 +214,60 @@ LOAD_DEFINITIONS: dict[str, Definition] = {
     "errors": Definition("failed / sent requests", "refused, broken, late or contradictory answers", "requests sent"),
 }
 
+# Figures of a report that validation itself does not measure: of the plan, the advisor, and a sweep over concurrency.
+DEFINITIONS |= {
+    "latency_ratio": Definition(
+        "percentile(speculative) / percentile(plain)",
+        "a latency's percentile in the speculative arm",
+        "the same percentile in the plain arm",
+        f"above 1 is slower; {CONFIDENCE:.0%} bootstrap interval over prompts and rounds, drawn alike for both arms",
+    ),
+    "stop_words": Definition(
+        "requests whose text went past their stop word",
+        "requests whose text does not end right before the first place of their stop word",
+        "requests sent with a stop word taken from their own plain text",
+    ),
+    "counters": Definition(
+        "counter after - counter before",
+        "the server's counter, read before the first request and after the last",
+        "the client's own count of the same, from its requests' answers",
+    ),
+    "peak_memory": Definition(
+        "largest resident memory, summed over a tree of processes",
+        "bytes, sampled four times a second; exact for a peak of this process alone",
+        "",
+        "pages that processes share count in each; `serve` is the server's own tree while it was measured",
+    ),
+    "planned_memory": Definition(
+        "sum over the parts of a stage at its peak",
+        "bytes of weights, caches, activations and the stated margins, by arithmetic before anything runs",
+        "",
+        "the table of memory names every part with its arithmetic; libraries are in it where it says so",
+    ),
+    "alpha": Definition(
+        "mean over output tokens of the probability that a draft token is kept there",
+        "greedy: places where both models choose alike; rejection: sum over tokens of min(target, draft)",
+        "places of target-generated texts, both models teacher-forced",
+        f"{CONFIDENCE:.0%} bootstrap interval over prompts",
+    ),
+    "predicted_speedup": Definition(
+        "formula x dependence x verify cost x host",
+        "formula: (1 - alpha^(k + 1)) / ((1 - alpha)(k c + 1)), Leviathan et al. 2023, k the draft length and c a draft step's "
+        "time over a target step's; dependence: tokens per step of the replayed accept indicators over the formula's",
+        "verify cost: what a forward of k + 1 tokens takes beyond one of 1; host: its work per step, prefill, and blocks cut "
+        "short at the end of a text",
+        "measured stands beside it where such a length was run",
+    ),
+    "break_even": Definition(
+        "tokens per step at which speculation costs nothing",
+        "time of a step: drafting, verifying and the host's work",
+        "time of a plain token",
+        "break-even alpha: the acceptance that gives so many tokens per step",
+    ),
+    "throughput": LOAD_DEFINITIONS["tokens_per_s"],
+    "load_speed": LOAD_DEFINITIONS["speed"],
+}
+
 
 def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
     """The figures of one arm. Requests that put out no token count as requests and add nothing else."""

@@ -53,8 +53,8 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 5
-SCHEMA_VERSION = 2
+VERSION = 6
+SCHEMA_VERSION = 3
 WARM_UP_PROMPTS = 2
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"

@@ -1,0 +1,55 @@
+"""What a table of a report is, and how a number becomes the text of a cell. Renderers print cells as they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["DASH", "Table", "interval", "number", "percent", "size"]
+
+DASH = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """rows are as long as columns; columns after the first are aligned right unless `text`. definitions: their names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    definitions: tuple[str, ...] = ()
+    note: str = ""
+    text: bool = False
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with about `digits` significant digits; a dash for None."""
+    if value is None:
+        return DASH
+    if 0 < abs(value) < 0.0001:
+        return f"{value:.1e}"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def percent(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+def size(count: int | None) -> str:
+    """Bytes, in the unit that suits."""
+    if count is None:
+        return DASH
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{number(value)} {unit}"
+
+
+def interval(estimate: float | None, low: float | None, high: float | None) -> str:
+    """An estimate with the ends of its interval, all to two decimals."""
+    if estimate is None:
+        return DASH
+    return f"{estimate:.2f}" if low is None or high is None else f"{estimate:.2f} ({low:.2f} to {high:.2f})"

@@ -1,0 +1,134 @@
+"""Tables of what was expected: the advisor's findings, a sweep over concurrency, the plan's memory; those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.records import Advice, BenchPoint, Candidate, Ratio, SpeedupPrediction, ValidationReport
+from toolkit.report.cells import DASH, Table, interval, number, size
+from toolkit.report.expected import measured_peak
+
+__all__ = ["outlook_tables"]
+
+
+def outlook_tables(report: ValidationReport) -> list[Table]:
+    return list(_tables(report))
+
+
+def _tables(report: ValidationReport) -> Iterator[Table]:
+    if report.advice is not None:
+        yield _ways(report.advice)
+        for candidate in report.advice.candidates[:1]:
+            yield _by_length(candidate)
+            yield _alphas(candidate)
+    if report.loads:
+        yield _loads(report)
+    if report.memory:
+        yield _memory(report)
+
+
+def _ways(advice: Advice) -> Table:
+    rows = tuple(
+        (
+            candidate.name,
+            str(candidate.draft_len),
+            interval(candidate.speedup, candidate.low, candidate.high),
+            f"{candidate.acceptance_length:.2f}",
+            f"{candidate.break_even_length:.2f}",
+            DASH if candidate.break_even_alpha is None else f"{candidate.break_even_alpha:.2f}",
+        )
+        for candidate in advice.candidates
+    )
+    schedule = ", ".join(f"{step.draft_len} from batch {step.batch} on" for step in advice.schedule)
+    note = f"{advice.reason} Draft length: {schedule or advice.max_draft_len}."
+    if advice.max_concurrency is not None:
+        note += f" It pays up to {advice.max_concurrency} requests at once."
+    note += f" Costs are {advice.costs_are}; {advice.prompts} prompts, {advice.tokens:,} tokens."
+    columns = ("drafts", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
+    return Table("Advice: ways to draft, best first", columns, rows, ("predicted_speedup", "break_even"), note)
+
+
+def _by_length(candidate: Candidate) -> Table:
+    """One request at a time: what is predicted, what was run, and the factors between the formula and the prediction."""
+    rows = tuple(
+        (
+            f"{one.mode}, {one.draft_len}",
+            interval(one.speedup, one.low, one.high),
+            interval(one.measured, one.measured_low, one.measured_high),
+            _gap(one),
+            f"{one.acceptance_length:.2f}",
+            f"{one.formula:.2f}",
+            f"x {one.dependence:.2f}",
+            f"x {one.verification:.2f}",
+            f"x {one.host:.2f}",
+        )
+        for one in candidate.predictions
+        if one.batch == 1
+    )
+    columns = (
+        "draft length",
+        "predicted",
+        "measured",
+        "measured / predicted",
+        "tokens/step",
+        "formula",
+        "dependence",
+        "verify cost",
+        "host, prefill",
+    )
+    note = "predicted = formula x dependence x verify cost x host: what makes a prediction differ from the textbook formula."
+    return Table(f"Speed-up over draft length, {candidate.name}", columns, rows, ("predicted_speedup",), note)
+
+
+def _gap(one: SpeedupPrediction) -> str:
+    return DASH if one.measured is None or not one.speedup else f"{one.measured / one.speedup:.2f}"
+
+
+def _alphas(candidate: Candidate) -> Table:
+    rows = tuple(
+        (f"{one.rule}, {one.domain or 'all texts'}", interval(one.estimate, one.low, one.high), f"{one.tokens:,}")
+        for one in candidate.alphas
+    )
+    return Table(f"Acceptance without a speculative run, {candidate.name}", ("rule", "alpha", "tokens"), rows, ("alpha",))
+
+
+def _loads(report: ValidationReport) -> Table:
+    names = [arm.name for arm in report.loads[0].arms]
+    rows = tuple(
+        (
+            str(point.concurrency),
+            *(number(arm.tokens_per_s) for arm in point.arms),
+            _speed(point),
+            *(_p50(point, index, "tpot") for index in range(len(names))),
+            str(sum(arm.failed for arm in point.arms)),
+        )
+        for point in report.loads
+    )
+    columns = (
+        "at once",
+        *(f"{name}, tokens/s" for name in names),
+        f"{names[-1]} / {names[0]}",
+        *(f"{name}, TPOT p50 ms" for name in names),
+        "failed",
+    )
+    note = "" if report.crossover is None else f"Speculation is {report.crossover.detail}."
+    return Table("Load: several requests at once", columns, rows, ("throughput", "load_speed", "tpot"), note)
+
+
+def _speed(point: BenchPoint) -> str:
+    ratio: Ratio | None = next((one for one in point.ratios if one.name == "speed"), None)
+    return DASH if ratio is None else interval(ratio.estimate, ratio.low, ratio.high)
+
+
+def _p50(point: BenchPoint, index: int, name: str) -> str:
+    return number(point.arms[index].latencies[name].p50)
+
+
+def _memory(report: ValidationReport) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for stage in report.memory:
+        planned, peak = size(stage.total_bytes), size(measured_peak(stage, report.stages))
+        rows.append((f"{stage.stage}, {stage.place}", planned, peak, size(stage.available_bytes), ""))
+        rows += [(f"- {item.name}", size(item.num_bytes), "", "", item.formula) for item in stage.items]
+    columns = ("stage", "planned", "measured", "available", "made of")
+    return Table("Memory", columns, tuple(rows), ("planned_memory", "peak_memory"))
