@@ -145,5 +145,5 @@ class BackendUnavailable(ToolkitError):
     def __init__(self, name: str, *, extra: str | None = None, mend: str | None = None) -> None:
         self.name = name
         self.extra = extra
-        remedy = mend or (f"pip install 'toolkit[{extra}]'" if extra else None)
+        remedy = mend or (f"pip install --editable '.[{extra}]' in the toolkit's checkout" if extra else None)
         super().__init__(f"{name} is not available", mend=remedy)

@@ -58,7 +58,7 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
     checks = found(tmp_path, None, None, None, None)
     assert checks["tritonserver"].status == "missing"
     assert checks["tritonserver"].essential
-    assert checks["tritonserver"].mend == "pip install 'toolkit[embedded]'"
+    assert checks["tritonserver"].mend == "pip install --editable '.[embedded]' in the toolkit's checkout"
     assert checks["C++ compiler"].status == "warn"
     assert not checks["C++ compiler"].essential
 

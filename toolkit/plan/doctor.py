@@ -25,7 +25,7 @@ OK, WARN, MISSING = "ok", "warn", "missing"
 MIN_MEMORY_BYTES = 4 * 2**30
 MIN_DISK_BYTES = 2 * 2**30
 MIN_SHM_BYTES = 64 * 2**20
-EXTRA = "pip install 'toolkit[{}]'"
+EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,9 @@ def _libraries() -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            yield Diagnosis(name, MISSING, "not installed", "pip install toolkit", essential=True)
+            yield Diagnosis(
+                name, MISSING, "not installed", "pip install --editable . in the toolkit's checkout", essential=True
+            )
             continue
         try:
             importlib.import_module(module)

@@ -215,7 +215,8 @@ LAUNCH = """\
 # PYTHON names a Python that has the toolkit installed, if the one on PATH has not.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
 for python in "$PYTHON" python3 python "$here/../../.venv/bin/python"; do
-    if [ -n "$python" ] && "$python" -c 'import toolkit.triton' 2>/dev/null; then
+    # Installed, not merely lying in the folder that this is run from.
+    if [ -n "$python" ] && "$python" -c 'import sys; sys.path.remove(""); import toolkit.triton' 2>/dev/null; then
         exec "$python" -m toolkit.triton.launch "$here" "$@"
     fi
 done
