@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import EOS_ID
-from tests.support.runtimes import make_request, serve_one
+from tests.support.runtimes import make_request, serve, serve_one
 from toolkit.engines.stage import compile_engine
 from toolkit.errors import CheckpointError, PairingError, UsageError
 from toolkit.interfaces import EngineSpec
@@ -19,7 +19,7 @@ from toolkit.records import QuantizedCheckpoint
 from toolkit.serving import eos_token_ids, load_runtime
 
 
-def build(role: str, checkpoint: Path, out_dir: Path) -> Path:
+def build(role: str, checkpoint: Path, out_dir: Path, dtype: str = "float32") -> Path:
     config = json.loads((checkpoint / "config.json").read_text())
     record = QuantizedCheckpoint(
         role=role,
@@ -32,7 +32,7 @@ def build(role: str, checkpoint: Path, out_dir: Path) -> Path:
         quality=None,
         checks=(),
     )
-    limits: dict[str, Any] = {"max_batch_size": 2, "max_input_len": 40, "max_seq_len": 96, "mode": "eager"}
+    limits: dict[str, Any] = {"max_batch_size": 2, "max_input_len": 40, "max_seq_len": 96, "mode": "eager", "dtype": dtype}
     spec = EngineSpec(role=role, max_draft_len=3 if role == "target" else 0, **limits)
     compile_engine("torch", record, spec, out_dir, lambda done, total, what: None)
     return out_dir
@@ -71,6 +71,22 @@ def test_without_a_draft_or_with_draft_length_0_decoding_is_plain(engines: tuple
         runtime = load_runtime(engines[0], draft, max_draft_len=draft_len)
         assert runtime.settings.max_draft_len == 0
         assert serve_one(runtime, make_request(max_tokens=4)).stats.drafted == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_prompt_lookup_serves_what_plain_decoding_does(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, temperature: float
+) -> None:
+    """Without a draft engine; greedy, and seeded under `coupled`, the texts are the same, and in float64 to the last one."""
+    target = build("target", tiny_pair[0], tmp_path / "target", dtype="float64")
+    looked_up = load_runtime(target, None, max_draft_len=4, ngram_size=3, draft_len_schedule=[(1, 4), (2, 1)])
+    plain = load_runtime(target, None)
+    prompt = tuple(plain.codec.encode("one two one two one two one"))
+    sampling = {"temperature": temperature} if temperature == 0.0 else {"temperature": temperature, "seed": 3}
+    requests = [make_request(prompt[: len(prompt) - index], 32, str(index), **sampling) for index in range(4)]
+    served = serve(looked_up, requests)
+    assert [each.ids for each in served] == [each.ids for each in serve(plain, requests)]
+    assert sum(each.stats.drafted for each in served) > 0
 
 
 def test_a_draft_with_another_tokenizer_is_refused(engines: tuple[Path, Path], tmp_path: Path) -> None:

@@ -52,3 +52,23 @@ def test_without_auto_nothing_is_tuned(tiny_pair: tuple[Path, Path], tmp_path: P
     config = load_config(write_config(tmp_path, tiny_pair))
     workplace = Workplace(tmp_path)
     assert "tune" not in [stage.name for stage in stages_of(config, workplace, Store(workplace.store).memo)]
+
+
+@pytest.mark.slow
+def test_prompt_lookup_with_a_schedule_is_built_and_packaged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """No draft section; the schedule's numbers are part of the key, so another one is another package."""
+    speculation = {"kind": "ngram", "max_draft_len": 4, "draft_len_schedule": {1: 4, 2: 1}}
+    config = load_config(write_config(tmp_path, tiny_pair))
+    asked = config.speculation.model_copy(update=speculation)
+    config = config.model_copy(update={"draft": None, "speculation": asked})
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    built = build(config, workplace, Silent(), store, until="package")
+    settings = yaml.safe_load((workplace.repository(config.name) / MODEL_YAML).read_text())
+    assert settings["speculative_config"]["decoding_type"] == "NGram"
+    assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [2, 1]]
+    assert not (workplace.engines(config.name) / "draft").exists()
+    other = asked.model_copy(update={"draft_len_schedule": {1: 4, 2: 0}})
+    again = build(config.model_copy(update={"speculation": other}), workplace, Silent(), store, until="package")
+    assert again.stages["package"].entry.key != built.stages["package"].entry.key
+    assert again.stages["compile/target"].reused

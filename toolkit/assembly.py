@@ -632,7 +632,7 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     def parts(finished: Finished) -> Mapping[str, Any]:
         where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
         settings = {
-            "speculation": speculation_of(config, finished).model_dump(),
+            "speculation": speculation_of(config, finished).model_dump(mode="json"),
             "triton": config.triton.model_dump(exclude=where_it_listens),
             "threads": embedded(config).threads,
         }
@@ -672,7 +672,7 @@ def _package_trtllm(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         memory = {"free_gpu_memory_fraction": engine.free_gpu_memory_fraction, "enable_block_reuse": engine.enable_block_reuse}
         settings = {
             "kind": engine.kind,
-            "speculation": config.speculation.model_dump(),
+            "speculation": config.speculation.model_dump(mode="json"),
             "triton": triton.model_dump(exclude=where_it_listens),
             **placed,
             **memory,

@@ -2,11 +2,13 @@
 
 Quality is the target's alone: KL to the unquantized target and perplexity, compiled engines teacher-forced over held-out text.
 Speed is really measured, on the same prompts for every cell, at the draft length that the advisor finds for that cell. So two
-cells of a row are paired prompt by prompt, and the ratio of their speeds has an interval of its own.
+cells of a target are paired prompt by prompt and in time, and the ratio of their speeds has an interval of its own.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from toolkit.advise.choose import CONFIDENCE
 from toolkit.advise.observe import Text, teacher_forced
 from toolkit.advise.stage import Contender, Question, advise
-from toolkit.advise.sweep import paired_ratio, sweep
+from toolkit.advise.sweep import paired_ratio
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records import Advice, Candidate, DraftCost, Grid, GridCell, Interval, TargetQuality
 
@@ -61,10 +63,8 @@ def measure_grid(
         drafts = contenders(algo)
         progress(len(qualities) - 1, len(targets), f"target {algo}: acceptance and cost of every draft")
         advice = _advised(target, drafts, question)
-        found = {}
-        for draft in drafts:
-            progress(len(qualities) - 1, len(targets), f"target {algo}, draft {draft.name}: speed")
-            found[draft.name] = _run(draft, advice, question, rounds)
+        progress(len(qualities) - 1, len(targets), f"target {algo}: speed of every draft")
+        found = _run(drafts, advice, question, rounds)
         cells.update({(algo, name): cell for name, cell in found.items()})
         costs += [draft_cost(algo, name, cell, found[UNQUANTIZED]) for name, cell in found.items() if name != UNQUANTIZED]
     best = best_cell(cells, qualities, max_kl)
@@ -98,14 +98,11 @@ def quality(algo: str, target: StepEngine, source: StepEngine, texts: Sequence[S
 
 def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftCost:
     """Whether quantizing the draft pays: acceptance lost and draft time saved, at each cell's best length, and the speed."""
-    tokens = float(cell.tokens.sum() / unquantized.tokens.sum())  # the same texts, up to near-ties
-    ratio, low, high = paired_ratio(unquantized.spent_ns, cell.spent_ns)
+    speed = Interval(*paired_ratio(unquantized.spent_ns, cell.spent_ns))  # the target writes the same texts for both
     lost = 1.0 - _step(cell)[0] / _step(unquantized)[0]
     saved = 1.0 - _step(cell)[1] / _step(unquantized)[1]
-    verdict = (
-        "pays" if low * tokens > 1.0 else "costs more than it saves" if high * tokens < 1.0 else "makes no difference seen"
-    )
-    return DraftCost(target, draft, lost, saved, Interval(ratio * tokens, low * tokens, high * tokens), verdict)
+    seen = "costs more than it saves" if speed.high < 1.0 else "makes no difference seen"
+    return DraftCost(target, draft, lost, saved, speed, "pays" if speed.low > 1.0 else seen)
 
 
 def best_cell(cells: Mapping[tuple[str, str], Cell], qualities: Mapping[str, TargetQuality], max_kl: float) -> tuple[str, str]:
@@ -123,21 +120,22 @@ def _advised(target: StepEngine, drafts: Sequence[Contender], question: Question
     )
 
 
-def _run(draft: Contender, advice: Advice, question: Question, rounds: int) -> Cell:
-    candidate = next(each for each in advice.candidates if each.name == draft.name)
+def _run(drafts: Sequence[Contender], advice: Advice, question: Question, rounds: int) -> dict[str, Cell]:
+    """Every draft at its best length, and plain decoding, prompt by prompt in random order, so that they share slow moments."""
+    candidates = {each.name: each for each in advice.candidates}
     prompts = [ids for _, ids in question.prompts]
-    times = sweep(
-        draft.runtime,
-        draft.drafter,
-        prompts,
-        draft_lens=(0, candidate.draft_len),
-        batch=1,
-        max_tokens=question.max_tokens,
-        temperature=0.0,
-        rounds=rounds,
-    )
-    tokens = [len(output) for output in draft.runtime.write(prompts, question.max_tokens, 0.0)]
-    return Cell(candidate, times[candidate.draft_len], times[0], np.array(tokens, dtype=np.float64))
+    arms = [None, *drafts]
+    spent = {arm and arm.name: np.zeros((rounds, len(prompts))) for arm in arms}
+    shuffle = random.Random(0).shuffle
+    for number, (index, prompt) in itertools.product(range(rounds), enumerate(prompts)):
+        shuffle(arms)
+        for arm in arms:
+            length = 0 if arm is None else candidates[arm.name].draft_len
+            by = (arm or drafts[0]).runtime
+            nanoseconds = by.serve_ns("draft_target", [prompt], length, question.max_tokens, 0.0, batch=1)
+            spent[arm and arm.name][number, index] = nanoseconds
+    tokens = np.array([len(output) for output in drafts[0].runtime.write(prompts, question.max_tokens, 0.0)], dtype=np.float64)
+    return {draft.name: Cell(candidates[draft.name], spent[draft.name], spent[None], tokens) for draft in drafts}
 
 
 def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
