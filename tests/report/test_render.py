@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from toolkit.errors import StageError
-from toolkit.records import LayerCounts, TensorRtLlmBuild, ValidationReport
+from toolkit.records import Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
 from toolkit.report.cells import number
-from toolkit.report.figures import gates_table, next_steps, tables
+from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
+from toolkit.report.plots import plots
 from toolkit.report.render import print_report, read_report, render_json, write_report
 from toolkit.validate.gates import not_judged
 
@@ -126,6 +127,58 @@ def test_markdown_fits_a_comment_and_its_tables_hold(failing: ValidationReport) 
             assert len(set(block)) <= 1
             block = []
     assert text.count("<details>") == text.count("</details>")
+
+
+def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(advised: ValidationReport) -> None:
+    engine = replace(advised.engines["target"], notes=("a long note " * 6000,))
+    stages = (StageCost("short", 1.0, None, reused=False),)
+    text = render_markdown(replace(advised, engines={"target": engine}, stages=stages))
+    assert len(text) <= 65_536
+    assert text.rstrip().endswith("Left out for length, and in report.html: Engines.")
+    assert "<summary>Stages</summary>" in text and "<summary>Environment</summary>" in text
+    assert text.count("<details>") == text.count("</details>")
+    endless = replace(advised, findings=tuple(Finding("x", "warning", f"{i} " + "long " * 300) for i in range(60)))
+    assert len(render_markdown(endless)) <= 65_536
+
+
+def test_gates_on_ratios_are_named_and_shown_as_ratios(failing: ValidationReport) -> None:
+    gate = Gate("ttft_p90_ratio_sampled", "FAIL", 1.25, 1.1, "worse")
+    assert gate_title(gate.name, 0.8) == "TTFT p90 against plain, T = 0.8"
+    assert shown(gate) == ("1.25x", "≤ 1.10x")
+    assert set(gate_definitions(gate.name)) <= set(failing.definitions)
+
+
+def test_every_plot_table_and_gate_has_a_definition(advised: ValidationReport) -> None:
+    """But for tables of facts, in which nothing is computed."""
+    facts = {"Engines", "Environment", "Divergences"}
+    for one in [*plots(advised), *tables(advised)]:
+        assert one.title in facts or one.definitions, one.title
+        assert set(one.definitions) <= set(advised.definitions), one.title
+    for gate in advised.gates:
+        assert set(gate_definitions(gate.name)) <= set(advised.definitions), gate.name
+
+
+def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> None:
+    found = {table.title: table for table in tables(advised)}
+    ways = found["Advice: ways to draft, best first"]
+    assert ways.rows[0][:3] == ("a <draft>", "4", "1.62 (1.50 to 1.70)")
+    assert "4 from batch 1 on, 2 from batch 4 on, 0 from batch 8 on" in ways.note
+    lengths = {row[0]: row for row in found["Speed-up over draft length, a <draft>"].rows}
+    assert lengths["greedy, 4"][2:4] == ("1.70 (1.60 to 1.78)", f"{1.7 / advised_prediction(advised):.2f}")
+    assert lengths["greedy, 5"][2:4] == ("-", "-")
+    load = found["Load: several requests at once"]
+    assert [row[0] for row in load.rows] == ["1", "2", "4", "8"]
+    assert load.rows[3][3] == "0.82 (0.78 to 0.86)"
+    memory = {row[0]: row for row in found["Memory"].rows}
+    assert memory["serve, the machine"][1:4] == ("602 MiB", "900 MiB", "24.0 GiB")
+    assert memory["quantize, the machine"][2] == "600 MiB"
+    assert memory["compile, each GPU"][2] == "-"  # what a stage takes on the host says nothing about a GPU
+
+
+def advised_prediction(report: ValidationReport) -> float:
+    assert report.advice is not None
+    predictions = report.advice.candidates[0].predictions
+    return next(one.speedup for one in predictions if (one.mode, one.draft_len) == ("greedy", 4))
 
 
 def test_markdown_neutralises_what_a_prompt_holds(failing: ValidationReport) -> None:

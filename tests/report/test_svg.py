@@ -69,3 +69,32 @@ def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> 
     titles = {plot.title for plot in plots(failing)}
     assert titles >= {"Speed-up", "Output tokens per second", "Acceptance by position", "Time to first token", "Divergences"}
     assert {"Quantization error by layer: target", "Quantization error by layer: draft"} <= titles
+
+
+def test_plots_of_expectations_need_their_data(failing: ValidationReport, advised: ValidationReport) -> None:
+    expected = {
+        "Speed-up over draft length",
+        "Throughput over concurrency",
+        "Speed-up over concurrency",
+        "Memory, planned and measured",
+    }
+    assert expected <= {plot.title for plot in plots(advised)}
+    assert not expected & {plot.title for plot in plots(failing)}
+
+
+def test_measured_speed_ups_stand_beside_the_predicted(advised: ValidationReport) -> None:
+    (plot,) = (plot for plot in plots(advised) if plot.title == "Speed-up over draft length")
+    tips = [element.text or "" for element in ET.fromstring(plot.svg).iter() if element.tag == "title"]
+    assert any(tip.startswith("greedy, length 4: run 1.70x") for tip in tips)
+    assert advised.speedup is not None
+    assert any(tip.startswith(f"greedy: {advised.speedup.estimate:.2f}x on the endpoint") for tip in tips)
+
+
+def test_bars_begin_at_zero_and_are_as_long_as_their_values(advised: ValidationReport) -> None:
+    (plot,) = (plot for plot in plots(advised) if plot.title == "Memory, planned and measured")
+    bars = {
+        element[0].text: float(element.attrib["width"])
+        for element in ET.fromstring(plot.svg).iter("rect")
+        if element[0].text and "GB" in element[0].text
+    }
+    assert bars["serve: measured 0.944 GB"] / bars["serve: planned 0.631 GB"] == pytest.approx(900 / 602, rel=0.01)

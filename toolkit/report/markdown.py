@@ -11,22 +11,40 @@ from toolkit.report.figures import gates_table, headline, next_steps, tables
 __all__ = ["render_markdown"]
 
 MARKS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔"}
+LIMIT = 65_536  # characters of a comment on GitHub
+ROOM = 300  # of them kept for the line that says what was left out
 OPEN = 1  # tables that are not folded away
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@])")
 
 
 def render_markdown(report: ValidationReport) -> str:
-    """GitHub's Markdown. Cells are escaped, so that a prompt can neither break a table nor mention anybody."""
+    """GitHub's Markdown, within the length of a comment: tables that do not fit are left out, and named.
+
+    Cells are escaped, so that a prompt can neither break a table nor mention anybody.
+    """
     lines = [f"## {MARKS.get(report.verdict, '')} {_escape(report.name)}: {report.verdict}", "", _escape(headline(report)), ""]
     lines += _rows(gates_table(report))
     lines += ["", "**What to do next**", "", *(f"- {_escape(step)}" for step in next_steps(report)), ""]
+    text = "\n".join(lines)
+    left_out: list[str] = []
     for index, table in enumerate(tables(report)):
-        body = [*_rows(table), *(["", _escape(table.note)] if table.note else [])]
-        if index < OPEN:
-            lines += [f"**{_escape(table.title)}**", "", *body, ""]
+        block = _table(table, folded=index >= OPEN)
+        if len(text) + len(block) > LIMIT - ROOM - sum(map(len, left_out)):
+            left_out.append(_escape(table.title))
         else:
-            lines += [f"<details><summary>{_escape(table.title)}</summary>", "", *body, "", "</details>", ""]
-    return "\n".join(lines)
+            text += block
+    if left_out:
+        text += f"\nLeft out for length, and in report.html: {'; '.join(left_out)}.\n"
+    return text if len(text) <= LIMIT else text[: LIMIT - 1] + "…"
+
+
+def _table(table: Table, *, folded: bool) -> str:
+    body = [*_rows(table), *(["", _escape(table.note)] if table.note else [])]
+    if folded:
+        lines = [f"<details><summary>{_escape(table.title)}</summary>", "", *body, "", "</details>", ""]
+    else:
+        lines = [f"**{_escape(table.title)}**", "", *body, ""]
+    return "\n" + "\n".join(lines)
 
 
 def _rows(table: Table) -> list[str]:

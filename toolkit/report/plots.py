@@ -158,7 +158,8 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 24, "prompts, from the slowest to the fastest", "middle", "tick")
     slower = sum(ratio < 1 for ratio in values)
     count = "None is" if slower == 0 else f"{slower} of {len(ratios)} are"
-    return Plot("Speed-up of every prompt, greedy", drawing.render(), f"Each dot is a prompt. {count} slower with speculation.")
+    caption = f"Each dot is a prompt, all its rounds together. {count} slower with speculation."
+    return Plot("Speed-up of every prompt, greedy", drawing.render(), caption, ("tokens_per_s",))
 
 
 def latency_plot(arms: Arms, name: str, title: str) -> Plot:
