@@ -20,6 +20,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
+from toolkit.serving_trtllm import Machine
 
 
 @pytest.fixture
@@ -172,19 +173,14 @@ def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) 
 TRTLLM = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
 
 
-@pytest.mark.parametrize(
-    "sections, message",
-    [
-        ({"engine": {"kind": "trt_engine", **TRTLLM}}, "engine.kind trt_engine is not served and judged here yet"),
-        ({"engine": {"kind": "trtllm_pytorch", **TRTLLM}}, "engine.kind trtllm_pytorch is not served and judged here yet"),
-    ],
-)
-def test_what_no_stage_can_do_yet_is_refused_before_anything_runs(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, sections: dict[str, object], message: str
+@pytest.mark.parametrize("kind", ["trt_engine", "trtllm_pytorch"])
+def test_what_this_machine_cannot_serve_is_refused_before_anything_runs(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:
-    config = load_config(write_config(tmp_path, tiny_pair, **sections))
-    with pytest.raises(UsageError, match=message):
-        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": kind, **TRTLLM}))
+    nothing = Machine(gpus=list, which=lambda name: None, tensorrt_llm=lambda: None)
+    with pytest.raises(UsageError, match=f"engine.kind {kind} cannot be served and judged here: it needs tritonserver"):
+        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), here=nothing)
     assert not (tmp_path / "store").exists()
 
 

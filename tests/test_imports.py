@@ -21,7 +21,7 @@ LEVELS = (
     ("rehearsing",),
     ("assembly",),
     ("tuning",),
-    ("serving", "progress", "benching"),
+    ("serving", "serving_trtllm", "progress", "benching"),
     WORKING,
     ("pipeline",),
     ("client", "checkpoints"),

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import sys
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -52,9 +53,11 @@ from toolkit.records import (
     ValidationReport,
     to_json,
 )
+from toolkit.serving_trtllm import Machine, Servers, abilities_of, check_servable, deployment_of
 from toolkit.tuning import Way, grid_stage, tune_stage
 
 if TYPE_CHECKING:
+    from toolkit.triton.server import TritonServer
     from toolkit.validate.reference import Reference
     from toolkit.validate.replay import Replay, Replayed
 
@@ -78,6 +81,7 @@ PACKAGED = STAGES[STAGES.index("package") :]
 SOURCES = Path(__file__).parent
 SERVED_SOURCES = (
     "serving.py",
+    "serving_trtllm.py",
     "benching.py",
     "client.py",
     "interfaces.py",
@@ -154,15 +158,17 @@ def build(
     until: str = "validate",
     fresh: Collection[str] = (),
     stages: Sequence[Stage] | None = None,
+    here: Machine | None = None,
 ) -> Built:
     """Run the stages that `until` needs and are not in the store, and publish what people use.
 
-    fresh: stages that run in any case. stages: others than `stages_of(config)`. Raises what the stages raise.
+    fresh: stages that run in any case. stages: others than `stages_of(config)`. here: what there is to serve with, None for
+    what this machine has. Raises what the stages raise.
     """
     if stages is None and until in PACKAGED:
         _refuse_impossible(config)
         if until == "validate":
-            embedded(config)  # before hours of downloading and quantizing
+            check_servable(config, here or Machine())  # before hours of downloading and quantizing
     chosen = upto(stages or stages_of(config, workplace, store.memo), until)
     if stages is None and until in ("compile", "package"):
         _check_builder(config, workplace, store)
@@ -204,7 +210,11 @@ def plan_of(config: DeploymentConfig) -> Plan:
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
-    return explain(stages if config.engine.kind == "torch" else upto(stages, "package"), store, config.name)
+    try:
+        check_servable(config, Machine())
+    except UsageError:
+        stages = upto(stages, "package")
+    return explain(stages, store, config.name)
 
 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -358,11 +368,11 @@ def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store)
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
-    """The section of the embedded engine. Raises UsageError for another kind, where no stage can serve it."""
+    """The section of the embedded engine. Raises UsageError for another kind, which nothing but its server can run."""
     if not isinstance(config.engine, TorchEngineConfig):
         raise UsageError(
-            f"engine.kind {config.engine.kind} is not served and judged here yet",
-            mend="`--until package` works, and the repository says how to start it; `torch` goes all the way",
+            f"engine.kind {config.engine.kind} runs in its server alone, and this works on the embedded engine",
+            mend="Use engine.kind: torch.",
         )
     return config.engine
 
@@ -730,7 +740,7 @@ def _validate(
                 **({"advice": finished["tune"].entry.digest} if _measures(config) else {}),  # it stands in the report
                 "sources": digest_tree(SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]),
             },
-            "fingerprint": _versions(MEASURED_LIBRARIES),
+            "fingerprint": _versions([*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]),
             "machine": machine(),
         }
 
@@ -753,58 +763,71 @@ def _measure(
     progress: Progress,
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
-    from toolkit.benching import sweep
+    from toolkit.checkpoints.shape import read_shape
     from toolkit.client import Client
     from toolkit.pipeline.memory import PeakMemory
     from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
     from toolkit.triton.server import TritonServer
-    from toolkit.validate.counters import read_counters
     from toolkit.validate.replay import write_replay
-    from toolkit.validate.stage import References, validate
+    from toolkit.validate.stage import Alternating, References, validate
 
     repository = finished["package"].record
     engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
     folders = {role: engine.path for role, engine in engines.items()}
-    reference = _reference(folders, embedded(config).threads)
-    source, same_precision = _source(config, folders["target"])
-    free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
-    began = time.monotonic()
-    with (
-        TritonServer(repository.path, free_ports, log_path=out_dir / "server.log", progress=progress) as server,
-        PeakMemory(server.pid) as peak,
-        Client(server.grpc_url, model=repository.model) as client,
-    ):
-        report = validate(
-            client,
-            config.validation,
-            name=config.name,
-            max_draft_len=repository.max_draft_len,
-            acceptance=config.speculation.acceptance,
-            references=References(reference, source, same_precision),
-            quality=quality,
-            keep_replay=lambda found: write_replay(out_dir / "replay", found),
-            engines={role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
-            environment=_environment(),
-            counters=lambda: read_counters(server.metrics_url),
-            sweep=lambda levels: sweep(
-                server.grpc_url,
-                repository.model,
-                config.validation.prompts,
-                levels,
-                against_plain=repository.max_draft_len > 0,
-                requests=min(config.validation.max_prompts, SWEEP_REQUESTS),
-                max_tokens=config.validation.max_tokens,
-                seed=config.validation.seed,
-                metrics_url=server.metrics_url,
-                progress=progress,
-            ),
-            preceding=finished["pair"].record.findings,
-            stages=[StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
-            replaced=replaced,
-            progress=progress,
-        )
-    served = StageCost("serve", round(time.monotonic() - began, 3), peak.bytes, reused=False)
+    judged: dict[str, Any] = {
+        "name": config.name,
+        "max_draft_len": repository.max_draft_len,
+        "quality": quality,
+        "keep_replay": lambda found: write_replay(out_dir / "replay", found),
+        "engines": {role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
+        "preceding": finished["pair"].record.findings,
+        "stages": [StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
+        "replaced": replaced,
+        "progress": progress,
+    }
+    log, began, peak_bytes = out_dir / "server.log", time.monotonic(), None
+    if isinstance(config.engine, TorchEngineConfig):
+        source, same_precision = _source(config, folders["target"])
+        free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+        with (
+            TritonServer(repository.path, free_ports, log_path=log, progress=progress) as server,
+            PeakMemory(server.pid) as peak,
+            Client(server.grpc_url, model=repository.model) as client,
+        ):
+            report = validate(
+                client,
+                config.validation,
+                acceptance=config.speculation.acceptance,
+                references=References(_reference(folders, config.engine.threads), source, same_precision),
+                environment=_environment(),
+                **_watched(config, repository, lambda: server, progress),
+                **judged,
+            )
+        peak_bytes = peak.bytes
+    else:
+        end_ids = read_shape(finished["quantize/target"].record.path).eos_token_ids
+        source, same_precision = _source(config, folders["target"], end_ids)
+        with (
+            tempfile.TemporaryDirectory(prefix="toolkit-validate-") as scratch,
+            Servers(repository, deployment_of(config), config.triton, Path(scratch), log, progress) as servers,
+        ):
+            in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
+            watched = _watched(config, repository, lambda: servers.server, progress, against_plain=not in_turns)
+            if config.engine.kind == "trtllm_pytorch":
+                del watched["counters"]  # LLM() has none of ours, and every start would begin them anew
+            report = validate(
+                Alternating(servers.start) if in_turns else servers.start("served"),
+                config.validation,
+                # Both runtimes keep a draft that equals what the target samples, unless they are told otherwise.
+                acceptance="sample_match" if config.speculation.acceptance == "auto" else config.speculation.acceptance,
+                references=References(None, source, same_precision),
+                can=abilities_of(config),
+                environment={**_environment(), **_versions(["tensorrt_llm"])},
+                **watched,
+                **judged,
+            )
+    served = StageCost("serve", round(time.monotonic() - began, 3), peak_bytes, reused=False)
     report = replace(
         report,
         stages=(*report.stages, served),
@@ -813,6 +836,35 @@ def _measure(
     )
     write_report(report, out_dir)
     return report
+
+
+def _watched(
+    config: DeploymentConfig,
+    repository: TritonRepository,
+    server: Callable[[], TritonServer],
+    progress: Progress,
+    *,
+    against_plain: bool = True,
+) -> dict[str, Any]:
+    """The arguments of `validate` that look at the server itself: its counters, and its speed under load."""
+    from toolkit.benching import sweep
+    from toolkit.validate.counters import read_counters
+
+    return {
+        "counters": lambda: read_counters(server().metrics_url),
+        "sweep": lambda levels: sweep(
+            server().grpc_url,
+            repository.model,
+            config.validation.prompts,
+            levels,
+            against_plain=against_plain and repository.max_draft_len > 0,
+            requests=min(config.validation.max_prompts, SWEEP_REQUESTS),
+            max_tokens=config.validation.max_tokens,
+            seed=config.validation.seed,
+            metrics_url=server().metrics_url,
+            progress=progress,
+        ),
+    }
 
 
 def replay_divergence(file: Path, workplace: Workplace) -> tuple[Replay, Replayed]:
@@ -853,8 +905,10 @@ def _reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
     )
 
 
-def _source(config: DeploymentConfig, target: Path) -> tuple[Reference | None, bool]:
-    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine computes the same."""
+def _source(config: DeploymentConfig, target: Path, end_ids: Sequence[int] | None = None) -> tuple[Reference | None, bool]:
+    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine computes the same. end_ids:
+    None where the engine says itself what ends a text.
+    """
     from toolkit.checkpoints.quantized import open_checkpoint
     from toolkit.pipeline.machine import memory_bytes
     from toolkit.serving import eos_token_ids
@@ -867,9 +921,10 @@ def _source(config: DeploymentConfig, target: Path) -> tuple[Reference | None, b
     if asked == "auto" and in_float32 > memory_bytes() / 2:
         return None, False
     unquantized = config.target.quantization.quant_algo == "NO_QUANT"
-    same_precision = unquantized and embedded(config).dtype in ("float32", "float64")
+    engine = config.engine
+    same_precision = unquantized and isinstance(engine, TorchEngineConfig) and engine.dtype in ("float32", "float64")
     codec = lambda prompt: _codec(target).encode(prompt)  # noqa: E731 - the engine's own tokenizer, opened when first used
-    return reference_from_checkpoint(folder, codec, eos_token_ids(target)), same_precision
+    return reference_from_checkpoint(folder, codec, eos_token_ids(target) if end_ids is None else end_ids), same_precision
 
 
 @functools.cache

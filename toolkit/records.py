@@ -1009,6 +1009,7 @@ class ValidationReport:
     replaced: tuple[str, ...] = ()
     memory: tuple[StageMemory, ...] = ()
     advice: Advice | None = None
+    plain_arm: str = "request"  # a request's parameter, or "restarts": a server without speculation, in turns with the other
 
 
 def to_json(record: object) -> Any:

@@ -21,6 +21,7 @@ from toolkit.triton.deploy import (
     launch_script,
     leader_worker_set,
     slurm_script,
+    started_here,
     write,
 )
 
@@ -303,3 +304,15 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
 def test_a_version_without_a_container_is_refused() -> None:
     with pytest.raises(StageError, match=r"no serving container of TensorRT-LLM 1\.3"):
         kubernetes(deployment(version="1.3", layout="llmapi"))
+
+
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+def test_a_build_starts_one_node_as_its_script_does(layout: str) -> None:
+    script = launch_script(deployment(layout=layout, world_size=2))
+    command, environment = started_here(deployment(layout=layout, world_size=2), ["tritonserver", "--x"])
+    assert [f"export {name}={value}" for name, value in environment.items()] == re.findall(r"^export .*$", script, re.MULTILINE)
+    said = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
+    assert set(command) - {"tritonserver", "--x"} <= set(said)
+    assert ("mpirun" in command) is ("mpirun" in said) is (layout == "bls")
+    pools = [word for word in said if "pool" in word or "peer" in word]
+    assert [word for word in command if "pool" in word or "peer" in word] == pools

@@ -97,7 +97,8 @@ def shown(gate: Gate) -> tuple[str, str]:
         return percent(gate.measured), f"≤ {percent(gate.limit)}"
     if gate.name in COUNTED:
         measured, limit = COUNTED[gate.name]
-        return measured.format(gate.measured), limit.format(gate.limit)
+        forms = ((measured, gate.measured), (limit, gate.limit))
+        return tuple(DASH if value is None else form.format(value) for form, value in forms)  # type: ignore[return-value]
     unit = " ms" if "_p90" in gate.name else ""
     return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
 
@@ -208,6 +209,8 @@ def _speed(report: ValidationReport) -> Table:
         for label, speedup in (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
         if speedup is not None
     )
+    if report.plain_arm == "restarts":
+        note += " The plain arm is a server without speculation, started in turns with the other."
     if report.sampled.speedup is not None:
         note += f" Timed requests carry no seed: at temperature > 0 the rule is {report.sampled.rule}."
     return Table(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,22 @@ from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 from toolkit.triton.layout_trtllm import REPOSITORY
 
-__all__ = ["Deployment", "compose", "docker_run", "kubernetes", "launch_script", "leader_worker_set", "slurm_script", "write"]
+__all__ = [
+    "Deployment",
+    "compose",
+    "docker_run",
+    "kubernetes",
+    "launch_script",
+    "leader_worker_set",
+    "slurm_script",
+    "started_here",
+    "write",
+]
 
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 SERVER = "/opt/tritonserver/bin/tritonserver"
 SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
+MPIRUN = ("mpirun", "--allow-run-as-root")
 STARTUP_PERIOD_S, STARTUP_ATTEMPTS = 10, 180  # half an hour: weights of hundreds of gigabytes are read
 SSH_PORT = 2222
 CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/models"
@@ -83,10 +95,29 @@ def _server(deployment: Deployment, rank: int = 0) -> list[str]:
     if rank:
         command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
         command += [f"--load-model={DRAFT_MODEL}"] if deployment.layout == "bls" and deployment.speculates else []
-    elif deployment.layout == "bls" and deployment.nodes == 1:
-        command += ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"]
-        command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(deployment.gpus)]
+    else:
+        command += _pools(deployment)
     return [*command, "--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{rank}_"]
+
+
+def _pools(deployment: Deployment) -> list[str]:
+    """Of an orchestrator whose engines are processes of their own: it keeps no memory of the GPUs to itself."""
+    if deployment.layout != "bls" or deployment.nodes > 1:
+        return []
+    pools = [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(deployment.gpus)]
+    return ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools]
+
+
+def _environment(deployment: Deployment) -> dict[str, str]:
+    if deployment.layout != "bls":
+        return {}
+    return {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(deployment.nodes == 1))}
+
+
+def started_here(deployment: Deployment, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(command, additions to its environment): what launch.sh adds to a tritonserver command, on one node."""
+    mpirun = [*MPIRUN, "-n", "1"] if deployment.layout == "bls" else []
+    return [*mpirun, *command, *_pools(deployment)], _environment(deployment)
 
 
 def _ranks(deployment: Deployment) -> list[list[str]]:
@@ -103,18 +134,16 @@ def launch_script(deployment: Deployment) -> str:
     """launch.sh, for inside the container."""
     lines = ["#!/bin/sh", "# Start this repository inside its container:", f"#     {deployment.image}", "set -e"]
     if deployment.layout == "bls":
-        spawns = int(deployment.nodes == 1)
         lines += ["# Two engines in one server: rank 0 is the orchestrator."]
-        lines += ["export TRTLLM_ORCHESTRATOR=1", f"export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES={spawns}"]
+        lines += [f"export {name}={value}" for name, value in _environment(deployment).items()]
     if deployment.model_py == "container":
         lines += ["# The container's own model.py beside our settings.", f"cp -rs {REPOSITORY} {WRITABLE}"]
         lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
-    mpirun = ["mpirun", "--allow-run-as-root"]
+    mpirun = list(MPIRUN)
     if deployment.nodes > 1:
         lines += HOSTFILE.format(slots=-(-len(_ranks(deployment)) // deployment.nodes), nodes=deployment.nodes).splitlines()
         mpirun += ["--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", f"-p {SSH_PORT} -o StrictHostKeyChecking=no"]
-        names = ["TRTLLM_ORCHESTRATOR", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] if deployment.layout == "bls" else []
-        mpirun += [word for name in names for word in ("-x", name)]
+        mpirun += [word for name in _environment(deployment) for word in ("-x", name)]
     if deployment.layout == "llmapi" and deployment.nodes == 1:
         lines.append(f"exec {shlex.join(_server(deployment))}")  # the runtime starts its ranks itself
         return "\n".join(lines) + "\n"

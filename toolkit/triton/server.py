@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ from toolkit.interfaces import Progress
 from toolkit.triton import model_config, supervise
 from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL
 
-__all__ = ["ServerInstall", "TritonServer", "Workspace", "find_libpython", "find_server", "launch_command"]
+__all__ = ["Launch", "ServerInstall", "TritonServer", "Workspace", "find_libpython", "find_server", "launch_command"]
 
 WORKSPACE_PREFIX = "toolkit-serve-"
 LOCK_FILE = "lock"
@@ -174,6 +175,9 @@ def launch_command(
     return command, environment
 
 
+Launch = Callable[[Path, Workspace, TritonConfig], tuple[list[str], dict[str, str]]]
+
+
 def supervised(command: list[str], workspace: Path, repository: Path, *, parent: int) -> list[str]:
     """The command that runs `command` beneath its supervisor, which watches the process `parent` (0: none)."""
     own = [sys.executable, "-I", "-S", supervise.__file__, str(parent), str(workspace), str(GRACE_S)]
@@ -211,7 +215,8 @@ class TritonServer:
     """A running tritonserver: `with TritonServer(repository, config) as server: ... server.grpc_url`.
 
     Raises ServerError when it cannot start: a port in use, the server dead or not ready within start_timeout_s; with the end of
-    its log. log_path defaults to a file that is removed with the server.
+    its log. log_path defaults to a file that is removed with the server. launch: makes the command and its environment, as
+    `launch_command` does.
     """
 
     def __init__(
@@ -221,8 +226,10 @@ class TritonServer:
         *,
         log_path: Path | None = None,
         progress: Progress | None = None,
+        launch: Launch | None = None,
     ) -> None:
         self.repository = Path(repository)
+        self._command_of: Launch = launch or launch_command
         self.config = config or TritonConfig()
         self.log_path = log_path or Path()
         self._own_log = log_path is None
@@ -283,7 +290,7 @@ class TritonServer:
                 self.log_path = workspace.path / "server.log"
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             ports = {f"{name}_port": port for name, port in self._ports.items()}
-            command, environment = launch_command(self.repository, workspace, self.config.model_copy(update=ports))
+            command, environment = self._command_of(self.repository, workspace, self.config.model_copy(update=ports))
             self._log = self.log_path.open("w+b")  # kept open, so that it can be read when the server and its folder are gone
             self._process = subprocess.Popen(
                 supervised(command, workspace.path, self.repository, parent=os.getpid()),

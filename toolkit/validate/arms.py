@@ -2,6 +2,10 @@
 
 One request at a time: what is compared is a single reader's speed. Within a pair a coin decides which arm goes first, and every
 round has its own order of prompts, so that drift of the machine falls on both arms alike.
+
+Where speculation is decided when the server starts, and two servers do not fit, each arm is a server of its own and they take
+turns (ABAB): a start, a warm-up, a round of one arm at every temperature, and the other arm's start. Drift slower than a turn
+still falls on both; within a turn it does not, so such a comparison wants more rounds.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from toolkit.errors import StageError
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["ARMS", "Endpoint", "Measured", "Sender", "run_rounds"]
+__all__ = ["ARMS", "WARM_UP_PROMPTS", "Alternating", "Endpoint", "Measured", "Sender", "run_rounds", "run_turns"]
 
 ARMS = ("plain", "speculative")
+WARM_UP_PROMPTS = 2
 
 
 class Endpoint(Protocol):
@@ -27,14 +32,30 @@ class Endpoint(Protocol):
     def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Alternating:
+    """An endpoint per arm, of which one is there at a time. start: ends the other arm's server and starts this one's."""
+
+    start: Callable[[str], Endpoint]
+
+
 @dataclass
 class Sender:
     """Sends one request at a time, remembers all of them for the counters, and names the prompt where one fails."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | Alternating
     max_tokens: int
     on_sent: Callable[[], None] = lambda: None
     sent: list[RequestTiming] = field(default_factory=list)
+    _running: tuple[str, Endpoint] | None = None  # of an alternating endpoint: the arm that is there now
+
+    def turn_to(self, arm: str) -> Endpoint:
+        """The endpoint that answers for this arm, started where it is not the one that is there."""
+        if not isinstance(self.endpoint, Alternating):
+            return self.endpoint
+        if self._running is None or self._running[0] != arm:
+            self._running = arm, self.endpoint.start(arm)
+        return self._running[1]
 
     def send(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming:
         """arm: plain | speculative | verify (drafts are verified and thrown away).
@@ -43,13 +64,14 @@ class Sender:
         """
         from toolkit.client import RequestRefused, ServerUnavailable
 
-        if arm == "plain":
+        if arm == "plain" and not isinstance(self.endpoint, Alternating):
             options["num_draft_tokens"] = 0
         elif arm == "verify":
             options["acceptance"] = "verify_only"
         where = f"prompt {index + 1}, {arm} arm"
+        endpoint = self.turn_to(arm)
         try:
-            (timing,) = self.endpoint.measure([prompt], max_tokens=self.max_tokens, **options)
+            (timing,) = endpoint.measure([prompt], max_tokens=self.max_tokens, **options)
         except RequestRefused as error:
             raise StageError(
                 "validate",
@@ -102,4 +124,32 @@ def run_rounds(
                 answers[arm][index] = sender.send(index, prompts[index], arm, **options)
         for arm in arms:
             getattr(measured, arm).append([answers[arm][index] for index in range(len(prompts))])
+    return measured
+
+
+def run_turns(
+    sender: Sender,
+    prompts: Sequence[str],
+    *,
+    rounds: int,
+    max_rounds: int,
+    undecided: Callable[[Measured], bool],
+    seed: int,
+    temperatures: Sequence[float],
+) -> dict[float, Measured]:
+    """The same of an alternating endpoint, at all temperatures in one turn, since a turn begins with a start."""
+    generator = random.Random(seed)
+    measured = {temperature: Measured() for temperature in temperatures}
+    made = 0
+    while made < rounds or (made < max_rounds and any(undecided(one) for one in measured.values())):
+        for arm in ARMS:
+            for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
+                for temperature in temperatures:
+                    sender.send(index, prompt, arm, temperature=temperature)
+            for temperature in temperatures:
+                answers: dict[int, RequestTiming] = {}
+                for index in generator.sample(range(len(prompts)), len(prompts)):
+                    answers[index] = sender.send(index, prompts[index], arm, temperature=temperature)
+                getattr(measured[temperature], arm).append([answers[index] for index in range(len(prompts))])
+        made += 1
     return measured

@@ -5,12 +5,13 @@ Nothing here is timed. The greedy texts that were measured are used again; every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.records import (
+    Acceptance,
     Agreement,
     Distribution,
     Divergence,
@@ -35,22 +36,47 @@ from toolkit.validate.stops import REQUESTS, check_stops
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["Correctness", "References", "correctness_gates", "judge_correctness", "planned_requests"]
+__all__ = [
+    "ALL",
+    "Abilities",
+    "Correctness",
+    "References",
+    "correctness_gates",
+    "judge_correctness",
+    "not_measured",
+    "planned_requests",
+]
 
 Said = Callable[[str], None]  # what is being done now, for the progress
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What judges. engine: the compiled engine outside the server. source: the unquantized checkpoint, None where it is not
-    asked.
+    """What judges. engine: the compiled engine outside the server, None where nothing but its server can run it. source: the
+    unquantized checkpoint, None where it is not asked.
 
     source_same_precision: the deployment computes what the source does, up to rounding (nothing is quantized, and float32).
     """
 
-    engine: Reference
+    engine: Reference | None
     source: Reference | None = None
     source_same_precision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured, and passes nothing.
+
+    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled: seeded texts that are the
+    same with and without speculation.
+    """
+
+    verify_arm: bool = True
+    draft_lens: bool = True
+    coupled: bool = True
+
+
+ALL = Abilities()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +92,11 @@ class Correctness:
     diagnoses: tuple[Finding, ...]
 
 
-def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int, verify_arm: bool) -> int:
+def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int, can: Abilities) -> int:
     """How many requests judge_correctness sends, without those that draw tokens."""
     if max_draft_len == 0:
         return 0
-    return (len(_more_arms(config, max_draft_len, verify_arm)) + 2) * prompts + REQUESTS
+    return (len(_more_arms(config, max_draft_len, can)) + 2 * can.coupled) * prompts + REQUESTS
 
 
 def judge_correctness(
@@ -84,14 +110,13 @@ def judge_correctness(
     quality: QuantizationQuality | None,
     rule: str,
     max_draft_len: int,
-    verify_arm: bool,
+    can: Abilities,
     keep_replay: Callable[[Replay], str] | None = None,
     say: Said = lambda what: None,
     on_drawn: Callable[[int, int], None] = lambda done, total: None,
 ) -> Correctness:
     """greedy: the timed requests at temperature 0. quality: of the target, None where it was not quantized here. rule: of
-    requests without a seed. verify_arm: the endpoint knows the
-    acceptance rule `verify_only`. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens, of how
+    requests without a seed. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens, of how
     many).
     """
     plain, margin = greedy.plain[0], config.parity.near_tie_margin
@@ -104,14 +129,16 @@ def judge_correctness(
 
         say("comparing draft lengths")
         arms = [ArmTexts("speculative", max_draft_len, list(zip(*greedy.speculative, strict=True)))]
-        arms += [_said_by(sender, prompts, arm, draft_len) for arm, draft_len in _more_arms(config, max_draft_len, verify_arm)]
+        arms += [_said_by(sender, prompts, arm, draft_len) for arm, draft_len in _more_arms(config, max_draft_len, can)]
         say("sending stop words")
         same = [first_difference(*pair) is None for pair in zip(plain, greedy.speculative[0], strict=True)]
         stop_check = check_stops(sender, prompts, plain, same, seed=config.seed)
-        say("sending seeded requests")
         seeds = [config.seed + index for index in range(len(prompts))]
-        seeded_plain, seeded_said = _seeded(sender, prompts, seeds, config.temperature)
-        if config.distribution.enabled:
+        seeded_texts = None
+        if can.coupled:
+            say("sending seeded requests")
+            seeded_texts = _seeded(sender, prompts, seeds, config.temperature)
+        if config.distribution.enabled and references.engine is not None:
             say("drawing tokens")
             drawn = draw_samples(
                 sender,
@@ -127,11 +154,17 @@ def judge_correctness(
             distribution = judge_samples(drawn, config.distribution, rule=rule, seed=config.seed)
         say("asking the engine about divergences")
         parity = compare(plain, arms, judge, keep=keep)
-        seeded_judge = replace(judge, temperature=config.temperature, seeds=seeds)
-        seeded = compare(seeded_plain, [ArmTexts("speculative", max_draft_len, seeded_said)], seeded_judge, keep=keep)
-        draft_check = check_drafts(greedy.speculative[0], max_draft_len, references.engine)
-    say("asking the engine about every token")
-    agreements = [agreement("engine", plain, references.engine, margin, same_precision=True, seed=config.seed)]
+        if seeded_texts is not None:
+            seeded_judge = replace(judge, temperature=config.temperature, seeds=seeds)
+            seeded = compare(
+                seeded_texts[0], [ArmTexts("speculative", max_draft_len, seeded_texts[1])], seeded_judge, keep=keep
+            )
+        if references.engine is not None:
+            draft_check = check_drafts(greedy.speculative[0], max_draft_len, references.engine)
+    agreements = []
+    if references.engine is not None:
+        say("asking the engine about every token")
+        agreements.append(agreement("engine", plain, references.engine, margin, same_precision=True, seed=config.seed))
     if references.source is not None:
         say("asking the unquantized model about every token")
         same_precision = references.source_same_precision
@@ -154,7 +187,7 @@ def judge_correctness(
         stop_check=stop_check,
         distribution=distribution,
         overrun=sum((one.output_tokens or 0) > config.max_tokens for one in sender.sent),
-        reference=references.engine,
+        reference=references.engine or references.source,
         near_tie_margin=margin,
     )
     return Correctness(parity, seeded, tuple(agreements), draft_check, stop_check, distribution, tuple(diagnoses))
@@ -169,11 +202,36 @@ def correctness_gates(found: Correctness) -> list[Gate]:
     ]
 
 
-def _more_arms(config: ValidationConfig, max_draft_len: int, verify_arm: bool) -> list[tuple[str, int]]:
+def not_measured(
+    max_draft_len: int, references: References, can: Abilities, acceptance: Acceptance | None
+) -> Iterator[Finding]:
+    """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none can pass."""
+    foreign = "the engine runs in its server alone, and gives no logits there"
+    if references.engine is None:
+        yield Finding("not measured", "warning", f"whether plain texts are the engine's own (agreement_engine): {foreign}")
+    if max_draft_len == 0:
+        return
+    if references.engine is None:
+        yield Finding("not measured", "warning", f"whether the draft proposes what its engine would (draft): {foreign}")
+    if not can.verify_arm:
+        yield Finding("not measured", "warning", "parity of verifying without accepting: no request can ask for verify_only")
+    if not can.draft_lens:
+        yield Finding("not measured", "warning", "parity at shorter draft lengths: the length is fixed when the server starts")
+    if not can.coupled:
+        detail = "parity of seeded texts: this runtime's random numbers are not the same with and without speculation"
+        yield Finding("not measured", "warning", detail)
+    if acceptance is not None and not acceptance.by_position:
+        yield Finding("not measured", "warning", "acceptance by position: the server does not count it")
+    if acceptance is not None and not acceptance.drafted:
+        yield Finding("not measured", "warning", "the acceptance rate: the server does not say how much was drafted")
+
+
+def _more_arms(config: ValidationConfig, max_draft_len: int, can: Abilities) -> list[tuple[str, int]]:
     """(arm, draft length) of what is compared beside the arms that are timed."""
     asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
     shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
-    return [*([("verify", max_draft_len)] if verify_arm else []), *(("speculative", draft_len) for draft_len in shorter)]
+    more = [("speculative", draft_len) for draft_len in shorter] if can.draft_lens else []
+    return [*([("verify", max_draft_len)] if can.verify_arm else []), *more]
 
 
 def _said_by(sender: Sender, prompts: Sequence[str], arm: str, draft_len: int) -> ArmTexts:

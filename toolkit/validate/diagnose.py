@@ -73,12 +73,16 @@ def diagnose(
     stop_check: StopCheck | None,
     distribution: Distribution | None,
     overrun: int,
-    reference: Reference,
+    reference: Reference | None,
     near_tie_margin: float,
 ) -> list[Finding]:
-    """The faults that the evidence names, the most basic one first; empty where nothing is wrong."""
+    """The faults that the evidence names, the most basic one first; empty where nothing is wrong. reference None: no model can
+    be asked, so that only what the texts show by themselves is named.
+    """
     engine = next((one for one in agreements if one.against == "engine"), None)
-    found = list(_of_the_plain_arm(plain, engine, agreements, reference, near_tie_margin))
+    found: list[Finding] = []
+    if reference is not None:
+        found += _of_the_plain_arm(plain, engine, agreements, reference, near_tie_margin)
     if not found and parity is not None:
         found += _of_speculation(parity, reference)
     if draft_check is not None:
@@ -133,7 +137,7 @@ def _late_only(engine: Agreement) -> bool:
     return (1.0 - engine.beyond_rounding / engine.tokens) ** engine.prompts < 1e-3
 
 
-def _of_speculation(parity: Parity, reference: Reference) -> Iterator[Finding]:
+def _of_speculation(parity: Parity, reference: Reference | None) -> Iterator[Finding]:
     verify = [one for one in parity.divergences if one.arm == "verify" and one.kind in WRONG]
     real = [one for one in parity.divergences if one.arm == "speculative" and one.kind in WRONG]
     if verify:
@@ -156,7 +160,7 @@ def _of_speculation(parity: Parity, reference: Reference) -> Iterator[Finding]:
         if not any(one.arm == "verify" for one in parity.arms):
             where = f"speculation at draft length {', '.join(map(str, lengths))} differs from plain text"
         moved = f"; the position moves with the draft length for {parity.moved} prompts" if parity.moved else ""
-        if (shift := _row_shift(real, reference)) is not None:
+        if reference is not None and (shift := _row_shift(real, reference)) is not None:
             detail = f"{where}{moved}. The wrong tokens are the target's choices one place {shift}"
             yield _error(ROWS, f"{detail}: a row of the logits is taken for its neighbour.")
         else:

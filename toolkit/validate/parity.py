@@ -70,9 +70,11 @@ class ArmTexts:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0."""
+    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0. reference None: there is none to ask, so
+    that a divergence stays unexplained.
+    """
 
-    reference: Reference
+    reference: Reference | None
     near_tie_margin: float
     temperature: float = 0.0
     seeds: Sequence[int] | None = None
@@ -208,7 +210,11 @@ def _judge(
     for name, request, token in (("plain", plain, place.plain_token), (arm.arm, other, place.speculative_token)):
         if token is None and request.finish_reason != "stop":
             return divergence("broken", f"the {name} text ended early ({request.finish_reason}), at no end token")
+        if reference is None:
+            continue
         chosen.append(reference.eos_token_ids if token is None else (token,))
+    if reference is None:
+        return divergence("unexplained", "the engine cannot be asked outside its server: rounding and a fault look the same")
     if judge.temperature > 0 and (reference.noise is None or seed is None):
         return divergence("unexplained", "the runtime's noise is not known here, so rounding and a fault cannot be told apart")
 

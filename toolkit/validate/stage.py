@@ -33,11 +33,20 @@ from toolkit.records import (
     ValidationReport,
 )
 from toolkit.validate import metrics
-from toolkit.validate.arms import ARMS, Endpoint, Measured, Sender, run_rounds
-from toolkit.validate.correctness import References, correctness_gates, judge_correctness, planned_requests
+from toolkit.validate.arms import ARMS, WARM_UP_PROMPTS, Alternating, Endpoint, Measured, Sender, run_rounds, run_turns
+from toolkit.validate.correctness import (
+    ALL,
+    Abilities,
+    References,
+    correctness_gates,
+    judge_correctness,
+    not_measured,
+    planned_requests,
+)
 from toolkit.validate.counters import client_counts, reconcile
 from toolkit.validate.gates import (
     INCONCLUSIVE,
+    distribution_not_measured,
     latency_gates,
     not_judged,
     parity_gate,
@@ -51,25 +60,24 @@ from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
 
-__all__ = ["SCHEMA_VERSION", "VERSION", "Endpoint", "Reference", "References", "validate"]
+__all__ = ["SCHEMA_VERSION", "VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 6
+VERSION = 7
 SCHEMA_VERSION = 3
-WARM_UP_PROMPTS = 2
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
 def validate(
-    endpoint: Endpoint,
+    endpoint: Endpoint | Alternating,
     config: ValidationConfig,
     *,
     name: str,
     max_draft_len: int,
     acceptance: str,
     references: References,
-    verify_arm: bool = True,
+    can: Abilities = ALL,
     quality: Quality,
     engines: Mapping[str, CompiledEngine],
     environment: Mapping[str, str],
@@ -84,12 +92,13 @@ def validate(
     """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per arm, and more rounds if
     undecided.
 
-    endpoint: a started server's client, `Client(server.grpc_url)`. counters: reads the server's own counters, for instance
+    endpoint: a started server's client, `Client(server.grpc_url)`, or one that starts a server per arm. counters: reads the
+    server's own counters, for instance
     `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
     sweep: measures both arms at these many requests at a time; it is called where config.latency.concurrency has any.
     references: judge the texts; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
-    verify_arm: the endpoint knows the acceptance rule `verify_only`. keep_replay: stores what `toolkit validate --replay`
-    needs of one divergence, and returns the file's name.
+    can: what the endpoint knows to do. keep_replay: stores what `toolkit validate --replay` needs of one divergence, and
+    returns the file's name.
     max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
     `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
     preceding: findings of earlier stages that a reader of the report must know; those that warn are taken over.
@@ -100,10 +109,11 @@ def validate(
     """
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
+    by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     report_progress = progress or (lambda done, total, what: None)
     what = "warming up"
     planned = 2 * len(arms) * (min(WARM_UP_PROMPTS, len(prompts)) + config.rounds * len(prompts))
-    planned += planned_requests(config, len(prompts), max_draft_len, verify_arm)
+    planned += planned_requests(config, len(prompts), max_draft_len, can)
 
     def say(doing: str) -> None:
         nonlocal what
@@ -122,24 +132,36 @@ def validate(
 
     sender = Sender(endpoint, config.max_tokens, on_sent)
     before = counters() if counters is not None else {}
-    for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
-        for arm in arms:
-            for temperature in (0.0, config.temperature):
-                sender.send(index, prompt, arm, temperature=temperature)
-
+    temperatures = (0.0, config.temperature)
     measured: dict[float, Measured] = {}
-    for temperature in (0.0, config.temperature):
-        what = f"measuring at temperature {temperature:g}"
-        measured[temperature] = run_rounds(
+    if by_restarts:
+        what = "measuring, with a restart between the arms"
+        measured = run_turns(
             sender,
             prompts,
-            arms=arms,
             rounds=config.rounds,
             max_rounds=config.max_rounds,
             undecided=undecided,
             seed=config.seed,
-            options={"temperature": temperature},
+            temperatures=temperatures,
         )
+    else:
+        for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
+            for arm in arms:
+                for temperature in temperatures:
+                    sender.send(index, prompt, arm, temperature=temperature)
+        for temperature in temperatures:
+            what = f"measuring at temperature {temperature:g}"
+            measured[temperature] = run_rounds(
+                sender,
+                prompts,
+                arms=arms,
+                rounds=config.rounds,
+                max_rounds=config.max_rounds,
+                undecided=undecided,
+                seed=config.seed,
+                options={"temperature": temperature},
+            )
     greedy, sampled = measured[0.0], measured[config.temperature]
     rule = "rejection" if acceptance == "auto" else acceptance
     found = judge_correctness(
@@ -152,12 +174,13 @@ def validate(
         quality=quality.target,
         rule=rule,
         max_draft_len=max_draft_len,
-        verify_arm=verify_arm,
+        can=can,
         keep_replay=keep_replay,
         say=say,
         on_drawn=lambda done, total: report_progress(done, total, DRAWING),
     )
 
+    unjudged = max_draft_len > 0 and references.engine is None  # sampled tokens, whose distribution nothing knows
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
     what = "measuring several requests at a time"
     loaded = None
@@ -171,6 +194,7 @@ def validate(
         *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
         *correctness_gates(found),
+        *([distribution_not_measured()] if unjudged and config.distribution.enabled else []),
         *quality_gates(quality.target, config.quality),
         *(() if loaded is None else loaded.gates),
     ]
@@ -202,6 +226,7 @@ def validate(
             *(finding for finding in preceding if finding.severity != "ok"),
             *found.diagnoses,
             *(() if loaded is None else (finding for finding in loaded.findings if finding.severity != "ok")),
+            *not_measured(max_draft_len, references, can, greedy_acceptance),
             *_findings(counters is not None, checks, greedy, {0.0: greedy_arms, config.temperature: sampled_arms}),
         ),
         environment=dict(environment),
@@ -211,6 +236,7 @@ def validate(
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
         replaced=tuple(replaced),
+        plain_arm="restarts" if by_restarts else "request",
     )
 
 

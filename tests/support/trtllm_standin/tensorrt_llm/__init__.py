@@ -1,4 +1,5 @@
-"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, a fixed text, three tokens a step.
+"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, a fixed text, one token a step or,
+with a speculative_config, three.
 
 Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments
 that SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pathlib
 from typing import Any
 
 TEXT = "one two three four five six seven eight nine ten"
@@ -37,13 +39,18 @@ class Completion:
 
 
 class Output:
-    def __init__(self, prompt: str, params: SamplingParams) -> None:
+    def __init__(self, prompt: str, params: SamplingParams, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
         self.prompt_token_ids = list(range(len(prompt.split())))
         self.outputs = [Completion()]
         self.finished = False
         self.avg_decoded_tokens_per_iter: float | None = None
         self._aborted = False
         self._words = TEXT.split()[: params.max_tokens]
+        whole = " ".join(self._words)
+        self._end = min((whole.index(word) for word in params.stop or () if word in whole), default=None)
+        if self._end is not None:
+            self._words = whole[: self._end + 1].split()
         self._iterations = 0
 
     def abort(self) -> None:
@@ -55,11 +62,11 @@ class Output:
     async def _step(self) -> None:
         await asyncio.sleep(0.02)
         completion, self._iterations = self.outputs[0], self._iterations + 1
-        count = min(len(self._words), len(completion.token_ids) + (1 if self._iterations == 1 else 3))
-        completion.text, completion.token_ids = " ".join(self._words[:count]), list(range(100, 100 + count))
+        count = min(len(self._words), len(completion.token_ids) + (1 if self._iterations == 1 else self._tokens_per_step))
+        completion.text, completion.token_ids = " ".join(self._words[:count])[: self._end], list(range(100, 100 + count))
         self.finished = self._aborted or count == len(self._words)
         if self.finished:
-            completion.finish_reason = "length"
+            completion.finish_reason = "length" if self._end is None else "stop"
             self.avg_decoded_tokens_per_iter = count / self._iterations
 
     def __aiter__(self) -> Output:
@@ -78,13 +85,17 @@ class Output:
 
 
 class LLM:
-    def __init__(self, model: str, speculative_config: dict[str, Any] | None = None, max_batch_size: int = 1) -> None:
-        self.model = model
+    def __init__(self, model: str, speculative_config: dict[str, Any] | None = None, **settings: Any) -> None:
+        folders = [model] if speculative_config is None else [model, speculative_config["speculative_model"]]
+        if missing := [folder for folder in folders if not pathlib.Path(folder).is_dir()]:
+            raise FileNotFoundError(f"no checkpoint at {missing}")
+        self._tokens_per_step = 1 if speculative_config is None else 3
+        print(f"stand-in LLM: {'plain' if speculative_config is None else 'speculative'}", flush=True)
 
     def generate_async(self, prompt: str, sampling_params: SamplingParams, streaming: bool = False) -> Output:
         if prompt == "refuse me":
             raise ValueError("the runtime refuses this prompt")
-        return Output(prompt, sampling_params)
+        return Output(prompt, sampling_params, self._tokens_per_step)
 
     def shutdown(self) -> None:
         pass

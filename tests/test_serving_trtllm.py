@@ -1,0 +1,134 @@
+"""A deployment for TensorRT-LLM, built and judged: everything is real but `LLM()`, for which the server finds a stand-in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.stages import Silent
+from tests.test_cli import write_config
+from toolkit.assembly import Workplace, build
+from toolkit.config.load import load_config
+from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import UsageError
+from toolkit.pipeline.store import Store
+from toolkit.serving_trtllm import Machine, check_servable
+from toolkit.triton import model_config
+from toolkit.triton.on_this_machine import render_here
+
+STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
+HERE = Machine(gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1")
+ENGINE = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
+VALIDATION = {
+    "prompts": "prompts.jsonl",
+    "max_tokens": 10,
+    "rounds": 2,
+    "max_rounds": 2,
+    "parity": {"max_divergence_rate": 0.95, "source": "never"},
+    "distribution": {"enabled": False},
+    "latency": {"min_speedup": 1.3},
+}
+
+
+def loaded(folder: Path, pair: tuple[Path, Path], kind: str = "trtllm_pytorch", **sections: Any) -> DeploymentConfig:
+    engine = {"kind": kind, **ENGINE, **sections.pop("engine", {})}
+    return load_config(write_config(folder, pair, engine=engine, validation=VALIDATION, **sections))
+
+
+@pytest.mark.slow
+def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two rounds are four servers: plain, speculative, plain, speculative. The stand-in lies in the packaged model's version
+    folder, where Triton looks for modules."""
+    config, workplace, store = loaded(tmp_path, tiny_pair), Workplace(tmp_path), Store(tmp_path / "store")
+    packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    built = build(config, workplace, Silent(), store, here=HERE)
+    report = built.report
+    assert report is not None
+    logs = [workplace.report("tiny") / f"server.{number}.log" for number in (1, 2, 3)]
+    logs.append(workplace.report("tiny") / "server.log")
+    started = [re.findall(r"stand-in LLM: (\w+)", log.read_text(errors="replace")) for log in logs]
+    assert started == [["plain"], ["speculative"], ["plain"], ["speculative"]]
+
+    assert report.verdict == "PASS", report.gates
+    assert [gate.name for gate in report.gates] == ["parity", "speedup", "speedup_sampled", "stop_words", "quality_kl"]
+    assert report.plain_arm == "restarts"
+    assert report.parity is not None
+    assert [(arm.arm, arm.draft_len, arm.identical) for arm in report.parity.arms] == [("speculative", 2, 4)]
+    assert report.arms.speculative is not None
+    assert report.arms.plain.requests == report.arms.speculative.requests == 8  # 4 prompts in 2 rounds
+    assert report.acceptance is not None
+    assert report.acceptance.length == pytest.approx(4.0 - 1.0)  # 10 tokens: one of prefill and three steps
+    assert report.acceptance.rate is None
+    unknown = " ".join(one.detail for one in report.findings if one.check == "not measured")
+    for what in ("agreement_engine", "(draft)", "verify_only", "draft lengths", "seeded", "by position", "acceptance rate"):
+        assert what in unknown
+    assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "here", "message"),
+    [
+        ("trtllm_pytorch", {}, {"gpus": list}, r"needs 1 NVIDIA GPU \(here: none\)"),
+        ("trtllm_pytorch", {"tp_size": 2}, {}, r"needs 2 NVIDIA GPUs \(here: 1\)"),
+        ("trtllm_pytorch", {}, {"which": lambda name: None}, "needs tritonserver on the PATH$"),
+        ("trt_engine", {}, {"which": lambda name: None}, "needs tritonserver on the PATH, mpirun on the PATH$"),
+        ("trtllm_pytorch", {}, {"tensorrt_llm": lambda: None}, "needs the Python package tensorrt_llm$"),
+        ("trtllm_pytorch", {}, {"tensorrt_llm": lambda: "1.1.0"}, r"needs tensorrt_llm 1.2.1 \(here is 1.1.0\)"),
+        ("trt_engine", {"tp_size": 16}, {}, "over 2 nodes is not served and judged by a build"),
+    ],
+)
+def test_a_machine_that_cannot_serve_it_says_what_is_missing(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, kind: str, engine: Mapping[str, Any], here: Mapping[str, Any], message: str
+) -> None:
+    config = loaded(tmp_path, tiny_pair, kind, engine=engine)
+    with pytest.raises(UsageError, match=re.compile(message, re.MULTILINE)) as raised:
+        check_servable(config, replace(HERE, **here))
+    assert "--until package" in str(raised.value)
+
+
+def test_a_machine_with_everything_serves_every_kind(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for kind in ("trtllm_pytorch", "trt_engine"):
+        check_servable(loaded(tmp_path, tiny_pair, kind), HERE)
+    with pytest.raises(UsageError, match="model_py container returns no token ids"):
+        check_servable(loaded(tmp_path, tiny_pair, triton={"model_py": "container"}), HERE)
+
+
+def test_a_rendering_names_this_machine_s_folders(tmp_path: Path) -> None:
+    from tests.triton.test_package_trtllm import llmapi
+
+    packaged = llmapi(tmp_path).path
+    before = {file: file.read_bytes() for file in packaged.rglob("*.*") if file.is_file()}
+    settings = {}
+    for arm in ("plain", "speculative"):
+        folder = render_here(packaged, tmp_path / arm, speculates=arm == "speculative")
+        assert model_config.read(folder / "tensorrt_llm/config.pbtxt") == model_config.read(
+            packaged / "tensorrt_llm/config.pbtxt"
+        )
+        settings[arm] = yaml.safe_load((folder / "tensorrt_llm/1/model.yaml").read_text())
+        assert settings[arm]["model"] == f"{folder}/tensorrt_llm/1/engines/target"
+        assert Path(settings[arm]["model"], "config.json").is_file()
+    draft = settings["speculative"].pop("speculative_config")["speculative_model"]
+    assert Path(draft, "config.json").is_file()
+    assert settings["plain"] == {**settings["speculative"], "model": settings["plain"]["model"]}
+    assert before == {file: file.read_bytes() for file in before}
+
+
+def test_the_engines_of_a_bls_rendering_are_found(tmp_path: Path) -> None:
+    from tests.triton.test_package_trtllm import engine
+    from toolkit.config.schema import TritonConfig
+    from toolkit.triton.package_trtllm import package_bls
+
+    pair = [engine(tmp_path / "engines", role, "trt_engine") for role in ("target", "draft")]
+    record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+    folder = render_here(record.path, tmp_path / "here")
+    for model in ("tensorrt_llm", "tensorrt_llm_draft"):
+        path = model_config.read(folder / model / "config.pbtxt").parameters["gpt_model_path"].string_value
+        assert Path(path) == folder / model / "1" / "engine"
+        assert (Path(path) / "config.json").is_file()
