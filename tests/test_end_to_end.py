@@ -63,6 +63,9 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_p
     assert report["parity"]["prompts"] == len(PROMPTS)
     assert {"plain", "speculative"} <= set(report["arms"])
     assert report["quality"]["target"]["tokens"] > 0
+    assert "serve" in [stage["stage"] for stage in report["memory"]]
+    (served,) = (stage for stage in report["stages"] if stage["stage"] == "serve")
+    assert served["peak_memory_bytes"] > 50_000_000  # a server, its stub and torch
     assert [one["against"] for one in report["agreements"]] == ["engine"]
     assert all(test["control_rejected"] for test in report["distribution"]["tests"])
     for folder in ("engines/tiny/target", "engines/tiny/draft", "triton_repo/tiny/tensorrt_llm/1"):

@@ -215,7 +215,10 @@ def memory_plot(report: ValidationReport) -> Plot | None:
             at = x(stage.available_bytes / GB)
             drawing.line(at, top - 4, at, top + 50, "gate")
     there = [f"{stage.stage}: {stage.available_bytes / GB:,.0f} GB" for stage, _ in stages if stage.available_bytes is not None]
-    caption = "What the plan expects of a stage beside the resident memory that it took."
+    caption = (
+        "What the plan expects of a stage beside the resident memory that it took. Measured is all of a process, loaded "
+        "libraries included (about half a GB); the plan counts them where its parts in the table below say so."
+    )
     caption += f" Available: {', '.join(there)}{', the dashed line' if near else ''}." if there else ""
     return Plot("Memory, planned and measured", drawing.render(), caption, ("planned_memory", "peak_memory"))
 
@@ -223,7 +226,7 @@ def memory_plot(report: ValidationReport) -> Plot | None:
 def _memory_bar(drawing: Drawing, x: Scale, top: float, count: int, cls: str, tip: str) -> None:
     width = x(count / GB) - x(0)
     drawing.bar(x(0), top, width, 20, cls, tip)
-    label = f"{count / GB:.3g}"
+    label = f"{count / GB:.3g}" if count >= 0.005 * GB else "below 0.01"
     if x(0) + width + 40 < WIDTH:
         drawing.text(x(0) + width + 5, top + 14, label, cls="value")
     else:

@@ -124,4 +124,4 @@ def _definitions(names: Iterable[str], definitions: dict[str, Definition]) -> st
         parts.append(f"<dt>{escape(name)} = {escape(one.formula)}</dt><dd>numerator: {escape(one.numerator)}</dd>")
         parts += [f"<dd>denominator: {escape(one.denominator)}</dd>"] if one.denominator else []
         parts += [f"<dd>{escape(one.note)}</dd>"] if one.note else []
-    return f"<details><summary>how it is computed</summary><dl>{''.join(parts)}</dl></details>"
+    return f"<details><summary>formula</summary><dl>{''.join(parts)}</dl></details>"

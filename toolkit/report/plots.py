@@ -71,7 +71,8 @@ def speedup_plot(report: ValidationReport) -> Plot:
     return Plot(
         "Speed-up",
         drawing.render(),
-        "Dot: estimate; bar: 95% interval. The whole bar has to be right of the gate to pass. The solid line is 1x: no gain.",
+        "Dot: estimate; bar: 95% interval. The solid line is 1x: no gain."
+        + ("" if gate is None else " The whole bar has to be right of the gate to pass."),
         ("speedup",),
     )
 
@@ -127,7 +128,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
             x, y = start + j * width, scale(position.joint)
             tip = f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of {position.drafted:,} drafted)"
             drawing.bar(x + 1, y, width - 2, BOTTOM - y, cls, tip)
-            if width >= 44:
+            if width >= 44 and BOTTOM - y >= 20:
                 drawing.text(x + width / 2, BOTTOM - 6, f"{position.joint:.0%}", "middle", "inbar")
             if position.conditional is not None:
                 drawing.line(x + 1, scale(position.conditional), x + width - 1, scale(position.conditional), "mark")
