@@ -76,6 +76,28 @@ def test_draw_inverts_the_cumulative_distribution_and_never_takes_a_token_of_wei
     assert [draw(weight, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, math.nextafter(1.0, 0.0))] == [1, 1, 3, 3, 4, 4]
 
 
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=200).filter(any),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from([np.float32, np.float64]),
+)
+def test_draw_by_blocks_is_the_search_through_one_cumulative_sum(weight: list[float], uniform: float, dtype: type) -> None:
+    """Weights whose sums are exact in either dtype, so that the two must agree to the token, at the blocks' edges too."""
+    row = np.array(weight, dtype=dtype)
+    cumulative = row.cumsum(dtype=np.float64)
+    assert draw(row, uniform) == cumulative.searchsorted(uniform * cumulative[-1], side="right")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_draw_takes_a_token_of_positive_weight_however_the_sums_are_rounded(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = np.exp(rng.normal(scale=6.0, size=1000)).astype(np.float32)
+    row[rng.random(1000) < 0.5] = 0.0
+    ends = np.nextafter(np.add.reduceat(row, np.arange(0, 1000, 64)).cumsum(dtype=np.float64) / row.sum(dtype=np.float64), 0.0)
+    for uniform in [*ends.clip(0.0, np.nextafter(1.0, 0.0)), *rng.random(200)]:
+        assert row[draw(row, float(uniform))] > 0.0
+
+
 def test_penalties_count_the_output_and_inside_a_block_the_drafts_before_a_position() -> None:
     penalties = Penalties(Sampling(frequency_penalty=0.5, presence_penalty=2.0), vocab_size=4)
     for token in (1, 1):

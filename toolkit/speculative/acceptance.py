@@ -148,7 +148,7 @@ class Rejection(_Penalised):
         self._vocab_size = vocab_size
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
-        probs = normalised(self._weights(logits[None], drafts, len(drafts)))[0]
+        probs = normalised(self._weights(logits[None], drafts, len(drafts))[0])
         self._draft_probs.append(probs)
         return draw(probs, self._random.random())
 

@@ -32,7 +32,7 @@ from toolkit.interfaces import GenerationRequest, StepEngine, TokenEvent
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
-from toolkit.speculative.sampling import argmax, to_host
+from toolkit.speculative.sampling import argmax, to_host, token_rows
 from toolkit.speculative.sequence import OnEvent, Sequence
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
@@ -245,7 +245,7 @@ class SpeculativeRuntime:
             chunk = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
             left -= len(chunk)
             try:
-                logits = self._target.forward([sequence.slot], torch.tensor([chunk]), last_only=True)
+                logits = self._target.forward([sequence.slot], token_rows([chunk]), last_only=True)
                 sequence.prefilled += len(chunk)
                 prompt = sequence.ids[: sequence.prefilled]
                 if len(prompt) == len(sequence.ids):
@@ -283,7 +283,7 @@ class SpeculativeRuntime:
         drafted = self._clock()
         width = 1 + max(len(row.drafts) for row in rows)
         # A row with fewer drafts is padded with a token that is in range; what follows a row's last draft is cut off again.
-        tokens = torch.tensor([[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows])
+        tokens = token_rows([[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows])
         logits = self._target.forward([row.slot for row in rows], tokens)  # [rows, width, vocab]
         verified = self._clock()
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from toolkit.interfaces import StepEngine
-from toolkit.speculative.sampling import argmax, to_host
+from toolkit.speculative.sampling import argmax, to_host, token_rows
 from toolkit.speculative.sequence import Sequence
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
@@ -53,7 +53,7 @@ class ModelDrafter:
         self._rewind([slot], [start])
         while start < len(ids):
             chunk = ids[start : start + engine.max_step_tokens]
-            engine.forward([slot], torch.tensor([chunk]), last_only=True)
+            engine.forward([slot], token_rows([chunk]), last_only=True)
             start += len(chunk)
         self._valid[slot] = start
 
@@ -72,7 +72,7 @@ class ModelDrafter:
             while rooms[rows[-1].slot] <= index:
                 rows.pop()
             logits = self._engine.forward(
-                [row.slot for row in rows], torch.tensor(tokens[: len(rows)]), last_only=True
+                [row.slot for row in rows], token_rows(tokens[: len(rows)]), last_only=True
             )  # [rows, 1, vocab]
             tokens = [[token] for token in self._choose(rows, logits)]
             for row, (token,) in zip(rows, tokens, strict=True):

@@ -22,12 +22,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
-from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host
+from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host, token_rows
 
 __all__ = ["Call", "Executor", "Output"]
 
@@ -245,7 +243,7 @@ class Executor:
         assert row.slot is not None
         start = len(row.slot.held)
         chunk = row.ids[start : min(start + self._engine.max_step_tokens, len(row.ids) - 1)]
-        self._engine.forward([row.slot.number], torch.tensor([chunk]), last_only=True)
+        self._engine.forward([row.slot.number], token_rows([chunk]), last_only=True)
         row.slot.held += chunk
 
     def _advance(self, rows: list[_Row]) -> None:
@@ -253,7 +251,7 @@ class Executor:
         fed = [row.ids[-row.behind() :] + row.drafts for row in rows]
         width = max(map(len, fed))
         numbers = [row.slot.number for row in rows if row.slot is not None]
-        tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in fed])
+        tokens = token_rows([[*one, *[0] * (width - len(one))] for one in fed])
         host = to_host(self._engine.forward(numbers, tokens))  # [rows, width, vocab]
         for index, row in enumerate(rows):
             count = len(row.drafts)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from toolkit.checkpoints import quantized
@@ -47,6 +48,7 @@ class EmbeddedEngine:
         self._run = run
         self._capacity = capacity
         self._device = device or torch.device("cpu")
+        self._on_cpu = self._device.type == "cpu"
         self._lengths = [0] * max_batch_size
         self._indices: dict[tuple[int, ...], Tensor] = {}  # the few index tensors that every step needs again
         self.vocab_size = vocab_size
@@ -68,10 +70,12 @@ class EmbeddedEngine:
             raise ValueError(f"slots {slots} of an engine with {self.max_batch_size}") from None
         if max(lengths) + n > self._capacity or min(slots) < 0:
             raise ValueError(f"{n} tokens behind {max(lengths)} do not fit max_seq_len {self.max_seq_len}")
-        device = self._device
+        columns = self._index((n - 1,) if last_only else tuple(range(n)))
+        starts = torch.from_numpy(np.array(lengths))  # a fourth of the time that torch.tensor takes
         with torch.inference_mode():
-            columns = self._index((n - 1,) if last_only else tuple(range(n)))
-            logits = self._run(tokens.to(device), self._index(tuple(slots)), torch.tensor(lengths, device=device), columns)
+            if not self._on_cpu:
+                tokens, starts = tokens.to(self._device), starts.to(self._device)
+            logits = self._run(tokens, self._index(tuple(slots)), starts, columns)
         for slot in slots:
             self._lengths[slot] += n
         return logits
