@@ -96,12 +96,24 @@ def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], t
     with small_hub("somebody/tiny", tiny_pair[0]) as hub:
         here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         unknown = toolkit("plan", config, cwd=tmp_path, **here)
-        assert unknown.returncode == 2 and "nothing is known here of somebody/tiny" in unknown.stdout
+        assert unknown.returncode == 2 and "no folder somebody/tiny beside the YAML" in " ".join(unknown.stdout.split())
         built = toolkit("pair", config, cwd=tmp_path, **here)
         assert built.returncode == 0, built.stderr
         assert "model.safetensors" in hub.asked
         assert toolkit("plan", config, cwd=tmp_path, **here).returncode == 0
         assert hub.asked.count("model.safetensors") == 1
+
+
+def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, tiny_pair, target={"checkpoint": "somebody/tiny"}))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    for command in ("pair", "explain"):
+        done = toolkit(command, config, cwd=tmp_path, **offline)
+        assert done.returncode == 2
+        assert re.search(
+            r"tiny\.yaml:4:\d+: target\.checkpoint: no folder somebody/tiny beside the YAML; read as a model id", done.stderr
+        )
+        assert "Mend the path if a folder is meant." in done.stderr and "hf download somebody/tiny" in done.stderr
 
 
 def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

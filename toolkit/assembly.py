@@ -342,17 +342,23 @@ def _refuse_unbuilt(config: DeploymentConfig) -> None:
 
 
 def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
-    """The same with folders in the place of hub ids."""
+    """The same with folders in the place of hub ids. Raises PlanError with every one that cannot be had."""
     from toolkit.checkpoints.hub import fetch
 
-    bars = sys.stderr.isatty()
-    found = {
-        role: model.model_copy(
-            update={"checkpoint": fetch(model.hub_id, model.revision, download=download, bars=bars), "revision": None}
-        )
-        for role, model in _models(config).items()
-        if model.hub_id is not None
-    }
+    found: dict[str, ModelConfig] = {}
+    faults: list[Fault] = []
+    for role, model in _models(config).items():
+        if model.hub_id is None:
+            continue
+        try:
+            folder = fetch(model.hub_id, model.revision, download=download, bars=sys.stderr.isatty())
+        except CheckpointError as error:
+            what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, {error.where} {error.what}"
+            faults.append(Fault(f"{role}.checkpoint", what, mend=f"Mend the path if a folder is meant. Else {error.mend}."))
+        else:
+            found[role] = model.model_copy(update={"checkpoint": folder, "revision": None})
+    if faults:
+        raise PlanError(config.name, faults)
     return config.model_copy(update=found)
 
 

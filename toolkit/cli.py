@@ -100,11 +100,17 @@ def init(
 
 def _checkpoint(written: str) -> Path:
     """A folder that exists, resolved; else OWNER/NAME as it is."""
+    from toolkit.config.folders import meant_folder, names_a_model
+
     path = Path(written).expanduser()
     if path.exists():
         return path.resolve()
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", written):
-        raise UsageError(f"no such folder, and no hub id: {written}", mend="name a folder with a config.json, or OWNER/NAME")
+    if not names_a_model(Path.cwd(), written):
+        near = meant_folder(Path.cwd(), written)
+        mend = "" if near is None else f"did you mean {near!r}? "
+        raise UsageError(
+            f"no such folder, and no hub id: {written}", mend=f"{mend}Name a folder with a config.json, or OWNER/NAME."
+        )
     return path
 
 
@@ -205,7 +211,7 @@ def tune_command(
     if gpu is not None and measure:
         raise UsageError("--measure runs on this machine, and --gpu names another", mend="leave one of them out")
     loaded, workplace = _load(config, overrides), _workplace()
-    with displayed() as display:
+    with _placed(config, overrides), displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
         found: Advice | Grid
         if grid:
@@ -252,7 +258,8 @@ def explain(config: Config, overrides: Overrides = None, as_json: Json = False, 
     from toolkit.pipeline.store import Store
 
     loaded, workplace = _load(config, overrides), _workplace()
-    explanations = explain_build(loaded, workplace, Store(workplace.store, notice=_say))
+    with _placed(config, overrides):
+        explanations = explain_build(loaded, workplace, Store(workplace.store, notice=_say))
     if as_json:
         from toolkit.records import to_json
 
@@ -274,7 +281,8 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
     from toolkit.triton.server import TritonServer
 
     loaded = _load(config, overrides)
-    _run_stages(loaded, "package", rehash=rehash)
+    with _placed(config, overrides):
+        _run_stages(loaded, "package", rehash=rehash)
     repository = _workplace().repository(loaded.name)
     stop = threading.Event()
     with _signals(stop.set):
@@ -325,7 +333,8 @@ def generate(
             raise UsageError("--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out.")
         _from_endpoint(address, prompt, max_tokens or 128, asked, as_json=as_json)
     else:
-        _in_process(_load(Path(where), overrides), prompt, max_tokens, asked, as_json=as_json)
+        with _placed(Path(where), overrides):
+            _in_process(_load(Path(where), overrides), prompt, max_tokens, asked, as_json=as_json)
 
 
 @app.command("bench")
@@ -432,7 +441,8 @@ def bench_command(
         asked["prompts"] = prompts or loaded.validation.prompts
         asked["max_tokens"] = max_tokens or loaded.validation.max_tokens
         plain = loaded.speculation.kind != "none" and baseline is None if against_plain is None else against_plain
-        run = _bench_deployment(loaded, {**asked, "against_plain": plain})
+        with _placed(Path(where), overrides):
+            run = _bench_deployment(loaded, {**asked, "against_plain": plain})
     else:
         if prompts is None or overrides:
             what = "--set belongs to a CONFIG" if overrides else "no prompts to send"
@@ -568,6 +578,17 @@ def _load(config: Path, overrides: list[str] | None, *, texts: bool = True) -> D
     return load_config(config, overrides or (), texts=texts)
 
 
+@contextlib.contextmanager
+def _placed(config: Path, overrides: list[str] | None) -> Iterator[None]:
+    """What the plan refuses inside the block, with the lines of the file that ask for it."""
+    try:
+        yield
+    except PlanError as error:
+        from toolkit.config.load import located
+
+        raise PlanError(config, located(config, overrides or (), error.faults)) from error
+
+
 def _workplace() -> Any:
     from toolkit.assembly import Workplace
 
@@ -589,13 +610,9 @@ def _build(
         known = {*STAGES, *(f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft"))}
         if name not in known:
             raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
-    try:
+    with _placed(config, overrides):
         run = _rehearse_stages if rehearse else _run_stages
         built = run(loaded, until, fresh=fresh or (), rehash=rehash)
-    except PlanError as error:
-        from toolkit.config.load import located
-
-        raise PlanError(config, located(config, overrides or (), error.faults)) from error
     verdict = built.report
     if as_json:
         _print(json.dumps(_as_json(loaded.name, built), indent=2))

@@ -63,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     for name in ("target", "draft"):
         (home / "models" / name).mkdir(parents=True)
+        (home / "models" / name / "config.json").write_text("{}")
     for file in (home / "calib.jsonl", home / "prompts.jsonl", tmp_path / "heldout.jsonl"):
         file.write_text("{}\n")
     (home / "tiny.yaml").write_text(GOOD)
@@ -200,10 +201,44 @@ def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
     assert config.target.hub_id is None
 
 
-def test_a_path_with_a_typing_error_is_no_hub_id(folder: Path) -> None:
-    for written in ("models/drfat", "./meta-llama/Llama", "../meta/Llama", "/meta/Llama", "nowhere"):
-        (fault,) = faults_of(with_line(folder, "models/draft", written))
-        assert fault.message == f"no such folder: {written}"
+@pytest.mark.parametrize(
+    "written, meant",
+    [
+        ("models/drfat", "models/draft"),  # the first part is a folder here
+        ("model/draft", "models/draft"),  # what a hub id looks like, and a folder is spelt nearly so
+        ("Models/Drafts", "models/draft"),
+        ("home/models/draft", "models/draft"),  # as seen from the folder above
+        ("elsewhere/small", "../elsewhere/small"),
+        ("./meta-llama/Llama", None),
+        ("../meta/Llama", None),
+        ("/meta/Llama", None),
+        ("meta-llama/Llama/", None),
+        ("meta/llama/Llama", None),
+        ("nowhere", None),
+        ("targett", None),
+    ],
+)
+def test_a_path_with_a_typing_error_is_no_hub_id(folder: Path, written: str, meant: str | None) -> None:
+    (folder.parent / "elsewhere" / "small").mkdir(parents=True)
+    (fault,) = faults_of(with_line(folder, "models/draft", written))
+    assert (fault.message, fault.line, fault.column) == (f"no such folder: {written}", 6, 15)
+    assert fault.mend is not None and ("did you mean" in fault.mend) == (meant is not None)
+    assert meant is None or f"did you mean {meant!r}?" in fault.mend
+
+
+def test_a_model_that_is_known_is_no_misspelt_folder(folder: Path) -> None:
+    (folder / "qwen" / "Qwen2.5-0.5B").mkdir(parents=True)
+    config = load_config(with_line(folder, "models/draft", "Qwen/Qwen2.5-0.5B-Instruct"))
+    assert config.draft is not None and config.draft.hub_id == "Qwen/Qwen2.5-0.5B-Instruct"
+    (fault,) = faults_of(with_line(folder, "models/draft", "Qwen/Qwen2.5-0.6B"))
+    assert fault.mend is not None and "did you mean 'qwen/Qwen2.5-0.5B'?" in fault.mend
+
+
+def test_a_folder_without_config_json_is_a_fault_with_its_line(folder: Path) -> None:
+    (fault,) = faults_of(with_line(folder, "models/draft", "models"))
+    assert (fault.path, fault.line, fault.column) == ("draft.checkpoint", 6, 15)
+    assert fault.message == "models holds no config.json"
+    assert fault.mend is not None and fault.mend.endswith("In this one lie: draft, target.")
 
 
 def test_a_folder_has_no_revisions(folder: Path) -> None:

@@ -148,7 +148,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("pytorch", {**PLAIN, "engine__max_seq_len": 40000, **algo("FP8"), **gpu("H100")},
      "memory", "one sequence", "max_seq_len: 20000"),
     ("pytorch", model("target", "somebody/unheard-of"),
-     "shape-needed", "nothing is known here of somebody/unheard-of", "config.json"),
+     "shape-needed", "no folder somebody/unheard-of beside the YAML; read as a model id", "fetch it: toolkit pair"),
 ]  # fmt: skip
 
 

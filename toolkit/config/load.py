@@ -7,7 +7,6 @@ which has to hold what the paths name. This module puts pydantic's verdicts into
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from toolkit.config.folders import meant_folder, names_a_model
 from toolkit.config.schema import DeploymentConfig
 from toolkit.config.source import KeyPath, Source, dotted, read_source
 from toolkit.errors import ConfigError, Fault
@@ -24,7 +24,6 @@ __all__ = ["load_config", "located"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
 FILES: tuple[KeyPath, ...] = (("calibration", "dataset"), ("calibration", "heldout"), ("validation", "prompts"))
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
 SPELLINGS = {
@@ -179,22 +178,28 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
         if not written.strip():
             yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
         elif not found.exists():
-            if folder and _is_hub_id(base, written):
+            if folder and names_a_model(base, written):
                 continue
-            mend = f"A relative path starts at the folder of this file: {found}"
+            near = meant_folder(base, written) if folder else None
+            mend = "" if near is None else f"did you mean {near!r}? "
+            mend += f"A relative path starts at the folder of this file: {found}"
             yield source.place(path).fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
         elif folder and not found.is_dir():
             yield source.place(path).fault(path, f"{written} is a file", "Name the folder that holds it.")
         elif not folder and not found.is_file():
             yield source.place(path).fault(path, f"{written} is not a file", "Name a JSON Lines file.")
+        elif folder and not (found / "config.json").is_file():
+            yield source.place(path).fault(path, f"{written} holds no config.json", _checkpoints_in(found))
         elif folder and section.get("revision") is not None:  # type: ignore[union-attr]
             of = (path[0], "revision")
             yield source.place(of).fault(of, f"{written} is a folder, which has no revisions", "Remove this line.")
 
 
-def _is_hub_id(base: Path, written: str) -> bool:
-    """OWNER/NAME, where no folder OWNER beside the file says that a path was meant."""
-    return HUB_ID.match(written) is not None and not (base / written).parent.exists()
+def _checkpoints_in(folder: Path) -> str:
+    """The mend for a folder that is no checkpoint; often it holds one, or several."""
+    inside = sorted(one.parent.name for one in folder.glob("*/config.json"))
+    needed = "Name a folder in Hugging Face form: config.json, safetensors and the tokenizer's files."
+    return needed if not inside else f"{needed} In this one lie: {', '.join(inside[:5])}."
 
 
 def _resolve(base: Path, path: Path) -> Path:

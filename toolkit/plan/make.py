@@ -56,8 +56,8 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
         if shape is not None:
             shapes[role] = shape
             continue
-        what = f"nothing is known here of {model.hub_id}"
-        mend = "name a folder that holds its config.json, or fetch it: toolkit pair CONFIG"
+        what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing is known here of it"
+        mend = "mend the path to its folder; or, if it is on the hub, fetch it: toolkit pair CONFIG"
         unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
     gpu, count = _gpus(config)
     return Subject(config, shapes, gpu, count), tuple(unread)
