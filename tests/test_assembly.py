@@ -187,12 +187,15 @@ def test_what_this_machine_cannot_serve_is_refused_before_anything_runs(
 @pytest.mark.slow
 def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
+    by_batch = config.speculation.model_copy(update={"draft_len_schedule": {1: 2, 2: 1}})
+    config = config.model_copy(update={"speculation": by_batch})
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     built = build(config, workplace, Silent(), store, until="package")
     repository = workplace.repository("tiny")
     settings = yaml.safe_load((repository / "tensorrt_llm/1/model.yaml").read_text())
     assert settings["model"] == "/models/tensorrt_llm/1/engines/target"
     assert settings["speculative_config"]["speculative_model"] == "/models/tensorrt_llm/1/engines/draft"
+    assert settings["speculative_config"]["draft_len_schedule"] == {1: 2, 2: 1}
     assert (repository / "tensorrt_llm/1/engines/draft/model.safetensors").is_file()
     assert "tritonserver:26.07-trtllm-python-py3" in (repository / "docker-run.sh").read_text()
     target = workplace.engines("tiny") / "target"
@@ -204,6 +207,34 @@ def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Pat
     assert record.tensorrt_llm.not_executed
     assert not build(config, workplace, Silent(), store, until="compile").changed
     assert [one.stage for one in explain_build(config, workplace, store) if one.reused] == list(built.stages)
+
+
+def _compile_key(config: DeploymentConfig, folder: Path) -> str:
+    stages = stages_of(config, Workplace(folder), Store(folder).memo)
+    stage = next(one for one in stages if one.name == "compile/target")
+    checkpoint = SimpleNamespace(entry=SimpleNamespace(digest="sha256:0"))
+    return key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint}))  # type: ignore[dict-item]
+
+
+def test_a_draft_length_by_batch_size_is_a_part_of_the_engine(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
+    other = config.speculation.model_copy(update={"draft_len_schedule": {1: 2, 2: 1}})
+    keys = [_compile_key(each, tmp_path) for each in (config, config.model_copy(update={"speculation": other}))]
+    assert keys[0] != keys[1]
+
+
+def test_the_ngram_s_size_is_a_part_of_the_engine_that_looks_text_up(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def changed(kind: str) -> bool:
+        draft = {} if kind == "draft_target" else {"draft": None}
+        keys = []
+        for size in (2, 3):
+            speculation = {"kind": kind, "max_draft_len": 2, "max_matching_ngram_size": size}
+            sections = {"engine": {"kind": "trtllm_pytorch", **TRTLLM}, "speculation": speculation, **draft}
+            keys.append(_compile_key(load_config(write_config(tmp_path, tiny_pair, **sections)), tmp_path))
+        return keys[0] != keys[1]
+
+    assert changed("ngram")
+    assert not changed("draft_target")
 
 
 @pytest.mark.parametrize(
@@ -223,12 +254,7 @@ def test_only_what_decides_an_engine_rebuilds_it(
 ) -> None:
     keys = []
     for engine in ({"kind": kind, **TRTLLM}, {"kind": kind, **TRTLLM, **setting}):
-        config = load_config(write_config(tmp_path, tiny_pair, engine=engine))
-        stage = next(
-            one for one in stages_of(config, Workplace(tmp_path), Store(tmp_path).memo) if one.name == "compile/target"
-        )
-        checkpoint = SimpleNamespace(entry=SimpleNamespace(digest="sha256:0"))
-        keys.append(key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint})))  # type: ignore[dict-item]
+        keys.append(_compile_key(load_config(write_config(tmp_path, tiny_pair, engine=engine)), tmp_path))
     assert (keys[0] != keys[1]) == rebuilds
 
 

@@ -526,6 +526,9 @@ def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
         settings = {"multiple_profiles", "opt_num_tokens", "builder"}
     else:
         settings = {"free_gpu_memory_fraction", "enable_block_reuse", "cuda_graph", "attn_backend"}
+        common["draft_len_schedule"] = config.speculation.draft_len_schedule
+        if config.speculation.kind == "ngram":
+            common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
         common["trust_remote_code"] = _models(config)[role].trust_remote_code
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
@@ -535,7 +538,9 @@ def _spec_parts(spec: EngineSpec) -> dict[str, Any]:
     parts = dataclasses.asdict(spec)
     asked = parts.pop("tensorrt_llm")
     if asked is not None:
-        parts["tensorrt_llm"] = {name: value for name, value in asked.items() if name not in ("builder", "draft_dir")}
+        decides = {name: value for name, value in asked.items() if name not in ("builder", "draft_dir")}
+        schedule = asked["draft_len_schedule"]
+        parts["tensorrt_llm"] = {**decides, "draft_len_schedule": schedule and sorted(map(list, schedule.items()))}
     return parts
 
 

@@ -174,7 +174,8 @@ class TensorRtLlmSpec:
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
     speculation: str = "none"  # draft_target | ngram | none
-    draft_len_schedule: dict[int, int] | None = None  # least batch size -> draft length
+    draft_len_schedule: dict[int, int] | None = None  # trtllm_pytorch: least batch size -> draft length
+    max_matching_ngram_size: int = 4  # trtllm_pytorch
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine
     builder: str = "auto"  # trt_engine: auto | local | container

@@ -122,6 +122,30 @@ POSTPROCESSING = ModelFacts(
     ),
 )
 
+# What the engine model and the BLS model both return.
+SCORE_OUTPUTS = (
+    TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
+    TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
+    TensorFact("context_logits", "${logits_datatype}", (-1, -1)),
+    TensorFact("generation_logits", "${logits_datatype}", (-1, -1, -1)),
+    TensorFact("batch_index", "TYPE_INT32", (1,)),
+    TensorFact("sequence_index", "TYPE_INT32", (1,)),
+)
+USAGE_OUTPUTS = (
+    TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (1,)),
+    TensorFact("kv_cache_reused_blocks", "TYPE_INT32", (1,)),
+    TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (1,)),
+    TensorFact("arrival_time_ns", "TYPE_INT64", (1,)),
+    TensorFact("first_scheduled_time_ns", "TYPE_INT64", (1,)),
+    TensorFact("first_token_time_ns", "TYPE_INT64", (1,)),
+    TensorFact("last_token_time_ns", "TYPE_INT64", (1,)),
+    TensorFact("acceptance_rate", "TYPE_FP32", (1,)),
+    TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (1,)),
+    TensorFact("total_draft_tokens", "TYPE_INT32", (1,)),
+    TensorFact("num_input_tokens", "TYPE_INT32", (1,)),
+    TensorFact("num_output_tokens", "TYPE_INT32", (1,)),
+)
+
 ENGINE = ModelFacts(
     inputs=(
         TensorFact("input_ids", "TYPE_INT32", (-1,), optional=True, ragged=True),
@@ -190,25 +214,9 @@ ENGINE = ModelFacts(
     outputs=(
         TensorFact("output_ids", "TYPE_INT32", (-1, -1)),
         TensorFact("sequence_length", "TYPE_INT32", (-1,)),
-        TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
-        TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
-        TensorFact("context_logits", "${logits_datatype}", (-1, -1)),
-        TensorFact("generation_logits", "${logits_datatype}", (-1, -1, -1)),
-        TensorFact("batch_index", "TYPE_INT32", (1,)),
-        TensorFact("sequence_index", "TYPE_INT32", (1,)),
+        *SCORE_OUTPUTS,
         TensorFact("context_phase_params", "TYPE_UINT8", (-1,)),
-        TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (1,)),
-        TensorFact("kv_cache_reused_blocks", "TYPE_INT32", (1,)),
-        TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (1,)),
-        TensorFact("arrival_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("first_scheduled_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("first_token_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("last_token_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("acceptance_rate", "TYPE_FP32", (1,)),
-        TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (1,)),
-        TensorFact("total_draft_tokens", "TYPE_INT32", (1,)),
-        TensorFact("num_input_tokens", "TYPE_INT32", (1,)),
-        TensorFact("num_output_tokens", "TYPE_INT32", (1,)),
+        *USAGE_OUTPUTS,
     ),
     parameters=(
         ParameterFact("max_beam_width", key="max_beam_width", form="int", required=True),
@@ -320,24 +328,8 @@ BLS = ModelFacts(
     ),
     outputs=(
         TensorFact("text_output", "TYPE_STRING", (-1,)),
-        TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
-        TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
-        TensorFact("context_logits", "${logits_datatype}", (-1, -1)),
-        TensorFact("generation_logits", "${logits_datatype}", (-1, -1, -1)),
-        TensorFact("batch_index", "TYPE_INT32", (1,)),
-        TensorFact("sequence_index", "TYPE_INT32", (1,)),
-        TensorFact("kv_cache_alloc_new_blocks", "TYPE_INT32", (1,)),
-        TensorFact("kv_cache_reused_blocks", "TYPE_INT32", (1,)),
-        TensorFact("kv_cache_alloc_total_blocks", "TYPE_INT32", (1,)),
-        TensorFact("arrival_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("first_scheduled_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("first_token_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("last_token_time_ns", "TYPE_INT64", (1,)),
-        TensorFact("acceptance_rate", "TYPE_FP32", (1,)),
-        TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (1,)),
-        TensorFact("total_draft_tokens", "TYPE_INT32", (1,)),
-        TensorFact("num_input_tokens", "TYPE_INT32", (1,)),
-        TensorFact("num_output_tokens", "TYPE_INT32", (1,)),
+        *SCORE_OUTPUTS,
+        *USAGE_OUTPUTS,
     ),
     parameters=(
         ParameterFact("accumulate_tokens", key="accumulate_tokens", form="bool"),

@@ -62,8 +62,8 @@ def test_settings_without_a_word_in_the_version_are_refused() -> None:
 
 
 def test_prompt_lookup_needs_no_draft() -> None:
-    args = llm_args(SPEC, asked(speculation="ngram"), None)
-    assert args["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 4}
+    args = llm_args(SPEC, asked(speculation="ngram", max_matching_ngram_size=3), None)
+    assert args["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3}
     assert faults(args, "1.2.1") == []
 
 
@@ -72,6 +72,14 @@ def test_a_schedule_says_the_same_in_both_senses() -> None:
     schedule = {1: 4, 5: 2, 9: 0}
     assert schedule_of(schedule, VERSIONS["1.2.1"], 16) == {1: 4, 5: 2, 9: 0}
     assert schedule_of(schedule, VERSIONS["1.3"], 16) == {4: 4, 8: 2, 16: 0}
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3"])
+def test_steps_beyond_the_largest_batch_are_left_out(version: str) -> None:
+    """As upper bounds they would make the last key fall below the one before it."""
+    args = llm_args(SPEC, asked(version, draft_len_schedule={1: 4, 8: 2, 17: 1, 32: 0}), None)
+    assert args["speculative_config"]["draft_len_schedule"] == ({1: 4, 8: 2} if version == "1.2.1" else {7: 4, 16: 2})
+    assert faults(args, version) == []
 
 
 @given(
@@ -84,10 +92,14 @@ def test_a_schedule_says_the_same_in_both_senses() -> None:
     graph=st.booleans(),
     tokens=st.none() | st.integers(1, 10**6),
     backend=st.sampled_from(["TRTLLM", "FLASHINFER"]),
+    later=st.dictionaries(st.integers(2, 40), st.integers(0, 4)),
 )
 def test_what_we_write_is_what_our_tables_allow(  # type: ignore[no-untyped-def]
-    version, speculation, kv, tp_size, fraction, reuse, graph, tokens, backend
+    version, speculation, kv, tp_size, fraction, reuse, graph, tokens, backend, later
 ) -> None:
+    lengths = sorted([*later.values()], reverse=True)
+    schedule = {1: 4, **dict(zip(sorted(later), lengths, strict=True))}
+    schedules = speculation != "none" and VERSIONS[version].draft_len_schedule is not None
     given_spec = asked(
         version,
         speculation=speculation,
@@ -97,6 +109,7 @@ def test_what_we_write_is_what_our_tables_allow(  # type: ignore[no-untyped-def]
         cuda_graph=graph,
         max_num_tokens=tokens,
         attn_backend=backend,
+        draft_len_schedule=schedule if schedules else None,
     )
     spec = SPEC if speculation != "none" else dataclasses.replace(SPEC, max_draft_len=0)
     assert faults(llm_args(spec, given_spec, kv), version) == []

@@ -20,7 +20,6 @@ __all__ = ["FILE", "faults", "llm_args", "read_llm_args", "resolved", "schedule_
 
 FILE = "llm_args.json"
 HERE, DRAFT = ".", "../draft"
-NGRAM_SIZE = 4  # longest n-gram that is looked up in the prompt: that of TensorRT-LLM's own example
 TWO_MODEL_VERSIONS = ("1.0", "1.1", "1.2.0", "1.2.1")  # whose draft-target cannot overlap scheduling with the step
 
 
@@ -84,7 +83,11 @@ def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> 
         return None
     config: dict[str, Any]
     if asked.speculation == "ngram":
-        config = {"decoding_type": "NGram", "max_draft_len": spec.max_draft_len, "max_matching_ngram_size": NGRAM_SIZE}
+        config = {
+            "decoding_type": "NGram",
+            "max_draft_len": spec.max_draft_len,
+            "max_matching_ngram_size": asked.max_matching_ngram_size,
+        }
     else:
         config = {"decoding_type": version.decoding_type, "max_draft_len": spec.max_draft_len, version.draft_model_key: DRAFT}
     if asked.draft_len_schedule is not None:
@@ -93,11 +96,14 @@ def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> 
 
 
 def schedule_of(schedule: Mapping[int, int], version: Version, max_batch_size: int) -> dict[int, int]:
-    """Ours, least batch size -> draft length, in the version's sense. Raises UsageError where it has none."""
+    """Ours, least batch size -> draft length, in the version's sense; steps beyond the largest batch are left out.
+
+    Raises UsageError where the version has none.
+    """
     if version.draft_len_schedule is None:
         mend = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
         raise UsageError(f"TensorRT-LLM {version.name} has no draft_len_schedule", mend=mend)
-    ordered = sorted(schedule.items())
+    ordered = sorted((batch, length) for batch, length in schedule.items() if batch <= max_batch_size)
     if version.draft_len_schedule == "lower":
         return dict(ordered)
     ends = [start - 1 for start, _ in ordered[1:]] + [max_batch_size]
@@ -178,6 +184,8 @@ def _schedule_faults(config: Mapping[str, Any], row: Version) -> Iterator[str]:
         yield "speculative_config.draft_len_schedule: lengths must not grow with the batch size"
     if row.draft_len_schedule == "lower" and schedule.get(1) != config.get("max_draft_len"):
         yield "speculative_config.draft_len_schedule: its value at batch size 1 must be max_draft_len"
+    if row.draft_len_schedule == "upper" and lengths[0] != config.get("max_draft_len"):
+        yield "speculative_config.draft_len_schedule: its value at the least batch size must be max_draft_len"
     if row.draft_len_schedule == "upper" and config.get("max_concurrency") is not None:
         yield "speculative_config.draft_len_schedule and max_concurrency exclude one another"
 
