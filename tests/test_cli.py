@@ -119,11 +119,18 @@ def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(tiny_pair: 
 def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     made = toolkit("init", "--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--out", "my.yaml", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
+    assert "data/calib.jsonl" in made.stdout and "data/prompts.jsonl" in made.stdout
+    assert "toolkit plan my.yaml" in (tmp_path / "my.yaml").read_text()
+    planned = toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert planned.stdout.count("[toolkit-texts]") == 2 and "my: it can work" in planned.stdout
+    assert not re.search(r"(\s-){2}\s", planned.stdout)  # no column without a number
+    missing = toolkit("build", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    assert missing.returncode == 2 and missing.stderr.count("no such file: data/") == 2
     (tmp_path / "data").mkdir()
     for name, key in (("calib", "text"), ("prompts", "prompt")):
         (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({key: "def f(x):"}) + "\n")
-    planned = toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert "[toolkit-texts]" not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
     again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2 and "is there already" in again.stderr
     assert toolkit("init", "--target", "nowhere", cwd=tmp_path).returncode == 2

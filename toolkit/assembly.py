@@ -31,7 +31,6 @@ from toolkit.config.schema import (
     TrtEngineConfig,
 )
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
-from toolkit.facts.gpus import GPUS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -187,12 +186,13 @@ def build(
 
 
 def plan_of(config: DeploymentConfig) -> Plan:
-    """The plan; where both tokenizers lie on this machine, with the proof that they are one."""
+    """The plan, with the texts still to be written, and the proof that both tokenizers are one where they lie here."""
     from toolkit.pairing.tokenizers import compare_pair
     from toolkit.plan.make import make_plan
     from toolkit.plan.resolve import by_severity
 
     plan, draft = make_plan(config), config.draft
+    plan = replace(plan, judgements=by_severity(*plan.judgements, *_missing_texts(config)))
     models = _models(config).values()
     if draft is None or not all(model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models):
         return plan
@@ -205,6 +205,19 @@ def plan_of(config: DeploymentConfig) -> Plan:
         found = [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
     possible = plan.possible and not any(one.severity == "refused" for one in found)
     return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found))
+
+
+def _missing_texts(config: DeploymentConfig) -> Iterator[Judgement]:
+    """A plan needs no texts, and a build does."""
+    files = {"validation.prompts": (config.validation.prompts, "prompt")}
+    if config.calibration is not None:
+        files["calibration.dataset"] = (config.calibration.dataset, "text")
+        if config.calibration.heldout is not None:
+            files["calibration.heldout"] = (config.calibration.heldout, "text")
+    for path, (file, key) in files.items():
+        if not file.is_file():
+            mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
+            yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
 
 
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
@@ -575,8 +588,9 @@ def tune(
     Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled as the YAML's draft) are
     tried. measured_rounds: of running every draft length, to see how true the predictions are. Raises what the stages raise.
     """
-    if gpu is not None and gpu not in GPUS:
-        raise UsageError(f"--gpu: {gpu!r} is not in the tables", mend=f"known: {', '.join(GPUS)}")
+    from toolkit.plan.make import gpu_asked_for
+
+    elsewhere = None if gpu is None else gpu_asked_for(gpu)
     built = build(config, workplace, observer, store, until="compile")
     engines = built.stages
     ways = [*_own_way(config)(engines)]
@@ -596,7 +610,7 @@ def tune(
         lambda finished: ways,
         target=engines["compile/target"],
         measured_rounds=measured_rounds,
-        gpu=None if gpu is None else GPUS[gpu],
+        gpu=elsewhere,
     )
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
     store.publish({"": done.entry}, workplace.advice(config.name))

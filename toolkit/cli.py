@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -79,14 +80,14 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a commented YAML for a pair, with values read from the checkpoints, that the plan says can work."""
-    from toolkit.facts.gpus import GPUS
+    from toolkit.plan.make import gpu_asked_for
     from toolkit.plan.suggest import suggest
 
-    if gpu is not None and gpu not in GPUS:
-        raise UsageError(f"no GPU {gpu!r} is known", mend=f"known: {', '.join(GPUS)}")
+    row = None if gpu is None else gpu_asked_for(gpu)
     folder = (Path.cwd() if out is None else out.absolute().parent).resolve()
-    made = suggest(_checkpoint(target), None if draft is None else _checkpoint(draft), gpu, folder=folder)
-    file = out or folder / f"{made.name}.yaml"
+    models = (_checkpoint(target), None if draft is None else _checkpoint(draft))
+    made = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)
+    file = out or folder / made.file_name
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(made.text)
@@ -94,8 +95,17 @@ def init(
         raise UsageError("is there already", where=file, mend="name another: --out FILE") from None
     except OSError as error:
         raise UsageError(f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE") from error
-    _print(f"wrote {file}")
-    _print("put calibration text and prompts where it says, then: toolkit plan, toolkit build")
+    shown = _shown(file)
+    _print(f"wrote {shown}; `toolkit plan {shown}` works at once, and before `toolkit build {shown}` it needs")
+    for needed, what in made.texts.items():
+        _print(f"  {_shown(folder / needed):24} {what}")
+
+
+def _shown(path: Path) -> str:
+    """As it is typed from here."""
+    path = path.absolute()
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _checkpoint(written: str) -> Path:
@@ -236,7 +246,7 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False, deb
     """Say whether it can work, what will be changed in silence, what it needs and how fast it can be; runs nothing."""
     from toolkit.assembly import plan_of
 
-    made = plan_of(_load(config, overrides))
+    made = plan_of(_load(config, overrides, texts=False))
     if as_json:
         from toolkit.records import to_json
 

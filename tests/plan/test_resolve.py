@@ -178,13 +178,14 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "serving-container", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
         "draft-target-two-model-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
+        "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
     }  # fmt: skip
     own = {"mlp-divides-tp"}  # tested below
     assert {case[2] for case in REFUSED} | adjusts_or_warns | own == set(RULES)
 
 
 def test_every_rule_has_its_code_under_its_id() -> None:
-    elsewhere = {"memory", "batch-fits", "shape-needed"}  # memory.py, make.py
+    elsewhere = {"memory", "batch-fits", "shape-needed", "toolkit-texts"}  # memory.py, make.py, assembly.py
     assert set(CHECKS) | elsewhere == set(RULES)
     assert not set(CHECKS) & elsewhere
 
@@ -286,8 +287,18 @@ def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any],
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
         ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
+        ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
+        ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),
+        ("torch", {"draft__checkpoint": QWEN_DRAFT, "target__checkpoint": QWEN_DRAFT}, "toolkit-draft-is-target"),
     ],
 )
 def test_what_may_work_and_is_not_vouched_for_is_a_warning(kind: str, keys: dict[str, Any], rule: str) -> None:
     found = [one for one in resolve(subject(kind, **keys)) if one.rule == rule]
     assert found and {one.severity for one in found} == {"warning"}
+
+
+@pytest.mark.parametrize(
+    "keys", [{"validation__max_prompts": 59}, {"validation__max_prompts": 4, "draft": None, "speculation__kind": "none"}]
+)
+def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any]) -> None:
+    assert not {one.rule for one in resolve(subject("pytorch", **keys))} & {"toolkit-parity-prompts", "toolkit-draft-is-target"}

@@ -9,10 +9,11 @@ import pytest
 
 from tests.plan.conftest import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT
 from toolkit.config.load import load_config
-from toolkit.config.schema import TensorRtLlmConfig
+from toolkit.config.schema import TensorRtLlmConfig, TorchEngineConfig
 from toolkit.errors import UsageError
+from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS
-from toolkit.plan.make import make_plan
+from toolkit.plan.make import gpu_asked_for, make_plan
 from toolkit.plan.suggest import suggest
 
 
@@ -34,14 +35,16 @@ from toolkit.plan.suggest import suggest
 def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
     tmp_path: Path, target: str, draft: str | None, gpu: str | None, kind: str, algo: str, tp_size: int
 ) -> None:
-    made = suggest(Path(target), None if draft is None else Path(draft), gpu, folder=tmp_path)
-    (tmp_path / "data").mkdir()
-    for name in ("calib", "prompts"):
-        (tmp_path / "data" / f"{name}.jsonl").touch()
-    file = tmp_path / f"{made.name}.yaml"
+    row = None if gpu is None else GPUS[gpu]
+    made = suggest(Path(target), None if draft is None else Path(draft), row, folder=tmp_path)
+    file = tmp_path / made.file_name
     file.write_text(made.text)
-    config = load_config(file)
+    config = load_config(file, texts=False)
+    assert {config.validation.prompts, config.calibration and config.calibration.dataset} == {
+        tmp_path / one for one in made.texts
+    }
     assert make_plan(config) == made.plan
+    assert config.name == made.name == file.stem
     assert (config.engine.kind, config.target.quantization.quant_algo) == (kind, algo)
     if isinstance(config.engine, TensorRtLlmConfig):
         assert config.engine.tp_size == tp_size
@@ -49,7 +52,7 @@ def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
 
 def test_what_fits_nowhere_says_what_stood_against_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing that was tried can work: .* do not fit L4") as caught:
-        suggest(Path("meta-llama/Llama-3.1-405B-Instruct"), Path(LLAMA_DRAFT), "L4", folder=tmp_path)
+        suggest(Path("meta-llama/Llama-3.1-405B-Instruct"), Path(LLAMA_DRAFT), GPUS["L4"], folder=tmp_path)
     assert caught.value.mend
 
 
@@ -65,3 +68,37 @@ def test_folders_beneath_the_file_are_written_relative_and_odd_names_in_quotes(t
     made = suggest(folder, None, None, folder=tmp_path)
     assert "checkpoint: 'models: my own'" in made.text
     assert made.name == "models-my-own"
+
+
+def test_a_small_model_on_a_cpu_gets_one_thread_and_a_measured_draft_length(tmp_path: Path) -> None:
+    """With all threads and chunks 10 ms apart the shipped pair fails the gate that the same file sets."""
+    shipped = Path(__file__).parents[2] / "configs" / "quickstart"
+    (tmp_path / "small.yaml").write_text(suggest(shipped / "target", shipped / "draft", None, folder=tmp_path).text)
+    small = load_config(tmp_path / "small.yaml", texts=False)
+    assert isinstance(small.engine, TorchEngineConfig)
+    assert (small.engine.threads, small.triton.stream_interval_ms, small.speculation.max_draft_len) == (1, 0, "auto")
+    (tmp_path / "large.yaml").write_text(suggest(Path(QWEN_DRAFT), None, None, folder=tmp_path).text)
+    large = load_config(tmp_path / "large.yaml", texts=False)
+    assert isinstance(large.engine, TorchEngineConfig)
+    assert (large.engine.threads, large.triton.stream_interval_ms) == (None, 10)
+
+
+def test_the_file_s_name_is_the_deployment_s(tmp_path: Path) -> None:
+    made = suggest(Path(QWEN_DRAFT), None, None, folder=tmp_path, file_name="My pair..2.yml")
+    assert made.name == "My-pair.2"
+    assert "toolkit plan 'My pair..2.yml'" in made.text and "name: My-pair.2 " in made.text
+
+
+@pytest.mark.parametrize(
+    "written, found", [("h100", "H100"), ("Rtx4090", "RTX4090"), ("a100-40gb", "A100-40GB"), ("H100-80GB", "H100")]
+)
+def test_a_gpu_is_found_however_it_is_cased(written: str, found: str) -> None:
+    assert gpu_asked_for(written) is GPUS[found]
+
+
+def test_an_unknown_gpu_gets_a_suggestion() -> None:
+    with pytest.raises(UsageError, match="did you mean H200"):
+        gpu_asked_for("h20")
+    with pytest.raises(UsageError, match="known: A100-40GB") as caught:
+        gpu_asked_for("MI300X")
+    assert "did you mean" not in str(caught.value)

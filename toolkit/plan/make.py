@@ -5,10 +5,12 @@ Nothing is run, and nothing heavy is imported: a plan takes a fraction of a seco
 
 from __future__ import annotations
 
+import difflib
+
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
@@ -19,7 +21,7 @@ from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
 from toolkit.records import Judgement, Plan
 
-__all__ = ["gpu_named", "make_plan", "subject_of"]
+__all__ = ["gpu_asked_for", "gpu_named", "make_plan", "subject_of"]
 
 
 def make_plan(config: DeploymentConfig) -> Plan:
@@ -68,6 +70,17 @@ def gpu_named(driver_name: str) -> Gpu | None:
     words = set(driver_name.upper().replace("-", " ").split())
     found = [name for pattern, name in DRIVER_NAMES.items() if set(pattern.split()) <= words]
     return GPUS[found[0]] if found else None
+
+
+def gpu_asked_for(written: str) -> Gpu:
+    """The row that a word on the command line means: the table's own name in any case, or the driver's. Raises UsageError."""
+    by_case = {name.upper(): gpu for name, gpu in GPUS.items()}
+    found = by_case.get(written.upper()) or gpu_named(written)
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(written.upper(), by_case, n=1, cutoff=0.7)
+    hint = f"did you mean {by_case[near[0]].name}? " if near else ""
+    raise UsageError(f"no GPU {written!r} is known", mend=f"{hint}known: {', '.join(GPUS)}")
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:

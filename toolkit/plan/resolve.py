@@ -7,14 +7,14 @@ read here; shapes and GPUs are handed in. Memory is judged in `toolkit.plan.memo
 
 from __future__ import annotations
 
-from toolkit.plan.rules import precision, runtime, shapes, versions
+from toolkit.plan.rules import judging, precision, runtime, shapes, versions
 from toolkit.plan.rules.found import Check
 from toolkit.plan.subject import Subject
 from toolkit.records import Judgement
 
 __all__ = ["CHECKS", "by_severity", "resolve"]
 
-CHECKS: dict[str, Check] = {**versions.CHECKS, **precision.CHECKS, **shapes.CHECKS, **runtime.CHECKS}
+CHECKS: dict[str, Check] = {**versions.CHECKS, **precision.CHECKS, **shapes.CHECKS, **runtime.CHECKS, **judging.CHECKS}
 
 
 def resolve(subject: Subject) -> tuple[Judgement, ...]:

@@ -101,13 +101,13 @@ def _speed(prediction: Prediction) -> Table:
     plain = prediction.plain_tokens_per_s
     table = Table(box=None, pad_edge=False)
     table.add_column(f"at most, batch {prediction.batch_size}")
-    for title in ("tokens/s", "over plain", "tokens a step"):
+    for title in (*(("tokens/s",) if plain is not None else ()), "over plain", "tokens a step"):  # a CPU has ratios alone
         table.add_column(title, justify="right")
     how = f"plain, bound by {prediction.bound}" if plain is not None else "plain"
-    table.add_row(how, _rate(plain), "1.00", "1.00")
+    table.add_row(how, *_rate(plain), "1.00", "1.00")
     for one in prediction.speculative:
         name = f"acceptance {one.acceptance_rate:.1f}, draft length {one.draft_len}"
-        table.add_row(name, _rate(one.tokens_per_s), f"{one.speedup:.2f}", f"{one.tokens_per_step:.2f}")
+        table.add_row(name, *_rate(one.tokens_per_s), f"{one.speedup:.2f}", f"{one.tokens_per_step:.2f}")
     return table
 
 
@@ -130,8 +130,8 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f}" if num_bytes >= 5e6 else f"{num_bytes / 1e9:.4f}"
 
 
-def _rate(tokens_per_s: float | None) -> str:
-    return "-" if tokens_per_s is None else f"{tokens_per_s:.0f}"
+def _rate(tokens_per_s: float | None) -> tuple[str, ...]:
+    return () if tokens_per_s is None else (f"{tokens_per_s:.0f}",)
 
 
 def _duration(seconds: float) -> str:
