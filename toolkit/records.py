@@ -47,6 +47,7 @@ __all__ = [
     "Latency",
     "LayerCounts",
     "LayerError",
+    "LayerKl",
     "MarginBin",
     "MemoryItem",
     "PairProof",
@@ -216,11 +217,20 @@ class LayerError:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerKl:
+    """What one decoder layer alone costs: mean over tokens of KL(source || source with this layer quantized), in nats."""
+
+    layer: str  # model.layers.N
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizationQuality:
     """The quantized model against its source, teacher-forced on held-out text, measured before any export.
 
     kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99 its 99th percentile; top1_agreement the share of tokens
-    with the same argmax; perplexities are exp of the mean negative log-likelihood of the text's own next tokens.
+    with the same argmax; perplexities are exp of the mean negative log-likelihood of the text's own next tokens. layer_kl is
+    over the first layer_kl_tokens of them.
     """
 
     tokens: int
@@ -230,6 +240,8 @@ class QuantizationQuality:
     source_perplexity: float
     quantized_perplexity: float
     layers: tuple[LayerError, ...]
+    layer_kl: tuple[LayerKl, ...]
+    layer_kl_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

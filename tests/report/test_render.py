@@ -36,7 +36,7 @@ def test_files_are_written_and_the_json_reads_back_equal(which: str, request: py
 
 def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     data = json.loads(render_json(failing))
-    assert data["schema_version"] == 4
+    assert data["schema_version"] == 5
     assert data["verdict"] == "FAIL"
     assert all({"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"])
     for arm in ("plain", "speculative"):

@@ -68,7 +68,8 @@ def test_plots_are_well_formed_and_inside_their_frame(which: str, least: int, re
 def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> None:
     titles = {plot.title for plot in plots(failing)}
     assert titles >= {"Speed-up", "Output tokens per second", "Acceptance by position", "Time to first token", "Divergences"}
-    assert {"Quantization error by layer: target", "Quantization error by layer: draft"} <= titles
+    for role in ("target", "draft"):
+        assert {f"KL by layer: {role}", f"Quantization error by layer: {role}"} <= titles
 
 
 def test_plots_of_expectations_need_their_data(failing: ValidationReport, advised: ValidationReport) -> None:

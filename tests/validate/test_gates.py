@@ -124,7 +124,7 @@ def test_latency_gate(limit: float, expected: str) -> None:
 
 
 def test_quality_is_judged_for_the_target() -> None:
-    quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, ())
+    quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, (), (), 0)
     (gate,) = quality_gates(quality, QualityGates())
     assert (gate.outcome, gate.measured, gate.limit) == ("PASS", 0.02, 0.05)
     gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98))

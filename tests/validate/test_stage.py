@@ -31,7 +31,7 @@ from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import References, validate
 
 PROMPTS = tuple(f"prompt number {i}" for i in range(60))
-QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, ()), None)
+QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, (), (), 0), None)
 
 
 @pytest.fixture

@@ -186,19 +186,20 @@ def quantized_linears(model: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_source(model: Any, source: Source) -> Iterator[None]:
+def as_source(model: Any, source: Source, part: str = "") -> Iterator[None]:
     """Within, the model computes exactly what its source does: quantizers off, and weights as they stand in the source's files.
 
     SmoothQuant has rewritten the weights, so switching quantizers off would not be enough. The originals are memory-mapped and
-    cost no memory of their own.
+    cost no memory of their own. part: name of the submodule that is meant, `model.layers.3`; all of the model without.
     """
     import torch
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     from toolkit.checkpoints.reader import read_tensor
 
-    quantizers = [module for module in model.modules() if isinstance(module, TensorQuantizer) and module.is_enabled]
-    linears = quantized_linears(model)
+    within = model.get_submodule(part)
+    quantizers = [module for module in within.modules() if isinstance(module, TensorQuantizer) and module.is_enabled]
+    linears = {f"{part}.{name}" if part else name: module for name, module in quantized_linears(within).items()}
     present = {}
     with contextlib.ExitStack() as stack:
         try:

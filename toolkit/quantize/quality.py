@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.interfaces import Progress
 from toolkit.quantize.modelopt import as_source, quantized_linears
+from toolkit.quantize.single_layers import measure_single_layers
 from toolkit.quantize.source import Source
 from toolkit.records import LayerError, QuantizationQuality
 
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["MAX_TOKENS", "measure", "take_tokens"]
 
 MAX_TOKENS = 16_384  # of held-out text: p99 then rests on 164 tokens
+LAYER_TOKENS = 512  # of it, for what each layer alone costs: held once for every layer
 CHUNK = 256  # tokens whose logits are held at a time
 
+T = TypeVar("T", "list[int]", "Tensor")
 
-def take_tokens(sequences: list[list[int]], limit: int = MAX_TOKENS) -> list[list[int]]:
+
+def take_tokens(sequences: list[T], limit: int = MAX_TOKENS) -> list[T]:
     """The first sequences, up to `limit` tokens in all (one at least)."""
-    taken: list[list[int]] = []
+    taken: list[T] = []
     for ids in sequences:
         if taken and sum(map(len, taken)) + len(ids) > limit:
             break
@@ -38,7 +42,8 @@ def measure(model: Any, source: Source, batches: list[Tensor], progress: Progres
     """Run `batches` ([n, length] int64) through source and quantized model, teacher-forced.
 
     Layer errors are ||quantized - source|| / ||source|| (Frobenius) over all tokens of a linear's output. KL, agreement and
-    perplexity are over the positions that have a next token in the text. Softmaxes are float32.
+    perplexity are over the positions that have a next token in the text. Softmaxes are float32. What each decoder layer alone
+    costs is measured on the first LAYER_TOKENS.
     """
     import torch
 
@@ -66,6 +71,7 @@ def measure(model: Any, source: Source, batches: list[Tensor], progress: Progres
             tokens += len(following)
             progress(done, len(batches), "measuring quality")
     kl = torch.cat(divergences).double()
+    few = take_tokens([row for batch in batches for row in batch], LAYER_TOKENS)
     return QuantizationQuality(
         tokens=tokens,
         kl_mean=float(kl.mean()),
@@ -74,6 +80,8 @@ def measure(model: Any, source: Source, batches: list[Tensor], progress: Progres
         source_perplexity=_exp(source_nll / tokens),
         quantized_perplexity=_exp(quantized_nll / tokens),
         layers=layers.result(),
+        layer_kl=measure_single_layers(model, source, [row[None] for row in few], progress),
+        layer_kl_tokens=sum(len(row) - 1 for row in few),
     )
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TRTLLM_FOLDER", "VERSION", "Ranks", "fingerprint", "quantize"]
 
-VERSION = 4
+VERSION = 5
 TRTLLM_FOLDER = "trtllm"
 
 

@@ -425,11 +425,17 @@ def _quality(report: ValidationReport) -> Table:
         ("top-1 agreement", *(percent(q.top1_agreement) for _, q in models)),
         ("perplexity, source", *(number(q.source_perplexity, 4) for _, q in models)),
         ("perplexity, quantized", *(number(q.quantized_perplexity, 4) for _, q in models)),
+        ("costliest layer alone, KL, nats", *(_costliest(q) for _, q in models)),
         ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
     ]
     note = "The draft is not gated: what it lost shows as acceptance." if any(role == "draft" for role, _ in models) else ""
     columns = ("", *(role for role, _ in models))
-    return Table("Quality of quantization", columns, tuple(rows), ("kl_mean", "top1_agreement"), note)
+    return Table("Quality of quantization", columns, tuple(rows), ("kl_mean", "top1_agreement", "layer_kl"), note)
+
+
+def _costliest(quality: QuantizationQuality) -> str:
+    worst = max(quality.layer_kl, key=lambda one: one.kl)
+    return f"{number(worst.kl)} ({worst.layer})"
 
 
 def _layers(report: ValidationReport) -> Table:

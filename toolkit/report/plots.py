@@ -37,6 +37,7 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
             yield latency_plot(report.arms, name, title)
     for role, quality in (("target", report.quality.target), ("draft", report.quality.draft)):
         if quality is not None and quality.layers:
+            yield layer_kl_plot(role, quality)
             yield layers_plot(role, quality)
     diverging = [parity for parity in (report.parity, report.sampled.parity) if parity is not None and parity.divergences]
     if any(one.margin is not None for parity in diverging for one in parity.divergences):
@@ -185,6 +186,29 @@ def latency_plot(arms: Arms, name: str, title: str) -> Plot:
             drawing.dot(x(latency.p90), y(0.9), 4.5, cls, f"{arm_name}: p90 {latency.p90:.2f} ms")
     caption = "Share of samples at or below a latency, temperature 0, up to p99. Further left is better; dots: p50 and p90."
     return Plot(title, drawing.render(), caption, (name, "percentiles"))
+
+
+def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
+    """What every decoder layer alone costs the next token's distribution, in the model's order."""
+    drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
+    found = quality.layer_kl
+    scale = Scale(0, max(one.kl for one in found) * 1.08 or 1e-6, BOTTOM, TOP)
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "KL to the source, nats per token")
+    slot = (RIGHT - LEFT) / len(found)
+    width = min(24.0, max(1.0, slot - 2))
+    step = -(-len(found) // 16)
+    for i, one in enumerate(found):
+        middle, y = LEFT + slot * (i + 0.5), scale(one.kl)
+        drawing.bar(middle - width / 2, y, width, BOTTOM - y, "spec", f"{one.layer}: {one.kl:.2g} nats")
+        if i % step == 0:
+            drawing.text(middle, BOTTOM + 16, str(i), "middle", "tick")
+    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "decoder layer", "middle", "tick")
+    worst = max(found, key=lambda one: one.kl)
+    caption = (
+        f"KL of the source with this layer quantized and no other, over {quality.layer_kl_tokens:,} tokens. {worst.layer} costs"
+        f" most, {worst.kl:.2g} nats; all together {quality.kl_mean:.2g}, over {quality.tokens:,} tokens."
+    )
+    return Plot(f"KL by layer: {role}", drawing.render(), caption, ("layer_kl", "kl_mean"))
 
 
 def layers_plot(role: str, quality: QuantizationQuality) -> Plot:

@@ -172,6 +172,13 @@ DEFINITIONS: dict[str, Definition] = {
         "Frobenius norm of the difference of one linear's outputs",
         "Frobenius norm of the source's output",
     ),
+    "layer_kl": Definition(
+        "mean over tokens of KL(source || source with this decoder layer quantized), nats",
+        "sum of KL over the first held-out tokens, teacher-forced",
+        "these tokens",
+        "all other layers, and the KV cache of theirs, are as in the source; layers may make up for one another, so the sum "
+        "need not be the KL of all together",
+    ),
 }
 
 

@@ -62,8 +62,8 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["SCHEMA_VERSION", "VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 7
-SCHEMA_VERSION = 4
+VERSION = 8
+SCHEMA_VERSION = 5
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
