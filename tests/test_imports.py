@@ -19,6 +19,7 @@ LEVELS = (
     ("__main__",),
     ("cli",),
     ("rehearsing",),
+    ("planning",),
     ("assembly",),
     ("tuning",),
     ("serving", "serving_trtllm", "progress", "benching"),

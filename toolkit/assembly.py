@@ -30,7 +30,7 @@ from toolkit.config.schema import (
     TorchEngineConfig,
     TrtEngineConfig,
 )
-from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PairingError, PlanError, StoreError, UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
 from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -42,9 +42,7 @@ from toolkit.records import (
     Advice,
     CompiledEngine,
     Grid,
-    Judgement,
     PairProof,
-    Plan,
     Quality,
     QuantizedCheckpoint,
     StageCost,
@@ -66,11 +64,15 @@ __all__ = [
     "Workplace",
     "build",
     "embedded",
+    "engine_spec",
     "explain_build",
+    "in_container",
+    "models_of",
     "rehearsal_stages",
     "replay_divergence",
     "speculation_of",
     "stages_of",
+    "tp_size_of",
     "tune",
     "tune_grid",
 ]
@@ -185,41 +187,6 @@ def build(
     return Built(finished, tuple(published), changed)
 
 
-def plan_of(config: DeploymentConfig) -> Plan:
-    """The plan, with the texts still to be written, and the proof that both tokenizers are one where they lie here."""
-    from toolkit.pairing.tokenizers import compare_pair
-    from toolkit.plan.make import make_plan
-    from toolkit.plan.resolve import by_severity
-
-    plan, draft = make_plan(config), config.draft
-    plan = replace(plan, judgements=by_severity(*plan.judgements, *_missing_texts(config)))
-    models = _models(config).values()
-    if draft is None or not all(model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models):
-        return plan
-    try:
-        findings = compare_pair(config.target.checkpoint, draft.checkpoint, tp_size=_tp_size(config)).findings
-    except PairingError as error:
-        found = [Judgement("same-vocab", "refused", "draft.checkpoint", error.what, error.mend)]
-    else:
-        warnings = [one for one in findings if one.severity == "warning"]
-        found = [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
-    possible = plan.possible and not any(one.severity == "refused" for one in found)
-    return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found))
-
-
-def _missing_texts(config: DeploymentConfig) -> Iterator[Judgement]:
-    """A plan needs no texts, and a build does."""
-    files = {"validation.prompts": (config.validation.prompts, "prompt")}
-    if config.calibration is not None:
-        files["calibration.dataset"] = (config.calibration.dataset, "text")
-        if config.calibration.heldout is not None:
-            files["calibration.heldout"] = (config.calibration.heldout, "text")
-    for path, (file, key) in files.items():
-        if not file.is_file():
-            mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
-            yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
-
-
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
     """What `build` would do, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
@@ -232,15 +199,15 @@ def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) 
 
 def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
     """Folder -> its subfolders and the stages that they come from."""
-    yield workplace.engines(config.name), {role: f"compile/{role}" for role in _models(config)}
-    yield workplace.engines(config.name + REAL_KIND), {role: f"compile/{role}{REAL_KIND}" for role in _models(config)}
+    yield workplace.engines(config.name), {role: f"compile/{role}" for role in models_of(config)}
+    yield workplace.engines(config.name + REAL_KIND), {role: f"compile/{role}{REAL_KIND}" for role in models_of(config)}
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
     yield workplace.report(config.name), {"": "validate"}
 
 
-def _models(config: DeploymentConfig) -> dict[str, ModelConfig]:
+def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
     models = {"target": config.target}
     return models if config.draft is None else {**models, "draft": config.draft}
 
@@ -254,10 +221,10 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
     _refuse_impossible(config)
     _refuse_unbuilt(config)
     _check_inputs(config)
-    if any(model.hub_id is not None for model in _models(config).values()):
+    if any(model.hub_id is not None for model in models_of(config).values()):
         config = _on_this_machine(config, download=download)
         _refuse_impossible(config)  # as the files say
-    roles = tuple(_models(config))
+    roles = tuple(models_of(config))
     return [
         _pair(config, memo),
         *(_quantize(config, role, memo) for role in roles),
@@ -277,12 +244,12 @@ def rehearsal_stages(
     """
     _refuse_unbuilt(asked)
     _check_inputs(served)
-    roles = tuple(_models(served))
+    roles = tuple(models_of(served))
     real: list[Stage] = []
     if asked.engine.kind != "torch":
         compiled = [_compile(asked, role, workplace) for role in roles]
         if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
-            compiled = [_unbuilt(stage, _engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
+            compiled = [_unbuilt(stage, engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
         real = [_beside(stage) for stage in (*compiled, _package_trtllm(asked, roles))]
     validate = _validate(served, roles, workplace, memo, replaced)
     return [
@@ -329,7 +296,7 @@ def _builds_here(config: DeploymentConfig) -> bool:
     from toolkit.engines.trt_engine import TrtEngineBackend
 
     try:
-        TrtEngineBackend().check_builder(_engine_spec(config, "target"))
+        TrtEngineBackend().check_builder(engine_spec(config, "target"))
     except BackendUnavailable:
         return False
     return bool(gpus())
@@ -347,7 +314,7 @@ def _refuse_impossible(config: DeploymentConfig) -> None:
 
 def _refuse_unbuilt(config: DeploymentConfig) -> None:
     """What the YAML may say and no stage can do yet. Raises UsageError: a plan is made of it all the same."""
-    for role, model in _models(config).items():
+    for role, model in models_of(config).items():
         if model.trust_remote_code:
             raise UsageError(
                 f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
@@ -360,7 +327,7 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
 
     found: dict[str, ModelConfig] = {}
     faults: list[Fault] = []
-    for role, model in _models(config).items():
+    for role, model in models_of(config).items():
         if model.hub_id is None:
             continue
         try:
@@ -383,7 +350,7 @@ def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store)
         return
     from toolkit.engines.trt_engine import TrtEngineBackend
 
-    TrtEngineBackend().check_builder(_engine_spec(config, "target"))
+    TrtEngineBackend().check_builder(engine_spec(config, "target"))
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
@@ -424,15 +391,15 @@ def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
-    tp_size = _tp_size(config)
+    tp_size = tp_size_of(config)
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
         try:
-            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in _models(config).items()}
+            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in models_of(config).items()}
         except StoreError as error:
             raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
-        for model in _models(config).values():
+        for model in models_of(config).values():
             check_recorded_digests(model.checkpoint, memo)
         return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": _versions(["tokenizers"])}
 
@@ -443,14 +410,14 @@ def _pair(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     return Stage("pair", 2, PairProof, (), parts, run)
 
 
-def _tp_size(config: DeploymentConfig) -> int:
+def tp_size_of(config: DeploymentConfig) -> int:
     return 1 if config.engine.kind == "torch" else config.engine.tp_size
 
 
 def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
     from toolkit.quantize import stage
 
-    model = _models(config)[role]
+    model = models_of(config)[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
     engine = config.engine
     trtllm = stage.Ranks(engine.tp_size, engine.pp_size) if engine.kind == "trt_engine" else None
@@ -489,7 +456,7 @@ def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage
     kind = config.engine.kind
     loads_draft = kind == "trtllm_pytorch" and role == "target" and config.draft is not None  # with the target, once
     needs = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
-    spec = _engine_spec(config, role)
+    spec = engine_spec(config, role)
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
@@ -508,7 +475,7 @@ def _compile(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage
     return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
 
 
-def _engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
+def engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
     engine = config.engine
     spec = EngineSpec(
         role=role,
@@ -542,7 +509,7 @@ def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
         common["draft_len_schedule"] = config.speculation.draft_len_schedule
         if config.speculation.kind == "ngram":
             common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
-        common["trust_remote_code"] = _models(config)[role].trust_remote_code
+        common["trust_remote_code"] = models_of(config)[role].trust_remote_code
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
 
@@ -559,6 +526,14 @@ def _spec_parts(spec: EngineSpec) -> dict[str, Any]:
 
 def _measures(config: DeploymentConfig) -> bool:
     return config.speculation.kind != "none" and config.speculation.max_draft_len == "auto"
+
+
+def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of LLM() with the places that both models have where the repository is served."""
+    from toolkit.engines.trtllm.llm_args import resolved
+    from toolkit.triton.layout_trtllm import ENGINES
+
+    return resolved(llm_args, f"{ENGINES}/target", f"{ENGINES}/draft")
 
 
 def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
@@ -630,7 +605,7 @@ def tune_grid(
         raise UsageError("the grid quantizes target and draft", mend="give the YAML a `draft` and a `calibration` section")
     engines = {}
     for algo in typing.get_args(QuantAlgo):
-        models = {role: _quantized_as(model, algo) for role, model in _models(config).items()}
+        models = {role: _quantized_as(model, algo) for role, model in models_of(config).items()}
         stages = upto(stages_of(config.model_copy(update=models), workplace, store.memo), "compile")
         found = dict(run_stages(stages, store, f"{config.name}.{algo}", observer))
         engines[algo] = (found["compile/target"], found["compile/draft"])
@@ -689,9 +664,9 @@ def _package(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
 def _package_trtllm(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an engine does not hold."""
     from toolkit.checkpoints.shape import read_shape
-    from toolkit.engines.trtllm.llm_args import read_llm_args, resolved
+    from toolkit.engines.trtllm.llm_args import read_llm_args
     from toolkit.triton import stage
-    from toolkit.triton.package_trtllm import ENGINES, package_bls, package_llmapi
+    from toolkit.triton.package_trtllm import package_bls, package_llmapi
 
     engine, triton = config.engine, config.triton
     assert not isinstance(engine, TorchEngineConfig)
@@ -720,8 +695,8 @@ def _package_trtllm(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         target, *drafts = (finished[need].record for need in engines)
         draft = drafts[0] if config.speculation.kind == "draft_target" else None
         if engine.kind == "trtllm_pytorch":
-            places = f"{ENGINES}/target", None if draft is None else f"{ENGINES}/draft"
-            return package_llmapi(target, draft, resolved(read_llm_args(target.path), *places), triton, out_dir, **placed)
+            args = in_container(read_llm_args(target.path))
+            return package_llmapi(target, draft, args, triton, out_dir, **placed)
         return package_bls(
             target,
             draft,
@@ -798,7 +773,7 @@ def _measure(
     from toolkit.validate.stage import Alternating, References, validate
 
     repository = finished["package"].record
-    engines = {role: finished[f"compile/{role}"].record for role in _models(config)}
+    engines = {role: finished[f"compile/{role}"].record for role in models_of(config)}
     folders = {role: engine.path for role, engine in engines.items()}
     judged: dict[str, Any] = {
         "name": config.name,

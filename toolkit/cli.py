@@ -243,8 +243,8 @@ def tune_command(
 
 @app.command()
 def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Say whether it can work, what will be changed in silence, what it needs and how fast it can be; runs nothing."""
-    from toolkit.assembly import plan_of
+    """Say whether it can work, what will be changed in silence, what it needs, how fast it can be and what will run."""
+    from toolkit.planning import plan_of
 
     made = plan_of(_load(config, overrides, texts=False))
     if as_json:

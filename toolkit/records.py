@@ -178,8 +178,24 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Something that a stage will run: a command, word by word, or a call with its arguments.
+
+    place: where, for a reader. Names in capitals stand for what is not known yet.
+    """
+
+    stage: str
+    place: str
+    command: tuple[str, ...] | None = None
+    call: str | None = None
+    arguments: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of a deployment before anything runs. summary: what it is, in words."""
+    """What is known of a deployment before anything runs. summary: what it is, in words. runs: in their order; none where it
+    cannot work.
+    """
 
     name: str
     possible: bool
@@ -189,6 +205,7 @@ class Plan:
     serving: Serving | None
     predictions: tuple[Prediction, ...]
     times: tuple[StageTime, ...]
+    runs: tuple[PlannedRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

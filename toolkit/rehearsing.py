@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from toolkit.assembly import Built, Workplace, build, plan_of, rehearsal_stages
+from toolkit.assembly import Built, Workplace, build, rehearsal_stages
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import Fault, PlanError
 from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store
+from toolkit.planning import plan_of
 from toolkit.rehearse.prepare import Rehearsal, prepare
 
 __all__ = ["ready", "rehearse"]

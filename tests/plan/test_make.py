@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,12 @@ from toolkit.records import Plan, from_json, to_json
 from toolkit.report.plan import print_plan
 
 FOLDER = Path(__file__).parents[2] / "configs"
-OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")
 
 
 def printed(plan: Plan) -> str:
     out = io.StringIO()
     print_plan(plan, Console(width=128, file=out))
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
-
-
-@pytest.mark.parametrize("name", OF_NVIDIA)
-def test_the_plan_of_a_shipped_file_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
-    """What the machine of the test is does not stand in it: the files name the GPUs that they are for."""
-    plan = make_plan(load_config(FOLDER / f"{name}.yaml"))
-    assert plan.possible
-    golden(f"plan-{name}.txt", printed(plan))
 
 
 def test_the_quickstart_can_work() -> None:

@@ -21,7 +21,8 @@ from toolkit.errors import StageError
 from toolkit.facts.triton_tensors import LLMAPI
 from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import model_config
-from toolkit.triton.package_trtllm import ENGINES, package_bls, package_llmapi
+from toolkit.triton.layout_trtllm import ENGINES
+from toolkit.triton.package_trtllm import package_bls, package_llmapi
 from toolkit.triton.server import TritonServer
 from toolkit.triton.trtllm_tensors import verify_steps
 

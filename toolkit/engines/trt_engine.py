@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class TrtEngineBackend:
         built from, BackendUnavailable where there is no builder, UsageError for a version without one."""
         asked = _asked(spec)
         source = open_form(checkpoint, asked.tp_size, asked.pp_size)
+        source, out_dir = replace(source, path=source.path.resolve()), out_dir.resolve()
         _agree(checkpoint, source)
         builder = choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
         with tempfile.TemporaryDirectory(prefix="toolkit-build-") as scratch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ALGORITHMS", "Algorithm", "algorithm_of"]
+__all__ = ["ALGORITHMS", "Algorithm", "algorithm_of", "presets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +62,8 @@ ALGORITHMS = {
 def algorithm_of(quant_algo: str) -> Algorithm | None:
     """None for NO_QUANT. Raises KeyError for a name that the config schema does not let through."""
     return None if quant_algo == "NO_QUANT" else ALGORITHMS[quant_algo]
+
+
+def presets(algorithm: Algorithm, kv_cache_quant_algo: str | None) -> tuple[str, ...]:
+    """Constants of modelopt.torch.quantization whose quant_cfg are put together."""
+    return (algorithm.preset, "FP8_KV_CFG") if kv_cache_quant_algo == "FP8" else (algorithm.preset,)

@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
-from toolkit.quantize.algorithms import Algorithm
+from toolkit.quantize.algorithms import Algorithm, presets
 from toolkit.quantize.source import Source, read_source
 
 __all__ = ["as_source", "load_model", "loudly", "quantization_configs", "quantize_model", "quantized_linears", "quiet"]
@@ -110,9 +110,9 @@ def quantize_model(
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.nn import TensorQuantizer
 
-    config = copy.deepcopy(getattr(mtq, algorithm.preset))
-    if kv_cache_quant_algo == "FP8":
-        config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG)["quant_cfg"]
+    config, *more = (copy.deepcopy(getattr(mtq, name)) for name in presets(algorithm, kv_cache_quant_algo))
+    for other in more:
+        config["quant_cfg"] += other["quant_cfg"]
     if algorithm.pre_quant_scale:
         for layer in model.model.layers:
             for linear in _linears(layer):

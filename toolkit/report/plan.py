@@ -1,14 +1,15 @@
-"""A plan on a terminal: what it is, what the rules say, what it needs, how fast it can be."""
+"""A plan on a terminal: what it is, what the rules say, what it needs, how fast it can be, what will run."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.records import Judgement, Plan, Prediction, Serving, StageMemory, StageTime
+from toolkit.records import Judgement, Plan, PlannedRun, Prediction, Serving, StageMemory, StageTime
 
 __all__ = ["print_plan"]
 
@@ -38,6 +39,9 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         if plan.times:
             yield Text()
             yield _times(plan.times)
+        if plan.runs:
+            yield Text()
+            yield _runs(plan.runs)
     yield Text()
     yield _verdict(plan)
 
@@ -124,6 +128,24 @@ def _times(times: tuple[StageTime, ...]) -> Table:
     for one in times:
         table.add_row(one.stage, _duration(one.seconds), one.formula)
     return table
+
+
+def _runs(runs: tuple[PlannedRun, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("runs", "where, and what"):
+        table.add_column(title, overflow="fold")
+    for one in runs:
+        text = Text(f"{one.place}:\n", style="dim")
+        text.append(_run(one), style="not dim")
+        table.add_row(one.stage, text)
+    return table
+
+
+def _run(one: PlannedRun) -> str:
+    """As a shell or Python reads it."""
+    if one.command is not None:
+        return shlex.join(one.command)
+    return f"{one.call}({', '.join(f'{name}={value!r}' for name, value in (one.arguments or {}).items())})"
 
 
 def _gb(num_bytes: int) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "compose",
     "docker_run",
     "kubernetes",
+    "launch_command",
     "launch_script",
     "leader_worker_set",
     "slurm_script",
@@ -139,17 +140,29 @@ def launch_script(deployment: Deployment) -> str:
     if deployment.model_py == "container":
         lines += ["# The container's own model.py beside our settings.", f"cp -rs {REPOSITORY} {WRITABLE}"]
         lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
-    mpirun = list(MPIRUN)
     if deployment.nodes > 1:
         lines += HOSTFILE.format(slots=-(-len(_ranks(deployment)) // deployment.nodes), nodes=deployment.nodes).splitlines()
+    first, *ranks = _launch(deployment)
+    lines.append(f"exec {shlex.join(first)}" + (" \\\n" if ranks else ""))
+    text = " : \\\n".join(f"    {shlex.join(rank)}" for rank in ranks)
+    return "\n".join(lines) + f"{text}\n"
+
+
+def _launch(deployment: Deployment) -> list[list[str]]:
+    """What launch.sh executes: a command, and behind mpirun a segment for each of its ranks."""
+    if deployment.layout == "llmapi" and deployment.nodes == 1:
+        return [_server(deployment)]  # the runtime starts its ranks itself
+    mpirun = list(MPIRUN)
+    if deployment.nodes > 1:
         mpirun += ["--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", f"-p {SSH_PORT} -o StrictHostKeyChecking=no"]
         mpirun += [word for name in _environment(deployment) for word in ("-x", name)]
-    if deployment.layout == "llmapi" and deployment.nodes == 1:
-        lines.append(f"exec {shlex.join(_server(deployment))}")  # the runtime starts its ranks itself
-        return "\n".join(lines) + "\n"
-    segments = [f"    -n 1 {shlex.join(command)}" for command in _ranks(deployment)]
-    lines.append(f"exec {shlex.join(mpirun)} \\\n" + " : \\\n".join(segments))
-    return "\n".join(lines) + "\n"
+    return [mpirun, *(["-n", "1", *command] for command in _ranks(deployment))]
+
+
+def launch_command(deployment: Deployment) -> list[str]:
+    """The command of launch.sh in one line of words."""
+    first, *ranks = _launch(deployment)
+    return [*first, *(word for number, rank in enumerate(ranks) for word in ([":"] if number else []) + rank)]
 
 
 # Hosts come from Slurm, from a LeaderWorkerSet (which numbers its pods), or from a file that is there already.

@@ -18,9 +18,10 @@ from toolkit.facts.versions import NEW_NAMES, VERSIONS
 from toolkit.triton import contract
 from toolkit.triton.layout_bls import Bls, EngineModel, settings_of
 
-__all__ = ["REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
+__all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 
 REPOSITORY = "/models"  # where the repository is mounted in the container
+ENGINES = f"{REPOSITORY}/{contract.MODEL}/1/engines"  # of the PyTorch flow, which has one model for both
 DRAFT_SHARE = 0.1  # of the memory for KV caches
 
 

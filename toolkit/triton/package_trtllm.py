@@ -15,7 +15,7 @@ from toolkit.errors import StageError
 from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import deploy, layout_bls, model_config
 from toolkit.triton.contract import DRAFT_MODEL, MODEL
-from toolkit.triton.layout_trtllm import REPOSITORY, Engines, bls_of_engines
+from toolkit.triton.layout_trtllm import Engines, bls_of_engines
 from toolkit.triton.repository import link_tree, write_client
 
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
@@ -89,9 +89,6 @@ def package_llmapi(
     world = built.tp_size * built.pp_size
     _finish(out_dir, deploy.Deployment(name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py))
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
-
-
-ENGINES = f"{REPOSITORY}/{MODEL}/1/engines"
 
 
 def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig) -> dict[str, Any]:

@@ -36,7 +36,16 @@ from toolkit.interfaces import Progress
 from toolkit.triton import model_config, supervise
 from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL
 
-__all__ = ["Launch", "ServerInstall", "TritonServer", "Workspace", "find_libpython", "find_server", "launch_command"]
+__all__ = [
+    "Launch",
+    "ServerInstall",
+    "TritonServer",
+    "Workspace",
+    "find_libpython",
+    "find_server",
+    "launch_command",
+    "server_arguments",
+]
 
 WORKSPACE_PREFIX = "toolkit-serve-"
 LOCK_FILE = "lock"
@@ -143,16 +152,8 @@ def launch_command(
     """
     config = config or TritonConfig()
     install = find_server()
-    command = [str(install.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
-    for protocol, port in (("http", config.http_port), ("grpc", config.grpc_port), ("metrics", config.metrics_port)):
-        command.append(f"--{protocol}-address={config.host}")
-        if port:
-            command.append(f"--{protocol}-port={port}")
-    command += [
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_S}",
-        f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-",
-    ]
+    command = [str(install.binary), *server_arguments(repository, config)]
+    command.append(f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-")
     environment = {**THREAD_POLICY, **os.environ}
     # The stub finds its packages through the `python3` that comes first on PATH: a virtual environment is recognised by it.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
@@ -173,6 +174,20 @@ def launch_command(
     if not Path("/dev/nvidiactl").exists():
         command.append("--allow-gpu-metrics=false")
     return command, environment
+
+
+def server_arguments(repository: Path, config: TritonConfig) -> list[str]:
+    """Of any tritonserver, whatever it was found in."""
+    arguments = [f"--model-repository={repository}", "--disable-auto-complete-config"]
+    for protocol, port in (("http", config.http_port), ("grpc", config.grpc_port), ("metrics", config.metrics_port)):
+        arguments.append(f"--{protocol}-address={config.host}")
+        if port:
+            arguments.append(f"--{protocol}-port={port}")
+    return [
+        *arguments,
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_S}",
+    ]
 
 
 Launch = Callable[[Path, Workspace, TritonConfig], tuple[list[str], dict[str, str]]]

@@ -19,7 +19,15 @@ from toolkit.facts.trtllm_build import VERSIONS
 from toolkit.facts.versions import BUILD_IMAGE
 from toolkit.facts.versions import VERSIONS as ROWS
 
-__all__ = ["Builder", "ContainerBuilder", "LocalBuilder", "build_image", "choose_builder", "same_version"]
+__all__ = [
+    "Builder",
+    "ContainerBuilder",
+    "LocalBuilder",
+    "build_image",
+    "choose_builder",
+    "planned_builder",
+    "same_version",
+]
 
 COMMAND = "trtllm-build"
 ASK_VERSION = "from importlib.metadata import version; print(version('tensorrt_llm'))"
@@ -66,14 +74,15 @@ class ContainerBuilder:
         return "/checkpoint", "/engine", "/tmp/model.cache"
 
     def command(self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path) -> tuple[str, ...]:
+        """Both folders as docker wants them: absolute."""
         label = f"{self.label}-help" if "--help" in arguments else self.label  # the name of a run before may not be free yet
         run = ("run", "--rm", "--init", "--name", label, "--gpus", self.gpus, "--network", "none")
         limits = ("--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
         # Nobody in the container has this number: torch asks for the user's name, and takes it from USER.
         user = ("--user", self.user, "--env", "HOME=/tmp", "--env", "USER=toolkit", "--workdir", "/tmp")
         mounts = (
-            *("--mount", f"type=bind,source={checkpoint.resolve()},target=/checkpoint,readonly"),
-            *("--mount", f"type=bind,source={out_dir.resolve()},target=/engine"),
+            *("--mount", f"type=bind,source={checkpoint},target=/checkpoint,readonly"),
+            *("--mount", f"type=bind,source={out_dir},target=/engine"),
         )
         return (str(self.docker), *run, *limits, *user, *mounts, self.image, COMMAND, *arguments)
 
@@ -120,6 +129,13 @@ def choose_builder(
         )
     label = f"toolkit-build-{role}-{secrets.token_hex(4)}"
     return ContainerBuilder(Path(docker), build_image(version), label, f"{os.getuid()}:{os.getgid()}")
+
+
+def planned_builder(asked: str, version: str, role: str, *, which: Callable[[str], str | None]) -> Builder:
+    """What choose_builder would take here, with nothing run or refused; for a plan, so without numbers of this very build."""
+    if asked == "local" or (asked == "auto" and which(COMMAND) is not None):
+        return LocalBuilder(Path(COMMAND), None)
+    return ContainerBuilder(Path("docker"), build_image(version), f"toolkit-build-{role}-ID", "UID:GID")
 
 
 def build_image(version: str) -> str:

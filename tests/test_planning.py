@@ -1,0 +1,135 @@
+"""`toolkit plan`: a shipped file has a reviewed one, a pair is proved where it is here, and what is listed is what runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.plan.conftest import config_of
+from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
+from tests.test_cli import write_config
+from toolkit.assembly import engine_spec
+from toolkit.config.load import load_config
+from toolkit.config.schema import DeploymentConfig
+from toolkit.planning import plan_of
+from toolkit.records import Plan, PlannedRun, from_json, to_json
+from toolkit.report.plan import print_plan
+
+FOLDER = Path(__file__).parents[1] / "configs"
+OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")
+
+
+def planned(config: DeploymentConfig, *programs: str) -> Plan:
+    """With these programs on the PATH, whatever the machine of the test has."""
+    return plan_of(config, which=lambda name: f"/usr/bin/{name}" if name in programs else None)
+
+
+def printed(plan: Plan) -> str:
+    out = io.StringIO()
+    print_plan(plan, Console(width=128, file=out))
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def runs(config: DeploymentConfig, stage: str, *programs: str) -> list[PlannedRun]:
+    return [one for one in planned(config, *programs).runs if one.stage == stage]
+
+
+@pytest.mark.parametrize("name", OF_NVIDIA)
+def test_the_plan_of_a_shipped_file_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
+    """What the machine of the test is does not stand in it: the files name the GPUs that they are for."""
+    plan = planned(load_config(FOLDER / f"{name}.yaml"))
+    assert plan.possible
+    golden(f"plan-{name}.txt", printed(plan))
+    assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
+
+
+def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert plan_of(load_config(write_config(tmp_path, tiny_pair))).possible
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    first, second = list(tokenizer["model"]["vocab"])[10:12]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    plan = plan_of(load_config(write_config(tmp_path, (tiny_pair[0], other))))
+    assert not plan.possible
+    (one,) = [one for one in plan.judgements if one.severity == "refused"]
+    assert (one.rule, one.path) == ("same-vocab", "draft.checkpoint")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) -> None:
+    """But for the folders, which are not known before."""
+    place = place_with_builder(tmp_path / "bin")
+    config = config_of("engine", engine__max_num_tokens=4096, engine__tokens_per_block=64)
+    source = write_trtllm_checkpoint(tmp_path / "checkpoint", role=role, quant_algo="FP8", kv_cache_quant_algo="FP8")
+    (tmp_path / "engine").mkdir()
+    engine = place.backend().compile(source, engine_spec(config, role), tmp_path / "engine", lambda *step: None)
+    assert engine.tensorrt_llm is not None
+    [planned_run] = runs(config, f"compile/{role}", "trtllm-build")
+    assert planned_run.command is not None
+
+    def without_folders(command: tuple[str, ...]) -> list[str]:
+        folders = {"--checkpoint_dir", "--output_dir", "--output_timing_cache"}
+        return [word for before, word in zip(("", *command), command, strict=False) if before not in folders]
+
+    assert without_folders(planned_run.command) == without_folders(engine.tensorrt_llm.command)
+
+
+@pytest.mark.parametrize(
+    ("asked", "programs", "first"),
+    [("auto", ("trtllm-build",), "trtllm-build"), ("auto", (), "docker"), ("local", (), "trtllm-build"),
+     ("container", ("trtllm-build",), "docker")],
+)  # fmt: skip
+def test_the_builder_is_the_one_that_would_be_taken(asked: str, programs: tuple[str, ...], first: str) -> None:
+    [run] = runs(config_of("engine", engine__builder=asked), "compile/target", *programs)
+    assert run.command is not None and run.command[0] == first
+    assert ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1" in run.command) == (first == "docker")
+
+
+def test_llm_is_called_with_what_the_yaml_says() -> None:
+    config = config_of("pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.3")
+    *_, run = runs(config, "serve")
+    assert run.call == "tensorrt_llm.LLM" and run.arguments is not None
+    assert run.arguments["speculative_config"] == {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 4,
+        "speculative_model": "/models/tensorrt_llm/1/engines/draft",
+        "draft_len_schedule": {2: 4, 4: 0},
+    }
+
+
+def test_several_nodes_have_no_docker_line() -> None:
+    engine: dict[str, Any] = {"engine__tp_size": 16, "hardware__count": 8, "hardware__nodes": 2}
+    [launch, loading] = runs(config_of("pytorch", **engine), "serve")
+    assert launch.command is not None and launch.command[0] == "mpirun"
+    assert launch.command.count("trtllm-llmapi-launch") == 16
+    assert loading.arguments is not None and loading.arguments["gpus_per_node"] == 8
+
+
+def test_quantizing_names_the_presets_and_the_texts() -> None:
+    calls = {one.stage: one.arguments for one in planned(config_of("int8")).runs if one.call and "quantize" in one.stage}
+    assert calls["quantize/draft"] == {
+        "model": "Qwen/Qwen2.5-0.5B-Instruct",
+        "config": "INT8_SMOOTHQUANT_CFG",
+        "forward_loop": "128 texts of at most 512 tokens, 4 at a time",
+    }
+
+
+def test_the_embedded_engine_is_served_here() -> None:
+    [run] = planned(config_of("torch")).runs
+    assert (run.stage, run.place) == ("serve", "this machine")
+    assert run.command is not None
+    assert run.command[:2] == ("tritonserver", "--model-repository=triton_repo/x")
+
+
+def test_nothing_is_run_of_what_cannot_work() -> None:
+    assert planned(config_of("pytorch", engine__tokens_per_block=5)).runs == ()

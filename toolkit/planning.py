@@ -1,0 +1,151 @@
+"""What `toolkit plan` says: the plan, the pair where both tokenizers are here, and what the stages will run, word by word.
+
+What will run is asked of the very functions that the stages use, so that the plan cannot say one thing and the build do
+another. Nothing is run, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.assembly import Workplace, engine_spec, in_container, models_of, tp_size_of
+from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
+from toolkit.errors import PairingError
+from toolkit.facts.versions import VERSIONS
+from toolkit.records import Judgement, Plan, PlannedRun
+
+__all__ = ["plan_of"]
+
+HERE = Workplace(Path())
+
+
+def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shutil.which) -> Plan:
+    """which: finds a program on the PATH. Raises CheckpointError as `make_plan`."""
+    from toolkit.plan.make import make_plan
+    from toolkit.plan.resolve import by_severity
+
+    plan = make_plan(config)
+    found = [*_pair(config), *_missing_texts(config)]
+    possible = plan.possible and not any(one.severity == "refused" for one in found)
+    runs = tuple(_runs(config, which)) if possible else ()
+    return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found), runs=runs)
+
+
+def _pair(config: DeploymentConfig) -> list[Judgement]:
+    """What the tokenizers say, where both lie on this machine."""
+    from toolkit.pairing.tokenizers import compare_pair
+
+    draft, models = config.draft, models_of(config).values()
+    if draft is None or not all(model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models):
+        return []
+    try:
+        findings = compare_pair(config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)).findings
+    except PairingError as error:
+        return [Judgement("same-vocab", "refused", "draft.checkpoint", error.what, error.mend)]
+    warnings = [one for one in findings if one.severity == "warning"]
+    return [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
+
+
+def _missing_texts(config: DeploymentConfig) -> Iterator[Judgement]:
+    """A plan needs no texts, and a build does."""
+    files = {"validation.prompts": (config.validation.prompts, "prompt")}
+    if config.calibration is not None:
+        files["calibration.dataset"] = (config.calibration.dataset, "text")
+        if config.calibration.heldout is not None:
+            files["calibration.heldout"] = (config.calibration.heldout, "text")
+    for path, (file, key) in files.items():
+        if not file.is_file():
+            mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
+            yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
+
+
+def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Iterator[PlannedRun]:
+    for role in models_of(config):
+        yield from _quantizing(config, role)
+    engine = config.engine
+    if isinstance(engine, TorchEngineConfig):
+        yield from _serving_here(config)
+        return
+    if isinstance(engine, TrtEngineConfig):
+        for role in models_of(config):
+            yield _compiling(config, engine, role, which)
+    yield from _launching(config)
+    if isinstance(engine, TrtllmPytorchConfig):
+        yield _loading(config)
+
+
+def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
+    from toolkit.checkpoints.quantized import read_quantization
+    from toolkit.quantize.algorithms import algorithm_of, presets
+
+    model, calibration = models_of(config)[role], config.calibration
+    algorithm = algorithm_of(model.quantization.quant_algo)
+    if algorithm is None or calibration is None:
+        return
+    if model.hub_id is None and read_quantization(model.checkpoint).quant_algo is not None:
+        return  # it is taken as it is
+    texts = f"{calibration.calib_size} texts of at most {calibration.calib_max_seq_length} tokens"
+    yield PlannedRun(
+        f"quantize/{role}",
+        "this environment",
+        call="modelopt.torch.quantization.quantize",
+        arguments={
+            "model": str(model.checkpoint),
+            "config": " + ".join(presets(algorithm, model.quantization.kv_cache_quant_algo)),
+            "forward_loop": f"{texts}, {calibration.batch_size} at a time",
+        },
+    )
+
+
+def _compiling(config: DeploymentConfig, engine: TrtEngineConfig, role: str, which: Callable[[str], str | None]) -> PlannedRun:
+    from toolkit.engines.trtllm.command import build_flags
+    from toolkit.engines.trtllm.where import ContainerBuilder, planned_builder
+    from toolkit.quantize.stage import TRTLLM_FOLDER
+
+    spec, quantization = engine_spec(config, role), models_of(config)[role].quantization
+    assert spec.tensorrt_llm is not None  # of this kind
+    builder = planned_builder(engine.builder, engine.tensorrt_llm, role, which=which)
+    source = HERE.store / "quantize" / role / "KEY" / "content" / TRTLLM_FOLDER
+    out_dir = HERE.engines(config.name) / role
+    checkpoint_dir, output_dir, timing_cache = builder.paths(source, out_dir, Path("TEMPORARY"))
+    command = build_flags(
+        spec,
+        spec.tensorrt_llm,
+        quant_algo=quantization.quant_algo,
+        kv_cache_quant_algo=quantization.kv_cache_quant_algo,
+        checkpoint_dir=checkpoint_dir,
+        output_dir=output_dir,
+        timing_cache=timing_cache,
+    )
+    place = "the build image" if isinstance(builder, ContainerBuilder) else "this environment"
+    return PlannedRun(f"compile/{role}", place, command=builder.command(command.arguments, source, out_dir))
+
+
+def _loading(config: DeploymentConfig) -> PlannedRun:
+    from toolkit.engines.trtllm.llm_args import llm_args
+
+    spec = engine_spec(config, "target")
+    assert spec.tensorrt_llm is not None  # of this kind
+    args = in_container(llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo))
+    return PlannedRun("serve", "the server's Python model", call="tensorrt_llm.LLM", arguments=args)
+
+
+def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
+    from toolkit.serving_trtllm import deployment_of
+    from toolkit.triton.deploy import docker_run, launch_command
+
+    deployment = deployment_of(config)
+    if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
+        repository = f"./{HERE.repository(config.name)}"
+        yield PlannedRun("serve", "docker-run.sh", command=tuple(docker_run(deployment, repository)))
+    yield PlannedRun("serve", "launch.sh, in the container", command=tuple(launch_command(deployment)))
+
+
+def _serving_here(config: DeploymentConfig) -> Iterator[PlannedRun]:
+    from toolkit.triton.server import server_arguments
+
+    arguments = server_arguments(HERE.repository(config.name), config.triton)
+    yield PlannedRun("serve", "this machine", command=("tritonserver", *arguments))
