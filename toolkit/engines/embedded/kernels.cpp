@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -48,7 +49,15 @@ inline V load(const void* from) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
 
-inline Floats splat(float x) { return Floats{} + x; }
+// Minus zero and not plus zero: x - 0 is x whatever its sign, so that nothing is left of it but the broadcast.
+inline Floats splat(float x) { return x - Floats{}; }
+
+// Keep what was loaded in a register. GCC otherwise loads it once more for every product, and loads are what then limits the loop.
+inline void keep_loaded(Floats& v) {
+#ifdef __AVX512F__
+  asm("" : "+v"(v));
+#endif
+}
 
 // Ask for the weights that come 3 KiB later. Weights larger than the caches come at the speed of memory only this way: the hardware's own
 // prefetcher stops at every 4 KiB page, and its gaps show as soon as there is arithmetic between the loads.
@@ -136,7 +145,7 @@ void float_block(const float* x, const W* w, int64_t k, Floats (*acc)[kVectors])
   for (int64_t i = 0; i < k; ++i) {
     Floats row[kVectors];
     ahead(w + i * kBlock, kBlock * sizeof(W));
-    for (int j = 0; j < kVectors; ++j) row[j] = widen(w + i * kBlock + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) row[j] = widen(w + i * kBlock + j * kLanes), keep_loaded(row[j]);
     for (int t = 0; t < T; ++t) {
       Floats value = splat(x[t * k + i]);
       for (int j = 0; j < kVectors; ++j) sum[t][j] += value * row[j];
@@ -340,7 +349,8 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& start, c
 
 // ---- attention --------------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kQueries = 4;  // queries that share one pass over a head's keys and values
+constexpr int64_t kQueries = 24;  // queries of a KV head at a time: their scores, and its keys and values, stay in the nearest caches
+constexpr int64_t kTogether = 6;  // queries that share one load of a key or value
 
 // e^x for x <= 0, to about one unit in the last place; below -87 the result is cut at e^-87.
 inline Floats exponential(Floats x) {
@@ -364,41 +374,60 @@ struct Heads {
   int64_t heads, kv_heads, dim, padded, capacity;  // padded: head_dim up to a multiple of 16
 };
 
-// Scores of Q queries [Q, dim] against 64 positions of a head whose keys are stored [dim, capacity].
-template <typename C, int Q>
-void score_block(const float* q, const C* keys, const Heads& h, float* const* scores, int64_t place) {
-  Floats sum[Q][kVectors] = {};
+// One sequence and KV head with up to kQueries of its queries.
+struct Queries {
+  float *rotated, *scores, *mixed, *sums;  // [kQueries, padded], [kQueries, reach], [kQueries, padded], [kQueries]
+  int64_t at[kQueries];                    // a query's own position
+  int64_t reach;
+};
+
+// Scores of Q queries, from `first` on, against 16 V positions; the head's keys are stored [dim, capacity].
+template <typename C, int Q, int V>
+void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int64_t place) {
+  const float* q = all.rotated + first * h.padded;
+  Floats sum[Q][V] = {};
   for (int64_t d = 0; d < h.dim; ++d) {
-    Floats key[kVectors];
-    for (int j = 0; j < kVectors; ++j) key[j] = widen(keys + d * h.capacity + place + j * kLanes);
+    Floats key[V];
+    for (int j = 0; j < V; ++j) key[j] = widen(keys + d * h.capacity + place + j * kLanes), keep_loaded(key[j]);
     for (int i = 0; i < Q; ++i)
-      for (int j = 0; j < kVectors; ++j) sum[i][j] += splat(q[i * h.padded + d]) * key[j];
+      for (int j = 0; j < V; ++j) sum[i][j] += splat(q[i * h.padded + d]) * key[j];
   }
   for (int i = 0; i < Q; ++i)
-    for (int j = 0; j < kVectors; ++j) store(scores[i] + place + j * kLanes, sum[i][j]);
+    for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
 }
 
-// out[i] [d, d + 16 D) = sum over positions of p[i] * value; values stored [capacity, padded]. Several columns of 16 dims at a time,
-// since one sum alone would wait for each of its additions.
+// mixed[i] [d, d + 16 D) = sum over positions of scores[i] * value; values are stored [capacity, padded]. Several columns of 16 dims at
+// a time, since one sum alone would wait for each of its additions.
 template <typename C, int Q, int D>
-void mix_columns(float* const* p, const C* values, const Heads& h, int64_t begin, int64_t end, float* const* out, int64_t d) {
+void mix(const Queries& all, const C* values, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
+  const float* p = all.scores + first * all.reach;
   Floats sum[Q][D] = {};
   for (int64_t s = begin; s < end; ++s) {
     Floats value[D];
-    for (int j = 0; j < D; ++j) value[j] = widen(values + s * h.padded + d + j * kLanes);
+    for (int j = 0; j < D; ++j) value[j] = widen(values + s * h.padded + d + j * kLanes), keep_loaded(value[j]);
     for (int i = 0; i < Q; ++i)
-      for (int j = 0; j < D; ++j) sum[i][j] += splat(p[i][s]) * value[j];
+      for (int j = 0; j < D; ++j) sum[i][j] += splat(p[i * all.reach + s]) * value[j];
   }
   for (int i = 0; i < Q; ++i)
-    for (int j = 0; j < D; ++j) store(out[i] + d + j * kLanes, sum[i][j]);
+    for (int j = 0; j < D; ++j) store(all.mixed + (first + i) * h.padded + d + j * kLanes, sum[i][j]);
 }
 
-template <typename C, int Q>
-void mix_values(float* const* p, const C* values, const Heads& h, int64_t begin, int64_t end, float* const* out) {
-  int64_t d = 0;
-  for (; d + 4 * kLanes <= h.padded; d += 4 * kLanes) mix_columns<C, Q, 4>(p, values, h, begin, end, out, d);
-  for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix_columns<C, Q, 2>(p, values, h, begin, end, out, d);
-  for (; d < h.padded; d += kLanes) mix_columns<C, Q, 1>(p, values, h, begin, end, out, d);
+// f.template operator()<Q>(first) for all `count` queries, Q of them at a time: as few and as even portions as kTogether allows.
+template <typename F>
+void together(int64_t count, const F& f) {
+  int64_t portions = (count + kTogether - 1) / kTogether, first = 0;
+  for (; portions > 0; --portions) {
+    int64_t size = (count - first + portions - 1) / portions;
+    switch (size) {
+      case 1: f.template operator()<1>(first); break;
+      case 2: f.template operator()<2>(first); break;
+      case 3: f.template operator()<3>(first); break;
+      case 4: f.template operator()<4>(first); break;
+      case 5: f.template operator()<5>(first); break;
+      default: f.template operator()<6>(first);
+    }
+    first += size;
+  }
 }
 
 // One number out of sixteen lanes, by halves: four steps instead of a chain of fifteen.
@@ -437,20 +466,22 @@ inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, in
   return fold(total, [](Floats a, Floats b) { return a + b; });
 }
 
-// Up to kQueries queries of one sequence and KV head. at[i] is the query's own position.
-template <typename C, int Q>
-void attend(const float* q, const C* keys, const C* values, const Heads& h, const int64_t* at, int64_t window, float* const* scores,
-            float* const* out, float* sums) {
-  int64_t end = 0, begin = h.capacity;
-  for (int i = 0; i < Q; ++i) {
-    end = std::max(end, at[i] + 1);
-    begin = std::min(begin, window > 0 ? std::max<int64_t>(0, at[i] + 1 - window) : 0);
-  }
-  int64_t first = begin / kBlock * kBlock, last = (end + kLanes - 1) / kLanes * kLanes;
-  for (int64_t s = first; s < last; s += kBlock) score_block<C, Q>(q, keys, h, scores, s);
-  for (int i = 0; i < Q; ++i)
-    sums[i] = softmax(scores[i], first, last, window > 0 ? std::max<int64_t>(0, at[i] + 1 - window) : 0, at[i] + 1);
-  mix_values<C, Q>(scores, values, h, begin, end, out);
+// mixed / sums is what attention gives for these queries.
+template <typename C>
+void attend(const Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
+  auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
+  int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
+  int64_t first = begin / kLanes * kLanes, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
+  for (; place + kBlock <= last; place += kBlock)
+    together(count, [&]<int Q>(int64_t q) { score<C, Q, kVectors>(all, keys, h, q, place); });
+  for (; place < last; place += kLanes) together(count, [&]<int Q>(int64_t q) { score<C, Q, 1>(all, keys, h, q, place); });
+  for (int64_t i = 0; i < count; ++i) all.sums[i] = softmax(all.scores + i * all.reach, first, last, from(all.at[i]), all.at[i] + 1);
+  together(count, [&]<int Q>(int64_t q) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= h.padded; d += 4 * kLanes) mix<C, Q, 4>(all, values, h, q, begin, end, d);
+    for (; d + 2 * kLanes <= h.padded; d += 2 * kLanes) mix<C, Q, 2>(all, values, h, q, begin, end, d);
+    for (; d < h.padded; d += kLanes) mix<C, Q, 1>(all, values, h, q, begin, end, d);
+  });
 }
 
 // One head of one token: RMSNorm where the family has it, then the rotation. Pairs are (i, i + dim/2).
@@ -486,13 +517,14 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
   TORCH_CHECK(longest <= h.capacity && longest <= cos.size(0), "attention: the cache ends before position ", longest);
   const float *in = qkv.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
   float* result = out.mutable_data_ptr<float>();
-  int64_t reach = (longest + kBlock - 1) / kBlock * kBlock;
+  int64_t reach = (longest + kLanes - 1) / kLanes * kLanes;
   int64_t half = h.dim / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
   float scale = k_scale / std::sqrt(static_cast<float>(h.dim));
   parallel(batch * h.kv_heads, queries * longest * h.padded / 4, [&](int64_t first, int64_t last) {
-    std::vector<float> rotated(kQueries * h.padded), score(kQueries * reach), mixed(kQueries * h.padded);
-    float *scores[kQueries], *mixtures[kQueries], sums[kQueries];
-    for (int64_t i = 0; i < kQueries; ++i) scores[i] = score.data() + i * reach, mixtures[i] = mixed.data() + i * h.padded;
+    int64_t most = std::min(kQueries, queries);
+    std::unique_ptr<float[]> scratch(new float[most * (2 * h.padded + reach + 1)]);
+    Queries all{scratch.get(), scratch.get() + 2 * most * h.padded, scratch.get() + most * h.padded, nullptr, {}, reach};
+    all.sums = all.scores + most * reach;
     for (int64_t task = first; task < last; ++task) {
       int64_t b = task / h.kv_heads, head = task % h.kv_heads;
       C* keys = key_cache + (slot[b] * h.kv_heads + head) * h.dim * h.capacity;
@@ -500,7 +532,7 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
       for (int64_t t = 0; t < n; ++t) {
         const float* token = in + (b * n + t) * stride;
         int64_t place = length[b] + t;
-        rotate(token + (h.heads + head) * h.dim, k_norm, eps, c + place * half, s + place * half, h.dim, rotated.data());
+        rotate(token + (h.heads + head) * h.dim, k_norm, eps, c + place * half, s + place * half, h.dim, all.rotated);
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
         for (int64_t d = 0; d < h.dim; d += kLanes) {
           int64_t count = std::min(kLanes, h.dim - d);
@@ -508,30 +540,25 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
           std::memcpy(&value, v + d, count * sizeof(float));
           keep(values + place * h.padded + d, value, v_scale);
           C column[kLanes];
-          keep(column, load<Floats>(rotated.data() + d), k_scale);
+          keep(column, load<Floats>(all.rotated + d), k_scale);
           for (int64_t i = 0; i < count; ++i) keys[(d + i) * h.capacity + place] = column[i];
         }
       }
       for (int64_t q = 0; q < queries; q += kQueries) {
-        int64_t count = std::min(kQueries, queries - q), at[kQueries];
+        int64_t count = std::min(kQueries, queries - q);
         for (int64_t i = 0; i < count; ++i) {
-          int64_t t = (q + i) / group, which = head * group + (q + i) % group;
-          at[i] = length[b] + t;
-          float* to = rotated.data() + i * h.padded;
-          rotate(in + (b * n + t) * stride + which * h.dim, q_norm, eps, c + at[i] * half, s + at[i] * half, h.dim, to);
+          int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
+          float* to = all.rotated + i * h.padded;
+          rotate(in + (b * n + t) * stride + which * h.dim, q_norm, eps, c + at * half, s + at * half, h.dim, to);
           for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
+          all.at[i] = at;
         }
-        switch (count) {
-          case 1: attend<C, 1>(rotated.data(), keys, values, h, at, window, scores, mixtures, sums); break;
-          case 2: attend<C, 2>(rotated.data(), keys, values, h, at, window, scores, mixtures, sums); break;
-          case 3: attend<C, 3>(rotated.data(), keys, values, h, at, window, scores, mixtures, sums); break;
-          default: attend<C, 4>(rotated.data(), keys, values, h, at, window, scores, mixtures, sums);
-        }
+        attend(all, count, keys, values, h, window);
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group;
           float* to = result + ((b * n + t) * h.heads + which) * h.dim;
-          float whole = v_scale / sums[i];
-          for (int64_t d = 0; d < h.dim; ++d) to[d] = mixtures[i][d] * whole;
+          float whole = v_scale / all.sums[i];
+          for (int64_t d = 0; d < h.dim; ++d) to[d] = all.mixed[i * h.padded + d] * whole;
         }
       }
     }
