@@ -18,7 +18,8 @@ import pytest
 from tests.support.hub import small_hub
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
-COMMANDS = ("init", "build", *STAGES, "plan", "explain", "serve", "generate", "bench", "report", "doctor", "schema", "version")
+SHOWS = ("plan", "explain", "report", "doctor", "schema", "version")
+COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHOWS)
 
 
 def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from toolkit.assembly import Built
     from toolkit.config.schema import DeploymentConfig
-    from toolkit.records import Advice, BenchRun, Grid, ValidationReport
+    from toolkit.records import BenchRun, ValidationReport
 
 __all__ = ["app", "main"]
 
@@ -204,6 +204,7 @@ def tune_command(
     grid: Annotated[
         bool, typer.Option("--grid", help="Compare every precision of the target with every precision of the draft.")
     ] = False,
+    details: Annotated[bool, typer.Option("--details", help="Also print alpha and every draft length.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
@@ -214,7 +215,7 @@ def tune_command(
     from toolkit.assembly import tune, tune_grid
     from toolkit.pipeline.store import Store
     from toolkit.progress import displayed
-    from toolkit.records import to_json
+    from toolkit.records import Advice, Grid, to_json
 
     if grid and (drafts or measure or gpu):
         raise UsageError("--grid measures the YAML's own pair", mend="leave --draft, --measure and --gpu out")
@@ -233,11 +234,14 @@ def tune_command(
     if as_json:
         _print(json.dumps(to_json(found), indent=2))
         return
-    from rich.console import Console
+    from toolkit.report.advice import print_advice, print_grid
 
-    from toolkit.report.advice import print_found
-
-    print_found(found, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    if isinstance(found, Grid):
+        print_grid(found, _console())
+    else:
+        draft = None if loaded.draft is None else loaded.draft.checkpoint.name
+        last = _last_report(workplace.report(loaded.name) / "report.json")
+        print_advice(found, _console(), present=loaded.speculation, own_draft=draft, served=last, details=details)
     _print(f"in {folder.relative_to(Path.cwd())}/")
 
 
@@ -637,6 +641,16 @@ def _build(
             _print("nothing changed: every stage was reused")
     if verdict is not None:
         raise typer.Exit(VERDICTS[verdict.verdict])
+
+
+def _last_report(file: Path) -> ValidationReport | None:
+    """None where there is none, or one of another version."""
+    from toolkit.errors import StageError
+    from toolkit.report.render import read_report
+
+    with contextlib.suppress(StageError):
+        return read_report(file) if file.exists() else None
+    return None
 
 
 def _replay(file: Path, *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from tests.support.runtimes import CODEC
 from tests.support.step_engines import TableEngine
 from toolkit.advise.acceptance import alpha_from_counts
+from toolkit.advise.choose import schedule_of
 from toolkit.advise.cost import StepTimes, batch_sizes
 from toolkit.advise.stage import Contender, Question, advise
 from toolkit.interfaces import Sampling
@@ -213,3 +215,11 @@ def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
     assert costs[4, 3].verify_ms == pytest.approx(26.0)
     assert costs[4, 3].draft_ms == pytest.approx(3 * 1.4)
     assert (costs[1, 0].host_ms, costs[1, 0].samples) == (0.0, 0)
+
+
+def test_the_advice_agrees_with_the_interval_that_it_prints(good: Advice) -> None:
+    """One request at a time: the modes' own lower ends, each below 1, do not overrule the interval over both of them."""
+    best = good.candidates[0]
+    wide = tuple(replace(one, low=0.97) if one.batch == 1 else one for one in best.predictions)
+    assert schedule_of(replace(best, predictions=wide), (1, 2))[0].draft_len == best.draft_len
+    assert schedule_of(replace(best, low=0.99), (1, 2))[0].draft_len == 0

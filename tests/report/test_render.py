@@ -221,3 +221,12 @@ def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(passing: V
     assert printed(report).index("big/Model") < printed(report).index("output tokens/s")
     assert not any(gate.outcome == "PASS" for gate in gates if gate.name.startswith(("speedup", "quality")))
     assert next_steps(replace(report, findings=()))[0].startswith("Nothing needs mending. Build it where")
+
+
+def test_serving_without_speculation_says_who_chose_it(plain_only: ValidationReport, advised: ValidationReport) -> None:
+    assert "The advisor chose" not in printed(plain_only)
+    assert advised.advice is not None
+    refused = replace(advised.advice, speculate=False, reason="do not speculate: it would give 0.92x")
+    assert "The advisor chose that: do not speculate: it would give 0.92x." in printed(
+        replace(plain_only, advice=refused), width=200
+    )

@@ -80,7 +80,11 @@ def judge(
 
 
 def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleStep, ...]:
-    """The best draft length from each batch size on; 0 where the interval of the speed-up does not lie above 1. Never grows."""
+    """The best draft length from each batch size on; 0 where the interval of the speed-up does not lie above 1. Never grows.
+
+    For one request at a time the interval is the candidate's own, over all modes; beyond, the modes' lower ends are averaged,
+    which asks for a little more.
+    """
     steps: list[ScheduleStep] = []
     bound = max(prediction.draft_len for prediction in candidate.predictions)
     for batch in batches:
@@ -90,7 +94,8 @@ def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleS
             by_length.setdefault(each.draft_len, []).append(each)
         means = {length: _geometric([one.speedup for one in ones]) for length, ones in by_length.items()}
         best = best_length(means)
-        pays = _geometric([one.low for one in by_length[best]]) > 1.0
+        own = (batch, best) == (1, candidate.draft_len)
+        pays = (candidate.low if own else _geometric([one.low for one in by_length[best]])) > 1.0
         bound = min(bound, best if pays else 0)
         if not steps or steps[-1].draft_len != bound:
             steps.append(ScheduleStep(batch, bound))

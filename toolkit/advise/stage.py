@@ -20,7 +20,7 @@ from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise"]
 
-VERSION = 1
+VERSION = 2
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
 SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 

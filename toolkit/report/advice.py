@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import Advice, Candidate, Grid, Interval, SpeedupPrediction
+from toolkit.config.schema import SpeculationConfig
+from toolkit.records import Advice, Candidate, Grid, Interval, SpeedupPrediction, ValidationReport
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["print_advice", "print_found", "print_grid", "yaml_of"]
+__all__ = ["against_present", "at_once", "print_advice", "print_grid", "yaml_of"]
 
 DASH = "-"
+MEASURED = "measured"  # what Advice.costs_are says of this machine
 
 
 def yaml_of(advice: Advice) -> str:
@@ -24,13 +27,6 @@ def yaml_of(advice: Advice) -> str:
         steps = ", ".join(f"{step.batch}: {step.draft_len}" for step in advice.schedule)
         lines.append(f"  draft_len_schedule: {{{steps}}}")
     return "\n".join(lines)
-
-
-def print_found(found: Advice | Grid, console: Console) -> None:
-    if isinstance(found, Grid):
-        print_grid(found, console)
-    else:
-        print_advice(found, console)
 
 
 def print_grid(grid: Grid, console: Console) -> None:
@@ -49,16 +45,16 @@ def print_grid(grid: Grid, console: Console) -> None:
         for cell in grid.cells
     ]
     titles = ("", "target", "draft", "alpha, greedy", "length", "tokens/step", "tokens/s", "speed-up over its plain decoding")
-    console.print(_table("pairs, one request at a time", titles, cells))
+    console.print(_table("pairs, one request at a time", titles, cells, words=titles[:3]))
     of_target = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
     targets = [(one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens)) for one in grid.targets]
-    console.print(_table("targets on held-out text", of_target, targets))
+    console.print(_table("targets on held-out text", of_target, targets, words=of_target[:1]))
     drafts = [
         (one.target, one.draft, f"{one.alpha_lost:.1%}", f"{one.draft_time_saved:.1%}", _interval(one.speed, 3), one.verdict)
         for one in grid.drafts
     ]
     of_draft = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
-    console.print(_table("what quantizing the draft does", of_draft, drafts))
+    console.print(_table("what quantizing the draft does", of_draft, drafts, words=("target", "draft", "quantizing the draft")))
     console.print(
         f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts} prompts, intervals at "
         f"{grid.confidence:.0%}",
@@ -70,24 +66,97 @@ def _interval(value: Interval, digits: int) -> str:
     return f"{value.estimate:.{digits}f} ({value.low:.{digits}f} to {value.high:.{digits}f})"
 
 
-def print_advice(advice: Advice, console: Console) -> None:
+def print_advice(
+    advice: Advice,
+    console: Console,
+    *,
+    present: SpeculationConfig | None = None,
+    own_draft: str | None = None,
+    served: ValidationReport | None = None,
+    details: bool = False,
+) -> None:
+    """What to set, what that gains over the YAML's own setting, and how the ways to draft compare; `details`: why it is so.
+
+    present, own_draft: what the YAML says, and the name of its draft. served: the deployment's last report.
+    """
     from rich.text import Text
 
     console.print(Text(advice.reason, style="bold" if advice.speculate else "bold yellow"))
     console.print(Text(yaml_of(advice)), highlight=False)
     if advice.max_concurrency is not None:
-        console.print(f"it pays up to {advice.max_concurrency} requests at once, and not beyond")
-    for candidate in advice.candidates:
+        console.print(f"it pays up to {at_once(advice.max_concurrency)}, and not beyond")
+    own = None if present is None else _own(advice, present, own_draft)
+    for line in (None if present is None else against_present(advice, present, own), *_trust(advice, present, own, served)):
+        if line is not None:
+            console.print(Text(line), highlight=False)
+    console.print()
+    console.print(_ranking(advice))
+    for candidate in advice.candidates if details else ():
         console.print()
         console.print(_by_length(candidate))
         console.print(_alphas(candidate))
-    console.print()
-    console.print(_ranking(advice))
     console.print(
         f"costs {advice.costs_are}; {advice.prompts} prompts, {advice.tokens} tokens; intervals at {advice.confidence:.0%}; "
-        f"took {advice.seconds:.1f} s",
+        f"took {advice.seconds:.1f} s" + ("" if details else "; --details prints alpha and every draft length"),
         style="dim",
     )
+
+
+def at_once(requests: int) -> str:
+    return f"{requests} {'request' if requests == 1 else 'requests'} at once"
+
+
+def against_present(advice: Advice, present: SpeculationConfig, own: Candidate | None) -> str | None:
+    """What the advice changes in the YAML, and what that is predicted to gain for one request at a time."""
+    best = advice.candidates[0]
+    if present.kind == "none":
+        return f"the YAML does not speculate: this gains {best.speedup - 1:.1%}" if advice.speculate else "as the YAML has it"
+    if present.max_draft_len == "auto":
+        return "the YAML has max_draft_len: auto, so `toolkit build` sets this by itself"
+    now = None if own is None else _speedup(own, present.max_draft_len)
+    if now is None:
+        return None
+    has = f"the YAML has {present.kind} with max_draft_len {present.max_draft_len}, predicted {now:.2f}x"
+    if not advice.speculate:
+        return f"{has}: leave it out"
+    if own is best and present.max_draft_len == advice.max_draft_len:
+        return f"{has}: keep it"
+    return f"{has}: this gains {best.speedup / now - 1:.1%}"
+
+
+def _own(advice: Advice, present: SpeculationConfig, own_draft: str | None) -> Candidate | None:
+    """The YAML's own way to draft among those that were compared."""
+    name = own_draft if present.kind == "draft_target" else present.kind
+    return next((one for one in advice.candidates if (one.drafter, one.name) == (present.kind, name)), None)
+
+
+def _speedup(candidate: Candidate, draft_len: int) -> float | None:
+    """Predicted for one request at a time; modes count alike."""
+    found = [one.speedup for one in candidate.predictions if (one.batch, one.draft_len) == (1, draft_len)]
+    return math.prod(found) ** (1 / len(found)) if found else None
+
+
+def _trust(
+    advice: Advice, present: SpeculationConfig | None, own: Candidate | None, served: ValidationReport | None
+) -> Iterator[str]:
+    """What the prediction leaves out, and what was seen of it where the deployment was served."""
+    if advice.costs_are != MEASURED:
+        yield "costs are a GPU's at its limits, without host and server: tune on that machine before you rely on it"
+        return
+    told = "predicted in this process, without what sending chunks through Triton costs"
+    sampled = None if served is None else served.sampled.speedup
+    if served is None or served.speedup is None or sampled is None:
+        yield f"{told}: `toolkit build` measures it served"
+        return
+    seen = (("greedy", served.speedup), (f"T = {served.sampled.temperature:g}", sampled))
+    yield f"{told}; served, the last report has"
+    for (name, found), mode in zip(seen, ("greedy", "sampled"), strict=True):
+        asked = None if present is None else present.max_draft_len
+        length = advice.max_draft_len if asked == "auto" else asked
+        steps = () if own is None else own.predictions
+        predicted = [one.speedup for one in steps if (one.mode, one.batch, one.draft_len) == (mode, 1, length)]
+        beside = f", {predicted[0]:.2f}x predicted" if predicted else ""
+        yield f"  {name}: {found.estimate:.2f}x ({found.low:.2f} to {found.high:.2f}){beside}"
 
 
 def _ranking(advice: Advice) -> RenderableType:
@@ -104,7 +173,7 @@ def _ranking(advice: Advice) -> RenderableType:
         for candidate in advice.candidates
     ]
     titles = ("drafts", "drafter", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
-    return _table("best first, one request at a time, greedy and sampled alike", titles, rows)
+    return _table("best first, one request at a time, greedy and sampled alike", titles, rows, words=titles[:2])
 
 
 def _by_length(candidate: Candidate) -> RenderableType:
@@ -125,7 +194,7 @@ def _by_length(candidate: Candidate) -> RenderableType:
         if prediction.batch == 1
     ]
     titles = ("mode", "length", "predicted", "measured", "tokens/step", "formula", "dependence", "verify cost", "host, prefill")
-    return _table(f"{candidate.name}: speed-up over draft length", titles, rows)
+    return _table(f"{candidate.name}: speed-up over draft length", titles, rows, words=titles[:1])
 
 
 def _measured(prediction: SpeedupPrediction) -> str:
@@ -139,15 +208,16 @@ def _alphas(candidate: Candidate) -> RenderableType:
         (alpha.rule, alpha.domain or "all", f"{alpha.estimate:.3f} ({alpha.low:.3f} to {alpha.high:.3f})", str(alpha.tokens))
         for alpha in candidate.alphas
     ]
-    return _table(f"{candidate.name}: alpha", ("rule", "domain", "alpha", "tokens"), rows)
+    return _table(f"{candidate.name}: alpha", ("rule", "domain", "alpha", "tokens"), rows, words=("rule", "domain"))
 
 
-def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str]) -> RenderableType:
+    """words: the columns that hold text; the others are numbers, which stand to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for name in titles:
-        table.add_column(name)
+        table.add_column(name, justify="left" if name in words else "right")
     for row in rows:
         table.add_row(*row)
     return table

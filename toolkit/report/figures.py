@@ -112,7 +112,9 @@ def headline(report: ValidationReport) -> str:
             "quality were not. It shows that the deployment is built and served as it should be, and nothing about its models."
         )
     if report.speedup is None or report.parity is None:
-        return f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
+        plain = f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
+        refused = report.advice is not None and not report.advice.speculate
+        return f"{plain} The advisor chose that: {report.advice.reason}." if report.advice and refused else plain
     seeded = report.sampled.parity
     same = report.parity.identical + (seeded.identical if seeded else 0)
     compared = report.parity.prompts + (seeded.prompts if seeded else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.records import Advice, BenchPoint, Candidate, Ratio, SpeedupPrediction, ValidationReport
+from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, interval, number, size
 from toolkit.report.expected import measured_peak
 
@@ -42,7 +43,7 @@ def _ways(advice: Advice) -> Table:
     schedule = ", ".join(f"{step.draft_len} from batch {step.batch} on" for step in advice.schedule)
     note = f"{advice.reason} Draft length: {schedule or advice.max_draft_len}."
     if advice.max_concurrency is not None:
-        note += f" It pays up to {advice.max_concurrency} requests at once."
+        note += f" It pays up to {at_once(advice.max_concurrency)}."
     note += f" Costs are {advice.costs_are}; {advice.prompts} prompts, {advice.tokens:,} tokens."
     columns = ("drafts", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
     return Table("Advice: ways to draft, best first", columns, rows, ("predicted_speedup", "break_even"), note)

@@ -1,0 +1,93 @@
+"""What `toolkit tune` prints: the verdict and the choice first, beside what the YAML has and what was served."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from toolkit.config.schema import SpeculationConfig
+from toolkit.records import Advice, ValidationReport
+from toolkit.report.advice import print_advice
+
+
+def printed(advice: Advice, **how: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=120)
+    print_advice(advice, console, **how)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def advice(advised: ValidationReport) -> Advice:
+    assert advised.advice is not None
+    return advised.advice
+
+
+def test_verdict_and_choice_come_first_and_fit_a_screen(advice: Advice) -> None:
+    lines = printed(advice)
+    assert lines[0] == advice.reason
+    assert lines[1:5] == [
+        "speculation:",
+        "  kind: draft_target",
+        "  max_draft_len: 4",
+        "  draft_len_schedule: {1: 4, 4: 2, 8: 0}",
+    ]
+    assert len(lines) <= 16
+    assert "--details" in lines[-1] and "alpha, greedy" not in "\n".join(lines)
+    detailed = "\n".join(printed(advice, details=True))
+    assert "speed-up over draft length" in detailed and "a <draft>: alpha" in detailed and "--details" not in detailed
+
+
+def test_numbers_stand_to_the_right(advice: Advice) -> None:
+    short = replace(advice.candidates[1], acceptance_length=12.5)
+    rows = [
+        line
+        for line in printed(replace(advice, candidates=(advice.candidates[0], short)))
+        if "draft_target " in line or " ngram " in line
+    ]
+    ends = [re.search(r"\d\d?\.\d\d +1\.90", line) for line in rows]
+    assert len(rows) == 2 and all(ends)
+    assert len({found.end() for found in ends if found}) == 1
+    assert {found[0][:2] for found in ends if found} == {"3.", "12"}
+
+
+@pytest.mark.parametrize("most, words", [(1, "up to 1 request at once"), (4, "up to 4 requests at once")])
+def test_one_request_is_no_plural(advice: Advice, most: int, words: str) -> None:
+    assert f"it pays {words}, and not beyond" in printed(replace(advice, max_concurrency=most))
+
+
+@pytest.mark.parametrize(
+    "present, own, words",
+    [
+        ({"max_draft_len": 4}, "a <draft>", "with max_draft_len 4, predicted 1.84"),
+        ({"max_draft_len": 4}, "a <draft>", "x: keep it"),
+        ({"max_draft_len": 1}, "a <draft>", "x: this gains "),
+        ({"max_draft_len": "auto"}, "a <draft>", "sets this by itself"),
+        ({"kind": "none"}, None, "does not speculate: this gains 62.0%"),
+        ({"kind": "ngram", "max_draft_len": 2}, None, "the YAML has ngram with max_draft_len 2"),
+    ],
+)
+def test_the_choice_is_set_beside_the_yaml_s(advice: Advice, present: dict[str, Any], own: str | None, words: str) -> None:
+    lines = printed(advice, present=SpeculationConfig(**present), own_draft=own)
+    assert any(words in line for line in lines), lines
+
+
+def test_advice_against_speculation_says_what_becomes_of_the_yaml_s(advice: Advice) -> None:
+    against = replace(advice, speculate=False, drafter="none", max_draft_len=0, schedule=(), max_concurrency=None)
+    assert any(line.endswith(": leave it out") for line in printed(against, present=SpeculationConfig(), own_draft="a <draft>"))
+    assert "as the YAML has it" in printed(against, present=SpeculationConfig(kind="none"))
+
+
+def test_a_prediction_is_set_beside_what_was_served(advice: Advice, advised: ValidationReport) -> None:
+    assert any("costs: `toolkit build` measures it served" in line for line in printed(advice))
+    lines = printed(advice, present=SpeculationConfig(), own_draft="a <draft>", served=advised)
+    greedy = next(line for line in lines if line.startswith("  greedy: "))
+    assert advised.speedup is not None
+    assert greedy.startswith(f"  greedy: {advised.speedup.estimate:.2f}x (") and greedy.endswith("x predicted")
+    elsewhere = printed(replace(advice, costs_are="predicted"), served=advised)
+    assert any("tune on that machine" in line for line in elsewhere) and not any("greedy: " in line for line in elsewhere)
