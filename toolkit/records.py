@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
+    "REPORT_SCHEMA_VERSION",
     "Acceptance",
     "Advice",
     "Agreement",
@@ -78,6 +79,8 @@ __all__ = [
     "from_json",
     "to_json",
 ]
+
+REPORT_SCHEMA_VERSION = 5  # of report.json: raised when a key comes, goes away or changes its meaning
 
 R = TypeVar("R")
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from toolkit.errors import StageError
-from toolkit.records import Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
+from toolkit.records import REPORT_SCHEMA_VERSION, Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
 from toolkit.report.cells import number
 from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
 from toolkit.report.html import render_html
@@ -36,7 +36,7 @@ def test_files_are_written_and_the_json_reads_back_equal(which: str, request: py
 
 def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     data = json.loads(render_json(failing))
-    assert data["schema_version"] == 5
+    assert data["schema_version"] == REPORT_SCHEMA_VERSION
     assert data["verdict"] == "FAIL"
     assert all({"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"])
     for arm in ("plain", "speculative"):
@@ -51,12 +51,32 @@ def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     assert {"environment", "engines", "stages", "sampled"} <= set(data)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"schema_version": 1}', "[1]", "null"])
-def test_a_file_that_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "cannot be read"),
+        ("{}", "is no report"),
+        ("[1]", "is no report"),
+        ("null", "is no report"),
+        (f'{{"schema_version": {REPORT_SCHEMA_VERSION}}}', "is damaged"),
+        (f'{{"schema_version": {REPORT_SCHEMA_VERSION - 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION - 1}, .* validate"),
+        (f'{{"schema_version": {REPORT_SCHEMA_VERSION + 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION + 1}, .* newer"),
+    ],
+)
+def test_a_file_that_is_no_report_of_this_version_is_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
-    with pytest.raises(StageError, match="toolkit validate"):
+    with pytest.raises(StageError, match=f"(?s){said}"):
         read_report(path)
+
+
+def test_a_report_with_a_damaged_value_is_refused(passing: ValidationReport, tmp_path: Path) -> None:
+    data = json.loads(render_json(passing))
+    path = tmp_path / "report.json"
+    for key, value in (("gates", [1]), ("arms", []), ("findings", 3), ("quality", "none")):
+        path.write_text(json.dumps({**data, key: value}))
+        with pytest.raises(StageError, match="is damaged"):
+            read_report(path)
 
 
 def test_terminal_ends_with_gates_and_verdict(passing: ValidationReport, failing: ValidationReport) -> None:

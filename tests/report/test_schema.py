@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from toolkit.records import ValidationReport
+from toolkit.records import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.report.render import render_json
-from toolkit.validate.stage import SCHEMA_VERSION
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"
 
@@ -26,7 +25,7 @@ def schema_of_the_records() -> dict[str, Any]:
         for value in one["properties"].values():
             value.pop("default", None)
             value.pop("title", None)
-    made["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    made["properties"]["schema_version"] = {"const": REPORT_SCHEMA_VERSION}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
@@ -34,7 +33,7 @@ def test_the_schema_in_the_docs_is_that_of_the_records(request: pytest.FixtureRe
     text = json.dumps(schema_of_the_records(), indent=1, ensure_ascii=False) + "\n"
     if request.config.getoption("--update-golden"):
         SCHEMA.write_text(text, encoding="utf-8")
-    assert text == SCHEMA.read_text(encoding="utf-8"), "report.json changed: refresh with --update-golden, raise SCHEMA_VERSION"
+    assert text == SCHEMA.read_text(encoding="utf-8"), "report.json changed: refresh with --update-golden, raise its version"
 
 
 @pytest.mark.parametrize("which", ["passing", "failing", "plain_only", "advised"])
@@ -47,7 +46,7 @@ def test_a_real_report_validates(which: str, request: pytest.FixtureRequest) -> 
     data = json.loads(render_json(report))
     check.validate(data)
     for damaged in (
-        {**data, "schema_version": SCHEMA_VERSION - 1},
+        {**data, "schema_version": REPORT_SCHEMA_VERSION - 1},
         {**data, "verdict": None},
         {**data, "surplus": 1},
         {name: value for name, value in data.items() if name != "gates"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import StageError
-from toolkit.records import ValidationReport, from_json, to_json
+from toolkit.records import REPORT_SCHEMA_VERSION, ValidationReport, from_json, to_json
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 
@@ -34,13 +34,24 @@ def write_report(report: ValidationReport, out_dir: Path) -> tuple[Path, Path, P
 
 
 def read_report(path: Path) -> ValidationReport:
-    """Read report.json back. Raises StageError when it is not one."""
+    """Read report.json back. Raises StageError when it is not one, or one of another version."""
+    again = "Validate again: toolkit validate CONFIG."
     try:
-        return from_json(ValidationReport, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StageError(
-            "report", f"not a report of this version: {error}", where=path, mend="Validate again: toolkit validate CONFIG."
-        ) from error
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StageError("report", f"cannot be read: {error}", where=path, mend=again) from error
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(found, int):
+        raise StageError("report", "is no report: it has no `schema_version`", where=path, mend=again)
+    if found != REPORT_SCHEMA_VERSION:
+        what = f"has schema_version {found}, this toolkit reads {REPORT_SCHEMA_VERSION}"
+        mend = again if found < REPORT_SCHEMA_VERSION else "Read it with the toolkit that wrote it, or a newer one."
+        raise StageError("report", what, where=path, mend=mend)
+    try:
+        return from_json(ValidationReport, data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = f"is damaged: it does not hold what schema_version {found} does: {error}"
+        raise StageError("report", what, where=path, mend=again) from error
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:

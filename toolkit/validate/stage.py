@@ -18,6 +18,7 @@ from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.records import (
+    REPORT_SCHEMA_VERSION,
     Acceptance,
     Arms,
     BenchRun,
@@ -60,10 +61,9 @@ from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
 
-__all__ = ["SCHEMA_VERSION", "VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
+__all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
 
 VERSION = 8
-SCHEMA_VERSION = 5
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
@@ -200,7 +200,7 @@ def validate(
     ]
     gates = not_judged(gates) if replaced else gates
     return ValidationReport(
-        schema_version=SCHEMA_VERSION,
+        schema_version=REPORT_SCHEMA_VERSION,
         name=name,
         verdict=verdict(gates),
         gates=tuple(gates),
