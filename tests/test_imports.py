@@ -21,7 +21,7 @@ LEVELS = (
     ("rehearsing",),
     ("planning",),
     ("assembly",),
-    ("tuning",),
+    ("tuning", "reporting"),
     ("serving", "serving_trtllm", "progress", "benching"),
     WORKING,
     ("pipeline",),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.report.conftest import passing
 from tests.support.stages import Silent
 from tests.test_cli import write_config
+from tests.test_reporting import keep
 from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune
 from toolkit.config.load import load_config
 from toolkit.pipeline.store import Store
+from toolkit.records import ValidationReport
+from toolkit.report.render import read_report
+
+__all__ = ["passing"]  # a fixture
 
 MODEL_YAML = Path("tensorrt_llm") / "1" / "model.yaml"
 SMALL = ["validation.max_prompts=4", "validation.max_tokens=12", "engine.max_batch_size=2"]
@@ -35,11 +42,17 @@ def test_auto_packages_what_the_advice_says_and_measures_once(tiny_pair: tuple[P
 
 
 @pytest.mark.slow
-def test_tune_ranks_the_drafts_it_is_given_and_prompt_lookup(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tune_ranks_drafts_and_prompt_lookup_and_tells_the_report(
+    tiny_pair: tuple[Path, Path], passing: ValidationReport, tmp_path: Path
+) -> None:
     config = load_config(write_config(tmp_path, tiny_pair), SMALL)
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
+    validated = build(config, workplace, Silent(), store, until="package").stages
+    (validate,) = (stage for stage in stages_of(config, workplace, store.memo) if stage.name == "validate")
+    keep(store, "validate", passing, validate.parts(validated), name=config.name)
     advice, folder = tune(config, workplace, Silent(), store, drafts=[tiny_pair[0]])
+    assert read_report(workplace.report(config.name) / "report.json") == replace(passing, advice=advice)
     names = {(candidate.name, candidate.drafter) for candidate in advice.candidates}
     assert names == {(tiny_pair[1].name, "draft_target"), (tiny_pair[0].name, "draft_target"), ("ngram", "ngram")}
     assert folder == workplace.advice(config.name)

@@ -50,6 +50,7 @@ from toolkit.records import (
     ValidationReport,
     to_json,
 )
+from toolkit.reporting import publish_report
 from toolkit.serving_trtllm import Machine, Servers, abilities_of, check_servable, deployment_of
 from toolkit.tuning import Way, grid_stage, tune_stage
 
@@ -184,6 +185,9 @@ def build(
                 entries = {folder: finished[stage].entry for folder, stage in parts.items()}
                 changed |= store.publish(entries, destination)
                 published.append(destination)
+        if name == "validate":
+            changed |= publish_report(store, config.name, workplace.report(config.name), observer)
+            published.append(workplace.report(config.name))
     return Built(finished, tuple(published), changed)
 
 
@@ -204,7 +208,6 @@ def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tu
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
-    yield workplace.report(config.name), {"": "validate"}
 
 
 def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
@@ -589,6 +592,7 @@ def tune(
     )
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["tune"] if fresh else [])
     store.publish({"": done.entry}, workplace.advice(config.name))
+    publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.advice(config.name)
 
 
@@ -612,6 +616,7 @@ def tune_grid(
     stage = grid_stage(config, embedded(config), store.memo, engines, split_texts(config.calibration)[1])
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["grid"] if fresh else [])
     store.publish({"": done.entry}, workplace.grid(config.name))
+    publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.grid(config.name)
 
 
@@ -734,6 +739,7 @@ def _validate(
             },
             "inputs": {
                 "repository": finished["package"].entry.digest,
+                "engines": {role: finished[f"compile/{role}"].entry.digest for role in roles},
                 "quality": digest_value(to_json(quality_of(finished))),
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),

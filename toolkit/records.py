@@ -80,7 +80,7 @@ __all__ = [
     "to_json",
 ]
 
-REPORT_SCHEMA_VERSION = 5  # of report.json: raised when a key comes, goes away or changes its meaning
+REPORT_SCHEMA_VERSION = 6  # of report.json: raised when a key comes, goes away or changes its meaning
 
 R = TypeVar("R")
 
@@ -1013,7 +1013,7 @@ class ValidationReport:
     arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
     at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
     rehearsal, in words, what stood in for what; empty for a real deployment. memory: the plan's, beside which `stages` hold
-    what was measured. advice: where the advisor chose the draft length.
+    what was measured. advice: of `tune`, in the build or since, if it looked at these engines; grid: likewise.
     """
 
     schema_version: int
@@ -1041,6 +1041,7 @@ class ValidationReport:
     replaced: tuple[str, ...] = ()
     memory: tuple[StageMemory, ...] = ()
     advice: Advice | None = None
+    grid: Grid | None = None
     plain_arm: str = "request"  # a request's parameter, or "restarts": a server without speculation, in turns with the other
 
 

@@ -19,6 +19,10 @@ from toolkit.records import (
     Candidate,
     CompiledEngine,
     Crossover,
+    DraftCost,
+    Grid,
+    GridCell,
+    Interval,
     Latency,
     LayerError,
     LayerKl,
@@ -30,6 +34,7 @@ from toolkit.records import (
     SpeedupPrediction,
     StageCost,
     StageMemory,
+    TargetQuality,
     ValidationReport,
 )
 from toolkit.validate.stage import References, validate
@@ -187,5 +192,38 @@ def advised(failing: ValidationReport) -> ValidationReport:
         StageMemory("compile", "each GPU", items, 1 << 30),
     )
     stages = (*failing.stages, StageCost("serve", 61.0, 900 << 20, reused=False))
+
+    def interval(speed: float) -> Interval:
+        return Interval(speed, speed * 0.97, speed * 1.02)
+
+    grid = Grid(
+        tuple(
+            GridCell(
+                target,
+                draft,
+                Interval(0.7, 0.68, 0.72),
+                3,
+                2.4,
+                interval(speed),
+                Interval(1.5, 1.4, 1.6),
+                best,
+            )
+            for target, draft, speed, best in (
+                ("NO_QUANT", "NO_QUANT", 500.0, False),
+                ("NO_QUANT", "FP8", 520.0, False),
+                ("W8A8_SQ_PER_CHANNEL", "NO_QUANT", 690.0, False),
+                ("W8A8_SQ_PER_CHANNEL", "W8A8_SQ_PER_CHANNEL", 720.0, True),
+                ("FP8", "FP8", 900.0, False),
+            )
+        ),
+        tuple(
+            TargetQuality(algo, Interval(kl, kl * 0.9, kl * 1.1), Interval(9.0, 8.9, 9.1), 5000)
+            for algo, kl in (("NO_QUANT", 0.0), ("W8A8_SQ_PER_CHANNEL", 0.002), ("FP8", 0.2))
+        ),
+        (DraftCost("NO_QUANT", "FP8", 0.01, 0.1, Interval(1.04, 1.01, 1.07), "pays"),),
+        0.05,
+        60,
+        0.95,
+    )
     crossover = Crossover(4, 8, 5.3, "faster up to 4 at a time, slower from 8 on")
-    return replace(failing, advice=advice, loads=points, crossover=crossover, memory=memory, stages=stages)
+    return replace(failing, advice=advice, grid=grid, loads=points, crossover=crossover, memory=memory, stages=stages)

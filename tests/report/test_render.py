@@ -186,6 +186,9 @@ def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> 
     lengths = {row[0]: row for row in found["Speed-up over draft length, a <draft>"].rows}
     assert lengths["greedy, 4"][2:4] == ("1.70 (1.60 to 1.78)", f"{1.7 / advised_prediction(advised):.2f}")
     assert lengths["greedy, 5"][2:4] == ("-", "-")
+    cells = found["Precisions of target and draft"].rows
+    assert [row[:2] for row in cells if row[2].endswith(", best")] == [("W8A8_SQ_PER_CHANNEL",) * 2]
+    assert [row[2] for row in found["What quantizing the target costs"].rows] == ["yes", "yes", "NO"]
     load = found["Load: several requests at once"]
     assert [row[0] for row in load.rows] == ["1", "2", "4", "8"]
     assert load.rows[3][3] == "0.82 (0.78 to 0.86)"

@@ -75,6 +75,7 @@ def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> 
 def test_plots_of_expectations_need_their_data(failing: ValidationReport, advised: ValidationReport) -> None:
     expected = {
         "Speed-up over draft length",
+        "Precisions of target and draft",
         "Throughput over concurrency",
         "Speed-up over concurrency",
         "Memory, planned and measured",

@@ -1,6 +1,6 @@
-"""Plots of what was expected beside what was measured: speed-up over draft length and over concurrency, and memory.
+"""Plots of what was expected beside what was measured: speed-up over draft length and concurrency, precisions, memory.
 
-Each needs something that a plain validation does not make (advice, a sweep, a plan), so each is None where that is missing.
+Each needs something that a plain validation does not make (advice, a grid, a sweep, a plan), and is None where that is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from toolkit.report.svg import ARM_CLASSES, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WI
 __all__ = [
     "deployed_draft_len",
     "draft_length_plot",
+    "grid_plot",
     "measured_peak",
     "memory_plot",
     "speed_sweep_plot",
@@ -74,6 +75,42 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
         f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs ({advice.costs_are}). Dots "
         "with whiskers: measured, those side by side on the endpoint. A table below explains the gap to the formula.",
         ("predicted_speedup", "speedup"),
+    )
+
+
+def grid_plot(report: ValidationReport) -> Plot | None:
+    """Tokens per second of every pair of precisions with its interval, grouped by target; the best pair marked."""
+    grid = report.grid
+    if grid is None or not grid.cells:
+        return None
+    kept = {one.quant_algo for one in grid.targets if one.kl.high <= grid.max_kl}
+    groups = {cell.target: [one for one in grid.cells if one.target == cell.target] for cell in grid.cells}
+    height = TOP + sum(26 + 20 * len(cells) for cells in groups.values()) + 48
+    drawing = Drawing("Tokens per second of every pair of precisions", height=height)
+    names, bottom = LEFT + 112, height - 44
+    scale = Scale(0, max(cell.tokens_per_s.high for cell in grid.cells) * 1.12 or 1, names, RIGHT)
+    drawing.legend([("spec", f"keeps KL {grid.max_kl:g}"), ("bad", "does not")], LEFT)
+    drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time")
+    y = float(TOP)
+    for target, cells in groups.items():
+        cls = "spec" if target in kept else "bad"
+        drawing.text(8, y + 16, f"target {target}", cls="value")
+        y += 26
+        for cell in cells:
+            speed = cell.tokens_per_s
+            tip = f"{target} with draft {cell.draft}: {speed.estimate:,.1f} tokens/s ({speed.low:,.1f} to {speed.high:,.1f})"
+            drawing.text(names - 8, y + 10, cell.draft, "end", "tick")
+            drawing.bar(scale(0), y, scale(speed.estimate) - scale(0), 13, f"{cls} soft", tip)
+            drawing.bar(scale(speed.low), y + 4, scale(speed.high) - scale(speed.low), 5, cls, tip)
+            if cell.best:
+                drawing.text(scale(speed.high) + 6, y + 11, "best", cls="gatelabel")
+            y += 20
+    return Plot(
+        "Precisions of target and draft",
+        drawing.render(),
+        f"Wide bars: measured speed of each pair at its best draft length; narrow: its {grid.confidence:.0%} interval. Best is "
+        f"the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound.",
+        ("grid",),
     )
 
 

@@ -1,10 +1,10 @@
-"""Tables of what was expected: the advisor's findings, a sweep over concurrency, the plan's memory; those that there are."""
+"""Tables beyond validation: the advisor's findings, its grid, a sweep over concurrency, the plan's memory; if any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.records import Advice, BenchPoint, Candidate, Ratio, SpeedupPrediction, ValidationReport
+from toolkit.records import Advice, BenchPoint, Candidate, Grid, Interval, Ratio, SpeedupPrediction, ValidationReport
 from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, interval, number, size
 from toolkit.report.expected import measured_peak
@@ -22,6 +22,10 @@ def _tables(report: ValidationReport) -> Iterator[Table]:
         for candidate in report.advice.candidates[:1]:
             yield _by_length(candidate)
             yield _alphas(candidate)
+    if report.grid is not None:
+        yield _cells(report.grid)
+        yield _targets(report.grid)
+        yield _drafts(report.grid)
     if report.loads:
         yield _loads(report)
     if report.memory:
@@ -91,6 +95,52 @@ def _alphas(candidate: Candidate) -> Table:
         for one in candidate.alphas
     )
     return Table(f"Acceptance without a speculative run, {candidate.name}", ("rule", "alpha", "tokens"), rows, ("alpha",))
+
+
+def _cells(grid: Grid) -> Table:
+    rows = tuple(
+        (
+            cell.target,
+            cell.draft,
+            f"{_shown(cell.tokens_per_s, 4)}{', best' if cell.best else ''}",
+            _shown(cell.speedup, 3),
+            _shown(cell.alpha, 3),
+            str(cell.draft_len),
+            f"{cell.acceptance_length:.2f}",
+        )
+        for cell in grid.cells
+    )
+    columns = ("target", "draft", "tokens/s", "over its plain decoding", "alpha, greedy", "best length", "tokens/step")
+    note = (
+        f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound. {grid.prompts} prompts, one request "
+        f"at a time; {grid.confidence:.0%} intervals."
+    )
+    if not any(cell.best for cell in grid.cells):
+        note = f"No target keeps KL {grid.max_kl:g}. {note}"
+    return Table("Precisions of target and draft", columns, rows, ("grid", "alpha"), note)
+
+
+def _targets(grid: Grid) -> Table:
+    rows = tuple(
+        (one.quant_algo, _shown(one.kl, 3), "yes" if one.kl.high <= grid.max_kl else "NO", _shown(one.perplexity, 4))
+        for one in grid.targets
+    )
+    columns = ("target", "KL to the unquantized, nats", f"keeps {grid.max_kl:g}", "perplexity")
+    note = f"{grid.targets[0].tokens:,} held-out tokens." if grid.targets else ""
+    return Table("What quantizing the target costs", columns, rows, ("kl_mean",), note)
+
+
+def _drafts(grid: Grid) -> Table:
+    rows = tuple(
+        (one.target, one.draft, f"{one.alpha_lost:.1%}", f"{one.draft_time_saved:.1%}", _shown(one.speed, 3), one.verdict)
+        for one in grid.drafts
+    )
+    columns = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
+    return Table("What quantizing the draft costs and saves", columns, rows, ("grid", "alpha"), text=True)
+
+
+def _shown(value: Interval, digits: int) -> str:
+    return f"{number(value.estimate, digits)} ({number(value.low, digits)} to {number(value.high, digits)})"
 
 
 def _loads(report: ValidationReport) -> Table:

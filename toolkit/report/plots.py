@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.records import Acceptance, Arm, Arms, Parity, QuantizationQuality, ValidationReport
-from toolkit.report.expected import draft_length_plot, memory_plot, speed_sweep_plot, throughput_sweep_plot
+from toolkit.report.expected import draft_length_plot, grid_plot, memory_plot, speed_sweep_plot, throughput_sweep_plot
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 
 __all__ = ["Plot", "plots"]
@@ -22,7 +22,7 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     yield throughput_plot(report)
     if report.acceptance is not None and report.acceptance.by_position:
         yield acceptance_plot(report)
-    for made in (draft_length_plot(report), throughput_sweep_plot(report), speed_sweep_plot(report)):
+    for made in (draft_length_plot(report), grid_plot(report), throughput_sweep_plot(report), speed_sweep_plot(report)):
         if made is not None:
             yield made
     if report.arms.speculative is not None:

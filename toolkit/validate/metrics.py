@@ -271,6 +271,12 @@ DEFINITIONS |= {
         "time of a plain token",
         "break-even alpha: the acceptance that gives so many tokens per step",
     ),
+    "grid": Definition(
+        "output tokens / time of requests, of every pair of precisions at its best draft length",
+        "output tokens, greedy, one request at a time",
+        "time of these requests, in turns with the other pairs",
+        "best: the fastest pair whose target keeps validation.quality.max_kl by the upper bound of its KL",
+    ),
     "throughput": LOAD_DEFINITIONS["tokens_per_s"],
     "load_speed": LOAD_DEFINITIONS["speed"],
 }

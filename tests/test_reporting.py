@@ -1,0 +1,145 @@
+"""The report after `tune`: what was found for its engines stands in it, what was found for others is named and left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.conftest import advised, failing, measured, passing
+from tests.support.stages import Silent
+from toolkit.interfaces import Progress
+from toolkit.pipeline.run import run_stages
+from toolkit.pipeline.stage import Finished, Stage
+from toolkit.pipeline.store import Store
+from toolkit.records import Advice, Grid, ValidationReport
+from toolkit.report.render import read_report, write_report
+from toolkit.reporting import publish_report
+
+__all__ = ["advised", "failing", "measured", "passing"]  # fixtures
+
+SERVED: dict[str, Any] = {
+    "config": {"name": "tiny", "max_prompts": 60, "temperature": 0.8, "max_rounds": 3},
+    "inputs": {"engines": {"target": "sha256:t", "draft": "sha256:d"}, "prompts": "sha256:p"},
+    "machine": {"cpu": "one"},
+}
+TUNED: dict[str, Any] = {
+    "config": {"max_prompts": 60, "temperature": 0.8, "threads": 1},
+    "inputs": {"target": "sha256:t", "drafts": {"draft": "sha256:d", "ngram": None}, "prompts": "sha256:p"},
+    "machine": {"cpu": "one"},
+}
+COMPARED: dict[str, Any] = {
+    **TUNED,
+    "inputs": {"engines": {"FP8": ["sha256:x", "sha256:d"], "NO_QUANT": ["sha256:t", "sha256:y"]}, "prompts": "sha256:p"},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def keep(
+    store: Store, stage_name: str, record: Advice | Grid | ValidationReport, parts: Mapping[str, Any], *, name: str = "tiny"
+) -> None:
+    """As the pipeline does it when the stage runs."""
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> Any:
+        if isinstance(record, ValidationReport):
+            write_report(record, out_dir)
+            (out_dir / "server.log").write_text("what the server said")
+        return record
+
+    stage = Stage(stage_name, 1, type(record), (), lambda finished: parts, run)
+    assert dict(run_stages([stage], store, name, Silent()))
+
+
+def published(store: Store, tmp_path: Path) -> tuple[ValidationReport, bool]:
+    changed = publish_report(store, "tiny", tmp_path / "report", Silent())
+    return read_report(tmp_path / "report" / "report.json"), changed
+
+
+def test_without_a_validation_there_is_nothing_to_publish(store: Store, advised: ValidationReport, tmp_path: Path) -> None:
+    assert advised.advice is not None
+    keep(store, "tune", advised.advice, TUNED)
+    assert not publish_report(store, "tiny", tmp_path / "report", Silent())
+    assert not (tmp_path / "report").exists()
+
+
+def test_what_was_found_since_joins_the_report_without_measuring_again(
+    store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
+) -> None:
+    assert advised.advice is not None and advised.grid is not None
+    keep(store, "validate", passing, SERVED)
+    assert published(store, tmp_path) == (passing, True)
+    keep(store, "tune", advised.advice, TUNED)
+    assert published(store, tmp_path) == (replace(passing, advice=advised.advice), True)
+    keep(store, "grid", advised.grid, COMPARED)
+    expected = replace(passing, advice=advised.advice, grid=advised.grid)
+    assert published(store, tmp_path) == (expected, True)
+    assert published(store, tmp_path) == (expected, False)
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Speed-up over draft length" in page and "Precisions of target and draft" in page
+    assert (tmp_path / "report" / "server.log").read_text() == "what the server said"
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["grid"]["cells"][3]["best"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("inputs", "target", "sha256:older", "other engines"),
+        ("inputs", "drafts", {"another": "sha256:e"}, "other engines"),
+        ("inputs", "prompts", "sha256:q", "other prompts"),
+        ("config", "temperature", 1.0, "another temperature"),
+        ("machine", "cpu", "two", "another machine"),
+    ],
+)
+def test_advice_for_something_else_is_named_and_left_out(
+    section: str,
+    key: str,
+    value: Any,
+    said: str,
+    store: Store,
+    passing: ValidationReport,
+    advised: ValidationReport,
+    tmp_path: Path,
+) -> None:
+    assert advised.advice is not None
+    own = replace(advised.advice, reason="of the build itself")
+    keep(store, "validate", replace(passing, advice=own), SERVED)
+    keep(store, "tune", advised.advice, {**TUNED, section: {**TUNED[section], key: value}})
+    report, _ = published(store, tmp_path)
+    assert report.advice == own
+    (finding,) = [one for one in report.findings if one.check == "advice"]
+    assert finding.severity == "warning"
+    assert said in finding.detail and "toolkit tune CONFIG" in finding.detail
+    assert said in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_grid_without_the_served_engines_is_left_out(
+    store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
+) -> None:
+    """The draft's engine stands in the target's place of a pair, and its own place holds others."""
+    assert advised.grid is not None
+    keep(store, "validate", passing, SERVED)
+    pairs = {"FP8": ["sha256:t", "sha256:x"], "NO_QUANT": ["sha256:d", "sha256:y"]}
+    keep(store, "grid", advised.grid, {**COMPARED, "inputs": {**COMPARED["inputs"], "engines": pairs}})
+    report, _ = published(store, tmp_path)
+    assert report.grid is None
+    assert [one.detail for one in report.findings if one.check == "grid"] == [
+        "the last grid is of other engines, and is not shown; measure again: toolkit tune CONFIG --grid"
+    ]
+
+
+def test_a_rehearsal_takes_nothing_from_the_real_deployment(
+    store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
+) -> None:
+    assert advised.advice is not None
+    rehearsed = replace(passing, replaced=("target: a small one",))
+    keep(store, "validate", rehearsed, SERVED)
+    keep(store, "tune", advised.advice, TUNED)
+    assert published(store, tmp_path)[0] == rehearsed
