@@ -30,7 +30,7 @@ LEVELS = (
     ("records",),
     ("config",),
     ("facts",),
-    ("errors",),
+    ("errors", "rounding"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Programs that run inside or beside the server: composition roots of their own, and files that must stand alone.

@@ -659,7 +659,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED in a rehearsal.
+    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a rehearsal, and `draft` where no
+    text tells its steps.
 
     detail: the reason in words; next_step: what to do unless it passed.
     """

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup
+from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
 from toolkit.validate.gates import (
+    check_gates,
     latency_gates,
     not_judged,
     outcome,
@@ -100,6 +101,30 @@ def test_speedup_is_judged_by_its_interval(low: float, high: float, expected: st
     (gate,) = speedup_gate("speedup", Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15))
     assert gate.outcome == expected
     assert (gate.next_step is None) == (expected == "PASS")
+
+
+def test_an_interval_that_ends_just_beyond_its_limit_shows_it() -> None:
+    (gate,) = speedup_gate("speedup", Speedup(1.28, 1.1487, 1.43, 0.95, 64, 3), LatencyGates(min_speedup=1.15))
+    assert gate.outcome == "INCONCLUSIVE"
+    assert "interval 1.149 to 1.430" in gate.detail
+
+
+def test_a_bound_on_a_rate_is_told_from_what_differed() -> None:
+    clean = parity_gate("parity", parity(64, 0), ParityGates())
+    assert clean.detail == "0 of 64 prompts differ; with 95% confidence at most 4.6% do"
+    some = parity_gate("parity", parity(200, 3), ParityGates())
+    assert some.detail.startswith("3 of 200 prompts differ, 3 of them numerically equivalent, none beyond rounding; with 95%")
+    close = parity_gate("parity", parity(64, 0), ParityGates(max_divergence_rate=0.046))
+    assert close.outcome == "PASS" and "at most 4.57% do" in close.detail
+
+
+def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -> None:
+    stops = StopCheck(24, 0, None)
+    assert [gate.name for gate in check_gates(None, stops, ())] == ["stop_words"]
+    draft, stop_words = check_gates(None, stops, (), asked_draft=True)
+    assert (draft.name, draft.outcome, draft.measured, draft.next_step) == ("draft", "NOT JUDGED", None, None)
+    assert "stream_interval_ms: 0" in draft.detail
+    assert verdict([draft, stop_words]) == "PASS"
 
 
 def test_one_pair_is_too_few_for_any_interval() -> None:

@@ -6,7 +6,10 @@ The engines are tables with a token cache: exact, so that in a sound run everyth
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
 from tests.support.runtimes import CODEC, make_runtime
 from tests.support.step_engines import ForgetfulRewind, TableEngine
+from toolkit.client import RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress, Sampling
-from toolkit.records import Quality, ValidationReport
+from toolkit.records import Quality, ValidationReport, to_json
+from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
+from toolkit.report.render import print_report
 from toolkit.speculative.acceptance import RULES, Greedy
 from toolkit.speculative.drafters import ModelDrafter
 from toolkit.speculative.sampling import Floats
@@ -53,6 +60,7 @@ def judged(
     keep_replay: Callable[[Replay], str] | None = None,
     gates: DistributionGates = NOT_DRAWN,
     progress: Progress | None = None,
+    kind: type[RuntimeEndpoint] = RuntimeEndpoint,
     **runtime: Any,
 ) -> tuple[ValidationReport, RuntimeEndpoint]:
     """The report on a runtime of these parts; the reference is always sound."""
@@ -60,7 +68,7 @@ def judged(
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     sound = (table(1, sharpness=sharpness), table(2, sharpness=sharpness))
     engines = (target or sound[0], draft or sound[1])
-    endpoint = RuntimeEndpoint(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
+    endpoint = kind(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
     config = ValidationConfig(
         prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None), distribution=gates
     )
@@ -106,6 +114,32 @@ def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: 
     assert (report.stop_check.requests, report.stop_check.wrong) == (24, 0)
     (agreement,) = report.agreements
     assert (agreement.kind, agreement.agreeing, agreement.tokens) == ("identical", 960, 960)
+
+
+class Merging(RuntimeEndpoint):
+    """Two steps in a chunk, as a stream interval makes them."""
+
+    def _answer(self, prompt: str, options: dict[str, Any]) -> RequestTiming:
+        answer = super()._answer(prompt, options)
+        pairs = itertools.zip_longest(answer.chunks[::2], answer.chunks[1::2])
+        merged = tuple(((two or one)[0], (one[1] or 0) + (two[1] or 0 if two else 0)) for one, two in pairs)
+        return dataclasses.replace(answer, chunks=merged)
+
+
+def test_merged_chunks_leave_the_draft_unjudged_and_say_so_everywhere(tmp_path: Path) -> None:
+    report, _ = judged(tmp_path, kind=Merging)
+    assert report.draft_check is None
+    assert outcomes(report)["draft"] == "NOT JUDGED"
+    assert set(outcomes(report).values()) == {"PASS", "NOT JUDGED"} and report.verdict == "PASS"
+    for rendered in (render_markdown(report), render_html(report), str(to_json(report)), printed(report)):
+        assert "NOT JUDGED" in rendered and re.search(r"stream\\?_interval\\?_ms", rendered)
+
+
+def printed(report: ValidationReport) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from toolkit.records import (
 )
 from toolkit.report.cells import DASH, Table, interval, number, percent, size
 from toolkit.report.outlook import outlook_tables
+from toolkit.rounding import decimals
 
 __all__ = ["gate_definitions", "gate_title", "gates_table", "headline", "next_steps", "shown", "tables"]
 
@@ -87,14 +88,15 @@ def gate_definitions(name: str) -> tuple[str, ...]:
 def shown(gate: Gate) -> tuple[str, str]:
     """(measured, limit) of a gate with units and the direction of the limit."""
     if gate.name.startswith("speedup") or "_ratio" in gate.name:
-        measured, limit = (DASH if v is None else f"{v:.2f}x" for v in (gate.measured, gate.limit))
+        digits = 2 if gate.measured is None else decimals([gate.measured], gate.limit)
+        measured, limit = (DASH if v is None else f"{v:.{digits}f}x" for v in (gate.measured, gate.limit))
         return measured, f"{'≤' if '_ratio' in gate.name else '≥'} {limit}"
     if "parity" in gate.name:
-        return percent(gate.measured), f"≤ {percent(gate.limit)}"
+        return _at_most(gate), f"≤ {percent(gate.limit)}"
     if gate.name == "quality_top1":
         return percent(gate.measured), f"≥ {percent(gate.limit)}"
     if gate.name == "agreement_source" and gate.limit:
-        return percent(gate.measured), f"≤ {percent(gate.limit)}"
+        return _at_most(gate), f"≤ {percent(gate.limit)}"
     if gate.name in COUNTED:
         measured, limit = COUNTED[gate.name]
         forms = ((measured, gate.measured), (limit, gate.limit))
@@ -103,13 +105,22 @@ def shown(gate: Gate) -> tuple[str, str]:
     return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
 
 
+def _at_most(gate: Gate) -> str:
+    """A rate that is judged by its upper bound is not what was seen; that stands in the gate's detail."""
+    if gate.measured is None:
+        return DASH
+    digits = decimals([100 * gate.measured], None if gate.limit is None else 100 * gate.limit, least=1)
+    return f"at most {gate.measured:.{digits}%}"
+
+
 def headline(report: ValidationReport) -> str:
     """One sentence that says how it went."""
     if report.replaced:
         unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
         return (
-            f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were judged, {unjudged} on speed and "
-            "quality were not. It shows that the deployment is built and served as it should be, and nothing about its models."
+            f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were judged, {unjudged} were not, "
+            "those on speed and quality among them. It shows that the deployment is built and served as it should be, and "
+            "nothing about its models."
         )
     if report.speedup is None or report.parity is None:
         plain = f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."

@@ -90,6 +90,7 @@ class Correctness:
     stop_check: StopCheck | None
     distribution: Distribution | None
     diagnoses: tuple[Finding, ...]
+    asked_draft: bool = False  # draft_check None then means that no text told where its steps began
 
 
 def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int, can: Abilities) -> int:
@@ -190,14 +191,17 @@ def judge_correctness(
         reference=references.engine or references.source,
         near_tie_margin=margin,
     )
-    return Correctness(parity, seeded, tuple(agreements), draft_check, stop_check, distribution, tuple(diagnoses))
+    asked_draft = max_draft_len > 0 and references.engine is not None and references.engine.draft is not None
+    return Correctness(
+        parity, seeded, tuple(agreements), draft_check, stop_check, distribution, tuple(diagnoses), asked_draft=asked_draft
+    )
 
 
 def correctness_gates(found: Correctness) -> list[Gate]:
     """All but those of parity."""
     return [
         *(gate for one in found.agreements if (gate := agreement_gate(one)) is not None),
-        *check_gates(found.draft_check, found.stop_check, found.diagnoses),
+        *check_gates(found.draft_check, found.stop_check, found.diagnoses, asked_draft=found.asked_draft),
         *([] if found.distribution is None else [distribution_gate(found.distribution)]),
     ]
 

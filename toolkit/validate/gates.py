@@ -24,6 +24,7 @@ from toolkit.records import (
     Speedup,
     StopCheck,
 )
+from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.statistics import clopper_pearson, prompts_needed
 
@@ -52,6 +53,10 @@ WRONG_TOKENS = (
 )
 BARS = ("speedup", "quality_")
 BAR_PARTS = re.compile(r"_p\d\d(_|$)")  # percentiles of latencies and of their ratios
+UNTOLD_STEPS = (
+    "chunks hold more than one step, so it is not known where a block began; with triton.stream_interval_ms: 0 and "
+    "triton.decoupled: true this is judged"
+)
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
 
 
@@ -86,7 +91,9 @@ def not_judged(gates: Iterable[Gate]) -> list[Gate]:
 def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
     """measured: the upper bound on the divergence rate. One divergence beyond rounding fails, whatever the rate."""
     limit = limits.max_divergence_rate
-    found = f"{parity.identical} of {parity.prompts} prompts identical, {parity.equivalent} numerically equivalent"
+    found = f"{parity.prompts - parity.identical} of {parity.prompts} prompts differ"
+    if parity.equivalent:
+        found += f", {parity.equivalent} of them numerically equivalent"
     if parity.suspicious or parity.broken:
         first = next(one for one in parity.divergences if one.kind in ("broken", "suspicious"))
         counts = ", ".join(f"{getattr(parity, kind)} {kind}" for kind in ("broken", "suspicious") if getattr(parity, kind))
@@ -112,7 +119,9 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             "Give the reference what it lacks, then validate again.",
         )
     result = outcome(parity.rate_low, parity.rate_high, limit, at_least=False)
-    bound = f"{found}, none beyond rounding; rate at most {parity.rate_high:.1%} with {parity.confidence:.0%} confidence"
+    found += ", none beyond rounding" if parity.identical < parity.prompts else ""
+    digits = decimals([100 * parity.rate_high], 100 * limit, least=1)
+    bound = f"{found}; with {parity.confidence:.0%} confidence at most {parity.rate_high:.{digits}%} do"
     next_step = None
     if result == INCONCLUSIVE:
         needed = prompts_needed(limit, parity.prompts - parity.identical)
@@ -202,8 +211,13 @@ def distribution_not_measured() -> Gate:
     return Gate("distribution", INCONCLUSIVE, None, None, detail, advice)
 
 
-def check_gates(draft_check: DraftCheck | None, stop_check: StopCheck | None, diagnoses: Iterable[Finding]) -> list[Gate]:
-    """What is right or wrong without a rate: stop words, and that the served draft proposes what the draft engine does."""
+def check_gates(
+    draft_check: DraftCheck | None, stop_check: StopCheck | None, diagnoses: Iterable[Finding], *, asked_draft: bool = False
+) -> list[Gate]:
+    """What is right or wrong without a rate: stop words, and that the served draft proposes what the draft engine does.
+
+    asked_draft: there is a draft engine that was asked; without a draft_check no text told where its steps began.
+    """
     named = {one.check: one for one in diagnoses}
     gates: list[Gate] = []
     if draft_check is not None:
@@ -217,6 +231,8 @@ def check_gates(draft_check: DraftCheck | None, stop_check: StopCheck | None, di
         )
         advice = None if fault is None else "Speculation is slower than this draft allows; its text is right."
         gates.append(Gate("draft", FAIL if fault else PASS, float(kept), float(expected), detail, advice))
+    elif asked_draft:
+        gates.append(Gate("draft", NOT_JUDGED, None, None, UNTOLD_STEPS))
     if stop_check is not None:
         good = stop_check.wrong == 0
         detail = f"{stop_check.requests} requests end before their stop word" if good else stop_check.detail or ""
@@ -229,7 +245,9 @@ def speedup_gate(name: str, speedup: Speedup, limits: LatencyGates) -> list[Gate
     limit = limits.min_speedup
     if limit is None:
         return []
-    spread = f"{speedup.estimate:.2f}x, {speedup.confidence:.0%} interval {speedup.low:.2f} to {speedup.high:.2f}"
+    digits = decimals((speedup.estimate, speedup.low, speedup.high), limit)
+    ends = f"{speedup.low:.{digits}f} to {speedup.high:.{digits}f}"
+    spread = f"{speedup.estimate:.{digits}f}x, {speedup.confidence:.0%} interval {ends}"
     basis = f"{speedup.prompts} prompts x {speedup.rounds} rounds"
     if speedup.prompts * speedup.rounds < MIN_PAIRS:
         advice = "Raise validation.max_prompts or validation.rounds."
@@ -271,7 +289,9 @@ def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "")
             gates.append(Gate(gate, INCONCLUSIVE, None, limit, f"no ratio: {ratio.reason}", advice))
         else:
             result = outcome(ratio.low, ratio.high, limit, at_least=False)
-            detail = f"{ratio.estimate:.2f} of plain's, 95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+            digits = decimals((ratio.estimate, ratio.low, ratio.high), limit)
+            ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+            detail = f"{ratio.estimate:.{digits}f} of plain's, 95% interval {ends}"
             next_steps = {
                 PASS: None,
                 FAIL: f"Speculation makes this latency worse than allowed; or raise validation.latency.max_ratios.{name}.",
@@ -286,7 +306,9 @@ def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
         advice = "Raise validation.max_prompts or validation.rounds."
         return Gate(name, INCONCLUSIVE, None, limit, f"no p90: {latency.unsupported['p90']}", advice)
     result = outcome(latency.p90_low, latency.p90_high, limit, at_least=False)
-    detail = f"{latency.p90:.2f} ms, 95% interval {latency.p90_low:.2f} to {latency.p90_high:.2f}"
+    digits = decimals((latency.p90, latency.p90_low, latency.p90_high), limit)
+    ends = f"{latency.p90_low:.{digits}f} to {latency.p90_high:.{digits}f}"
+    detail = f"{latency.p90:.{digits}f} ms, 95% interval {ends}"
     next_steps = {
         PASS: None,
         FAIL: f"Too slow for this limit: use more engine.threads or faster hardware, or raise validation.latency.{key}.",

@@ -15,6 +15,7 @@ import numpy as np
 
 from toolkit.errors import UsageError
 from toolkit.records import BenchArm, BenchPoint, Gate
+from toolkit.rounding import decimals
 from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.validate.metrics import LATENCIES, PERCENTILES
 from toolkit.validate.statistics import CONFIDENCE
@@ -117,7 +118,8 @@ def _latency(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
     if value is None:
         detail = f"no {percentile}: {latency.unsupported[percentile]}"
         return Gate(limit.name + suffix, INCONCLUSIVE, None, limit.limit, detail, "Raise --requests or --rounds.")
-    detail = f"{value:.2f} ms, {CONFIDENCE:.0%} interval {low:.2f} to {high:.2f}"
+    digits = decimals((value, low, high), limit.limit)
+    detail = f"{value:.{digits}f} ms, {CONFIDENCE:.0%} interval {low:.{digits}f} to {high:.{digits}f}"
     return _judged(limit, suffix, value, low, high, detail)
 
 
@@ -136,7 +138,9 @@ def _rate(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
 
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(rounds) - 1) * np.std(rounds, ddof=1) / math.sqrt(len(rounds)))
     low, high = float(np.mean(rounds)) - half, float(np.mean(rounds)) + half
-    detail = f"{value:.2f}, {CONFIDENCE:.0%} interval {low:.2f} to {high:.2f} over {len(rounds)} rounds"
+    digits = decimals((value, low, high), limit.limit)
+    ends = f"{low:.{digits}f} to {high:.{digits}f}"
+    detail = f"{value:.{digits}f}, {CONFIDENCE:.0%} interval {ends} over {len(rounds)} rounds"
     return _judged(limit, suffix, value, low, high, detail)
 
 
@@ -149,7 +153,9 @@ def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
         if " needs " in reason:
             return Gate(limit.name + suffix, INCONCLUSIVE, None, limit.limit, reason, "Raise --requests or --rounds.")
         return _unmeasured(limit, suffix, reason, "Mend the endpoint, or gate what it gives.")
-    detail = f"{ratio.estimate:.3f}, {CONFIDENCE:.0%} interval {ratio.low:.3f} to {ratio.high:.3f}"
+    digits = decimals((ratio.estimate, ratio.low, ratio.high), limit.limit, least=3)
+    ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+    detail = f"{ratio.estimate:.{digits}f}, {CONFIDENCE:.0%} interval {ends}"
     return _judged(limit, suffix, ratio.estimate, ratio.low, ratio.high, detail)
 
 

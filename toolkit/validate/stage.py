@@ -63,7 +63,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 8
+VERSION = 9
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
