@@ -189,9 +189,42 @@ def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> 
     (fault,) = faults_of(file, "engine.threads=2")
     assert fault.message == f"is no key of kind {kind}"
     (fault,) = faults_of(file, "engine.tensorrt_llm=1.4")
-    assert fault.mend is not None and "Put it in quotes" in fault.mend  # YAML reads it as a number
+    assert fault.mend is not None and "1.2.1, 1.3" in fault.mend
     (fault,) = faults_of(file, 'engine.tensorrt_llm="1.4"')
     assert fault.mend is not None and "1.2.1, 1.3" in fault.mend
+
+
+@pytest.mark.parametrize(
+    "override, read",
+    [
+        ("engine.tensorrt_llm=1.3", "1.3"),
+        ("engine.tensorrt_llm=1.0", "1.0"),  # as it was typed, and not as the number is printed
+        ('engine.tensorrt_llm="1.3"', "1.3"),
+        ("name=70", "70"),
+        ("draft.revision=2024", "2024"),
+        ("draft.revision=null", None),
+    ],
+)
+def test_a_number_on_the_command_line_is_text_where_only_text_can_stand(folder: Path, override: str, read: str | None) -> None:
+    """No shell hands quotes on."""
+    file = with_line(folder, "engine: {max_seq_len: 640}", "engine: {kind: trtllm_pytorch}")
+    config: typing.Any = load_config(file, [override, "draft.checkpoint=meta-llama/Llama-3.2-1B"])
+    for part in override.partition("=")[0].split("."):
+        config = getattr(config, part)
+    assert config == read
+
+
+def test_a_number_in_the_file_is_told_to_be_quoted(folder: Path) -> None:
+    (fault,) = faults_of(with_line(folder, "engine: {max_seq_len: 640}", "engine: {kind: trtllm_pytorch, tensorrt_llm: 1.3}"))
+    assert fault.mend is not None and "Put it in quotes" in fault.mend
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram"])
+def test_turning_the_draft_off_on_the_command_line_leaves_its_section_out(folder: Path, kind: str) -> None:
+    config = load_config(folder / "tiny.yaml", [f"speculation.kind={kind}"])
+    assert (config.draft, config.speculation.kind) == (None, kind)
+    (fault,) = faults_of(folder / "tiny.yaml", f"speculation.kind={kind}", "draft.quantization.quant_algo=FP8")
+    assert "does not use the `draft` section" in fault.message
 
 
 def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:

@@ -64,6 +64,7 @@ def load_config(file: Path, overrides: Sequence[str] = (), *, texts: bool = True
     prompt files need not be there. Raises ConfigError with all faults, in the order of their lines.
     """
     source = read_source(file, overrides)
+    _as_meant(source)
     faults = list(source.faults)
     config: DeploymentConfig | None = None
     try:
@@ -82,6 +83,27 @@ def load_config(file: Path, overrides: Sequence[str] = (), *, texts: bool = True
             file, sorted(faults, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
         )
     return _resolved(config, file.absolute().parent)
+
+
+def _as_meant(source: Source) -> None:
+    """What `--set` leaves no doubt about: a number where only text can stand (a shell takes the quotes away), and a kind of
+    speculation that has no use for the draft of the file.
+    """
+    for path, text in source.overridden.items():
+        section = _section(source.data, path[:-1])
+        if isinstance(section.get(path[-1]), (int, float)) and _only_text(path):
+            section[path[-1]] = text
+    speculation = source.data.get("speculation")
+    kind = speculation.get("kind") if isinstance(speculation, dict) else None
+    asked = {("speculation",), ("speculation", "kind")} & source.overridden.keys()
+    if asked and kind in ("none", "ngram") and not any(path[0] == "draft" for path in source.overridden):
+        source.data.pop("draft", None)
+
+
+def _section(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        data = data[part]
+    return data
 
 
 def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> list[Fault]:
@@ -259,13 +281,25 @@ def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
 
 def _literals(path: KeyPath) -> tuple[str, ...]:
     """The words that a key may have; `kind` of a union has those of all its members."""
-    models: tuple[type[BaseModel], ...] = (DeploymentConfig,)
-    for part in path[:-1]:
-        models = tuple(inner for model in models for inner in _models(model.model_fields[str(part)].annotation))
-    annotations = [model.model_fields[str(path[-1])].annotation for model in models if path[-1] in model.model_fields]
-    members = [member for annotation in annotations for member in _members(annotation)]
+    members = _members_at(path)
     words = [str(word) for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
     return tuple(dict.fromkeys(words))
+
+
+def _only_text(path: KeyPath) -> bool:
+    """Whether nothing but text can stand at a key."""
+    members = [member for member in _members_at(path) if member is not type(None)]
+    return bool(members) and all(member in (str, Path) or typing.get_origin(member) is Literal for member in members)
+
+
+def _members_at(path: KeyPath) -> list[Any]:
+    """Members of the annotations of a key, of every model that has it; none for an unknown key."""
+    models: tuple[type[BaseModel], ...] = (DeploymentConfig,)
+    for part in path[:-1]:
+        fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
+        models = tuple(inner for field in fields for inner in _models(field.annotation))
+    annotations = [model.model_fields[str(path[-1])].annotation for model in models if path[-1] in model.model_fields]
+    return [member for annotation in annotations for member in _members(annotation)]
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:

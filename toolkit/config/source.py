@@ -43,13 +43,17 @@ class Place:
 
 @dataclass(slots=True)
 class Source:
-    """What a file says. keys and values: path -> place of that key, of that value. faults: what the text alone gets wrong."""
+    """What a file says. keys and values: path -> place of that key, of that value. faults: what the text alone gets wrong.
+
+    overridden: path -> the text that `--set` gave it, as it was typed.
+    """
 
     file: Path
     data: dict[str, Any]
     keys: dict[KeyPath, Place] = field(default_factory=dict)
     values: dict[KeyPath, Place] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath, *, of_key: bool = False) -> Place:
         """The place of a value (or its key); of the nearest section around it where it is not written down at all."""
@@ -283,5 +287,6 @@ def _override(source: Source, override: str) -> None:
         source.faults.extend(error.faults)
         return
     source.keys[path] = whole
+    source.overridden[path] = text.strip()
     inner[path[-1]] = None if node is None else _Reader(source, text, origin).build(node, path)
     source.values.setdefault(path, whole)
