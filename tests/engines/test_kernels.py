@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.engines.test_families import CASES
 from tests.support.checkpoints import write_checkpoint
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.kernels import KernelOps, pack_linear
-from toolkit.engines.embedded.model import Attention, Linear, TorchOps
+from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -61,6 +62,40 @@ def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
     assert torch.equal(widened[0], weight[:, 0].float())
 
 
+@pytest.mark.parametrize("kind", ["float32", "w8a16", "w8a8", "fp8"])
+@pytest.mark.parametrize(("hidden", "dim", "inner"), [(96, 32, 160), (37, 24, 45)])
+def test_half_a_layer_in_one_call_equals_its_parts(kernels: KernelOps, kind: str, hidden: int, dim: int, inner: int) -> None:
+    """The parts between the linears are torch's then. A code on the edge may flip by that: most tokens agree to 1e-5."""
+    heads, kv_heads, batch, n, capacity = 4, 2, 2, 6, 128
+    generator = torch.Generator().manual_seed(hidden)
+
+    def small(rows: int, columns: int) -> Linear:
+        linear = random_linear(kind, rows, columns)
+        scale = None if linear.scale is None else linear.scale / 1000
+        return pack_linear(replace(linear, scale=scale, bias=None if scale is None else linear.bias), torch.float32)
+
+    sizes = ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
+    norms = [torch.rand((1, hidden), generator=generator) + 0.5 for _ in range(2)]
+    how = Attention(heads, kv_heads, dim, 1e-5, None, None, None, None, None)
+    layer = Layer(*norms, *(small(rows, columns) for rows, columns in sizes), how)
+    x = torch.randn((batch, n, hidden), generator=generator)
+    angles = torch.rand((capacity, dim // 2), generator=generator)
+    step = Step(torch.tensor([1, 0]), torch.tensor([3, 40]), angles.cos(), angles.sin())
+
+    def caches() -> tuple[torch.Tensor, torch.Tensor]:
+        padded = -(-dim // 16) * 16
+        return torch.zeros(2, kv_heads, dim, capacity), torch.zeros(2, kv_heads, capacity, padded)
+
+    for whole, parts in (
+        (kernels.attend(x, layer, caches(), step), Ops.attend(kernels, x, layer, caches(), step)),
+        (kernels.feed_forward(x, layer), Ops.feed_forward(kernels, x, layer)),
+    ):
+        difference = (whole - parts).abs().amax(-1) / parts.abs().max()
+        assert (difference < 1e-5).float().mean() > 0.7
+        assert difference.max() < (0.05 if kind in ("w8a8", "fp8") else 1e-5)
+        assert (whole - x).abs().max() > 0.01
+
+
 def fp8_trials() -> torch.Tensor:
     """Every E4M3 number, every midpoint between two of them with its neighbours, both overflows: [n], a multiple of 64."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -86,7 +121,7 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
     k_scale, v_scale = torch.tensor(0.7), torch.tensor(1.3)
     how = Attention(1, 1, dim, 1e-5, None, None, None, k_scale, v_scale)
     unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
-    kernels.attention(qkv, (keys, values), torch.tensor([1]), torch.tensor([10]), *unrotated, how)
+    kernels.attention(qkv, (keys, values), Step(torch.tensor([1]), torch.tensor([10]), *unrotated), how)
     _, key, value = qkv[0].split(dim, dim=-1)
     for written, new, scale in (
         (keys[1, 0, :, 10 : 10 + n].T, key, k_scale),

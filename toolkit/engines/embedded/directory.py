@@ -33,7 +33,7 @@ __all__ = [
     "write_config",
 ]
 
-FORMAT = 2  # of the section `toolkit`; a reader refuses any other
+FORMAT = 3  # of the section `toolkit`; a reader refuses any other
 CONFIG, WEIGHTS, PACKAGE, KERNELS = "config.json", "weights.safetensors", "decode.pt2", "kernels.so"
 SPECULATION = {"target": 2, "draft": 1}  # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
 

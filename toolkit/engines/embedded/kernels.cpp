@@ -15,11 +15,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <optional>
-#include <vector>
+#include <type_traits>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -48,6 +48,36 @@ inline V load(const void* from) {
 }
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
+
+// The same for the last vector of a row, which may have fewer than sixteen numbers; zeros stand for the others. Kept out of line: a
+// copy of unknown length is a call, and around a call every vector goes to memory.
+[[gnu::noinline, gnu::cold]] Floats load_few(const float* from, int64_t count) {
+  Floats v = {};
+  std::memcpy(&v, from, count * sizeof(float));
+  return v;
+}
+
+[[gnu::noinline, gnu::cold]] void store_few(float* to, Floats v, int64_t count) { std::memcpy(to, &v, count * sizeof(float)); }
+
+inline Floats load(const float* from, int64_t count) { return count >= kLanes ? load<Floats>(from) : load_few(from, count); }
+
+inline void store(float* to, Floats v, int64_t count) { count >= kLanes ? store(to, v) : store_few(to, v, count); }
+
+// Memory for one call, not filled with anything, at the start of a cache line.
+template <typename V>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : data_(static_cast<V*>(std::aligned_alloc(64, (count * sizeof(V) + 127) / 64 * 64))) {
+    TORCH_CHECK(data_, "no memory for ", count, " numbers of scratch");
+  }
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  operator V*() const { return data_; }
+
+ private:
+  V* data_;
+};
 
 // Minus zero and not plus zero: x - 0 is x whatever its sign, so that nothing is left of it but the broadcast.
 inline Floats splat(float x) { return x - Floats{}; }
@@ -107,6 +137,34 @@ inline void keep(Fp8* to, Floats x, float scale) {
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint8_t>(code[i]);
 }
 
+// One number out of sixteen lanes, by halves: four steps instead of a chain of fifteen.
+template <typename F>
+inline float fold(Floats v, const F& join) {
+  v = join(v, __builtin_shuffle(v, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  v = join(v, __builtin_shuffle(v, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  v = join(v, __builtin_shuffle(v, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  v = join(v, __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return v[0];
+}
+
+// e^x for x <= 0, to about one unit in the last place; below -87 the result is cut at e^-87.
+inline Floats exponential(Floats x) {
+  Floats low = splat(-87.0f);
+  x = x < low ? low : x;
+  Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the integer part ends up in the low bits
+  Ints power = (Ints)shifted;
+  Floats whole = shifted - 0x1.8p23f;
+  Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return (Floats)((Ints)p + (power << 23));
+}
+
 template <typename F>
 void parallel(int64_t tasks, int64_t work_per_task, const F& f) {
   int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_task));
@@ -119,21 +177,38 @@ void parallel(int64_t tasks, int64_t work_per_task, const F& f) {
 
 const float* data_or_null(const std::optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; }
 
-// Write one vector of results for rows [row, row + 16), cut at the last row.
-inline void finish(float* out, int64_t row, int64_t rows, Floats v, const float* scale, float factor, const float* bias) {
-  int64_t count = std::min(kLanes, rows - row);
-  if (count == kLanes) {
-    if (scale) v *= load<Floats>(scale + row) * factor;
-    if (bias) v += load<Floats>(bias + row);
-    store(out + row, v);
-    return;
+// A packed linear, as it comes into an operator: weight [blocks, k, 64] float32 | bfloat16 | int8 | uint8 (E4M3 bits), or with `start`
+// [blocks, k/4, 64, 4] int8 for INT8 x INT8; scale [rows] of the weights; input_scale []; pre_scale [k]; bias [rows].
+struct Linear {
+  const Tensor& weight;
+  const std::optional<Tensor>&scale, &input_scale, &pre_scale, &bias, &start;
+  int64_t rows;
+};
+
+// What happens to a row of products: scaled, biased, added to `onto`.
+struct Finish {
+  const float *scale, *bias, *onto;  // onto [m, rows] may be `out` itself
+  float factor;
+  int64_t rows;
+  float* out;
+
+  // Sixteen numbers of token t, fewer at the end.
+  void operator()(int64_t t, int64_t row, Floats v) const {
+    int64_t place = t * rows + row;
+    if (row + kLanes <= rows) {
+      if (scale) v *= load<Floats>(scale + row) * factor;
+      if (bias) v += load<Floats>(bias + row);
+      if (onto) v += load<Floats>(onto + place);
+      store(out + place, v);
+      return;
+    }
+    for (int64_t i = 0; row + i < rows; ++i) {
+      float y = scale ? v[i] * (scale[row + i] * factor) : v[i];
+      if (bias) y += bias[row + i];
+      out[place + i] = onto ? y + onto[place + i] : y;
+    }
   }
-  for (int64_t i = 0; i < count; ++i) {
-    float y = v[i];
-    if (scale) y *= scale[row + i] * factor;
-    out[row + i] = bias ? y + bias[row + i] : y;
-  }
-}
+};
 
 // ---- linear with float activations: weights float32, bfloat16, int8 or E4M3 -------------------------------------------------------
 
@@ -168,8 +243,7 @@ void float_tokens(int64_t tokens, const float* x, const W* w, int64_t k, Floats 
 }
 
 template <typename W>
-void float_linear(const float* x, const W* w, int64_t m, int64_t k, int64_t rows, int64_t blocks, const float* scale, float factor,
-                  const float* bias, float* out) {
+void float_linear(const float* x, const W* w, int64_t m, int64_t k, int64_t blocks, const Finish& finish) {
   parallel(blocks, kBlock * k * m, [&](int64_t begin, int64_t end) {
     Floats acc[kTokens][kVectors];
     for (int64_t b = begin; b < end; ++b) {
@@ -177,54 +251,30 @@ void float_linear(const float* x, const W* w, int64_t m, int64_t k, int64_t rows
         int64_t tokens = std::min(kTokens, m - t);
         float_tokens<W>(tokens, x + t * k, w + b * k * kBlock, k, acc);
         for (int64_t i = 0; i < tokens; ++i)
-          for (int64_t j = 0; j < kVectors && b * kBlock + j * kLanes < rows; ++j)
-            finish(out + (t + i) * rows, b * kBlock + j * kLanes, rows, acc[i][j], scale, factor, bias);
+          for (int64_t j = 0; j < kVectors && b * kBlock + j * kLanes < finish.rows; ++j)
+            finish(t + i, b * kBlock + j * kLanes, acc[i][j]);
       }
     }
   });
 }
 
-Tensor output_like(const Tensor& x, int64_t rows) {
-  auto sizes = x.sizes().vec();
-  sizes.back() = rows;
-  return at::empty(sizes, x.options());
-}
-
-// x [..., k] float32; weight packed [blocks, k, 64] float32 | bfloat16 | int8 | uint8 (E4M3 bits); scale [rows], bias [rows];
-// input_scale []: x is rounded to E4M3 at that scale first. Returns [..., rows] float32.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& input_scale,
-              const std::optional<Tensor>& bias, int64_t rows) {
-  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == at::kFloat, "linear: contiguous float32 input");
-  int64_t k = x.size(-1), m = x.numel() / k, blocks = weight.size(0);
-  TORCH_CHECK(weight.size(1) == k && blocks * kBlock >= rows, "linear: weight does not fit the input");
-  Tensor out = output_like(x, rows);
-  const float* in = x.const_data_ptr<float>();
-  float factor = 1.0f;
-  std::vector<float> rounded;
-  if (input_scale.has_value()) {
-    factor = *input_scale->const_data_ptr<float>();
-    rounded.resize(m * k);
-    int64_t i = 0;
-    for (; i + kLanes <= m * k; i += kLanes) store(rounded.data() + i, rounded_to_fp8(load<Floats>(in + i) / factor));
-    if (i < m * k) {
-      Floats last = {};
-      std::memcpy(&last, in + i, (m * k - i) * sizeof(float));
-      last = rounded_to_fp8(last / factor);
-      std::memcpy(rounded.data() + i, &last, (m * k - i) * sizeof(float));
-    }
-    in = rounded.data();
+// Activations rounded to E4M3 first where the linear has an input scale.
+void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
+  TORCH_CHECK(linear.weight.size(1) == k, "linear: weight does not fit the input");
+  Scratch<float> rounded(linear.input_scale.has_value() ? m * k : 0);
+  if (linear.input_scale.has_value()) {
+    for (int64_t i = 0; i < m * k; i += kLanes) store(rounded + i, rounded_to_fp8(load(x + i, m * k - i) / finish.factor), m * k - i);
+    x = rounded;
   }
-  const float *s = data_or_null(scale), *b = data_or_null(bias);
-  float* o = out.mutable_data_ptr<float>();
-  const void* w = weight.const_data_ptr();
-  switch (weight.scalar_type()) {
-    case at::kFloat: float_linear(in, static_cast<const float*>(w), m, k, rows, blocks, s, factor, b, o); break;
-    case at::kBFloat16: float_linear(in, static_cast<const Bf16*>(w), m, k, rows, blocks, s, factor, b, o); break;
-    case at::kChar: float_linear(in, static_cast<const int8_t*>(w), m, k, rows, blocks, s, factor, b, o); break;
-    case at::kByte: float_linear(in, static_cast<const Fp8*>(w), m, k, rows, blocks, s, factor, b, o); break;
-    default: TORCH_CHECK(false, "linear: weight dtype ", weight.scalar_type());
+  const void* w = linear.weight.const_data_ptr();
+  int64_t blocks = linear.weight.size(0);
+  switch (linear.weight.scalar_type()) {
+    case at::kFloat: return float_linear(x, static_cast<const float*>(w), m, k, blocks, finish);
+    case at::kBFloat16: return float_linear(x, static_cast<const Bf16*>(w), m, k, blocks, finish);
+    case at::kChar: return float_linear(x, static_cast<const int8_t*>(w), m, k, blocks, finish);
+    case at::kByte: return float_linear(x, static_cast<const Fp8*>(w), m, k, blocks, finish);
+    default: TORCH_CHECK(false, "linear: weight dtype ", linear.weight.scalar_type());
   }
-  return out;
 }
 
 // ---- linear INT8 x INT8, counted exactly in int32 ---------------------------------------------------------------------------------
@@ -287,63 +337,129 @@ void int8_tokens(int64_t tokens, const uint8_t* x, const int8_t* w, int64_t quad
 }
 
 // round(v) in [-128, 127], plus 128. Adding 1.5 * 2^23 rounds to the nearest even and leaves the integer in the low bits.
-inline void store_codes(uint8_t* to, Floats v) {
+inline void store_codes(uint8_t* to, Floats v, int64_t n) {
   v = v < splat(-128.0f) ? splat(-128.0f) : v;
   v = v > splat(127.0f) ? splat(127.0f) : v;
   Ints code = (Ints)(v + 0x1.8p23f) - 0x4b400000 + 128;
 #ifdef __AVX512F__
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)code));
-#else
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<uint8_t>(code[i]);
+  if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)code));
 #endif
+  for (int i = 0; i < std::min(n, kLanes); ++i) to[i] = static_cast<uint8_t>(code[i]);
 }
 
-// x [..., k] float32; weight packed [blocks, quads, 64, 4] int8; start [blocks * 64] int32 (see int8_block); scale [rows] of the
-// weights; input_scale []; pre_scale [k]. Codes are round(x * pre_scale / input_scale) in [-128, 127]. Returns [..., rows] float32.
-Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& start, const Tensor& scale, const Tensor& input_scale,
-                   const std::optional<Tensor>& pre_scale, const std::optional<Tensor>& bias, int64_t rows) {
-  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == at::kFloat, "linear_w8a8: contiguous float32 input");
-  int64_t k = x.size(-1), m = x.numel() / k, blocks = weight.size(0), quads = weight.size(1);
-  TORCH_CHECK(quads * 4 >= k && blocks * kBlock >= rows, "linear_w8a8: weight does not fit the input");
-  Tensor out = output_like(x, rows);
-  const float *in = x.const_data_ptr<float>(), *pre = data_or_null(pre_scale), *b = data_or_null(bias);
-  const float factor = *input_scale.const_data_ptr<float>(), inverse = 1.0f / factor;
-  std::vector<uint8_t> codes(m * quads * 4, 128);
+// Codes are round(x * pre_scale / input_scale) in [-128, 127].
+void project_codes(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
+  int64_t blocks = linear.weight.size(0), quads = linear.weight.size(1), padded = quads * 4;
+  TORCH_CHECK(padded >= k && padded < k + 4, "linear: weight does not fit the input");
+  const float *pre = data_or_null(linear.pre_scale), inverse = 1.0f / finish.factor;
+  Scratch<uint8_t> codes(m * padded);
   parallel(m, k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const float* from = in + t * k;
-      uint8_t* to = codes.data() + t * quads * 4;
-      int64_t i = 0;
-      for (; i + kLanes <= k; i += kLanes) {
-        Floats v = load<Floats>(from + i);
-        if (pre) v *= load<Floats>(pre + i);
-        store_codes(to + i, v * inverse);
-      }
-      if (i < k) {
-        Floats v = {};
-        for (int64_t j = i; j < k; ++j) v[j - i] = pre ? from[j] * pre[j] : from[j];
-        uint8_t last[kLanes];
-        store_codes(last, v * inverse);
-        std::memcpy(to + i, last, k - i);
+      for (int64_t i = 0; i < k; i += kLanes) {
+        Floats v = load(x + t * k + i, k - i);
+        if (pre) v *= load(pre + i, k - i);
+        store_codes(codes + t * padded + i, v * inverse, padded - i);
       }
     }
   });
-  const int8_t* w = weight.const_data_ptr<int8_t>();
-  const int32_t* first = start.const_data_ptr<int32_t>();
-  const float* s = scale.const_data_ptr<float>();
-  float* o = out.mutable_data_ptr<float>();
+  const int8_t* w = linear.weight.const_data_ptr<int8_t>();
+  const int32_t* first = linear.start->const_data_ptr<int32_t>();
   parallel(blocks, kBlock * k * m / 4, [&](int64_t begin, int64_t end) {
     Ints acc[kTokens][kVectors];
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t t = 0; t < m; t += kTokens) {
         int64_t tokens = std::min(kTokens, m - t);
-        int8_tokens(tokens, codes.data() + t * quads * 4, w + n * quads * kBlock * 4, quads, first + n * kBlock, acc);
+        int8_tokens(tokens, codes + t * padded, w + n * padded * kBlock, quads, first + n * kBlock, acc);
         for (int64_t i = 0; i < tokens; ++i)
-          for (int64_t j = 0; j < kVectors && n * kBlock + j * kLanes < rows; ++j)
-            finish(o + (t + i) * rows, n * kBlock + j * kLanes, rows, __builtin_convertvector(acc[i][j], Floats), s, factor, b);
+          for (int64_t j = 0; j < kVectors && n * kBlock + j * kLanes < finish.rows; ++j)
+            finish(t + i, n * kBlock + j * kLanes, __builtin_convertvector(acc[i][j], Floats));
       }
     }
   });
+}
+
+// out [m, rows] = linear(x [m, k]) + onto.
+void project(const float* x, int64_t m, int64_t k, const Linear& linear, const float* onto, float* out) {
+  TORCH_CHECK(linear.weight.is_contiguous() && linear.weight.size(0) * kBlock >= linear.rows, "linear: weight is not packed for its rows");
+  float factor = linear.input_scale.has_value() ? *linear.input_scale->const_data_ptr<float>() : 1.0f;
+  Finish finish{data_or_null(linear.scale), data_or_null(linear.bias), onto, factor, linear.rows, out};
+  linear.start.has_value() ? project_codes(x, m, k, linear, finish) : project_floats(x, m, k, linear, finish);
+}
+
+const float* floats(const Tensor& x) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat, "contiguous float32 input is needed");
+  return x.const_data_ptr<float>();
+}
+
+// x [..., k] float32 -> [..., rows] float32.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& input_scale,
+              const std::optional<Tensor>& pre_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& start,
+              int64_t rows) {
+  auto sizes = x.sizes().vec();
+  int64_t k = sizes.back();
+  sizes.back() = rows;
+  Tensor out = at::empty(sizes, x.options());
+  project(floats(x), x.numel() / k, k, {weight, scale, input_scale, pre_scale, bias, start, rows}, nullptr, out.mutable_data_ptr<float>());
+  return out;
+}
+
+// ---- what stands between the linears -----------------------------------------------------------------------------------------------
+
+inline float sum(Floats v) {
+  return fold(v, [](Floats a, Floats b) { return a + b; });
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight, for each of m rows of k.
+void rms_norm(const float* x, int64_t m, int64_t k, const float* weight, float eps, float* out) {
+  parallel(m, k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      Floats squares = {};
+      for (int64_t i = 0; i < k; i += kLanes) {
+        Floats v = load(x + t * k + i, k - i);
+        squares += v * v;
+      }
+      float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(k) + eps);
+      for (int64_t i = 0; i < k; i += kLanes)
+        store(out + t * k + i, load(x + t * k + i, k - i) * factor * load(weight + i, k - i), k - i);
+    }
+  });
+}
+
+// x / (1 + e^-x), by way of e^-|x|, which never overflows.
+inline Floats silu(Floats x) {
+  Floats e = exponential((Floats)((Ints)x | std::numeric_limits<int32_t>::min()));
+  return x * (x < Floats{} ? e : splat(1.0f)) / (1.0f + e);
+}
+
+// out [m, k] = silu(gate) * up, of rows that hold k of each.
+void gated(const float* gate_up, int64_t m, int64_t k, float* out) {
+  parallel(m, 8 * k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < k; i += kLanes) {
+        const float* gate = gate_up + 2 * t * k + i;
+        store(out + t * k + i, silu(load(gate, k - i)) * load(gate + k, k - i), k - i);
+      }
+  });
+}
+
+// hidden [..., k] + down(silu(gate) * up) behind the norm.
+Tensor feed_forward(const Tensor& hidden, const Tensor& norm,  //
+                    const Tensor& gate_up, const std::optional<Tensor>& gate_up_scale, const std::optional<Tensor>& gate_up_input_scale,
+                    const std::optional<Tensor>& gate_up_pre_scale, const std::optional<Tensor>& gate_up_bias,
+                    const std::optional<Tensor>& gate_up_start, int64_t gate_up_rows,  //
+                    const Tensor& down, const std::optional<Tensor>& down_scale, const std::optional<Tensor>& down_input_scale,
+                    const std::optional<Tensor>& down_pre_scale, const std::optional<Tensor>& down_bias,
+                    const std::optional<Tensor>& down_start, int64_t down_rows, double eps) {
+  const float* x = floats(hidden);
+  int64_t k = hidden.size(-1), m = hidden.numel() / k, inner = gate_up_rows / 2;
+  Tensor out = at::empty(hidden.sizes(), hidden.options());
+  Scratch<float> normed(m * k), both(m * gate_up_rows), mixed(m * inner);
+  rms_norm(x, m, k, floats(norm), static_cast<float>(eps), normed);
+  project(normed, m, k, {gate_up, gate_up_scale, gate_up_input_scale, gate_up_pre_scale, gate_up_bias, gate_up_start, gate_up_rows},
+          nullptr, both);
+  gated(both, m, inner, mixed);
+  project(mixed, m, inner, {down, down_scale, down_input_scale, down_pre_scale, down_bias, down_start, down_rows}, x,
+          out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -352,32 +468,15 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& start, c
 constexpr int64_t kQueries = 24;  // queries of a KV head at a time: their scores, and its keys and values, stay in the nearest caches
 constexpr int64_t kTogether = 6;  // queries that share one load of a key or value
 
-// e^x for x <= 0, to about one unit in the last place; below -87 the result is cut at e^-87.
-inline Floats exponential(Floats x) {
-  Floats low = splat(-87.0f);
-  x = x < low ? low : x;
-  Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the integer part ends up in the low bits
-  Ints power = (Ints)shifted;
-  Floats whole = shifted - 0x1.8p23f;
-  Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Floats p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return (Floats)((Ints)p + (power << 23));
-}
-
 struct Heads {
   int64_t heads, kv_heads, dim, padded, capacity;  // padded: head_dim up to a multiple of 16
 };
 
 // One sequence and KV head with up to kQueries of its queries.
 struct Queries {
-  float *rotated, *scores, *mixed, *sums;  // [kQueries, padded], [kQueries, reach], [kQueries, padded], [kQueries]
-  int64_t at[kQueries];                    // a query's own position
+  float *rotated, *scores, *mixed;  // [kQueries, padded], [kQueries, reach], [kQueries, padded]
+  float sums[kQueries];             // of a query's weights
+  int64_t at[kQueries];             // its own position
   int64_t reach;
 };
 
@@ -430,16 +529,6 @@ void together(int64_t count, const F& f) {
   }
 }
 
-// One number out of sixteen lanes, by halves: four steps instead of a chain of fifteen.
-template <typename F>
-inline float fold(Floats v, const F& join) {
-  v = join(v, __builtin_shuffle(v, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  v = join(v, __builtin_shuffle(v, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  v = join(v, __builtin_shuffle(v, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  v = join(v, __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-  return v[0];
-}
-
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // Turn the scores of the visible positions [from, to) into weights, the largest of them 1; the rest of [begin, end) into 0. Returns
@@ -463,12 +552,12 @@ inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, in
     total += e;
     store(scores + s, e);
   }
-  return fold(total, [](Floats a, Floats b) { return a + b; });
+  return sum(total);
 }
 
 // mixed / sums is what attention gives for these queries.
 template <typename C>
-void attend(const Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
+void attend_to(Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
   int64_t begin = from(*std::min_element(all.at, all.at + count)), end = *std::max_element(all.at, all.at + count) + 1;
   int64_t first = begin / kLanes * kLanes, last = (end + kLanes - 1) / kLanes * kLanes, place = first;
@@ -507,38 +596,45 @@ void rotate(const float* from, const float* norm, float eps, const float* cos, c
   }
 }
 
+// The caches of a layer and where a step stands in them; see `attention`.
+struct Cache {
+  const Tensor &keys, &values, &slots, &lengths, &cos, &sin;
+  const std::optional<Tensor>&q_norm, &k_norm, &k_scale, &v_scale;
+  int64_t heads, window;
+  float eps;
+};
+
 template <typename C>
-void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tensor& slots, const Tensor& lengths, const Tensor& cos,
-                     const Tensor& sin, const float* q_norm, const float* k_norm, float k_scale, float v_scale, const Heads& h,
-                     int64_t window, float eps, Tensor& out) {
-  int64_t batch = qkv.size(0), n = qkv.size(1), group = h.heads / h.kv_heads, queries = group * n;
-  const int64_t *slot = slots.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
+void attention_heads(const float* qkv, int64_t batch, int64_t n, const Cache& cache, float* out) {
+  Heads h{cache.heads, cache.keys.size(1), cache.keys.size(2), cache.values.size(3), cache.keys.size(3)};
+  int64_t group = h.heads / h.kv_heads, queries = group * n, window = cache.window;
+  const int64_t *slot = cache.slots.const_data_ptr<int64_t>(), *length = cache.lengths.const_data_ptr<int64_t>();
+  const float *q_norm = data_or_null(cache.q_norm), *k_norm = data_or_null(cache.k_norm);
+  const float *c = cache.cos.const_data_ptr<float>(), *s = cache.sin.const_data_ptr<float>();
+  constexpr bool kFp8 = std::is_same_v<C, Fp8>;
+  float k_scale = kFp8 ? *cache.k_scale->const_data_ptr<float>() : 1.0f, v_scale = kFp8 ? *cache.v_scale->const_data_ptr<float>() : 1.0f;
+  C *key_cache = static_cast<C*>(cache.keys.mutable_data_ptr()), *value_cache = static_cast<C*>(cache.values.mutable_data_ptr());
   int64_t longest = *std::max_element(length, length + batch) + n;
-  TORCH_CHECK(longest <= h.capacity && longest <= cos.size(0), "attention: the cache ends before position ", longest);
-  const float *in = qkv.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  float* result = out.mutable_data_ptr<float>();
+  TORCH_CHECK(longest <= h.capacity && longest <= cache.cos.size(0), "attention: the cache ends before position ", longest);
   int64_t reach = (longest + kLanes - 1) / kLanes * kLanes;
   int64_t half = h.dim / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
   float scale = k_scale / std::sqrt(static_cast<float>(h.dim));
   parallel(batch * h.kv_heads, queries * longest * h.padded / 4, [&](int64_t first, int64_t last) {
     int64_t most = std::min(kQueries, queries);
-    std::unique_ptr<float[]> scratch(new float[most * (2 * h.padded + reach + 1)]);
-    Queries all{scratch.get(), scratch.get() + 2 * most * h.padded, scratch.get() + most * h.padded, nullptr, {}, reach};
-    all.sums = all.scores + most * reach;
+    Scratch<float> rotated(most * h.padded), scores(most * reach), mixed(most * h.padded);
+    Queries all{rotated, scores, mixed, {}, {}, reach};
     for (int64_t task = first; task < last; ++task) {
       int64_t b = task / h.kv_heads, head = task % h.kv_heads;
       C* keys = key_cache + (slot[b] * h.kv_heads + head) * h.dim * h.capacity;
       C* values = value_cache + (slot[b] * h.kv_heads + head) * h.capacity * h.padded;
       for (int64_t t = 0; t < n; ++t) {
-        const float* token = in + (b * n + t) * stride;
+        const float* token = qkv + (b * n + t) * stride;
         int64_t place = length[b] + t;
-        rotate(token + (h.heads + head) * h.dim, k_norm, eps, c + place * half, s + place * half, h.dim, all.rotated);
+        rotate(token + (h.heads + head) * h.dim, k_norm, cache.eps, c + place * half, s + place * half, h.dim, all.rotated);
         const float* v = token + (h.heads + h.kv_heads + head) * h.dim;
         for (int64_t d = 0; d < h.dim; d += kLanes) {
           int64_t count = std::min(kLanes, h.dim - d);
-          Floats value = {};
-          std::memcpy(&value, v + d, count * sizeof(float));
-          keep(values + place * h.padded + d, value, v_scale);
+          keep(values + place * h.padded + d, load(v + d, count), v_scale);
           C column[kLanes];
           keep(column, load<Floats>(all.rotated + d), k_scale);
           for (int64_t i = 0; i < count; ++i) keys[(d + i) * h.capacity + place] = column[i];
@@ -549,14 +645,14 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group, at = length[b] + t;
           float* to = all.rotated + i * h.padded;
-          rotate(in + (b * n + t) * stride + which * h.dim, q_norm, eps, c + at * half, s + at * half, h.dim, to);
+          rotate(qkv + (b * n + t) * stride + which * h.dim, q_norm, cache.eps, c + at * half, s + at * half, h.dim, to);
           for (int64_t d = 0; d < h.dim; ++d) to[d] *= scale;
           all.at[i] = at;
         }
-        attend(all, count, keys, values, h, window);
+        attend_to(all, count, keys, values, h, window);
         for (int64_t i = 0; i < count; ++i) {
           int64_t t = (q + i) / group, which = head * group + (q + i) % group;
-          float* to = result + ((b * n + t) * h.heads + which) * h.dim;
+          float* to = out + ((b * n + t) * h.heads + which) * h.dim;
           float whole = v_scale / all.sums[i];
           for (int64_t d = 0; d < h.dim; ++d) to[d] = all.mixed[i * h.padded + d] * whole;
         }
@@ -565,26 +661,43 @@ void attention_heads(const Tensor& qkv, C* key_cache, C* value_cache, const Tens
   });
 }
 
+void attention_floats(const float* qkv, int64_t batch, int64_t n, const Cache& cache, float* out) {
+  TORCH_CHECK(cache.keys.is_contiguous() && cache.values.is_contiguous(), "attention: contiguous caches");
+  cache.keys.scalar_type() == at::kFloat ? attention_heads<float>(qkv, batch, n, cache, out) : attention_heads<Fp8>(qkv, batch, n, cache, out);
+}
+
 // qkv [batch, n, (heads + 2 kv_heads) dim] float32; keys [slots, kv_heads, dim, capacity] and values [slots, kv_heads, capacity,
 // padded], both float32 or uint8 (E4M3 bits at k_scale, v_scale []), written in place behind `lengths` [batch] of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [batch, n, heads dim].
 Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& cos,
                  const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
-  TORCH_CHECK(qkv.is_contiguous() && keys.is_contiguous() && values.is_contiguous(), "attention: contiguous tensors");
-  Heads h{heads, keys.size(1), keys.size(2), values.size(3), keys.size(3)};
-  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * h.dim}, qkv.options());
-  float ks = k_scale.has_value() ? *k_scale->const_data_ptr<float>() : 1.0f;
-  float vs = v_scale.has_value() ? *v_scale->const_data_ptr<float>() : 1.0f;
-  const float *qn = data_or_null(q_norm), *kn = data_or_null(k_norm);
-  if (keys.scalar_type() == at::kFloat) {
-    attention_heads<float>(qkv, keys.mutable_data_ptr<float>(), values.mutable_data_ptr<float>(), slots, lengths, cos, sin, qn, kn, 1.0f,
-                           1.0f, h, window, static_cast<float>(eps), out);
-  } else {
-    attention_heads<Fp8>(qkv, reinterpret_cast<Fp8*>(keys.mutable_data_ptr<uint8_t>()),
-                         reinterpret_cast<Fp8*>(values.mutable_data_ptr<uint8_t>()), slots, lengths, cos, sin, qn, kn, ks, vs, h, window,
-                         static_cast<float>(eps), out);
-  }
+  Tensor out = at::empty({qkv.size(0), qkv.size(1), heads * keys.size(2)}, qkv.options());
+  Cache cache{keys, values, slots, lengths, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  attention_floats(floats(qkv), qkv.size(0), qkv.size(1), cache, out.mutable_data_ptr<float>());
+  return out;
+}
+
+// hidden [batch, n, k] + o(attention(qkv)) behind the norm.
+Tensor attend(const Tensor& hidden, const Tensor& norm,  //
+              const Tensor& qkv, const std::optional<Tensor>& qkv_scale, const std::optional<Tensor>& qkv_input_scale,
+              const std::optional<Tensor>& qkv_pre_scale, const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& qkv_start,
+              int64_t qkv_rows,  //
+              const Tensor& o, const std::optional<Tensor>& o_scale, const std::optional<Tensor>& o_input_scale,
+              const std::optional<Tensor>& o_pre_scale, const std::optional<Tensor>& o_bias, const std::optional<Tensor>& o_start,
+              int64_t o_rows,  //
+              Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& cos, const Tensor& sin,
+              const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, const std::optional<Tensor>& k_scale,
+              const std::optional<Tensor>& v_scale, int64_t heads, int64_t window, double eps) {
+  const float* x = floats(hidden);
+  int64_t batch = hidden.size(0), n = hidden.size(1), m = batch * n, k = hidden.size(2), inner = heads * keys.size(2);
+  Cache cache{keys, values, slots, lengths, cos, sin, q_norm, k_norm, k_scale, v_scale, heads, window, static_cast<float>(eps)};
+  Tensor out = at::empty(hidden.sizes(), hidden.options());
+  Scratch<float> normed(m * k), three(m * qkv_rows), mixed(m * inner);
+  rms_norm(x, m, k, floats(norm), cache.eps, normed);
+  project(normed, m, k, {qkv, qkv_scale, qkv_input_scale, qkv_pre_scale, qkv_bias, qkv_start, qkv_rows}, nullptr, three);
+  attention_floats(three, batch, n, cache, mixed);
+  project(mixed, m, inner, {o, o_scale, o_input_scale, o_pre_scale, o_bias, o_start, o_rows}, x, out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -594,18 +707,24 @@ Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& sl
 #define REGISTER(name, library) TORCH_LIBRARY(name, library)
 #define REGISTER_CPU(name, library) TORCH_LIBRARY_IMPL(name, CPU, library)
 
+// A packed linear among the arguments of an operator.
+#define LINEAR(name) \
+  "Tensor " name ", Tensor? " name "_scale, Tensor? " name "_input_scale, Tensor? " name "_pre_scale, Tensor? " name "_bias, Tensor? " \
+  name "_start, int " name "_rows"
+#define ATTENTION \
+  "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, " \
+  "Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps"
+
 REGISTER(TOOLKIT_NAMESPACE, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? input_scale, Tensor? bias, int rows) -> Tensor");
-  library.def(
-      "linear_w8a8(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor input_scale, Tensor? pre_scale, Tensor? bias, int rows) "
-      "-> Tensor");
-  library.def(
-      "attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, Tensor cos, Tensor sin, Tensor? q_norm, "
-      "Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, int heads, int window, float eps) -> Tensor");
+  library.def("linear(Tensor x, " LINEAR("weight") ") -> Tensor");
+  library.def("attention(Tensor qkv, " ATTENTION ") -> Tensor");
+  library.def("attend(Tensor hidden, Tensor norm, " LINEAR("qkv") ", " LINEAR("o") ", " ATTENTION ") -> Tensor");
+  library.def("feed_forward(Tensor hidden, Tensor norm, " LINEAR("gate_up") ", " LINEAR("down") ", float eps) -> Tensor");
 }
 
 REGISTER_CPU(TOOLKIT_NAMESPACE, library) {
   library.impl("linear", &linear);
-  library.impl("linear_w8a8", &linear_w8a8);
   library.impl("attention", &attention);
+  library.impl("attend", &attend);
+  library.impl("feed_forward", &feed_forward);
 }

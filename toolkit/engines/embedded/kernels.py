@@ -12,13 +12,14 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.engines.embedded.model import Attention, Layer, Linear, Weights
+from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, Weights
 from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, instruction_set
 from toolkit.errors import StageError
 
@@ -114,52 +115,64 @@ def load_library(file: Path, name: str) -> KernelOps:
 
 
 def _register_shapes(name: str) -> None:
-    def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    def linear(x: Tensor, *rest: Any) -> Tensor:
         return x.new_empty((*x.shape[:-1], rest[-1]))
 
-    def attention(qkv: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    def attention(qkv: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[2]))
 
-    for operator, shapes in (("linear", linear), ("linear_w8a8", linear), ("attention", attention)):
-        torch.library.register_fake(f"{name}::{operator}", shapes)
+    def half_a_layer(hidden: Tensor, *_: Any) -> Tensor:
+        return hidden.new_empty(hidden.shape)
+
+    shapes: dict[str, Callable[..., Tensor]] = {
+        "linear": linear,
+        "attention": attention,
+        "attend": half_a_layer,
+        "feed_forward": half_a_layer,
+    }
+    for operator, shape in shapes.items():
+        torch.library.register_fake(f"{name}::{operator}", shape)
 
 
-class KernelOps:
-    """Ops by the kernel library; weights come from `pack`, caches from `kernel_caches`. Computes in float32 whatever x is."""
+class KernelOps(Ops):
+    """Ops by the kernel library; weights come from `pack`, caches from `kernel_caches`.
+
+    Computes in float32 whatever the input is. Half a layer is one call: in a small model the calls themselves take as long as
+    the arithmetic.
+    """
 
     def __init__(self, name: str) -> None:
         operators = getattr(torch.ops, name)
-        self._linear, self._linear_w8a8 = operators.linear.default, operators.linear_w8a8.default
-        self._attention = operators.attention.default
+        self._linear, self._attention = operators.linear.default, operators.attention.default
+        self._attend, self._feed_forward = operators.attend.default, operators.feed_forward.default
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        wide = x.float().contiguous()
-        if linear.start is not None:
-            y = self._linear_w8a8(
-                wide, linear.weight, linear.start, linear.scale, linear.input_scale, linear.pre_scale, linear.bias, linear.rows
-            )
-        else:
-            y = self._linear(wide, linear.weight, linear.scale, linear.input_scale, linear.bias, linear.rows)
-        result: Tensor = y.to(x.dtype)
-        return result
+        return _as(x, self._linear(x.float().contiguous(), *_linear(linear)))
 
-    def attention(
-        self,
-        qkv: Tensor,
-        cache: tuple[Tensor, Tensor],
-        slots: Tensor,
-        lengths: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        how: Attention,
-    ) -> Tensor:
-        mixed = self._attention(
-            *(qkv.float(), *cache, slots, lengths, cos, sin),
-            *(how.q_norm, how.k_norm, how.k_scale, how.v_scale),
-            *(how.heads, how.window or 0, how.eps),
-        )
-        result: Tensor = mixed.to(qkv.dtype)
-        return result
+    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor:
+        return _as(qkv, self._attention(qkv.float(), *_attention(cache, step, how)))
+
+    def attend(self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step) -> Tensor:
+        parts = (*_linear(layer.qkv), *_linear(layer.o), *_attention(cache, step, layer.attention))
+        return _as(hidden, self._attend(hidden.float(), layer.input_norm, *parts))
+
+    def feed_forward(self, hidden: Tensor, layer: Layer) -> Tensor:
+        parts = (*_linear(layer.gate_up), *_linear(layer.down), layer.attention.eps)
+        return _as(hidden, self._feed_forward(hidden.float(), layer.post_norm, *parts))
+
+
+def _as(x: Tensor, result: Tensor) -> Tensor:
+    return result.to(x.dtype)
+
+
+def _linear(one: Linear) -> tuple[Any, ...]:
+    """In the order of the operators' arguments, as below."""
+    return one.weight, one.scale, one.input_scale, one.pre_scale, one.bias, one.start, one.rows
+
+
+def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tuple[Any, ...]:
+    where = (*cache, step.slots, step.lengths, step.cos, step.sin)
+    return *where, how.q_norm, how.k_norm, how.k_scale, how.v_scale, how.heads, how.window or 0, how.eps
 
 
 def kernel_caches(weights: Weights, slots: int, capacity: int, *, fp8: bool) -> list[tuple[Tensor, Tensor]]:

@@ -1,14 +1,15 @@
 """The fused decoder as plain functions: the reference that everything faster is compared with.
 
-`decode` is the whole model. The two operations that are worth a kernel, linear and attention, come in as an `Ops`; TorchOps
-below does them in plain torch, in any dtype and on any device, and is also what runs where there is no C++ compiler. KV caches
-are one (k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
+`decode` is the whole model. What is worth a kernel, linear and attention and the halves of a layer made of them, comes in as an
+`Ops`; TorchOps below does it in plain torch, in any dtype and on any device, and is also what runs where there is no C++
+compiler. KV caches are one (k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from toolkit.checkpoints.shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FP8_MAX", "Attention", "Layer", "Linear", "Ops", "TorchOps", "Weights", "build", "decode", "rms_norm"]
+__all__ = ["FP8_MAX", "Attention", "Layer", "Linear", "Ops", "Step", "TorchOps", "Weights", "build", "decode", "rms_norm"]
 
 FP8_MAX = 448.0
 EXACT_FLOAT32 = 2**24  # integers of this size and below are exact in float32, whatever the order of summation
@@ -77,19 +78,33 @@ class Weights:
     eps: float
 
 
-class Ops(Protocol):
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a step stands: tokens go behind the first `lengths` [batch] positions of `slots` [batch], both int64."""
+
+    slots: Tensor
+    lengths: Tensor
+    cos: Tensor  # as in Weights
+    sin: Tensor
+
+
+class Ops(ABC):
+    """What is worth a kernel. The two halves of a layer follow from linear and attention; a kernel may do one in a go."""
+
+    @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
 
-    def attention(
-        self,
-        qkv: Tensor,
-        cache: tuple[Tensor, Tensor],
-        slots: Tensor,
-        lengths: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        how: Attention,
-    ) -> Tensor: ...
+    @abstractmethod
+    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor: ...
+
+    def attend(self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step) -> Tensor:
+        qkv = self.linear(rms_norm(hidden, layer.input_norm, layer.attention.eps), layer.qkv)
+        return hidden + self.linear(self.attention(qkv, cache, step, layer.attention), layer.o)
+
+    def feed_forward(self, hidden: Tensor, layer: Layer) -> Tensor:
+        both = self.linear(rms_norm(hidden, layer.post_norm, layer.attention.eps), layer.gate_up)
+        gate, up = both.chunk(2, dim=-1)
+        return hidden + self.linear(F.silu(gate) * up, layer.down)
 
 
 def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, Tensor]) -> Weights:
@@ -131,12 +146,9 @@ def decode(
     prompt wants those of its last token alone, and the LM head is a good part of a small model.
     """
     hidden = F.embedding(tokens, weights.embed).to(dtype)
+    step = Step(slots, lengths, weights.cos, weights.sin)
     for layer, cache in zip(weights.layers, caches, strict=True):
-        qkv = ops.linear(rms_norm(hidden, layer.input_norm, weights.eps), layer.qkv)
-        mixed = ops.attention(qkv, cache, slots, lengths, weights.cos, weights.sin, layer.attention)
-        hidden = hidden + ops.linear(mixed, layer.o)
-        gate, up = ops.linear(rms_norm(hidden, layer.post_norm, weights.eps), layer.gate_up).chunk(2, dim=-1)
-        hidden = hidden + ops.linear(F.silu(gate) * up, layer.down)
+        hidden = ops.feed_forward(ops.attend(hidden, layer, cache, step), layer)
     hidden = rms_norm(hidden.index_select(1, columns), weights.norm, weights.eps)
     logits = ops.linear(hidden, weights.lm_head)
     return logits.to(_wide(dtype))
@@ -149,7 +161,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
-class TorchOps:
+class TorchOps(Ops):
     """Linear and attention in plain torch. native_fp8: FP8 products in torch._scaled_mm (CUDA from SM89), else in float."""
 
     def __init__(self, *, native_fp8: bool = False) -> None:
@@ -167,22 +179,14 @@ class TorchOps:
             y = self._fp8(x, linear)
         return y if linear.bias is None else y + linear.bias.to(x.dtype)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        cache: tuple[Tensor, Tensor],
-        slots: Tensor,
-        lengths: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        how: Attention,
-    ) -> Tensor:
+    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor:
         """Rotate, write keys and values, attend causally. qkv [b, n, (heads + 2 kv_heads) d] -> [b, n, heads d]."""
         batch, n, _ = qkv.shape
         heads = qkv.view(batch, n, -1, how.head_dim)
         q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
         if how.q_norm is not None and how.k_norm is not None:
             q, k = rms_norm(q, how.q_norm, how.eps), rms_norm(k, how.k_norm, how.eps)
+        slots, lengths, cos, sin = step.slots, step.lengths, step.cos, step.sin
         place = lengths[:, None] + torch.arange(n, device=qkv.device)  # [b, n]
         q, k = _rotate(q, cos[place], sin[place]), _rotate(k, cos[place], sin[place])
         keys, values = cache
