@@ -76,6 +76,20 @@ def test_calibrating_llama_70b_in_fp8_takes_more_than_210_gb() -> None:
     assert 210e9 < total("pytorch", "quantize") < 240e9
 
 
+def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measuring() -> None:
+    """80 layers' outputs of a line, of 84k values each, against 8192 tokens' logits; one of the two at a time."""
+
+    def items(max_tokens: int) -> dict[str, int]:
+        found = memory_of(subject("pytorch", calibration__calib_max_seq_length=max_tokens), HOST)[0][0]
+        assert found.stage == "quantize"
+        return {item.name: item.num_bytes for item in found.items}
+
+    long = items(2048)
+    assert long["libraries"] == items(16)["libraries"] == 2**29
+    assert long["measuring"] == 2048 * 80 * (3 * 8192 + 2 * 1024 + 2 * 28672) * 2
+    assert "calibration" not in long
+
+
 def test_llama_70b_has_160_kib_of_kv_cache_a_token_in_fp8() -> None:
     """80 layers x K and V x 8 heads x 128 values; twice that in BF16."""
     assert kv_bytes_per_token(shape("meta-llama/Llama-3.3-70B-Instruct"), "FP8") == 160 * 1024

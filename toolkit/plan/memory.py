@@ -22,6 +22,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # Assumed: CUDA context, libraries' workspaces and CUDA graphs; NCCL's buffers where there are several ranks.
 RUNTIME_BYTES = {"trt_engine": GIB, "trtllm_pytorch": 2 * GIB, "torch": GIB // 2}
 NCCL_BYTES = GIB // 2
+LIBRARY_BYTES = GIB // 2  # measured: 0.54 GB resident when a model of a few kilobytes was quantized
 TACTICS_BYTES = 2 * GIB  # assumed: what TensorRT tries kernels in
 TP_SIZES = (1, 2, 4, 8, 16)
 
@@ -169,7 +170,7 @@ def _embedded(subject: Subject, engine: TorchEngineConfig, host_bytes: int) -> t
 
 
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
-    """The larger of both runs: the source, its quantized copy, and one batch of calibration text."""
+    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of text takes at its most."""
     calibration = subject.config.calibration
     found = []
     for role, shape in subject.shapes.items():
@@ -178,14 +179,28 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         tokens = calibration.batch_size * calibration.calib_max_seq_length
         source = parameters(shape) * DTYPE_BYTES[shape.dtype]
         logits = tokens * shape.vocab_size * 4
-        inner = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * DTYPE_BYTES[shape.dtype]
+        width = DTYPE_BYTES[shape.dtype]
+        inner = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * width
+        # Every linear's output in the source is kept until the quantized model has made its own.
+        outputs = (
+            2 * shape.hidden_size + (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 2 * shape.intermediate_size
+        )
+        compared = calibration.calib_max_seq_length * shape.num_layers * outputs * width
+        text = max(
+            MemoryItem("calibration", logits + inner, f"{tokens} tokens at once: logits in float32, widest layer"),
+            MemoryItem(
+                "measuring", compared, f"{calibration.calib_max_seq_length} held-out tokens: outputs of all linears, to compare"
+            ),
+            key=lambda item: item.num_bytes,
+        )
         found.append(
             (
                 MemoryItem(f"{role} as it is", source, f"{parameters(shape) / 1e9:.2f} G parameters in {shape.dtype}"),
                 MemoryItem(
                     f"{role} quantized", weight_bytes(shape, _algo(subject, role), dtype=shape.dtype), "its copy for the export"
                 ),
-                MemoryItem("calibration", logits + inner, f"{tokens} tokens at once: logits in float32, widest layer"),
+                MemoryItem("libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"),
+                text,
             )
         )
     if found:
