@@ -215,6 +215,13 @@ def test_schema_is_json_schema_of_every_key(tmp_path: Path) -> None:
 
 def test_version_prints_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"toolkit \d+\.\d+\.\d+\n", toolkit("version", cwd=tmp_path).stdout)
+    asked = toolkit("--version", cwd=tmp_path)
+    assert (asked.returncode, asked.stdout) == (0, toolkit("version", cwd=tmp_path).stdout)
+
+
+def test_an_endpoint_that_nobody_answers_at_exits_3(tmp_path: Path) -> None:
+    gone = toolkit("generate", "127.0.0.1:9", "x", cwd=tmp_path)
+    assert gone.returncode == 3 and "cannot be reached" in gone.stderr and "Traceback" not in gone.stderr
 
 
 def test_a_report_that_is_not_there_yet_says_how_to_make_it(deployment: Path, tmp_path: Path) -> None:
@@ -274,7 +281,10 @@ def test_the_last_report_can_be_printed(deployment: Path) -> None:
     assert printed.returncode == 0
     assert "tiny: PASS" in printed.stdout
     assert "report.html" in printed.stdout
-    assert json.loads(toolkit("report", "tiny.yaml", "--json", cwd=deployment).stdout)["verdict"] == "PASS"
+    data = json.loads(toolkit("report", "tiny.yaml", "--json", cwd=deployment).stdout)
+    assert data["verdict"] == "PASS"
+    assert [one["stage"] for one in data["stages"]][-2:] == ["serve", "validate"]
+    assert data["stages"][-1]["seconds"] >= data["stages"][-2]["seconds"] > 0
 
 
 @pytest.mark.slow
@@ -307,6 +317,8 @@ def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             break
     assert lines, process.communicate(timeout=60)[1]
     (address,) = [line.split()[1] for line in lines if line.startswith("grpc")]
+    (metrics,) = [line.split()[1] for line in lines if line.startswith("metrics")]
+    assert f"toolkit bench {address} --prompts prompts.jsonl --metrics {metrics}\n" in lines
     assert any(line.startswith("curl -s http://127.0.0.1:") for line in lines)
     yield process, address
     if process.poll() is None:
@@ -328,7 +340,7 @@ def test_serve_answers_until_it_is_stopped(served: tuple[subprocess.Popen[str], 
     assert process.returncode == 0
     assert out.endswith("stopped\n")
     refused = toolkit("generate", address, "x", cwd=tmp_path)
-    assert refused.returncode == 2
+    assert refused.returncode == 3  # as `bench` exits
     assert "cannot be reached" in refused.stderr
 
 

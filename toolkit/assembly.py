@@ -778,7 +778,7 @@ def _measure(
     from toolkit.validate.replay import write_replay
     from toolkit.validate.stage import Alternating, References, validate
 
-    repository = finished["package"].record
+    started, repository = time.monotonic(), finished["package"].record
     engines = {role: finished[f"compile/{role}"].record for role in models_of(config)}
     folders = {role: engine.path for role, engine in engines.items()}
     judged: dict[str, Any] = {
@@ -834,9 +834,10 @@ def _measure(
                 **judged,
             )
     served = StageCost("serve", round(time.monotonic() - began, 3), peak_bytes, reused=False)
+    itself = StageCost("validate", round(time.monotonic() - started, 3), None, reused=False)  # its peak is known at its end
     report = replace(
         report,
-        stages=(*report.stages, served),
+        stages=(*report.stages, served, itself),
         memory=make_plan(config).memory,
         advice=finished["tune"].record if _measures(config) else None,
     )

@@ -64,6 +64,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version_command()
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def init(
     target: Annotated[str, typer.Option(help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False)],
@@ -289,7 +304,10 @@ def explain(config: Config, overrides: Overrides = None, as_json: Json = False, 
 
 @app.command()
 def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False) -> None:
-    """Start tritonserver on the packaged repository, until Ctrl-C."""
+    """Start tritonserver on the packaged repository, until Ctrl-C.
+
+    It takes free ports on loopback; --set triton.http_port=8000 (grpc_port, metrics_port, host) fixes them.
+    """
     import threading
 
     from toolkit.triton.server import TritonServer
@@ -312,6 +330,8 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
             if loaded.triton.decoupled:
                 _print(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
                 _print(f'toolkit generate {server.grpc_url} "def main():"')
+                prompts, which = _shown(loaded.validation.prompts), "" if model == "tensorrt_llm" else f" --model {model}"
+                _print(f"toolkit bench {server.grpc_url} --prompts {prompts} --metrics {server.metrics_url}{which}")
             _print("ready; Ctrl-C stops it")
             while not stop.wait(0.5):
                 server.check()
@@ -779,7 +799,8 @@ def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, 
     """Stream one request from a running endpoint over gRPC."""
     import time
 
-    from toolkit.client import Client, ClientError, Options
+    from toolkit.client import Client, ClientError, Options, ServerUnavailable
+    from toolkit.errors import StageError
 
     options = Options(
         max_tokens=max_tokens, temperature=asked["temperature"], seed=asked["seed"], num_draft_tokens=asked["draft_len"]
@@ -802,9 +823,11 @@ def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, 
                         None if figures is None else figures.acceptance_length,
                         as_json=as_json,
                     )
-    except ClientError as error:
+    except ServerUnavailable as error:
         mend = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
-        raise UsageError(str(error), mend=mend) from error
+        raise StageError("generate", str(error), mend=mend) from error
+    except ClientError as error:
+        raise UsageError(str(error)) from error
 
 
 def _levels(text: str | None) -> tuple[int, ...]:

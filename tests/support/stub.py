@@ -38,6 +38,7 @@ class Script:
     refuses_continuous: bool = False
     triton: bool = True
     log: bool = True
+    at_once: bool = False  # over HTTP, all events in one write
     plain_factor: float = 1.0  # how much longer every chunk takes over HTTP where num_draft_tokens is 0
 
     def dump(self) -> str:
@@ -238,6 +239,7 @@ class Http(asyncio.Protocol):
             if usage == "continuous" and not options.get("continuous_usage_stats"):
                 usage = "total" if options.get("include_usage") else "none"
             events = openai_events(script, fault, chat, usage)
+        events = [b"".join(events)] if script.at_once else events
         self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         loop = asyncio.get_running_loop()
         self.send(loop, loop.time(), events, 0, entry, fault)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.support.stub import Script, StubServer
 from toolkit.benching import Asked, bench
 from toolkit.errors import StageError, UsageError
 from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Ratio, from_json, to_json
-from toolkit.validate.bench import crossover, speed_ratio
+from toolkit.report.bench import print_run
+from toolkit.validate.bench import crossover, speed_ratio, undecided_speed
 from toolkit.validate.compare import compare_runs, read_run
+from toolkit.validate.limits import parse_limit
 
 CHUNKS = ((2.0, "a", 1), (2.0, "bcd", 3))
 COUNT = 24
@@ -247,3 +253,27 @@ def test_a_ratio_with_too_many_failed_pairs_is_not_judged() -> None:
     assert speed_ratio(holes, good).reason == "2 of 10 requests failed"
     assert speed_ratio(good, holes, paired=False).reason == "2 of 10 requests failed"
     assert speed_ratio(good, good, paired=False).estimate == 1.0
+
+
+def test_a_speed_that_is_not_decided_is_said_where_no_gate_asks(stub: StubServer, prompts: Path) -> None:
+    found = run(stub, prompts, against_plain=True, rounds=1, max_rounds=1)
+    assert finding(found, "speed") == ""  # the stub's plain arm is four times as slow
+    (point,) = found.points
+    near = replace(point, ratios=(Ratio("speed", 1.02, 0.95, 1.1),))
+    (said,) = undecided_speed([near], ())
+    assert "speculative is not shown to be faster or slower than plain (0.950 to 1.100)" in said.detail
+    assert list(undecided_speed([near], [parse_limit("speed>=1.2")])) == []
+
+
+def test_chunks_that_came_together_are_no_latency_and_said_to_be_none(prompts: Path) -> None:
+    """One read of the socket holds them all, as HTTP delivers them from a fast server."""
+    with StubServer(Script(chunks=((0.0, "a", 1), (0.0, "b", 1), (0.0, "c", 1), (0.0, "d", 1)), at_once=True)) as stub:
+        found = run(stub, prompts)
+    assert "came together with the one before" in finding(found, "streaming") and "gRPC" in finding(found, "streaming")
+    console = Console(file=io.StringIO(), width=160)
+    print_run(found, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = {line.split(" p50")[0]: line for line in console.file.getvalue().splitlines() if " p50/p90/p99 ms" in line}
+    assert lines["itl"].split()[-5] == "-" and "0.00" not in lines["itl"]
+    assert re.search(r"\d", lines["e2e"].partition("ms")[2])
+    assert "no limit but on errors was asked for" in console.file.getvalue()

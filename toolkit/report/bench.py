@@ -29,6 +29,9 @@ def print_run(run: BenchRun, console: Console) -> None:
         console.print(f"speculation over concurrency: {run.crossover.detail}{near}", highlight=False, markup=False)
     _gates(run.gates, console)
     _findings(run.findings, console)
+    asked = any(gate.name.partition("@")[0] != "errors" for gate in run.gates)
+    if run.verdict == "PASS" and not asked:
+        console.print("no limit but on errors was asked for (--gate)", highlight=False, markup=False, style="dim")
     console.print(run.verdict, style=COLOURS[run.verdict])
 
 
@@ -84,10 +87,11 @@ def _rows(arm: BenchArm) -> dict[str, str]:
 
 
 def _percentiles(latency: Latency) -> str:
-    """A percentile that the samples do not support is a dash."""
+    """A percentile that the samples do not support is a dash, and so is a gap of nothing: two chunks came in one read."""
     if latency.samples == 0:
         return ""
-    return " / ".join("-" if value is None else f"{value:.2f}" for value in (latency.p50, latency.p90, latency.p99))
+    values = (latency.p50, latency.p90, latency.p99)
+    return " / ".join("-" if not value else "<0.01" if value < 0.005 else f"{value:.2f}" for value in values)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

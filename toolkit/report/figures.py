@@ -473,7 +473,8 @@ def _stages(report: ValidationReport) -> Table:
         (one.stage, f"{one.seconds:,.1f}", size(one.peak_memory_bytes), "reused" if one.reused else "ran")
         for one in report.stages
     )
-    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",))
+    note = "validate holds serve, the server's own run." if any(one.stage == "validate" for one in report.stages) else ""
+    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",), note)
 
 
 def _engines(report: ValidationReport) -> Table:

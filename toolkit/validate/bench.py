@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,12 +42,13 @@ from toolkit.validate.limits import Limit, judge, straddled
 from toolkit.validate.load import constant, poisson, run_closed, run_open, undisturbed, uniquely
 from toolkit.validate.statistics import bootstrap_ratio
 
-__all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "run_bench"]
+__all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "crossover", "run_bench", "speed_ratio", "undecided_speed"]
 
 SCHEMA_VERSION = 1
 BLOCK = 8  # requests of one arm in a row, per request in flight: the ends of a block, where fewer are, stay a small part of it
 LATE_MS = 2.0  # p99 of the lag above which the load was not the one that was asked for
 FEW = 4  # requests per round below this many times the concurrency do not keep it up
+TOGETHER = 0.25  # share of chunks that came with the one before them above which we say so
 MOST_MISSING = 0.1  # a ratio is not judged when more of the pairs than this failed
 
 
@@ -157,7 +158,11 @@ async def run_bench(
         points=tuple(points),
         crossover=crossover(points),
         counters=checks,
-        findings=tuple(_findings(points, plan, checks, counters is not None)),
+        findings=(
+            *_findings(points, plan, checks, counters is not None),
+            *undecided_speed(points, plan.limits),
+            *_together(arms, runner.everything),
+        ),
         environment=dict(environment),
         definitions=metrics.DEFINITIONS | metrics.LOAD_DEFINITIONS,
         requests=tuple(_saved(one, runner.began_ns) for one in runner.everything),
@@ -452,6 +457,35 @@ def _findings(points: Sequence[BenchPoint], plan: Plan, checks: Sequence[Counter
             detail = f"{plan.requests} requests a round hardly keep {point.concurrency} in flight; use more (--requests)"
             findings.append(Finding("load", "warning", detail))
     return findings
+
+
+def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> Iterator[Finding]:
+    """Two arms of which neither is shown to be faster, where no gate asks which."""
+    if any(limit.name == "speed" for limit in limits):
+        return
+    for point in points:
+        for ratio in point.ratios:
+            if ratio.name == "speed" and ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
+                load = f"{point.concurrency} at a time" if point.concurrency is not None else "the open loop"
+                detail = (
+                    f"{load}: {point.arms[-1].name} is not shown to be faster or slower than {point.arms[0].name} "
+                    f"({ratio.low:.3f} to {ratio.high:.3f}); more --max-rounds narrow it, --gate 'speed>=1.1' judges it"
+                )
+                yield Finding("speed", "warning", detail)
+
+
+def _together(arms: Sequence[Arm], sent: Sequence[_Sent]) -> Iterator[Finding]:
+    """Chunks that one read of the socket brought together: the gaps between them are the transport's, and not the server's."""
+    for arm in arms:
+        gaps = [gap for one in sent if one.arm == arm.name and one.timing is not None for gap in one.timing.icl_ns]
+        none = sum(gap == 0 for gap in gaps)
+        if none > TOGETHER * len(gaps):
+            detail = (
+                f"{arm.name} arm: {none} of {len(gaps)} chunks came together with the one before, so itl and icl tell of the "
+                "transport (a dash is no gap at all); tpot and e2e hold"
+            )
+            detail += ". Measure over gRPC (host:port) for them" if arm.transport.protocol == "triton-http" else ""
+            yield Finding("streaming", "warning", detail)
 
 
 def _saved(one: _Sent, began_ns: int) -> BenchRequest:
