@@ -29,6 +29,7 @@ from toolkit.config.schema import (
     SpeculationConfig,
     TorchEngineConfig,
     TrtEngineConfig,
+    ValidationConfig,
 )
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError, StoreError, UsageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, StepEngine, TensorRtLlmSpec
@@ -735,6 +736,7 @@ def _validate(
             "config": {
                 "name": config.name,
                 **config.validation.model_dump(exclude={"prompts"}),
+                "stated": sorted(config.validation.latency.model_fields_set | config.validation.quality.model_fields_set),
                 **({"replaced": list(replaced)} if replaced else {}),
             },
             "inputs": {
@@ -803,7 +805,7 @@ def _measure(
         ):
             report = validate(
                 client,
-                config.validation,
+                _asked_of(config, finished),
                 acceptance=config.speculation.acceptance,
                 references=References(_reference(folders, config.engine.threads), source, same_precision),
                 environment=_environment(),
@@ -824,7 +826,7 @@ def _measure(
                 del watched["counters"]  # LLM() has none of ours, and every start would begin them anew
             report = validate(
                 Alternating(servers.start) if in_turns else servers.start("served"),
-                config.validation,
+                _asked_of(config, finished),
                 # Both runtimes keep a draft that equals what the target samples, unless they are told otherwise.
                 acceptance="sample_match" if config.speculation.acceptance == "auto" else config.speculation.acceptance,
                 references=References(None, source, same_precision),
@@ -843,6 +845,14 @@ def _measure(
     )
     write_report(report, out_dir)
     return report
+
+
+def _asked_of(config: DeploymentConfig, finished: Finished) -> ValidationConfig:
+    """The gates: without one on the speed-up where the advisor was asked whether to speculate, and said no."""
+    if speculation_of(config, finished).kind != "none" or config.speculation.kind == "none":
+        return config.validation
+    latency = config.validation.latency.model_copy(update={"min_speedup": None})
+    return config.validation.model_copy(update={"latency": latency})
 
 
 def _watched(

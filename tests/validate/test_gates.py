@@ -150,11 +150,24 @@ def test_latency_gate(limit: float, expected: str) -> None:
 
 def test_quality_is_judged_for_the_target() -> None:
     quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, (), (), 0)
-    (gate,) = quality_gates(quality, QualityGates())
+    (gate,) = quality_gates(quality, QualityGates(), quantized=True)
     assert (gate.outcome, gate.measured, gate.limit) == ("PASS", 0.02, 0.05)
-    gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98))
+    gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98), quantized=True)
     assert [gate.outcome for gate in gates] == ["FAIL", "FAIL"]
-    assert [gate.outcome for gate in quality_gates(None, QualityGates())] == ["PASS"]
+
+
+def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_lose() -> None:
+    """A checkpoint that came quantized has no source here: what the YAML asks of it fails, and a default is not judged."""
+    both = QualityGates(max_kl=0.05, min_top1_agreement=0.98)
+    assert [gate.outcome for gate in quality_gates(None, both, quantized=False)] == ["PASS", "PASS"]
+    asked = quality_gates(None, both, quantized=True)
+    assert [(gate.name, gate.outcome, gate.measured) for gate in asked] == [
+        ("quality_kl", "FAIL", None),
+        ("quality_top1", "FAIL", None),
+    ]
+    assert all(gate.detail.startswith("not measured") and gate.next_step for gate in asked)
+    (default,) = quality_gates(None, QualityGates(), quantized=True)
+    assert (default.outcome, default.limit) == ("NOT JUDGED", 0.05)
 
 
 @pytest.mark.parametrize(

@@ -196,13 +196,19 @@ def test_tokens_that_wait_between_server_and_client_are_reported(prompts_file: P
 
 def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:
     endpoint = ScriptedEndpoint()
-    latency = LatencyGates(min_speedup=1.15, max_itl_p90_ms=3.0)
-    report = run(endpoint, prompts_file, max_draft_len=0, latency=latency)
+    report = run(endpoint, prompts_file, max_draft_len=0, latency=LatencyGates(max_itl_p90_ms=3.0))
     assert report.verdict == "PASS"
     assert report.arms.speculative is None and report.speedup is None and report.parity is None
     assert [one.name for one in report.gates] == ["itl_p90", "itl_p90_sampled", "agreement_engine", "quality_kl"]
     assert {one["num_draft_tokens"] for one in endpoint.seen} == {0}
     assert from_json(ValidationReport, to_json(report)) == report
+
+
+def test_a_speed_up_that_is_asked_of_a_deployment_without_speculation_fails(prompts_file: Path) -> None:
+    report = run(ScriptedEndpoint(), prompts_file, max_draft_len=0, latency=LatencyGates(min_speedup=1.15))
+    assert report.verdict == "FAIL"
+    assert gate(report, "speedup").detail.startswith("not measured: this deployment does not speculate")
+    assert gate(report, "speedup").measured is None and gate(report, "speedup").next_step is not None
 
 
 class Breaking(ScriptedEndpoint):

@@ -90,7 +90,7 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     names, bottom = LEFT + 112, height - 44
     scale = Scale(0, max(cell.tokens_per_s.high for cell in grid.cells) * 1.12 or 1, names, RIGHT)
     drawing.legend([("spec", f"keeps KL {grid.max_kl:g}"), ("bad", "does not")], LEFT)
-    drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time")
+    drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second")
     y = float(TOP)
     for target, cells in groups.items():
         cls = "spec" if target in kept else "bad"
@@ -108,8 +108,8 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     return Plot(
         "Precisions of target and draft",
         drawing.render(),
-        f"Wide bars: measured speed of each pair at its best draft length; narrow: its {grid.confidence:.0%} interval. Best is "
-        f"the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound.",
+        "Wide bars: measured speed of each pair at its best draft length, one request at a time; narrow: its "
+        f"{grid.confidence:.0%} interval. Best is the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound.",
         ("grid",),
     )
 

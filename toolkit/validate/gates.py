@@ -241,10 +241,14 @@ def check_gates(
     return gates
 
 
-def speedup_gate(name: str, speedup: Speedup, limits: LatencyGates) -> list[Gate]:
+def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> list[Gate]:
+    """speedup None: the deployment does not speculate; a limit that the YAML states itself then fails."""
     limit = limits.min_speedup
-    if limit is None:
+    if limit is None or (speedup is None and "min_speedup" not in limits.model_fields_set):
         return []
+    if speedup is None:
+        detail = "not measured: this deployment does not speculate, so there is no speed-up"
+        return [Gate(name, FAIL, None, limit, detail, "Remove validation.latency.min_speedup, or set it to null.")]
     digits = decimals((speedup.estimate, speedup.low, speedup.high), limit)
     ends = f"{speedup.low:.{digits}f} to {speedup.high:.{digits}f}"
     spread = f"{speedup.estimate:.{digits}f}x, {speedup.confidence:.0%} interval {ends}"
@@ -301,6 +305,18 @@ def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "")
     return gates
 
 
+def _unmeasured_quality(name: str, limit: float, limits: QualityGates, *, quantized: bool) -> Gate:
+    """A target that is its own source passes by being it; of one that came quantized nobody knows what it lost."""
+    if not quantized:
+        return Gate(name, PASS, None, limit, "the target is not quantized, so it lost nothing")
+    key = {"quality_kl": "max_kl", "quality_top1": "min_top1_agreement"}[name]
+    detail = "not measured: the target came quantized, and its source is not here to compare it with"
+    if key not in limits.model_fields_set:
+        return Gate(name, NOT_JUDGED, None, limit, detail)
+    advice = f"Name the unquantized checkpoint, so that it is quantized and measured here; or remove validation.quality.{key}."
+    return Gate(name, FAIL, None, limit, detail, advice)
+
+
 def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
@@ -317,10 +333,15 @@ def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
     return Gate(name, result, latency.p90, limit, detail, next_steps[result])
 
 
-def quality_gates(target: QuantizationQuality | None, limits: QualityGates) -> list[Gate]:
-    """The quantized target against its source. The draft is not gated: its quality shows as acceptance."""
+def quality_gates(target: QuantizationQuality | None, limits: QualityGates, *, quantized: bool) -> list[Gate]:
+    """The quantized target against its source. The draft is not gated: its quality shows as acceptance.
+
+    quantized: whether the target that is served is, be it here or before it came.
+    """
     if target is None:
-        return [Gate("quality_kl", PASS, None, limits.max_kl, "the target was not quantized here, so it lost nothing")]
+        asked = {"quality_kl": limits.max_kl, "quality_top1": limits.min_top1_agreement}
+        stated = [(name, limit) for name, limit in asked.items() if limit is not None]
+        return [_unmeasured_quality(name, limit, limits, quantized=quantized) for name, limit in stated]
     advice = "Calibrate on more or fitter text, or quantize less (quant_algo: W8A16 or NO_QUANT). The worst layers are below."
     good = target.kl_mean <= limits.max_kl
     detail = f"{target.kl_mean:.4f} nats per token over {target.tokens} held-out tokens"

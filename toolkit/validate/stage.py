@@ -195,7 +195,7 @@ def validate(
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
         *correctness_gates(found),
         *([distribution_not_measured()] if unjudged and config.distribution.enabled else []),
-        *quality_gates(quality.target, config.quality),
+        *quality_gates(quality.target, config.quality, quantized=_is_quantized(engines.get("target"))),
         *(() if loaded is None else loaded.gates),
     ]
     gates = not_judged(gates) if replaced else gates
@@ -240,6 +240,10 @@ def validate(
     )
 
 
+def _is_quantized(engine: CompiledEngine | None) -> bool:
+    return engine is not None and (engine.quant_algo is not None or engine.kv_cache_quant_algo is not None)
+
+
 def _undecided(measured: Measured, config: ValidationConfig) -> bool:
     if not measured.speculative:
         return False
@@ -267,7 +271,7 @@ def _gates(
 ) -> list[Gate]:
     parity_name, speedup_name, suffix = names
     gates = [] if parity is None else [parity_gate(parity_name, parity, config.parity)]
-    gates += [] if speedup is None else speedup_gate(speedup_name, speedup, config.latency)
+    gates += speedup_gate(speedup_name, speedup, config.latency)
     gates += ratio_gates(() if speedup is None else speedup.latencies, config.latency, suffix)
     return gates + latency_gates(arms.speculative or arms.plain, config.latency, suffix)
 
