@@ -38,26 +38,31 @@ VALIDATION = {
 
 def loaded(folder: Path, pair: tuple[Path, Path], kind: str = "trtllm_pytorch", **sections: Any) -> DeploymentConfig:
     engine = {"kind": kind, **ENGINE, **sections.pop("engine", {})}
-    return load_config(write_config(folder, pair, engine=engine, validation=VALIDATION, **sections))
+    return load_config(write_config(folder, pair, engine=engine, **{"validation": VALIDATION, **sections}))
 
 
 @pytest.mark.slow
 def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two rounds are four servers: plain, speculative, plain, speculative. The stand-in lies in the packaged model's version
-    folder, where Triton looks for modules."""
-    config, workplace, store = loaded(tmp_path, tiny_pair), Workplace(tmp_path), Store(tmp_path / "store")
+    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one more of each. The stand-in
+    lies in the packaged model's version folder, where Triton looks for modules.
+    """
+    drawn = {"enabled": True, "effect": 0.19, "power": 0.9, "max_seconds": 24.0}
+    config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
+    workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
     (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     built = build(config, workplace, Silent(), store, here=HERE)
     report = built.report
     assert report is not None
-    logs = [workplace.report("tiny") / f"server.{number}.log" for number in (1, 2, 3)]
+    logs = [workplace.report("tiny") / f"server.{number}.log" for number in range(1, 6)]
     logs.append(workplace.report("tiny") / "server.log")
     started = [re.findall(r"stand-in LLM: (\w+)", log.read_text(errors="replace")) for log in logs]
-    assert started == [["plain"], ["speculative"], ["plain"], ["speculative"]]
+    assert started == [["plain"], ["speculative"]] * 3
 
     assert report.verdict == "PASS", report.gates
-    assert [gate.name for gate in report.gates] == ["parity", "speedup", "speedup_sampled", "stop_words", "quality_kl"]
+    gates = ["parity", "speedup", "speedup_sampled", "stop_words", "distribution", "quality_kl"]
+    assert [gate.name for gate in report.gates] == gates
+    assert report.distribution is not None and all(test.control_rejected for test in report.distribution.tests)
     assert report.plain_arm == "restarts"
     assert report.parity is not None
     assert [(arm.arm, arm.draft_len, arm.identical) for arm in report.parity.arms] == [("speculative", 2, 4)]
@@ -67,7 +72,16 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     assert report.acceptance.length == pytest.approx(4.0 - 1.0)  # 10 tokens: one of prefill and three steps
     assert report.acceptance.rate is None
     unknown = " ".join(one.detail for one in report.findings if one.check == "not measured")
-    for what in ("agreement_engine", "(draft)", "verify_only", "draft lengths", "seeded", "by position", "acceptance rate"):
+    for what in (
+        "agreement_engine",
+        "(draft)",
+        "top-k, top-p and seeds",
+        "verify_only",
+        "draft lengths",
+        "seeded",
+        "by position",
+        "acceptance rate",
+    ):
         assert what in unknown
     assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(encoding="utf-8")
 

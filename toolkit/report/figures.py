@@ -398,10 +398,15 @@ def _distribution(found: Distribution) -> Table:
         for test in found.tests
     )
     columns = ("test", "tokens or texts", "p", "adjusted p", "rejected", "lean, sigma", "would be seen", "control: p")
+    asked = (
+        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of {found.seeded} seeded requests did not "
+        "repeat. "
+        if found.seeded
+        else "Both arms are held against one another, since the engine gives no logits. "
+    )
     note = (
         f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in {found.seconds:.0f} s. "
-        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of {found.seeded} seeded requests did not "
-        f"repeat. All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs."
+        f"{asked}All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs."
     )
     return Table("Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note)
 

@@ -32,6 +32,7 @@ from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay, replay_of
 from toolkit.validate.sampled import draw_samples, judge_samples
 from toolkit.validate.stops import REQUESTS, check_stops
+from toolkit.validate.two_sample import draw_pairs, judge_pairs
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -117,8 +118,8 @@ def judge_correctness(
     on_drawn: Callable[[int, int], None] = lambda done, total: None,
 ) -> Correctness:
     """greedy: the timed requests at temperature 0. quality: of the target, None where it was not quantized here. rule: of
-    requests without a seed. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens, of how
-    many).
+    requests without a seed. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens or texts, of
+    how many).
     """
     plain, margin = greedy.plain[0], config.parity.near_tie_margin
     parity, seeded, draft_check, stop_check, distribution = None, None, None, None, None
@@ -139,7 +140,19 @@ def judge_correctness(
         if can.coupled:
             say("sending seeded requests")
             seeded_texts = _seeded(sender, prompts, seeds, config.temperature)
-        if config.distribution.enabled and references.engine is not None:
+        if config.distribution.enabled and references.engine is None:
+            say("drawing tokens")
+            pairs = draw_pairs(
+                sender,
+                prompts,
+                config.distribution,
+                temperature=config.temperature,
+                seed=config.seed,
+                on_progress=on_drawn,
+            )
+            say("testing what was drawn")
+            distribution = judge_pairs(pairs, config.distribution, rule=rule, seed=config.seed)
+        elif config.distribution.enabled and references.engine is not None:
             say("drawing tokens")
             drawn = draw_samples(
                 sender,
@@ -217,6 +230,7 @@ def not_measured(
         return
     if references.engine is None:
         yield Finding("not measured", "warning", f"whether the draft proposes what its engine would (draft): {foreign}")
+        yield Finding("not measured", "warning", f"whether temperature, top-k, top-p and seeds are respected: {foreign}")
     if not can.verify_arm:
         yield Finding("not measured", "warning", "parity of verifying without accepting: no request can ask for verify_only")
     if not can.draft_lens:

@@ -211,7 +211,8 @@ def of_sampling(found: Distribution) -> Iterator[Finding]:
     rejected = {test.name: test for test in found.tests if test.rejected}
     own = rejected.get("speculative: by probability")
     draft = rejected.get("speculative: by draft against target")
-    groups = [test for name, test in rejected.items() if name.split(":")[0] not in ("speculative", "continuations, plain")]
+    between = [test for test in found.tests if test.lean is None and test.rejected]  # the arms, without a model
+    groups = [test for name, test in rejected.items() if test not in between and not name.startswith("speculative")]
     if found.outside_filters or "plain: by probability" in rejected or (groups and own is None and draft is None):
         ruled_out = f"{found.outside_filters} tokens that top-k or top-p rule out" if found.outside_filters else ""
         wrong = ", ".join(f"{test.name} (p = {test.p_value:.1e})" for test in rejected.values())
@@ -228,8 +229,8 @@ def of_sampling(found: Distribution) -> Iterator[Finding]:
         detail = f"{strongest.name}: p = {strongest.p_value:.1e} over {strongest.samples:,} tokens, {strongest.lean:+.1f} sigma"
         yield _error(name, f"{detail}; plain decoding is sound.{hint}")
     elif rejected:
-        test = next(iter(rejected.values()))
-        yield _error(CONTINUATIONS, f"{test.name}: p = {test.p_value:.1e} over {test.samples:,} texts")
+        listed = ", ".join(f"{test.name}: p = {test.p_value:.1e} over {test.samples:,}" for test in between)
+        yield _error(CONTINUATIONS, f"{listed}. The accept rule changes what is sampled.")
     if found.unrepeated or not found.seeds_matter:
         detail = f"{found.unrepeated} of {found.seeded} seeded requests gave another text the second time"
         detail = detail if found.unrepeated else "every seed gives the same text"

@@ -36,7 +36,6 @@ __all__ = [
     "agreement_gate",
     "check_gates",
     "distribution_gate",
-    "distribution_not_measured",
     "latency_gates",
     "not_judged",
     "outcome",
@@ -202,13 +201,6 @@ def distribution_gate(found: Distribution) -> Gate:
         f"{found.power:g}; a sound deployment fails once in {1 / found.false_alarm:,.0f} runs"
     )
     return Gate("distribution", PASS, smallest, found.false_alarm, detail)
-
-
-def distribution_not_measured() -> Gate:
-    """Asked for, of an engine whose distribution nothing outside its server knows."""
-    detail = "not measured: the engine runs in its server alone, so nothing knows which distribution its tokens should have"
-    advice = "Set validation.distribution.enabled: false to be judged without it."
-    return Gate("distribution", INCONCLUSIVE, None, None, detail, advice)
 
 
 def check_gates(

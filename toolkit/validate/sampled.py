@@ -10,7 +10,7 @@ looked at; where they would take longer than allowed, fewer are drawn, and what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from toolkit.validate.reference import Reference, text_logits
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["Drawn", "draw_samples", "judge_samples"]
+__all__ = ["PROMPTS", "TEXTS", "Drawn", "continuations", "draw_samples", "judge_samples"]
 
 PROMPTS = 8  # each is drawn many times, so that continuations of one prompt can be compared
 TEXTS = 12  # of each prompt in each arm, at least: fewer cannot be permuted into a small p-value
@@ -129,7 +129,7 @@ def judge_samples(drawn: Drawn, gates: DistributionGates, *, rule: str, seed: in
             for title, found, biased in pairs
             if points.tokens
         ]
-    tests.append(_continuations(drawn, generator))
+    tests.append(continuations(drawn.texts, drawn.alpha, generator))
     adjusted = distribution.holm([test.p_value for test in tests])
     tests = [_decided(test, p, gates.false_alarm) for test, p in zip(tests, adjusted, strict=True)]
     return Distribution(
@@ -252,9 +252,13 @@ def _pooled(
     )
 
 
-def _continuations(drawn: Drawn, generator: np.random.Generator) -> DistributionTest:
-    """Both arms' continuations; in the control a share of the speculative ones is replaced by one and the same text."""
-    arms = [(one, other) for one, other in zip(drawn.texts["plain"], drawn.texts["speculative"], strict=True) if one and other]
+def continuations(
+    texts: Mapping[str, Sequence[Sequence[tuple[int, ...]]]], alpha: float, generator: np.random.Generator
+) -> DistributionTest:
+    """Both arms' continuations (arm -> prompt -> texts); in the control a share of the speculative ones is replaced by one and
+    the same text.
+    """
+    arms = [(one, other) for one, other in zip(texts["plain"], texts["speculative"], strict=True) if one and other]
     tilted = [(one, [other[0] if generator.random() < REPLACED else text for text in other]) for one, other in arms]
     statistic, p_value = distribution.continuation_test(arms, generator)
     control = distribution.continuation_test(tilted, generator)[1]
@@ -269,7 +273,7 @@ def _continuations(drawn: Drawn, generator: np.random.Generator) -> Distribution
         detectable=None,
         control_effect=REPLACED,
         control_p_value=control,
-        control_rejected=control <= drawn.alpha,
+        control_rejected=control <= alpha,
     )
 
 

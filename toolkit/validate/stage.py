@@ -47,7 +47,6 @@ from toolkit.validate.correctness import (
 from toolkit.validate.counters import client_counts, reconcile
 from toolkit.validate.gates import (
     INCONCLUSIVE,
-    distribution_not_measured,
     latency_gates,
     not_judged,
     parity_gate,
@@ -63,7 +62,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
 
-VERSION = 9
+VERSION = 10
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
@@ -180,7 +179,6 @@ def validate(
         on_drawn=lambda done, total: report_progress(done, total, DRAWING),
     )
 
-    unjudged = max_draft_len > 0 and references.engine is None  # sampled tokens, whose distribution nothing knows
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
     what = "measuring several requests at a time"
     loaded = None
@@ -194,7 +192,6 @@ def validate(
         *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
         *correctness_gates(found),
-        *([distribution_not_measured()] if unjudged and config.distribution.enabled else []),
         *quality_gates(quality.target, config.quality, quantized=_is_quantized(engines.get("target"))),
         *(() if loaded is None else loaded.gates),
     ]

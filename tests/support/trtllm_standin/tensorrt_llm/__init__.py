@@ -1,5 +1,5 @@
-"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, a fixed text, one token a step or,
-with a speculative_config, three.
+"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, one token a step or, with a
+speculative_config, three. At temperature 0 the text is a fixed one; above it two of its words may be others.
 
 Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments
 that SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole.
@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
+import random
 from typing import Any
 
 TEXT = "one two three four five six seven eight nine ten"
+OTHERS = {3: "vier", 6: "sieben"}  # above temperature 0 in the place of TEXT's
+OTHERWISE = 0.4  # so often
 
 
 @dataclasses.dataclass
@@ -47,6 +50,12 @@ class Output:
         self.avg_decoded_tokens_per_iter: float | None = None
         self._aborted = False
         self._words = TEXT.split()[: params.max_tokens]
+        self._ids = list(range(100, 100 + len(self._words)))
+        if params.temperature:
+            chance = random.Random(params.seed)
+            for place, word in OTHERS.items():
+                if place < len(self._words) and chance.random() < OTHERWISE:
+                    self._words[place], self._ids[place] = word, 200 + place
         whole = " ".join(self._words)
         self._end = min((whole.index(word) for word in params.stop or () if word in whole), default=None)
         if self._end is not None:
@@ -60,10 +69,10 @@ class Output:
         return self._aborted
 
     async def _step(self) -> None:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.01)
         completion, self._iterations = self.outputs[0], self._iterations + 1
         count = min(len(self._words), len(completion.token_ids) + (1 if self._iterations == 1 else self._tokens_per_step))
-        completion.text, completion.token_ids = " ".join(self._words[:count])[: self._end], list(range(100, 100 + count))
+        completion.text, completion.token_ids = " ".join(self._words[:count])[: self._end], self._ids[:count]
         self.finished = self._aborted or count == len(self._words)
         if self.finished:
             completion.finish_reason = "length" if self._end is None else "stop"
