@@ -87,7 +87,7 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     groups = {cell.target: [one for one in grid.cells if one.target == cell.target] for cell in grid.cells}
     height = TOP + sum(26 + 20 * len(cells) for cells in groups.values()) + 48
     drawing = Drawing("Tokens per second of every pair of precisions", height=height)
-    names, bottom = LEFT + 112, height - 44
+    names, bottom = LEFT + 120, height - 44
     scale = Scale(0, max(cell.tokens_per_s.high for cell in grid.cells) * 1.12 or 1, names, RIGHT)
     drawing.legend([("spec", f"keeps KL {grid.max_kl:g}"), ("bad", "does not")], LEFT)
     drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second")

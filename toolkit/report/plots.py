@@ -193,7 +193,7 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
     found = quality.layer_kl
     scale = Scale(0, max(one.kl for one in found) * 1.08 or 1e-6, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "KL to the source, nats per token")
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "KL, nats per token")
     slot = (RIGHT - LEFT) / len(found)
     width = min(24.0, max(1.0, slot - 2))
     step = -(-len(found) // 16)
