@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: quickstart test check format rehearse-all bench browser-check clean
 
 quickstart: $(STAMP)
+	@echo "Quantizing, compiling, serving and judging the quickstart pair: two to four minutes the first time, a second after that."
 	$(BIN)/toolkit build configs/quickstart.yaml
 
 test: check
@@ -33,6 +34,8 @@ browser-check: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.11)")'
+	@echo "Installing into $(VENV), once: PyTorch, ModelOpt, a tritonserver and what they need, about 1.7 GB on the disk (more where"
+	@echo "PyTorch comes with CUDA). Two to five minutes, most of them without a word from pip."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'

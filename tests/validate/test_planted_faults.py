@@ -26,7 +26,7 @@ from toolkit.client import RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress, Sampling
-from toolkit.records import Quality, ValidationReport, to_json
+from toolkit.records import Quality, Speedup, ValidationReport, to_json
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report
@@ -37,7 +37,7 @@ from toolkit.speculative.sequence import Sequence as Running
 from toolkit.speculative.text import TextCodec, TextStream
 from toolkit.validate import diagnose
 from toolkit.validate.replay import Replay, read_replay, replay, write_replay
-from toolkit.validate.stage import References, validate
+from toolkit.validate.stage import References, rounds_wanted, validate
 
 PROMPTS = [f"{i:03d}" for i in range(60)]  # shorter than the tables look back, so that every token of a prompt matters
 DRAFT_LEN = 3
@@ -61,6 +61,7 @@ def judged(
     gates: DistributionGates = NOT_DRAWN,
     progress: Progress | None = None,
     kind: type[RuntimeEndpoint] = RuntimeEndpoint,
+    settings: dict[str, Any] | None = None,
     **runtime: Any,
 ) -> tuple[ValidationReport, RuntimeEndpoint]:
     """The report on a runtime of these parts; the reference is always sound."""
@@ -69,9 +70,8 @@ def judged(
     sound = (table(1, sharpness=sharpness), table(2, sharpness=sharpness))
     engines = (target or sound[0], draft or sound[1])
     endpoint = kind(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
-    config = ValidationConfig(
-        prompts=path, max_tokens=16, rounds=1, max_rounds=1, latency=LatencyGates(min_speedup=None), distribution=gates
-    )
+    measuring = {"rounds": 1, "max_rounds": 1, "latency": LatencyGates(min_speedup=None), **(settings or {})}
+    config = ValidationConfig(prompts=path, max_tokens=16, distribution=gates, **measuring)
     report = validate(
         endpoint,
         config,
@@ -155,6 +155,36 @@ def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_p
     sent = [(done, total) for done, total, what in told if total is not None and what != "drawing tokens"]
     assert {total for _, total in sent} == {4 * (2 + 60) + 5 * 60 + 24}
     assert "Distribution of sampled tokens" in render_markdown(report)
+
+
+def test_rounds_that_are_added_are_told_with_their_reason(tmp_path: Path) -> None:
+    told: list[tuple[int, int | None, str]] = []
+    settings = {"max_rounds": 3, "latency": LatencyGates(min_speedup=None, precision=1e-6)}
+    judged(tmp_path, settings=settings, progress=lambda done, total, what: told.append((done, total, what)))
+    greedy = [(total, what) for _, total, what in told if "temperature 0" in what and "0.8" not in what and total is not None]
+    assert [what for _, what in dict.fromkeys(greedy)] == [
+        "measuring at temperature 0",
+        "measuring at temperature 0, about 2 more rounds for the wanted precision",
+        "measuring at temperature 0, about 1 more round for the wanted precision",
+    ]
+    first, *more = dict.fromkeys(total for total, _ in greedy)
+    assert more == [first + 2 * 2 * 60]  # at once, and true
+
+
+@pytest.mark.parametrize(
+    ("found", "limit", "wanted"),
+    [
+        ((1.5, 1.4, 1.6), None, 0),
+        ((1.5, 1.4, 1.6), 1.15, 0),
+        ((1.5, 1.05, 1.95), None, 9),  # half a width of 0.45 to 0.225: four times the rounds
+        ((1.3, 1.1, 1.5), 1.15, 3),  # straddles: 0.2 to the 0.15 up to the limit
+        ((1.15, 1.05, 1.25), 1.15, 29997),  # on the limit
+    ],
+)
+def test_rounds_are_wanted_until_the_interval_is_narrow_or_clear_of_its_limit(
+    found: tuple[float, float, float], limit: float | None, wanted: int
+) -> None:
+    assert rounds_wanted(Speedup(*found, 0.95, 60, 3), LatencyGates(min_speedup=limit)) == wanted
 
 
 def test_a_cache_that_is_not_rewound_is_named(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ without a seed, to judge the distribution of what is said. What is wrong is name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from toolkit.config.schema import ValidationConfig
+from toolkit.config.schema import LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.records import (
@@ -60,11 +61,12 @@ from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
 
-__all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "validate"]
+__all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "rounds_wanted", "validate"]
 
 VERSION = 10
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
+MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
@@ -110,9 +112,10 @@ def validate(
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     report_progress = progress or (lambda done, total, what: None)
-    what = "warming up"
+    doing = what = "warming up"
     planned = 2 * len(arms) * (min(WARM_UP_PROMPTS, len(prompts)) + config.rounds * len(prompts))
     planned += planned_requests(config, len(prompts), max_draft_len, can)
+    added: dict[str, int] = {}  # rounds beyond config.rounds, by what they are of
 
     def say(doing: str) -> None:
         nonlocal what
@@ -124,17 +127,20 @@ def validate(
             report_progress(len(sender.sent), max(planned, len(sender.sent)), what)
 
     def undecided(so_far: Measured) -> bool:
-        nonlocal planned
-        more = _undecided(so_far, config)
-        planned += len(arms) * len(prompts) if more else 0
-        return more
+        nonlocal planned, what
+        made, more = len(so_far.plain), _rounds_wanted(so_far, config)
+        before, added[doing] = added.get(doing, 0), made - config.rounds + more
+        planned += (added[doing] - before) * len(arms) * len(prompts)
+        rounds = f"{more} more round{'s' if more > 1 else ''}"
+        what = f"{doing}, about {rounds} for the wanted precision" if more else doing
+        return more > 0
 
     sender = Sender(endpoint, config.max_tokens, on_sent)
     before = counters() if counters is not None else {}
     temperatures = (0.0, config.temperature)
     measured: dict[float, Measured] = {}
     if by_restarts:
-        what = "measuring, with a restart between the arms"
+        doing = what = "measuring, with a restart between the arms"
         measured = run_turns(
             sender,
             prompts,
@@ -150,7 +156,7 @@ def validate(
                 for temperature in temperatures:
                     sender.send(index, prompt, arm, temperature=temperature)
         for temperature in temperatures:
-            what = f"measuring at temperature {temperature:g}"
+            doing = what = f"measuring at temperature {temperature:g}"
             measured[temperature] = run_rounds(
                 sender,
                 prompts,
@@ -241,13 +247,24 @@ def _is_quantized(engine: CompiledEngine | None) -> bool:
     return engine is not None and (engine.quant_algo is not None or engine.kv_cache_quant_algo is not None)
 
 
-def _undecided(measured: Measured, config: ValidationConfig) -> bool:
+def _rounds_wanted(measured: Measured, config: ValidationConfig) -> int:
     if not measured.speculative:
-        return False
+        return 0
     speedup = metrics.speedup(measured.speculative, measured.plain, seed=config.seed)
-    if (speedup.high - speedup.low) / 2 > config.latency.precision * speedup.estimate:
-        return True
-    return any(gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, config.latency))
+    return min(rounds_wanted(speedup, config.latency), max(0, config.max_rounds - speedup.rounds))
+
+
+def rounds_wanted(speedup: Speedup, limits: LatencyGates) -> int:
+    """How many more rounds would decide it, about: an interval narrows with the root of their number. 0: it is decided."""
+    half, wanted = (speedup.high - speedup.low) / 2, limits.precision * speedup.estimate
+    straddles = any(gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, limits))
+    if half <= wanted and not straddles:
+        return 0
+    if straddles and limits.min_speedup is not None:
+        wanted = min(wanted, abs(speedup.estimate - limits.min_speedup))
+    if wanted <= half / MOST_NARROWING:
+        return (MOST_NARROWING**2 - 1) * speedup.rounds
+    return max(1, math.ceil(speedup.rounds * (half / wanted) ** 2) - speedup.rounds)
 
 
 def _figures(measured: Measured, config: ValidationConfig) -> tuple[Arms, Speedup | None, Acceptance | None]:
