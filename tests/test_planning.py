@@ -107,6 +107,12 @@ def test_llm_is_called_with_what_the_yaml_says() -> None:
     }
 
 
+@pytest.mark.parametrize("stated", [(), ("target",), ("draft",)])
+def test_code_of_a_checkpoint_is_trusted_only_where_it_is_stated(stated: tuple[str, ...]) -> None:
+    *_, run = runs(config_of("pytorch", **{f"{role}__trust_remote_code": True for role in stated}), "serve")
+    assert run.arguments is not None and run.arguments.get("trust_remote_code") is (True if stated else None)
+
+
 def test_several_nodes_have_no_docker_line() -> None:
     engine: dict[str, Any] = {"engine__tp_size": 16, "hardware__count": 8, "hardware__nodes": 2}
     [launch, loading] = runs(config_of("pytorch", **engine), "serve")

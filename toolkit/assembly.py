@@ -219,11 +219,10 @@ def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
 def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True) -> list[Stage]:
     """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only looked for.
 
-    Raises PlanError for what cannot work, UsageError for what is not built yet, and for calibration or prompt files that cannot
+    Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot
     be used.
     """
     _refuse_impossible(config)
-    _refuse_unbuilt(config)
     _check_inputs(config)
     if any(model.hub_id is not None for model in models_of(config).values()):
         config = _on_this_machine(config, download=download)
@@ -246,7 +245,6 @@ def rehearsal_stages(
 
     The engine's own stage runs too where this machine can do it. replaced: for the report. Raises UsageError as `stages_of`.
     """
-    _refuse_unbuilt(asked)
     _check_inputs(served)
     roles = tuple(models_of(served))
     real: list[Stage] = []
@@ -316,15 +314,6 @@ def _refuse_impossible(config: DeploymentConfig) -> None:
         raise PlanError(config.name, faults)
 
 
-def _refuse_unbuilt(config: DeploymentConfig) -> None:
-    """What the YAML may say and no stage can do yet. Raises UsageError: a plan is made of it all the same."""
-    for role, model in models_of(config).items():
-        if model.trust_remote_code:
-            raise UsageError(
-                f"{role}.trust_remote_code is not built yet", mend="remove it; tokenizer.json is read without any code"
-            )
-
-
 def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
     """The same with folders in the place of hub ids. Raises PlanError with every one that cannot be had."""
     from toolkit.checkpoints.hub import fetch
@@ -335,7 +324,8 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
         if model.hub_id is None:
             continue
         try:
-            folder = fetch(model.hub_id, model.revision, download=download, bars=sys.stderr.isatty())
+            code, bars = model.trust_remote_code, sys.stderr.isatty()
+            folder = fetch(model.hub_id, model.revision, download=download, bars=bars, with_code=code)
         except CheckpointError as error:
             what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, {error.where} {error.what}"
             faults.append(Fault(f"{role}.checkpoint", what, mend=f"Mend the path if a folder is meant. Else {error.mend}."))
@@ -420,6 +410,7 @@ def tp_size_of(config: DeploymentConfig) -> int:
 
 def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
     from toolkit.quantize import stage
+    from toolkit.quantize.checkpoint import CODE
 
     model = models_of(config)[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
@@ -431,6 +422,8 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
         settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
         settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
+        if model.trust_remote_code:
+            inputs["code"] = digest_tree(model.checkpoint, CODE, memo)
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
@@ -449,6 +442,7 @@ def _quantize(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
             progress,
             vocab_size=vocab_size,
             trtllm=trtllm,
+            with_code=model.trust_remote_code,
         )
 
     return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
@@ -513,7 +507,7 @@ def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
         common["draft_len_schedule"] = config.speculation.draft_len_schedule
         if config.speculation.kind == "ngram":
             common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
-        common["trust_remote_code"] = models_of(config)[role].trust_remote_code
+        common["trust_remote_code"] = any(model.trust_remote_code for model in models_of(config).values())  # LLM() loads both
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
 

@@ -181,7 +181,7 @@ class TensorRtLlmSpec:
     builder: str = "auto"  # trt_engine: auto | local | container
     cuda_graph: bool = True  # trtllm_pytorch
     attn_backend: str = "TRTLLM"  # trtllm_pytorch
-    trust_remote_code: bool = False  # trtllm_pytorch
+    trust_remote_code: bool = False  # trtllm_pytorch: of either model
     draft_dir: Path | None = None  # trtllm_pytorch: where the draft is while the target is loaded once; no part of the engine
 
     @property

@@ -147,6 +147,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("engine", gpu("L4"), "memory", "GB", "tp_size"),
     ("pytorch", {**PLAIN, "engine__max_seq_len": 40000, **algo("FP8"), **gpu("H100")},
      "memory", "one sequence", "max_seq_len: 20000"),
+    # A checkpoint's own code
+    ("torch", {"target__trust_remote_code": True}, "toolkit-remote-code", "embedded engine has models of its own", "remove"),
+    ("engine", {"draft__trust_remote_code": True}, "toolkit-remote-code", "trtllm-build reads a form", "remove"),
     ("pytorch", model("target", "somebody/unheard-of"),
      "shape-needed", "no folder somebody/unheard-of beside the YAML; read as a model id", "fetch it: toolkit pair"),
 ]  # fmt: skip
@@ -284,6 +287,7 @@ def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any],
     "kind, keys, rule",
     [
         ("pytorch", V13, "serving-container"),
+        ("pytorch", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
         ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),

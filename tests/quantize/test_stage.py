@@ -214,6 +214,15 @@ def test_no_quant_copies_and_leaves_the_source_alone(tmp_path: Path) -> None:
     assert record.weight_bytes == sum(tensor.nbytes for tensor in tensors_of(source).values())
 
 
+@pytest.mark.parametrize("with_code", [False, True])
+def test_code_comes_along_only_where_it_is_trusted(with_code: bool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    (source / "tokenization_own.py").write_text("raise RuntimeError('run')\n")
+    out_dir = tmp_path / "out"
+    quantize("target", source, NO_QUANT, None, out_dir, silent, with_code=with_code)
+    assert (out_dir / "tokenization_own.py").exists() == with_code
+
+
 def test_tokenizer_and_generation_config_come_along(calibration: CalibrationConfig, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     (source / "chat_template.jinja").write_text("{{ messages }}")

@@ -21,12 +21,13 @@ def fetch(
     *,
     download: bool = True,
     bars: bool = False,
+    with_code: bool = False,
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
     """The snapshot's folder. download: False looks into the cache alone. bars: draw the hub library's progress on stderr.
 
-    cache, endpoint: others than the hub library's own.
+    with_code: the checkpoint's Python modules too. cache, endpoint: others than the hub library's own.
 
     Raises CheckpointError where it cannot be had: unknown, not granted, or not here and out of reach.
     """
@@ -43,7 +44,7 @@ def fetch(
         found = snapshot_download(
             hub_id,
             revision=revision,
-            allow_patterns=list(PATTERNS),
+            allow_patterns=[*PATTERNS, *(("*.py",) if with_code else ())],
             local_files_only=not download,
             cache_dir=cache,
             endpoint=endpoint,

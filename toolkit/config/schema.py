@@ -83,7 +83,7 @@ class ModelConfig(Section):
 
     checkpoint: AnyPath
     revision: str | None = None  # branch, tag or commit of a hub id; None: its main branch
-    trust_remote_code: bool = False  # let the tokenizer's own Python code run
+    trust_remote_code: bool = False  # let LLM() run the checkpoint's own Python code, in the server
     quantization: QuantizationConfig = QuantizationConfig()
 
     @property

@@ -141,6 +141,7 @@ RULES: dict[str, tuple[str, Source]] = {
     "batch-fits": ("every request of a full batch may grow to max_seq_len", Source("formulas in docs/planning.md", "I")),
     # this toolkit
     "toolkit-one-device": ("the embedded engine runs on one device", OWN),
+    "toolkit-remote-code": ("a checkpoint's own Python code runs nowhere but in LLM(), and there where it is stated", OWN),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
     "toolkit-parity-prompts": ("a rate is bounded by its upper confidence limit, which falls with the prompts", OWN),
     "toolkit-draft-is-target": ("speculation pays where a draft forward is cheaper than the target's", OWN),

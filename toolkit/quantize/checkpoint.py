@@ -18,7 +18,17 @@ from toolkit.checkpoints.tokenizer import write_tokenizer
 from toolkit.checkpoints.writer import plan_of, write_shard
 from toolkit.quantize.source import VOCABULARY, Source
 
-__all__ = ["copy_as_it_is", "finish", "rope_spellings", "write_configs"]
+__all__ = ["CODE", "copy_as_it_is", "copy_code", "finish", "rope_spellings", "write_configs"]
+
+
+CODE = ("*.py",)
+
+
+def copy_code(source: Path, out_dir: Path) -> None:
+    """The checkpoint's own modules, for a runtime that was told to trust them. They are copied, and never run here."""
+    for pattern in CODE:
+        for file in sorted(source.glob(pattern)):
+            shutil.copyfile(file, out_dir / file.name)
 
 
 def copy_as_it_is(source: Source, out_dir: Path) -> None:

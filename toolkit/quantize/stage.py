@@ -18,7 +18,7 @@ from toolkit.pipeline.memory import freed_blocks_returned
 from toolkit.quantize.algorithms import Algorithm, algorithm_of
 from toolkit.quantize.calibrate import batches_of, encode, forward_loop, split_texts
 from toolkit.quantize.check import check_form
-from toolkit.quantize.checkpoint import copy_as_it_is, finish, write_configs
+from toolkit.quantize.checkpoint import copy_as_it_is, copy_code, finish, write_configs
 from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
 from toolkit.records import Finding, QuantizationQuality, QuantizedCheckpoint, TrtllmForm
@@ -51,11 +51,13 @@ def quantize(
     *,
     vocab_size: int | None = None,
     trtllm: Ranks | None = None,
+    with_code: bool = False,
 ) -> QuantizedCheckpoint:
     """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the same bytes.
 
     vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None keeps all. trtllm: write
-    TRT-LLM's form as well, for these ranks, from the same calibration; None: the unified form alone.
+    TRT-LLM's form as well, for these ranks, from the same calibration; None: the unified form alone. with_code: take the
+    source's Python modules along, for a runtime that is told to trust them.
 
     A source that ModelOpt has quantized already is checked and used as it is. Raises CheckpointError for a source that is
     damaged, contradicts itself or has another algorithm than the one asked for, UsageError for calibration text that cannot be
@@ -77,6 +79,8 @@ def quantize(
                 f"quantizing the {role} needs calibration text", mend="add a `calibration` section with a `dataset`"
             )
         quality, read = _quantize(opened, algorithm, quantization.kv_cache_quant_algo, calibration, trtllm, out_dir, progress)
+    if with_code:
+        copy_code(source, out_dir)
     checks = check_form(out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo) + read
     _refuse_errors(role, opened, checks)
     return QuantizedCheckpoint(

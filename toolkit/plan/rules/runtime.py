@@ -113,6 +113,24 @@ def _one_device(subject: Subject) -> Findings:
         yield refuse(path, "kind torch runs on one device", "remove this line, or set engine.kind: trtllm_pytorch")
 
 
+def _remote_code(subject: Subject) -> Findings:
+    for role, model in subject.models.items():
+        if not model.trust_remote_code:
+            continue
+        path = f"{role}.trust_remote_code"
+        if subject.pytorch_flow is not None:
+            what = "LLM() runs the Python code of both checkpoints in the server, with the server's rights"
+            yield Found("warning", path, what, "read it first; the families that are known here need none")
+        else:
+            why = (
+                "the embedded engine has models of its own"
+                if subject.trtllm is None
+                else "trtllm-build reads a form that holds no code"
+            )
+            what = f"{why}, and tokenizers are read from tokenizer.json: no code of a checkpoint is run"
+            yield refuse(path, what, "remove this line")
+
+
 def _power_of_two_below(count: int) -> int:
     return 1 << (max(1, count).bit_length() - 1)
 
@@ -131,6 +149,7 @@ CHECKS: dict[str, Check] = {
     "ranks-per-node": _ranks_per_node,
     "hardware-needed": _hardware_needed,
     "toolkit-one-device": _one_device,
+    "toolkit-remote-code": _remote_code,
     "draft-target-two-model-overlap": _overlap_scheduler,
     "attention-backend": _attention_backend,
 }
