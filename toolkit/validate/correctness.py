@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL",
     "Abilities",
+    "Case",
     "Correctness",
     "References",
     "correctness_gates",
@@ -47,8 +48,6 @@ __all__ = [
     "not_measured",
     "planned_requests",
 ]
-
-Said = Callable[[str], None]  # what is being done now, for the progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,113 +100,141 @@ def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int,
     return (len(_more_arms(config, max_draft_len, can)) + 2 * can.coupled) * prompts + REQUESTS
 
 
-def judge_correctness(
-    sender: Sender,
-    prompts: Sequence[str],
-    greedy: Measured,
-    config: ValidationConfig,
-    references: References,
-    *,
-    name: str,
-    quality: QuantizationQuality | None,
-    rule: str,
-    max_draft_len: int,
-    can: Abilities,
-    keep_replay: Callable[[Replay], str] | None = None,
-    say: Said = lambda what: None,
-    on_drawn: Callable[[int, int], None] = lambda done, total: None,
-) -> Correctness:
-    """greedy: the timed requests at temperature 0. quality: of the target, None where it was not quantized here. rule: of
-    requests without a seed. keep_replay: stores one divergence and returns the file's name. on_drawn: (tokens or texts, of
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is judged, and with what.
+
+    greedy: the timed requests at temperature 0. rule: of requests without a seed. max_draft_len 0: nothing speculates.
+    keep_replay: stores one divergence and returns the file's name. say: what is being done now. on_drawn: (tokens or texts, of
     how many).
     """
-    plain, margin = greedy.plain[0], config.parity.near_tie_margin
-    parity, seeded, draft_check, stop_check, distribution = None, None, None, None, None
-    if max_draft_len > 0:
-        judge = Judge(references.engine, margin)
 
-        def keep(one: Divergence, text: RequestTiming, other: RequestTiming) -> str | None:
-            return None if keep_replay is None else keep_replay(replay_of(name, config, one, text, other))
+    name: str
+    sender: Sender
+    prompts: Sequence[str]
+    greedy: Measured
+    config: ValidationConfig
+    references: References
+    rule: str
+    max_draft_len: int
+    can: Abilities
+    keep_replay: Callable[[Replay], str] | None = None
+    say: Callable[[str], None] = lambda what: None
+    on_drawn: Callable[[int, int], None] = lambda done, total: None
 
-        say("comparing draft lengths")
-        arms = [ArmTexts("speculative", max_draft_len, list(zip(*greedy.speculative, strict=True)))]
-        arms += [_said_by(sender, prompts, arm, draft_len) for arm, draft_len in _more_arms(config, max_draft_len, can)]
-        say("sending stop words")
-        same = [first_difference(*pair) is None for pair in zip(plain, greedy.speculative[0], strict=True)]
-        stop_check = check_stops(sender, prompts, plain, same, seed=config.seed)
-        seeds = [config.seed + index for index in range(len(prompts))]
-        seeded_texts = None
-        if can.coupled:
-            say("sending seeded requests")
-            seeded_texts = _seeded(sender, prompts, seeds, config.temperature)
-        if config.distribution.enabled and references.engine is None:
-            say("drawing tokens")
-            pairs = draw_pairs(
-                sender,
-                prompts,
-                config.distribution,
-                temperature=config.temperature,
-                seed=config.seed,
-                on_progress=on_drawn,
-            )
-            say("testing what was drawn")
-            distribution = judge_pairs(pairs, config.distribution, rule=rule, seed=config.seed)
-        elif config.distribution.enabled and references.engine is not None:
-            say("drawing tokens")
-            drawn = draw_samples(
-                sender,
-                prompts,
-                config.distribution,
-                references.engine,
-                temperature=config.temperature,
-                near_tie_margin=margin,
-                seed=config.seed,
-                on_progress=on_drawn,
-            )
-            say("testing what was drawn")
-            distribution = judge_samples(drawn, config.distribution, rule=rule, seed=config.seed)
-        say("asking the engine about divergences")
-        parity = compare(plain, arms, judge, keep=keep)
-        if seeded_texts is not None:
-            seeded_judge = replace(judge, temperature=config.temperature, seeds=seeds)
-            seeded = compare(
-                seeded_texts[0], [ArmTexts("speculative", max_draft_len, seeded_texts[1])], seeded_judge, keep=keep
-            )
-        if references.engine is not None:
-            draft_check = check_drafts(greedy.speculative[0], max_draft_len, references.engine)
+    @property
+    def plain(self) -> Sequence[RequestTiming]:
+        return self.greedy.plain[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [self.config.seed + index for index in range(len(self.prompts))]
+
+    def keep(self, one: Divergence, text: RequestTiming, other: RequestTiming) -> str | None:
+        return None if self.keep_replay is None else self.keep_replay(replay_of(self.name, self.config, one, text, other))
+
+
+def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correctness:
+    """quality: of the target, None where it was not quantized here."""
+    references = case.references
+    found = _judge_speculation(case) if case.max_draft_len > 0 else _Speculation()
+    agreements = _agreements(case, quality)
+    diagnoses = diagnose(
+        plain=case.plain,
+        parity=found.parity,
+        agreements=agreements,
+        draft_check=found.draft_check,
+        stop_check=found.stop_check,
+        distribution=found.distribution,
+        overrun=sum((one.output_tokens or 0) > case.config.max_tokens for one in case.sender.sent),
+        reference=references.engine or references.source,
+        near_tie_margin=case.config.parity.near_tie_margin,
+    )
+    return Correctness(
+        parity=found.parity,
+        seeded=found.seeded,
+        agreements=tuple(agreements),
+        draft_check=found.draft_check,
+        stop_check=found.stop_check,
+        distribution=found.distribution,
+        diagnoses=tuple(diagnoses),
+        asked_draft=case.max_draft_len > 0 and references.engine is not None and references.engine.draft is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Speculation:
+    """What there is to say of a deployment that speculates."""
+
+    parity: Parity | None = None
+    seeded: Parity | None = None
+    draft_check: DraftCheck | None = None
+    stop_check: StopCheck | None = None
+    distribution: Distribution | None = None
+
+
+def _judge_speculation(case: Case) -> _Speculation:
+    """All requests are sent first, then the engine is asked."""
+    case.say("comparing draft lengths")
+    arms = [ArmTexts("speculative", case.max_draft_len, list(zip(*case.greedy.speculative, strict=True)))]
+    arms += [_said_by(case, arm, draft_len) for arm, draft_len in _more_arms(case.config, case.max_draft_len, case.can)]
+    case.say("sending stop words")
+    same = [first_difference(*pair) is None for pair in zip(case.plain, case.greedy.speculative[0], strict=True)]
+    stop_check = check_stops(case.sender, case.prompts, case.plain, same, seed=case.config.seed)
+    seeded_texts = _seeded(case) if case.can.coupled else None
+    distribution = _distribution(case) if case.config.distribution.enabled else None
+
+    case.say("asking the engine about divergences")
+    engine = case.references.engine
+    judge = Judge(engine, case.config.parity.near_tie_margin)
+    parity, seeded = compare(case.plain, arms, judge, keep=case.keep), None
+    if seeded_texts is not None:
+        plain, said = seeded_texts
+        seeded_judge = replace(judge, temperature=case.config.temperature, seeds=case.seeds)
+        seeded = compare(plain, [ArmTexts("speculative", case.max_draft_len, said)], seeded_judge, keep=case.keep)
+    draft_check = None if engine is None else check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
+    return _Speculation(parity, seeded, draft_check, stop_check, distribution)
+
+
+def _distribution(case: Case) -> Distribution:
+    """Against what the engine says tokens should be distributed like, or of both arms against one another without it."""
+    config, asked, engine = case.config, case.config.distribution, case.references.engine
+    case.say("drawing tokens")
+    if engine is None:
+        pairs = draw_pairs(
+            case.sender, case.prompts, asked, temperature=config.temperature, seed=config.seed, on_progress=case.on_drawn
+        )
+        case.say("testing what was drawn")
+        return judge_pairs(pairs, asked, rule=case.rule, seed=config.seed)
+    drawn = draw_samples(
+        case.sender,
+        case.prompts,
+        asked,
+        engine,
+        temperature=config.temperature,
+        near_tie_margin=config.parity.near_tie_margin,
+        seed=config.seed,
+        on_progress=case.on_drawn,
+    )
+    case.say("testing what was drawn")
+    return judge_samples(drawn, asked, rule=case.rule, seed=config.seed)
+
+
+def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreement]:
+    """The plain texts token by token: of the engine itself, and of the unquantized model."""
+    references, margin, seed = case.references, case.config.parity.near_tie_margin, case.config.seed
     agreements = []
     if references.engine is not None:
-        say("asking the engine about every token")
-        agreements.append(agreement("engine", plain, references.engine, margin, same_precision=True, seed=config.seed))
+        case.say("asking the engine about every token")
+        agreements.append(agreement("engine", case.plain, references.engine, margin, same_precision=True, seed=seed))
     if references.source is not None:
-        say("asking the unquantized model about every token")
-        same_precision = references.source_same_precision
+        case.say("asking the unquantized model about every token")
+        same = references.source_same_precision
+        sure = None if same else decided_margin(quality)
         agreements.append(
-            agreement(
-                "source",
-                plain,
-                references.source,
-                margin,
-                same_precision=same_precision,
-                decided_margin=None if same_precision else decided_margin(quality),
-                seed=config.seed,
-            )
+            agreement("source", case.plain, references.source, margin, same_precision=same, decided_margin=sure, seed=seed)
         )
-    diagnoses = diagnose(
-        plain=plain,
-        parity=parity,
-        agreements=agreements,
-        draft_check=draft_check,
-        stop_check=stop_check,
-        distribution=distribution,
-        overrun=sum((one.output_tokens or 0) > config.max_tokens for one in sender.sent),
-        reference=references.engine or references.source,
-        near_tie_margin=margin,
-    )
-    asked_draft = max_draft_len > 0 and references.engine is not None and references.engine.draft is not None
-    return Correctness(
-        parity, seeded, tuple(agreements), draft_check, stop_check, distribution, tuple(diagnoses), asked_draft=asked_draft
-    )
+    return agreements
 
 
 def correctness_gates(found: Correctness) -> list[Gate]:
@@ -252,20 +279,20 @@ def _more_arms(config: ValidationConfig, max_draft_len: int, can: Abilities) -> 
     return [*([("verify", max_draft_len)] if can.verify_arm else []), *more]
 
 
-def _said_by(sender: Sender, prompts: Sequence[str], arm: str, draft_len: int) -> ArmTexts:
+def _said_by(case: Case, arm: str, draft_len: int) -> ArmTexts:
     options = {"temperature": 0.0, "num_draft_tokens": draft_len}
-    return ArmTexts(arm, draft_len, [[sender.send(index, prompt, arm, **options)] for index, prompt in enumerate(prompts)])
+    said = [[case.sender.send(index, prompt, arm, **options)] for index, prompt in enumerate(case.prompts)]
+    return ArmTexts(arm, draft_len, said)
 
 
-def _seeded(
-    sender: Sender, prompts: Sequence[str], seeds: Sequence[int], temperature: float
-) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:
+def _seeded(case: Case) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:
     """(plain, speculative) texts, a seed per prompt."""
+    case.say("sending seeded requests")
     plain: list[RequestTiming] = []
     said: list[list[RequestTiming]] = []
-    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        options = {"temperature": temperature, "seed": seed, "acceptance": "coupled"}
-        one, other = (sender.send(index, prompt, arm, **options) for arm in ARMS)
+    for index, (prompt, seed) in enumerate(zip(case.prompts, case.seeds, strict=True)):
+        options = {"temperature": case.config.temperature, "seed": seed, "acceptance": "coupled"}
+        one, other = (case.sender.send(index, prompt, arm, **options) for arm in ARMS)
         plain.append(one)
         said.append([other])
     return plain, said

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from toolkit.config.schema import LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
@@ -39,6 +40,7 @@ from toolkit.validate.arms import ARMS, WARM_UP_PROMPTS, Alternating, Endpoint, 
 from toolkit.validate.correctness import (
     ALL,
     Abilities,
+    Case,
     References,
     correctness_gates,
     judge_correctness,
@@ -110,83 +112,30 @@ def validate(
     """
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
-    by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
-    report_progress = progress or (lambda done, total, what: None)
-    doing = what = "warming up"
-    planned = 2 * len(arms) * (min(WARM_UP_PROMPTS, len(prompts)) + config.rounds * len(prompts))
-    planned += planned_requests(config, len(prompts), max_draft_len, can)
-    added: dict[str, int] = {}  # rounds beyond config.rounds, by what they are of
-
-    def say(doing: str) -> None:
-        nonlocal what
-        what = doing
-        report_progress(len(sender.sent), None, what)
-
-    def on_sent() -> None:
-        if what != DRAWING:  # which tells how far it is in tokens
-            report_progress(len(sender.sent), max(planned, len(sender.sent)), what)
-
-    def undecided(so_far: Measured) -> bool:
-        nonlocal planned, what
-        made, more = len(so_far.plain), _rounds_wanted(so_far, config)
-        before, added[doing] = added.get(doing, 0), made - config.rounds + more
-        planned += (added[doing] - before) * len(arms) * len(prompts)
-        rounds = f"{more} more round{'s' if more > 1 else ''}"
-        what = f"{doing}, about {rounds} for the wanted precision" if more else doing
-        return more > 0
-
-    sender = Sender(endpoint, config.max_tokens, on_sent)
+    shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
+    sender = Sender(endpoint, config.max_tokens, shown.sent)
     before = counters() if counters is not None else {}
-    temperatures = (0.0, config.temperature)
-    measured: dict[float, Measured] = {}
-    if by_restarts:
-        doing = what = "measuring, with a restart between the arms"
-        measured = run_turns(
-            sender,
-            prompts,
-            rounds=config.rounds,
-            max_rounds=config.max_rounds,
-            undecided=undecided,
-            seed=config.seed,
-            temperatures=temperatures,
-        )
-    else:
-        for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
-            for arm in arms:
-                for temperature in temperatures:
-                    sender.send(index, prompt, arm, temperature=temperature)
-        for temperature in temperatures:
-            doing = what = f"measuring at temperature {temperature:g}"
-            measured[temperature] = run_rounds(
-                sender,
-                prompts,
-                arms=arms,
-                rounds=config.rounds,
-                max_rounds=config.max_rounds,
-                undecided=undecided,
-                seed=config.seed,
-                options={"temperature": temperature},
-            )
+    by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
+    measured = _measure(sender, prompts, arms, config, shown, by_restarts=by_restarts)
     greedy, sampled = measured[0.0], measured[config.temperature]
     rule = "rejection" if acceptance == "auto" else acceptance
-    found = judge_correctness(
-        sender,
-        prompts,
-        greedy,
-        config,
-        references,
+    case = Case(
         name=name,
-        quality=quality.target,
+        sender=sender,
+        prompts=prompts,
+        greedy=greedy,
+        config=config,
+        references=references,
         rule=rule,
         max_draft_len=max_draft_len,
         can=can,
         keep_replay=keep_replay,
-        say=say,
-        on_drawn=lambda done, total: report_progress(done, total, DRAWING),
+        say=shown.say,
+        on_drawn=shown.drawn,
     )
+    found = judge_correctness(case, quality.target)
 
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
-    what = "measuring several requests at a time"
     loaded = None
     if config.latency.concurrency:
         if sweep is None:
@@ -241,6 +190,77 @@ def validate(
         replaced=tuple(replaced),
         plain_arm="restarts" if by_restarts else "request",
     )
+
+
+class _Shown:
+    """How far validation is: requests sent of those that are planned, and what they are sent for."""
+
+    def __init__(self, progress: Progress | None, planned: int) -> None:
+        self._progress = progress or (lambda done, total, what: None)
+        self._sent, self._planned, self._what = 0, planned, ""
+
+    def plan(self, more: int, what: str) -> None:
+        """So many requests more than were planned; what: that the next ones are for."""
+        self._planned += more
+        self._what = what
+
+    def say(self, what: str) -> None:
+        self._what = what
+        self._progress(self._sent, None, what)
+
+    def sent(self) -> None:
+        self._sent += 1
+        if self._what != DRAWING:  # which tells how far it is itself
+            self._progress(self._sent, max(self._planned, self._sent), self._what)
+
+    def drawn(self, done: int, total: int) -> None:
+        self._progress(done, total, DRAWING)
+
+
+def _measure(
+    sender: Sender,
+    prompts: Sequence[str],
+    arms: Sequence[str],
+    config: ValidationConfig,
+    shown: _Shown,
+    *,
+    by_restarts: bool,
+) -> dict[float, Measured]:
+    """The timed requests, at temperature 0 and at the YAML's, after a warm-up that is not counted."""
+    temperatures = (0.0, config.temperature)
+    warm_up = prompts[:WARM_UP_PROMPTS]
+    doing = "warming up"
+    added: dict[str, int] = {}  # rounds beyond config.rounds, by what they are of
+    shown.plan(2 * len(arms) * (len(warm_up) + config.rounds * len(prompts)), doing)
+
+    def undecided(so_far: Measured) -> bool:
+        made, more = len(so_far.plain), _rounds_wanted(so_far, config)
+        before, added[doing] = added.get(doing, 0), made - config.rounds + more
+        rounds = f"{more} more round{'s' if more > 1 else ''}"
+        what = f"{doing}, about {rounds} for the wanted precision" if more else doing
+        shown.plan((added[doing] - before) * len(arms) * len(prompts), what)
+        return more > 0
+
+    asked: dict[str, Any] = {
+        "rounds": config.rounds,
+        "max_rounds": config.max_rounds,
+        "undecided": undecided,
+        "seed": config.seed,
+    }
+    if by_restarts:
+        doing = "measuring, with a restart between the arms"
+        shown.plan(0, doing)
+        return run_turns(sender, prompts, temperatures=temperatures, **asked)
+    for index, prompt in enumerate(warm_up):
+        for arm in arms:
+            for temperature in temperatures:
+                sender.send(index, prompt, arm, temperature=temperature)
+    measured: dict[float, Measured] = {}
+    for temperature in temperatures:
+        doing = f"measuring at temperature {temperature:g}"
+        shown.plan(0, doing)
+        measured[temperature] = run_rounds(sender, prompts, arms=arms, options={"temperature": temperature}, **asked)
+    return measured
 
 
 def _is_quantized(engine: CompiledEngine | None) -> bool:
