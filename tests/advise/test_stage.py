@@ -72,6 +72,8 @@ def test_a_good_cheap_draft_is_chosen_and_the_advice_survives_json(good: Advice)
     assert (good.drafter, good.draft) == ("draft_target", "model")
     assert good.max_draft_len >= 1
     assert good.candidates[0].low > 1.0
+    tokens = "1 draft token " if good.candidates[0].draft_len == 1 else f"{good.candidates[0].draft_len} draft tokens "
+    assert f"with {tokens}for one request at a time" in good.reason
     assert from_json(Advice, to_json(good)) == good
 
 

@@ -151,7 +151,8 @@ def decide(
     speculate = schedule[0].draft_len > 0
     paying = [size for size in batches if _length_at(schedule, size) > 0]
     needed = f"{best.break_even_length:.2f} tokens per step would break even, it gets {best.acceptance_length:.2f}"
-    gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {best.draft_len} draft tokens"
+    length = f"{best.draft_len} draft token{'' if best.draft_len == 1 else 's'}"
+    gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {length}"
     if speculate:
         reason = f"{best.name}: {gain} for one request at a time; {needed}"
     else:
