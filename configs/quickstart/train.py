@@ -52,8 +52,8 @@ class Shape:
     intermediate: int
 
 
-TARGET = Shape(hidden=256, layers=12, heads=8, kv_heads=4, intermediate=704)
-DRAFT = Shape(hidden=256, layers=2, heads=8, kv_heads=4, intermediate=704)
+TARGET = Shape(hidden=192, layers=28, heads=6, kv_heads=2, intermediate=448)
+DRAFT = Shape(hidden=192, layers=2, heads=6, kv_heads=2, intermediate=448)
 SHAPES = {"target": TARGET, "draft": DRAFT}
 WRITTEN_PROMPTS = Path(__file__).parent / "written_prompts.txt"
 MEASURED = (0.0, 0.8, 1.0)
@@ -523,37 +523,55 @@ def acceptance_by_token(target: Llama, draft: Llama, rows: Tensor, temperature: 
 
 POOL_BATCH = 512
 POOL_LENGTH = 256
-# What a distillation batch is made of: (temperature it was written at, None for the corpus; its share). The coldest stands
-# in for greedy text, which has no gradient at its argmax and too soon repeats itself.
-MIXTURE: list[tuple[float | None, float]] = [(None, 0.25), (1.0, 0.2), (0.8, 0.3), (0.4, 0.25)]
-OWN_SHARE = 0.75
+CORPUS, LONG = "corpus", "long"
+# What a distillation batch is made of: the share of each part of the pool. A number is the temperature the target wrote it
+# at; the coldest stands in for greedy text, which has no gradient at its argmax and too soon repeats itself. The long rows
+# teach every position there is.
+MIXTURE = {CORPUS: 0.2, LONG: 0.05, "1.0": 0.2, "0.8": 0.3, "0.4": 0.25}
 
 
 def write_pool(target: Llama, corpus: Corpus, size: int, seed: int, path: Path) -> dict[str, Tensor]:
-    """`size` rows of the target's own at the temperatures of the mixture, each [rows, POOL_LENGTH + 1], kept in `path`.
+    """About `size` rows of text to distil along, by part of the mixture, each [rows, length + 1] int16, kept in `path`.
 
-    A row continues a few tokens of the corpus. Rows that loop early are dropped: they teach one token many times.
+    A row of the target's own continues a few tokens of the corpus. Rows that loop early are dropped: they teach one token many
+    times.
     """
     if path.exists():
         return torch.load(path, weights_only=True)
     generator = torch.Generator().manual_seed(seed)
     pool: dict[str, Tensor] = {}
-    for temperature, share in MIXTURE:
-        if temperature is None:
+    for part, share in MIXTURE.items():
+        wanted = round(size * share)
+        if part in (CORPUS, LONG):
+            length = MAX_POSITIONS if part == LONG else POOL_LENGTH
+            pool[part] = corpus.batch(max(1, wanted * POOL_LENGTH // length), length, generator).short()
             continue
-        parts = []
-        wanted = round(size * share / OWN_SHARE)
+        kept = []
         for done in range(0, wanted, POOL_BATCH):
             length = int(torch.randint(4, 64, (1,), generator=generator))
             prompts = corpus.batch(min(POOL_BATCH, wanted - done), length, generator)[:, :-1].tolist()
-            rows = continuations(target, prompts, POOL_LENGTH + 1 - length, temperature, generator)
+            rows = continuations(target, prompts, POOL_LENGTH + 1 - length, float(part), generator)
             varied = [distinct_4grams(row[: POOL_LENGTH // 2].tolist()) >= 0.5 for row in rows]
-            parts.append(rows[torch.tensor(varied)].short())
-        pool[str(temperature)] = torch.cat(parts)
-        print(f"pool at temperature {temperature}: {len(pool[str(temperature)])} rows", flush=True)
+            kept.append(rows[torch.tensor(varied)].short())
+        pool[part] = torch.cat(kept)
+        print(f"pool at temperature {part}: {len(pool[part])} rows", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(pool, path)
     return pool
+
+
+@torch.no_grad()
+def teach(target: Llama, rows: Tensor) -> Tensor:
+    """What the target says along the rows [rows, length + 1] -> logits [rows, length, vocab] float16: 1 MB a row of 256.
+
+    Kept in memory, since every row comes up many times and the target costs several times what the draft does.
+    """
+    taught = torch.empty(len(rows), rows.shape[1] - 1, VOCAB_SIZE, dtype=torch.float16)
+    per_batch = 4096 // (rows.shape[1] - 1)
+    for part, into in zip(rows.split(per_batch), taught.split(per_batch), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            into.copy_(target(part[:, :-1].long()))
+    return taught
 
 
 def start_draft(target: Llama) -> Llama:
@@ -581,40 +599,37 @@ def distillation_loss(target_logits: Tensor, draft_logits: Tensor, temperature: 
 
 def train_draft(args: argparse.Namespace) -> None:
     """Distil the target along corpus text and along its own."""
-    torch.set_float32_matmul_precision("medium")  # BF16 products while the target writes, as in training
     _, training, heldout = load_corpora(args)
     target = read_model(args.out / "target", TARGET)
-    pool = write_pool(target, training, args.pool, args.seed + 1, args.work / "pool.pt")
-    check = write_pool(target, heldout, 192, args.seed + 2, args.work / "pool_check.pt")
+    writer = read_model(args.out / "target", TARGET).bfloat16()  # as its weights are; six times as fast as float32
+    pool = write_pool(writer, training, args.pool, args.seed + 1, args.work / "pool.pt")
+    check = write_pool(writer, heldout, 256, args.seed + 2, args.work / "pool_check.pt")
+    taught = {part: teach(target, rows) for part, rows in pool.items()}
+    print("the target's logits are at hand", flush=True)
     draft = start_draft(target)
-    target.requires_grad_(False)
 
     @torch.compile(dynamic=False)
-    def loss_on(rows: Tensor, temperature: Tensor, tv_weight: Tensor) -> Tensor:
+    def loss_on(rows: Tensor, target_logits: Tensor, temperature: Tensor, tv_weight: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            target_logits, draft_logits = target(rows[:, :-1]), draft(rows[:, :-1])
+            draft_logits = draft(rows[:, :-1])
         return distillation_loss(target_logits.float(), draft_logits.float(), temperature, tv_weight)
 
     def loss_at(progress: float, generator: torch.Generator) -> Tensor:
-        shares = torch.tensor([share for _, share in MIXTURE])
-        temperature, _ = MIXTURE[int(torch.multinomial(shares, 1, generator=generator))]
-        if temperature is None:
-            length = length_at(progress)
-            rows = training.batch(args.batch_tokens // length, length, generator)
-        else:
-            written = pool[str(temperature)]
-            rows = written[torch.randint(len(written), (args.batch_tokens // POOL_LENGTH,), generator=generator)].long()
-        own = 1.0 if temperature is None else temperature
+        part = list(MIXTURE)[int(torch.multinomial(torch.tensor(list(MIXTURE.values())), 1, generator=generator))]
+        rows = pool[part]
+        chosen = torch.randint(len(rows), (args.batch_tokens // (rows.shape[1] - 1),), generator=generator)
+        temperature = 1.0 if part in (CORPUS, LONG) else float(part)
         tv_weight = 0.9 * min(1.0, max(0.0, progress - 0.3) / 0.2)
-        return loss_on(rows, torch.tensor(own), torch.tensor(tv_weight))
+        return loss_on(rows[chosen].long(), taught[part][chosen], torch.tensor(temperature), torch.tensor(tv_weight))
 
     def save() -> None:
         write_model(draft, args.out / "draft")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            alphas = {t: acceptance_by_token(target, draft, rows.long(), float(t))[:, 63:] for t, rows in check.items()}
-        print("acceptance " + " ".join(f"T={t}: {alpha.mean():.3f}" for t, alpha in alphas.items()), flush=True)
+            written = {part: rows.long() for part, rows in check.items() if part not in (CORPUS, LONG)}
+            alphas = {part: acceptance_by_token(target, draft, rows, float(part))[:, 63:] for part, rows in written.items()}
+        print("acceptance " + " ".join(f"T={part}: {alpha.mean():.3f}" for part, alpha in alphas.items()), flush=True)
 
-    budget = Budget(args.steps or 6000, args.minutes)
+    budget = Budget(args.steps or 8000, args.minutes)
     fit(draft, loss_at, budget, peak=1.5e-3, seed=args.seed, checkpoint=args.work / "draft.pt", on_save=save)
 
 
@@ -682,7 +697,7 @@ def usable_prompts(
 def write_prompts(args: argparse.Namespace) -> None:
     """data/: prompts for measuring, and text for calibration and for judging quantization."""
     tokenizer = Tokenizer.from_file(str(args.out / "target" / "tokenizer.json"))
-    target = read_model(args.out / "target", TARGET)
+    target = read_model(args.out / "target", TARGET).bfloat16()
     corpus_text = "\n".join(read_sources(args.source).values())
     written = usable_prompts(target, tokenizer, read_written(WRITTEN_PROMPTS), corpus_text)
     distinct = {p["prompt"]: p for p in sampled_prompts(target, tokenizer, 4 * SAMPLED_PROMPTS, args.seed + 3)}
@@ -759,7 +774,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps of one training command")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock bound of one training command")
     parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--pool", type=int, default=3600, help="rows of target-written text to distil along")
+    parser.add_argument("--pool", type=int, default=4000, help="rows of 256 tokens to distil along; 1 MB of memory each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.source = args.source or [Path(sysconfig.get_path("stdlib"))]
