@@ -258,7 +258,8 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
     report = json.loads((deployment / "build/reports/tiny/report.json").read_text())
     assert report["verdict"] == "PASS"
     assert {stage["stage"] for stage in report["stages"]} >= {"pair", "quantize/target", "compile/draft", "package"}
-    assert all(stage["peak_memory_bytes"] > 0 for stage in report["stages"])
+    # Validation runs beside the server it judges; a peak of its own would say little.
+    assert all(stage["peak_memory_bytes"] > 0 for stage in report["stages"] if stage["stage"] != "validate")
     too_much = ["build", "tiny.yaml", "--set", "validation.latency.min_speedup=1000"]
     too_much += ["--set", "validation.rounds=2", "--set", "validation.max_rounds=2"]
     failed = toolkit(*too_much, cwd=deployment)
@@ -398,9 +399,8 @@ def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
     process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("validate"):
+        if line.startswith("validate"):  # it goes on for seconds yet: a server has to start
             break
-    time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -46,7 +46,7 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one more of each. The stand-in
     lies in the packaged model's version folder, where Triton looks for modules.
     """
-    drawn = {"enabled": True, "effect": 0.19, "power": 0.9, "max_seconds": 24.0}
+    drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 60.0}
     config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path

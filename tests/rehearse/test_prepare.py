@@ -58,7 +58,7 @@ def test_the_replaced_are_said_without_a_path(tmp_path: Path) -> None:
     lines = rehearsal("quickstart", tmp_path).replaced
     assert not any("/" in line and str(CONFIGS.parent) in line for line in lines)
     said = "\n".join(lines)
-    assert "hidden 256 ->" in said and "engine torch: " in said
+    assert "hidden 192 ->" in said and "engine torch: " in said
 
 
 def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_path: Path) -> None:

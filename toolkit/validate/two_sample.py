@@ -29,6 +29,7 @@ __all__ = ["Pairs", "draw_pairs", "judge_pairs"]
 
 LONGEST = 16  # tokens of a drawn text
 MOST = 100  # texts of a prompt and arm
+CONTROL = 144  # texts of an arm, at least: with 108, the control of the continuations was once seen at p = 0.00065
 COMPARABLE = 6  # one token in so many stands behind a text that others have said too: a guess, for how many are drawn
 TESTS = 2
 
@@ -58,7 +59,8 @@ def draw_pairs(
     chosen = prompts[:PROMPTS]
     longest = min(sender.max_tokens, LONGEST)
     needed = 2 * COMPARABLE * distribution.tokens_needed(gates.effect, gates.false_alarm / TESTS, gates.power)
-    texts = min(MOST, max(TEXTS, math.ceil(needed / (len(chosen) * max(1, longest - 1)))))
+    wanted = max(CONTROL, needed / max(1, longest - 1))
+    texts = min(MOST, max(TEXTS, math.ceil(wanted / len(chosen))))
     drawn = Pairs(temperature, {arm: [[] for _ in chosen] for arm in ARMS}, longest)
     generator = np.random.default_rng([seed, 3])
     alternating, first = isinstance(sender.endpoint, Alternating), len(sender.sent)
@@ -69,16 +71,16 @@ def draw_pairs(
         drawn.texts[arm][index].append(tuple(timing.token_ids))
         on_progress(len(sender.sent) - first, texts * len(chosen) * len(ARMS))
 
-    wanted = texts
+    rounds = texts
     for turn in [(arm,) for arm in ARMS] if alternating else [ARMS]:
         if alternating:
             sender.turn_to(turn[0])  # the start of a server is no time of drawing
         began, allowed = clock(), gates.max_seconds * len(turn) / len(ARMS)
-        while (said := len(drawn.texts[turn[0]][0])) < wanted and (said == 0 or clock() - began < allowed):
+        while (said := len(drawn.texts[turn[0]][0])) < rounds and (said == 0 or clock() - began < allowed):
             for index in range(len(chosen)):
                 for arm in generator.permutation(turn).tolist():
                     ask(arm, index)
-        wanted = len(drawn.texts[turn[0]][0])  # the other arm gives as many
+        rounds = len(drawn.texts[turn[0]][0])  # the other arm gives as many
         drawn.seconds += clock() - began
     fewest = min(len(said) for prompts_of in drawn.texts.values() for said in prompts_of)
     drawn.texts = {arm: [said[:fewest] for said in prompts_of] for arm, prompts_of in drawn.texts.items()}
