@@ -1,0 +1,114 @@
+"""Run the stages that are not in the store, and publish what people use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.assembly.asked import models_of
+from toolkit.assembly.making import engine_spec
+from toolkit.assembly.stages import PACKAGE_TRTLLM, REAL_KIND, refuse_impossible, stages_of
+from toolkit.assembly.workplace import Workplace
+from toolkit.config.schema import DeploymentConfig, TrtEngineConfig
+from toolkit.errors import UsageError
+from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
+from toolkit.pipeline.stage import Done, Stage
+from toolkit.pipeline.store import Store
+from toolkit.records import CompiledEngine, ValidationReport
+from toolkit.reporting import publish_report
+from toolkit.serving_trtllm import Machine, check_servable
+
+__all__ = ["STAGES", "Built", "build", "explain_build"]
+
+STAGES = ("pair", "quantize", "compile", "package", "validate")
+PACKAGED = STAGES[STAGES.index("package") :]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build did. published: the folders that hold its results; changed: whether anything ran or was put there anew."""
+
+    stages: dict[str, Done]
+    published: tuple[Path, ...]
+    changed: bool
+
+    @property
+    def report(self) -> ValidationReport | None:
+        return self.stages["validate"].record if "validate" in self.stages else None
+
+    @property
+    def not_executed(self) -> dict[str, tuple[str, ...]]:
+        """Stage -> what of its engine no GPU has executed; of engines for TensorRT-LLM alone."""
+        records = {name: done.record for name, done in self.stages.items() if isinstance(done.record, CompiledEngine)}
+        return {name: record.tensorrt_llm.not_executed for name, record in records.items() if record.tensorrt_llm is not None}
+
+
+def build(
+    config: DeploymentConfig,
+    workplace: Workplace,
+    observer: Observer,
+    store: Store,
+    *,
+    until: str = "validate",
+    fresh: Collection[str] = (),
+    stages: Sequence[Stage] | None = None,
+    here: Machine | None = None,
+) -> Built:
+    """Run the stages that `until` needs and are not in the store, and publish what people use.
+
+    fresh: stages that run in any case. stages: others than `stages_of(config)`. here: what there is to serve with, None for
+    what this machine has. Raises what the stages raise.
+    """
+    if stages is None and until in PACKAGED:
+        refuse_impossible(config)
+        if until == "validate":
+            check_servable(config, here or Machine())  # before hours of downloading and quantizing
+    chosen = upto(stages or stages_of(config, workplace, store.memo), until)
+    if stages is None and until in ("compile", "package"):
+        _check_builder(config, workplace, store)
+    finished: dict[str, Done] = {}
+    published: list[Path] = []
+    changed = False
+    for name, done in run_stages(chosen, store, config.name, observer, fresh=fresh):
+        finished[name] = done
+        changed |= not done.reused
+        for destination, parts in _publications(config, workplace):
+            if name in parts.values() and set(parts.values()) <= set(finished):
+                entries = {folder: finished[stage].entry for folder, stage in parts.items()}
+                changed |= store.publish(entries, destination)
+                published.append(destination)
+        if name == "validate":
+            changed |= publish_report(store, config.name, workplace.report(config.name), observer)
+            published.append(workplace.report(config.name))
+    return Built(finished, tuple(published), changed)
+
+
+def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
+    """What `build` would do, and why."""
+    stages = stages_of(config, workplace, store.memo, download=False)
+    try:
+        check_servable(config, Machine())
+    except UsageError:
+        stages = upto(stages, "package")
+    return explain(stages, store, config.name)
+
+
+def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Folder -> its subfolders and the stages that they come from."""
+    yield workplace.engines(config.name), {role: f"compile/{role}" for role in models_of(config)}
+    yield workplace.engines(config.name + REAL_KIND), {role: f"compile/{role}{REAL_KIND}" for role in models_of(config)}
+    yield workplace.advice(config.name), {"": "tune"}
+    yield workplace.repository(config.name), {"": "package"}
+    yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
+
+
+def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:
+    """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is in the store needs none."""
+    if not isinstance(config.engine, TrtEngineConfig):
+        return
+    if all(one.reused for one in explain_build(config, workplace, store)):
+        return
+    from toolkit.engines.trt_engine import TrtEngineBackend
+
+    TrtEngineBackend().check_builder(engine_spec(config, "target"))

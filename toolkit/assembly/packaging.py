@@ -1,0 +1,118 @@
+"""The stage `package`: engines become a Triton model repository, with what is served decided by the YAML or by the advice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.assembly.asked import embedded, measures
+from toolkit.assembly.keys import SOURCES, versions
+from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngineConfig
+from toolkit.interfaces import Progress
+from toolkit.pipeline.hashing import digest_tree
+from toolkit.pipeline.stage import Finished, Stage
+from toolkit.records import Advice, TritonRepository
+
+__all__ = ["in_container", "package_stage", "package_trtllm_stage", "speculation_of"]
+
+SHIPPED_SOURCES = ("client.py", "errors.py", "interfaces.py", "speculative/*.py", "triton/*.py", "facts/triton_tensors.py")
+
+
+def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    from toolkit.serving import eos_token_ids
+    from toolkit.triton import stage
+
+    engines = tuple(f"compile/{role}" for role in roles)
+    needs = (*engines, "tune") if measures(config) else engines
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
+        settings = {
+            "speculation": speculation_of(config, finished).model_dump(mode="json"),
+            "triton": config.triton.model_dump(exclude=where_it_listens),
+            "threads": embedded(config).threads,
+        }
+        inputs = {need: finished[need].entry.digest for need in engines}
+        # The model and the client are files of ours, copied into the repository.
+        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
+        target, *drafts = (finished[need].record for need in engines)
+        speculation = speculation_of(config, finished)
+        draft = drafts[0] if speculation.kind == "draft_target" else None
+        threads, end_ids = embedded(config).threads, eos_token_ids(target.path)
+        return stage.package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
+
+    return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+
+
+def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an engine does not hold."""
+    from toolkit.checkpoints.shape import read_shape
+    from toolkit.engines.trtllm.llm_args import read_llm_args
+    from toolkit.triton import stage
+    from toolkit.triton.package_trtllm import package_bls, package_llmapi
+
+    engine, triton = config.engine, config.triton
+    assert not isinstance(engine, TorchEngineConfig)
+    engines = tuple(f"compile/{role}" for role in roles)
+    placed: dict[str, Any] = {
+        "name": config.name,
+        "gpus_per_node": engine.gpus_per_node,
+        "max_draft_len": config.speculation.longest_draft,
+    }
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
+        memory = {"free_gpu_memory_fraction": engine.free_gpu_memory_fraction, "enable_block_reuse": engine.enable_block_reuse}
+        settings = {
+            "kind": engine.kind,
+            "speculation": config.speculation.model_dump(mode="json"),
+            "triton": triton.model_dump(exclude=where_it_listens),
+            **placed,
+            **memory,
+        }
+        inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
+        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
+        target, *drafts = (finished[need].record for need in engines)
+        draft = drafts[0] if config.speculation.kind == "draft_target" else None
+        if engine.kind == "trtllm_pytorch":
+            args = in_container(read_llm_args(target.path))
+            return package_llmapi(target, draft, args, triton, out_dir, **placed)
+        return package_bls(
+            target,
+            draft,
+            triton,
+            out_dir,
+            end_ids=read_shape(finished["quantize/target"].record.path).eos_token_ids,
+            free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
+            enable_block_reuse=engine.enable_block_reuse,
+            acceptance=config.speculation.acceptance,
+            **placed,
+        )
+
+    return Stage("package", stage.VERSION, TritonRepository, (*engines, "quantize/target"), parts, run)
+
+
+def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
+    """What is served: what the YAML says, or what was found where it says `auto`."""
+    if not measures(config):
+        return config.speculation
+    advice: Advice = finished["tune"].record
+    if not advice.speculate:
+        return config.speculation.model_copy(update={"kind": "none"})
+    schedule = {step.batch: step.draft_len for step in advice.schedule}
+    return config.speculation.model_copy(update={"max_draft_len": advice.max_draft_len, "draft_len_schedule": schedule})
+
+
+def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of LLM() with the places that both models have where the repository is served."""
+    from toolkit.engines.trtllm.llm_args import resolved
+    from toolkit.triton.layout_trtllm import ENGINES
+
+    return resolved(llm_args, f"{ENGINES}/target", f"{ENGINES}/draft")

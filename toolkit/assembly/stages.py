@@ -1,0 +1,169 @@
+"""Which stages a deployment has, in their order, and what is refused before the first of them runs.
+
+pair -> quantize/{target,draft} -> compile/{target,draft} -> [tune] -> package -> validate
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.assembly.asked import embedded, measures, models_of
+from toolkit.assembly.making import compile_stage, engine_spec, pair_stage, quantize_stage
+from toolkit.assembly.packaging import package_stage, package_trtllm_stage
+from toolkit.assembly.validating import validate_stage
+from toolkit.assembly.workplace import Workplace
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TrtEngineConfig
+from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError
+from toolkit.interfaces import EngineSpec, Progress
+from toolkit.pipeline.hashing import DigestMemo
+from toolkit.pipeline.machine import gpus
+from toolkit.pipeline.stage import Finished, Stage
+from toolkit.records import CompiledEngine
+from toolkit.tuning import Way, tune_stage
+
+__all__ = ["PACKAGE_TRTLLM", "REAL_KIND", "own_way", "refuse_impossible", "rehearsal_stages", "stages_of"]
+
+REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
+
+
+def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True) -> list[Stage]:
+    """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only looked for.
+
+    Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be used.
+    """
+    refuse_impossible(config)
+    _check_inputs(config)
+    if any(model.hub_id is not None for model in models_of(config).values()):
+        config = _on_this_machine(config, download=download)
+        refuse_impossible(config)  # as the files say
+    roles = tuple(models_of(config))
+    return [
+        pair_stage(config, memo),
+        *(quantize_stage(config, role, memo) for role in roles),
+        *(compile_stage(config, role, workplace) for role in roles),
+        *([tune_stage(config, embedded(config), memo, own_way(config))] if measures(config) else []),
+        package_stage(config, roles) if config.engine.kind == "torch" else package_trtllm_stage(config, roles),
+        validate_stage(config, roles, workplace, memo),
+    ]
+
+
+def rehearsal_stages(
+    asked: DeploymentConfig, served: DeploymentConfig, workplace: Workplace, memo: DigestMemo, replaced: Sequence[str]
+) -> list[Stage]:
+    """The stages of a rehearsal: `asked` decides what is quantized and how, `served` what is compiled, packaged and measured.
+
+    The engine's own stage runs too where this machine can do it. replaced: for the report. Raises UsageError as `stages_of`.
+    """
+    _check_inputs(served)
+    roles = tuple(models_of(served))
+    real: list[Stage] = []
+    if asked.engine.kind != "torch":
+        compiled = [compile_stage(asked, role, workplace) for role in roles]
+        if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
+            compiled = [_unbuilt(stage, engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
+        real = [_beside(stage) for stage in (*compiled, package_trtllm_stage(asked, roles))]
+    validate = validate_stage(served, roles, workplace, memo, replaced)
+    return [
+        pair_stage(asked, memo),
+        *(quantize_stage(asked, role, memo) for role in roles),
+        *real,
+        *(compile_stage(served, role, workplace) for role in roles),
+        package_stage(served, roles),
+        replace(validate, needs=(*validate.needs, *(stage.name for stage in real))),
+    ]
+
+
+def _beside(stage: Stage) -> Stage:
+    """A stage of the real kind of engine, beside the embedded one's of the same name; it sees its own kind's stages alone."""
+
+    def own(name: str) -> str:
+        return PACKAGE_TRTLLM if name == "package" else f"{name}{REAL_KIND}" if name.startswith("compile/") else name
+
+    def seen(finished: Finished) -> Finished:
+        return {**finished, **{need: finished[own(need)] for need in stage.needs}}
+
+    return replace(
+        stage,
+        name=own(stage.name),
+        needs=tuple(map(own, stage.needs)),
+        parts=lambda finished: stage.parts(seen(finished)),
+        run=lambda finished, out_dir, progress: stage.run(seen(finished), out_dir, progress),
+    )
+
+
+def _unbuilt(stage: Stage, spec: EngineSpec) -> Stage:
+    """The same without trtllm-build."""
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
+        from toolkit.engines.trt_engine import TrtEngineBackend
+
+        return TrtEngineBackend().without_building(finished[stage.needs[0]].record, spec, out_dir)
+
+    return replace(stage, parts=lambda finished: {**stage.parts(finished), "built": False}, run=run)
+
+
+def _builds_here(config: DeploymentConfig) -> bool:
+    """Whether this machine has trtllm-build and a GPU for it."""
+    from toolkit.engines.trt_engine import TrtEngineBackend
+
+    try:
+        TrtEngineBackend().check_builder(engine_spec(config, "target"))
+    except BackendUnavailable:
+        return False
+    return bool(gpus())
+
+
+def refuse_impossible(config: DeploymentConfig) -> None:
+    from toolkit.plan.make import make_plan
+
+    # A hub id of which nothing is known yet is about to be fetched.
+    refused = [one for one in make_plan(config).judgements if one.severity == "refused" and one.rule != "shape-needed"]
+    if refused:
+        faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in refused]
+        raise PlanError(config.name, faults)
+
+
+def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
+    """The same with folders in the place of hub ids. Raises PlanError with every one that cannot be had."""
+    from toolkit.checkpoints.hub import fetch
+
+    found: dict[str, ModelConfig] = {}
+    faults: list[Fault] = []
+    for role, model in models_of(config).items():
+        if model.hub_id is None:
+            continue
+        try:
+            code, bars = model.trust_remote_code, sys.stderr.isatty()
+            folder = fetch(model.hub_id, model.revision, download=download, bars=bars, with_code=code)
+        except CheckpointError as error:
+            what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, {error.where} {error.what}"
+            faults.append(Fault(f"{role}.checkpoint", what, mend=f"Mend the path if a folder is meant. Else {error.mend}."))
+        else:
+            found[role] = model.model_copy(update={"checkpoint": folder, "revision": None})
+    if faults:
+        raise PlanError(config.name, faults)
+    return config.model_copy(update=found)
+
+
+def _check_inputs(config: DeploymentConfig) -> None:
+    """Read the small input files now: a bad line in the prompts should not be found after an hour of quantizing."""
+    from toolkit.quantize.calibrate import split_texts
+    from toolkit.validate.prompts import read_prompts
+
+    read_prompts(config.validation.prompts, config.validation.max_prompts)
+    if config.calibration is not None:
+        split_texts(config.calibration)
+
+
+def own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
+    """The YAML's own way to draft; none at all without speculation."""
+
+    def ways(finished: Finished) -> list[Way]:
+        if config.speculation.kind == "ngram":
+            return [("ngram", "ngram", None)]
+        return [] if config.draft is None else [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
+
+    return ways

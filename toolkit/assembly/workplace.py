@@ -1,0 +1,38 @@
+"""Where the results of a deployment go, beneath the folder that the command runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Workplace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Where results go: the folders beneath the one that the command runs in."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        return self.root / "build" / "store"
+
+    def engines(self, name: str) -> Path:
+        return self.root / "engines" / name
+
+    def repository(self, name: str) -> Path:
+        return self.root / "triton_repo" / name
+
+    def report(self, name: str) -> Path:
+        return self.root / "build" / "reports" / name
+
+    def advice(self, name: str) -> Path:
+        return self.root / "build" / "advice" / name
+
+    def rehearsal(self, name: str) -> Path:
+        """What a rehearsal makes up."""
+        return self.root / "build" / "rehearsals" / name
+
+    def grid(self, name: str) -> Path:
+        return self.root / "build" / "grid" / name
