@@ -26,7 +26,7 @@ from toolkit.triton.deploy import (
     write,
 )
 
-DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+DNS = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # of a Service and of a LeaderWorkerSet's own one: RFC 1035
 
 
 def deployment(**changes: Any) -> Deployment:
@@ -36,10 +36,12 @@ def deployment(**changes: Any) -> Deployment:
 KUBERNETES = ("1.29", "1.37")  # the API server's own published schemas, strict: unknown fields are refused
 
 
-# LeaderWorkerSet is a custom resource. What v1 takes, as far as this manifest goes: field -> its schema; `!` marks a required
-# one. From kubernetes-sigs/lws api/leaderworkerset/v1/leaderworkerset_types.go; its pods are plain Kubernetes ones.
+# LeaderWorkerSet is a custom resource. Its v1: field -> its schema; `!` marks a required one. From kubernetes-sigs/lws:
+# config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml (103a98aa, an early one with v1) and
+# api/leaderworkerset/v1/leaderworkerset_types.go (024af084, a late one). Only what both take is here: of restart policies the
+# early one has Default, its default, which the late one calls None. Pods are plain Kubernetes ones.
 def number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def pod(value: Any) -> bool:
@@ -50,9 +52,11 @@ def pod(value: Any) -> bool:
 LEADER_WORKER_SET: dict[str, Any] = {
     "replicas": number,
     "startupPolicy": lambda value: value in ("LeaderCreated", "LeaderReady"),
+    "networkConfig": {"subdomainPolicy!": lambda value: value in ("Shared", "UniquePerReplica")},
+    "rolloutStrategy": {"type!": lambda value: value == "RollingUpdate"},
     "leaderWorkerTemplate!": {
         "size": number,
-        "restartPolicy": lambda value: value in ("RecreateGroupOnPodRestart", "None"),
+        "restartPolicy!": lambda value: value == "RecreateGroupOnPodRestart",  # stated: defaults differ
         "leaderTemplate": pod,
         "workerTemplate!": pod,
     },
@@ -154,6 +158,23 @@ def test_several_nodes_are_a_leader_and_workers(layout: str) -> None:
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
+def test_a_name_that_begins_with_a_digit_becomes_one_that_a_service_may_have() -> None:
+    asked = deployment(name="70b.Llama", world_size=16)
+    assert asked.resource_name == "triton-70b-llama"
+    check_manifests(kubernetes(asked))
+    check_manifests(leader_worker_set(asked))
+
+
+def test_the_leader_s_probe_outlives_its_wait_for_workers() -> None:
+    """Else it would be killed while the workers' image is pulled, and the group with it."""
+    (leader,) = pods(leader_worker_set(deployment(world_size=16)))[0]["spec"]["containers"]
+    (alone,) = pods(kubernetes(deployment()))[0]["spec"]["containers"]
+    seconds = [probe["periodSeconds"] * probe["failureThreshold"] for probe in (leader["startupProbe"], alone["startupProbe"])]
+    script = launch_script(deployment(world_size=16))
+    tries, pause = (int(re.search(pattern, script)[1]) for pattern in (r"tries=(\d+)", r"sleep (\d+)"))  # type: ignore[index]
+    assert seconds[0] - seconds[1] == tries * pause
+
+
 def test_the_check_finds_what_kubernetes_would_refuse() -> None:
     manifests = kubernetes(deployment())
     manifests[0]["spec"]["template"]["spec"]["containers"][0]["image_pull_policy"] = "Always"
@@ -178,7 +199,58 @@ def commands(script: str) -> list[list[str]]:
             ranks.append([])
         else:
             ranks[-1].append(word)
-    return [rank[rank.index("-n") + 2 :] for rank in ranks]
+    return [without_exports(rank[rank.index("-n") + 2 :]) for rank in ranks]
+
+
+def without_exports(rank: list[str]) -> list[str]:
+    return rank[2 * rank.count("-x") :]
+
+
+def run_on_nodes(folder: Path, script: str, *, ssh: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """launch.sh with programs of its own in the place of ssh, sleep and mpirun, and its files in `folder`."""
+    programs = {"ssh": ssh, "sleep": "exit 0", "mpirun": f'cat {folder}/hostfile; printf "%s\\n" "$@"'}
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    text = script.replace("/tmp/hostfile", f"{folder}/hostfile").replace("/models/hostfile", f"{folder}/hosts")
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    return subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_leader_waits_for_its_workers_and_gives_each_its_ranks(tmp_path: Path) -> None:
+    answers_at_last = f'echo x >> {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" -gt 3 ]'
+    script = launch_script(deployment(world_size=24, gpus_per_node=8))
+    done = run_on_nodes(tmp_path, script, ssh=answers_at_last, LWS_LEADER_ADDRESS="llama-70b-0.llama-70b.default")
+    assert done.returncode == 0, done.stderr
+    hosts = [line.split() for line in done.stdout.splitlines()[:3]]
+    names = ["llama-70b-0.llama-70b.default", "llama-70b-0-1.llama-70b.default", "llama-70b-0-2.llama-70b.default"]
+    assert hosts == [[names[0], "slots=17"], [names[1], "slots=16"], [names[2], "slots=16"]]
+    assert len((tmp_path / "calls").read_text().split()) == 3 + 2  # the first worker at its fourth try, then the second
+    assert "--hostfile" in done.stdout
+
+
+def test_a_worker_that_never_answers_is_named(tmp_path: Path) -> None:
+    script = launch_script(deployment(layout="llmapi", world_size=16))
+    done = run_on_nodes(tmp_path, script, ssh="exit 255", LWS_LEADER_ADDRESS="a-0.a.default")
+    assert done.returncode == 1
+    assert "a-0-1.a.default does not answer ssh on port 2222" in done.stderr
+    assert "--hostfile" not in done.stdout
+
+
+def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
+    script = launch_script(deployment(layout="llmapi", world_size=16))
+    assert run_on_nodes(tmp_path, script, ssh="exit 0").returncode == 2
+    (tmp_path / "hosts").write_text("# two machines\nfirst slots=4\n\nsecond\n")
+    assert run_on_nodes(tmp_path, script, ssh="exit 0").stdout.splitlines()[:2] == ["first slots=8", "second slots=8"]
+
+
+def test_ranks_on_other_nodes_have_the_container_s_paths() -> None:
+    """What sshd starts has a bare environment, and what mpirun is told before the first rank holds for that rank alone."""
+    for layout in ("bls", "llmapi"):
+        script = launch_script(deployment(layout=layout, world_size=16))
+        ranks = script[script.index("exec mpirun") :].replace("\\\n", " ").split(" : ")
+        assert all({"PATH", "LD_LIBRARY_PATH"} <= set(re.findall(r"-x (\w+)", rank)) for rank in ranks)
+        assert all(("TRTLLM_ORCHESTRATOR" in re.findall(r"-x (\w+)", rank)) is (layout == "bls") for rank in ranks)
 
 
 def test_two_engines_on_one_node_are_orchestrated_and_spawn_their_ranks() -> None:
@@ -240,6 +312,7 @@ def test_the_files_are_written_and_the_scripts_are_sound(tmp_path: Path, layout:
         assert os.access(path, os.X_OK)
         subprocess.run(["bash", "-n", str(path)], check=True)
     for path in tmp_path.rglob("*.yaml"):
+        assert not re.search(r"[&*]id\d", path.read_text())  # people read and edit them
         if path.name != "compose.yaml":
             check_manifests(list(yaml.safe_load_all(path.read_text())))
 

@@ -108,14 +108,27 @@ def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Pat
     assert shares == [pytest.approx(0.6), pytest.approx(0.2)]
 
 
+@pytest.mark.parametrize("world, per_node", [(16, 8), (24, 8), (6, 4), (8, 8)])
+def test_each_node_has_as_many_ranks_of_an_engine_as_gpus(world: int, per_node: int) -> None:
+    asked = engines(tp_size=world, gpus_per_node=per_node)
+    ranks = ranks_of(asked)
+    assert sorted(rank for of_model in ranks.values() for rank in of_model) == list(range(1, 1 + 2 * world))
+    # The launchers fill a node before the next; the first one has the orchestrator besides.
+    for of_model in ranks.values():
+        assert list(of_model) == sorted(of_model)
+        for position, rank in enumerate(of_model):
+            assert (rank - 1) // (2 * per_node) == position // per_node
+
+
 def test_ranks_of_several_nodes_are_named(tmp_path: Path) -> None:
-    asked = engines(tp_size=16)
-    assert ranks_of(asked) == {"tensorrt_llm": range(1, 17), "tensorrt_llm_draft": range(17, 33)}
-    configs = rendered(asked, tmp_path)
+    configs = rendered(engines(tp_size=16), tmp_path)
     stated = [parameters(configs[name]) for name in ("tensorrt_llm", "tensorrt_llm_draft")]
     assert [one["num_nodes"] for one in stated] == ["2", "2"]
-    assert stated[0]["participant_ids"].split(",")[0] == "1"
-    assert stated[1]["participant_ids"].split(",")[-1] == "32"
+    assert stated[0]["participant_ids"] == "1,2,3,4,5,6,7,8,17,18,19,20,21,22,23,24"
+    assert stated[1]["participant_ids"] == "9,10,11,12,13,14,15,16,25,26,27,28,29,30,31,32"
+    (tmp_path / "alone").mkdir()
+    alone = parameters(rendered(engines(tp_size=16, max_draft_len=0), tmp_path / "alone")["tensorrt_llm"])
+    assert alone["participant_ids"] == ",".join(map(str, range(1, 17)))
 
 
 def test_a_target_alone_has_all_the_memory_and_no_draft_model(tmp_path: Path) -> None:

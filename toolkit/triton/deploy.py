@@ -16,6 +16,7 @@ server and leaves: as a container's first process it would end the container.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
 MPIRUN = ("mpirun", "--allow-run-as-root")
 STARTUP_PERIOD_S, STARTUP_ATTEMPTS = 10, 180  # half an hour: weights of hundreds of gigabytes are read
 SSH_PORT = 2222
+SSH = f"-p {SSH_PORT} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"  # hosts are new with every start
+WORKER_WAIT_S, WORKER_ATTEMPTS = 5, 180  # a quarter of an hour: a worker's image is pulled
+HANDED_ON = ("PATH", "LD_LIBRARY_PATH")  # of the container; sshd starts ranks without them
 CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/models"
 
 
@@ -85,9 +89,20 @@ class Deployment:
         return BLS_MODEL if self.layout == "bls" else MODEL
 
     @property
+    def engines(self) -> int:
+        """In the server, with as many ranks each."""
+        return 2 if self.layout == "bls" and self.speculates else 1
+
+    @property
+    def slots(self) -> int:
+        """Ranks on each node, but for the orchestrator, which the first node has besides."""
+        return self.engines * self.gpus
+
+    @property
     def resource_name(self) -> str:
-        """As Kubernetes wants names: lower case, digits and hyphens, at most 40 characters."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-")
+        """As Kubernetes names services (RFC 1035): lower case, digits and hyphens, a letter first, at most 40 characters."""
+        name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        return (name if name[:1].isalpha() else f"triton-{name}")[:40].strip("-")
 
 
 def _server(deployment: Deployment, rank: int = 0) -> list[str]:
@@ -127,8 +142,7 @@ def _ranks(deployment: Deployment) -> list[list[str]]:
         return [_server(deployment)]  # further ranks are spawned
     if deployment.layout == "llmapi":
         return [["trtllm-llmapi-launch", *_server(deployment)]] * deployment.world_size
-    engines = 2 if deployment.speculates else 1
-    return [_server(deployment, rank) for rank in range(1 + engines * deployment.world_size)]
+    return [_server(deployment, rank) for rank in range(1 + deployment.engines * deployment.world_size)]
 
 
 def launch_script(deployment: Deployment) -> str:
@@ -141,7 +155,7 @@ def launch_script(deployment: Deployment) -> str:
         lines += ["# The container's own model.py beside our settings.", f"cp -rs {REPOSITORY} {WRITABLE}"]
         lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
     if deployment.nodes > 1:
-        lines += HOSTFILE.format(slots=-(-len(_ranks(deployment)) // deployment.nodes), nodes=deployment.nodes).splitlines()
+        lines += _hosts(deployment)
     first, *ranks = _launch(deployment)
     lines.append(f"exec {shlex.join(first)}" + (" \\\n" if ranks else ""))
     text = " : \\\n".join(f"    {shlex.join(rank)}" for rank in ranks)
@@ -152,11 +166,12 @@ def _launch(deployment: Deployment) -> list[list[str]]:
     """What launch.sh executes: a command, and behind mpirun a segment for each of its ranks."""
     if deployment.layout == "llmapi" and deployment.nodes == 1:
         return [_server(deployment)]  # the runtime starts its ranks itself
-    mpirun = list(MPIRUN)
-    if deployment.nodes > 1:
-        mpirun += ["--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", f"-p {SSH_PORT} -o StrictHostKeyChecking=no"]
-        mpirun += [word for name in _environment(deployment) for word in ("-x", name)]
-    return [mpirun, *(["-n", "1", *command] for command in _ranks(deployment))]
+    if deployment.nodes == 1:
+        return [[*MPIRUN], *(["-n", "1", *command] for command in _ranks(deployment))]
+    mpirun = [*MPIRUN, "--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", SSH]
+    # Of each rank: what stands before the first command is of the first rank alone.
+    kept = [word for name in (*HANDED_ON, *_environment(deployment)) for word in ("-x", name)]
+    return [mpirun, *(["-n", "1", *kept, *command] for command in _ranks(deployment))]
 
 
 def launch_command(deployment: Deployment) -> list[str]:
@@ -165,17 +180,46 @@ def launch_command(deployment: Deployment) -> list[str]:
     return [*first, *(word for number, rank in enumerate(ranks) for word in ([":"] if number else []) + rank)]
 
 
-# Hosts come from Slurm, from a LeaderWorkerSet (which numbers its pods), or from a file that is there already.
-HOSTFILE = """\
+# Hosts come from a LeaderWorkerSet (which numbers its pods) or from a file that is there already. Their names are whole ones,
+# which Open MPI would cut at the first dot. A LeaderWorkerSet starts its leader and its workers together, so the leader waits.
+HOSTS = """\
 if [ -n "$LWS_LEADER_ADDRESS" ]; then
-    pod=${{LWS_LEADER_ADDRESS%%.*}}; domain=${{LWS_LEADER_ADDRESS#*.}}
-    echo "$LWS_LEADER_ADDRESS slots={slots}" > /tmp/hostfile
-    for worker in $(seq 1 $(({nodes} - 1))); do echo "$pod-$worker.$domain slots={slots}" >> /tmp/hostfile; done
+    pod=${LWS_LEADER_ADDRESS%%.*}; domain=${LWS_LEADER_ADDRESS#*.}
+    workers=$(for worker in $(seq 1 {workers}); do echo "$pod-$worker.$domain"; done)
+    hosts="$LWS_LEADER_ADDRESS $workers"
 elif [ -f {repository}/hostfile ]; then
-    cp {repository}/hostfile /tmp/hostfile
+    hosts=$(awk 'NF && !/^#/ {print $1}' {repository}/hostfile)
+    workers=$(echo "$hosts" | tail -n +2)
 else
-    echo "name {nodes} hosts, one per line, in {repository}/hostfile" >&2; exit 2
-fi""".replace("{repository}", REPOSITORY)
+    echo "name {nodes} hosts, one per line, this one first, in {repository}/hostfile" >&2; exit 2
+fi
+slots={first}
+for host in $hosts; do echo "$host slots=$slots"; slots={slots}; done > /tmp/hostfile
+export OMPI_MCA_orte_keep_fqdn_hostnames=1
+for worker in $workers; do
+    tries={tries}
+    until ssh {ssh} -o BatchMode=yes -o ConnectTimeout={wait} "$worker" true; do
+        tries=$((tries - 1))
+        [ $tries -gt 0 ] || { echo "$worker does not answer ssh on port {port}" >&2; exit 1; }
+        sleep {wait}
+    done
+done"""
+
+
+def _hosts(deployment: Deployment) -> list[str]:
+    """Lines that write /tmp/hostfile for mpirun, and wait for all of its hosts."""
+    values = {
+        "workers": deployment.nodes - 1,
+        "nodes": deployment.nodes,
+        "repository": REPOSITORY,
+        "first": deployment.slots + (1 if deployment.layout == "bls" else 0),
+        "slots": deployment.slots,
+        "ssh": SSH,
+        "port": SSH_PORT,
+        "tries": WORKER_ATTEMPTS,
+        "wait": WORKER_WAIT_S,
+    }
+    return re.sub(r"\{(\w+)\}", lambda found: str(values[found[1]]), HOSTS).splitlines()
 
 
 def docker_run(deployment: Deployment, repository: str) -> list[str]:
@@ -227,10 +271,18 @@ def kubernetes(deployment: Deployment) -> list[dict[str, Any]]:
     ]
 
 
+SSHD = (
+    "[ -x /usr/sbin/sshd ] || { echo 'this image has no sshd: add openssh-server to it' >&2; exit 1; }; "
+    "mkdir -p /run/sshd && ssh-keygen -A && "
+    f"exec /usr/sbin/sshd -D -e -p {SSH_PORT} -o StrictModes=no -o PasswordAuthentication=no"
+)
+
+
 def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
     """Several nodes: the leader runs mpirun and serves, the workers wait for it with an SSH server.
 
-    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers.
+    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers. Kubernetes mounts it writable
+    for all, which sshd takes for a fault unless told otherwise.
     """
     name = deployment.resource_name
     leader_labels = {"app": name, "role": "leader"}
@@ -238,12 +290,14 @@ def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
     base = _container(deployment)
     mounts = {"volumeMounts": [*base["volumeMounts"], ssh]}
     volumes = [*_volumes(deployment), {"name": "ssh", "secret": {"secretName": f"{name}-ssh", "defaultMode": 0o400}}]
-    leader = {**base, **mounts, "command": [f"{REPOSITORY}/launch.sh"], **_probes(deployment)}
+    waiting_attempts = WORKER_ATTEMPTS * WORKER_WAIT_S // STARTUP_PERIOD_S
+    probes = _probes(deployment, attempts=STARTUP_ATTEMPTS + waiting_attempts)
+    leader = {**base, **mounts, "command": [f"{REPOSITORY}/launch.sh"], **probes}
     waiting = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5}
     worker = {
         **base,
         **mounts,
-        "command": ["/usr/sbin/sshd", "-D", "-e", "-p", str(SSH_PORT)],
+        "command": ["/bin/sh", "-c", SSHD],
         "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
         "readinessProbe": waiting,
         "livenessProbe": waiting,
@@ -255,7 +309,7 @@ def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
             "metadata": {"name": name, "labels": {"app": name}},
             "spec": {
                 "replicas": 1,
-                # The leader starts its ranks on workers that are there.
+                # Ready is a leader whose ranks run on the workers, so they cannot come after it.
                 "startupPolicy": "LeaderCreated",
                 "leaderWorkerTemplate": {
                     "size": deployment.nodes,
@@ -324,7 +378,8 @@ def write(deployment: Deployment, folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
     for name, parts in documents.items():
-        (folder / name).write_text(yaml.safe_dump_all(parts, sort_keys=False), encoding="utf-8")
+        # Through JSON, so that what several containers share is written out in each and is no anchor.
+        (folder / name).write_text(yaml.safe_dump_all(json.loads(json.dumps(parts)), sort_keys=False), encoding="utf-8")
 
 
 def _shm_bytes(deployment: Deployment) -> int:
@@ -349,13 +404,13 @@ def _volumes(deployment: Deployment) -> list[dict[str, Any]]:
     return [{"name": "repository", "persistentVolumeClaim": claim}, {"name": "shm", "emptyDir": memory}]
 
 
-def _probes(deployment: Deployment) -> dict[str, Any]:
+def _probes(deployment: Deployment, attempts: int = STARTUP_ATTEMPTS) -> dict[str, Any]:
     def http(path: str, **timing: int) -> dict[str, Any]:
         return {"httpGet": {"path": path, "port": "http"}, **timing}
 
     model = f"/v2/models/{deployment.entry}/ready"
     return {
-        "startupProbe": http("/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=STARTUP_ATTEMPTS),
+        "startupProbe": http("/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=attempts),
         "readinessProbe": http(model, periodSeconds=5, failureThreshold=3, timeoutSeconds=5),
         "livenessProbe": http("/v2/health/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
     }

@@ -52,12 +52,19 @@ class Engines:
         return -(-self.world_size // self.gpus_per_node)
 
 
-def ranks_of(engines: Engines) -> dict[str, range]:
-    """The MPI ranks of each engine model where nothing is spawned: 0 is the orchestrator."""
-    world = engines.world_size
-    ranks = {contract.MODEL: range(1, 1 + world)}
-    if engines.max_draft_len:
-        ranks[contract.DRAFT_MODEL] = range(1 + world, 1 + 2 * world)
+def ranks_of(engines: Engines) -> dict[str, tuple[int, ...]]:
+    """The MPI ranks of each engine model where nothing is spawned: 0 is the orchestrator.
+
+    Launchers number the ranks node by node, so each node has its share of the target, then the same of the draft: the GPUs of
+    a node are those of both engines' ranks on it.
+    """
+    models = (contract.MODEL, contract.DRAFT_MODEL) if engines.max_draft_len else (contract.MODEL,)
+    ranks: dict[str, tuple[int, ...]] = dict.fromkeys(models, ())
+    for first in range(0, engines.world_size, engines.gpus_per_node):
+        here = min(engines.gpus_per_node, engines.world_size - first)
+        for position, model in enumerate(models):
+            start = 1 + len(models) * first + position * here
+            ranks[model] += tuple(range(start, start + here))
     return ranks
 
 
