@@ -75,7 +75,7 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             **memory,
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
-        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        inputs["sources"] = digest_tree(SOURCES, (*SHIPPED_SOURCES, "facts/versions.py"))  # which container serves it
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
