@@ -395,7 +395,8 @@ def _servers() -> list[int]:
 
 @pytest.mark.slow
 def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
-    command = [sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
+    # A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
     process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

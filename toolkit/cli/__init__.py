@@ -1,0 +1,13 @@
+"""The `toolkit` command: arguments, printing and exit codes, and nothing else does these.
+
+Exit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a stage failed; 4 INCONCLUSIVE; 130 interrupted.
+Results go to stdout, progress and errors to stderr. Everything heavy is imported by the command that needs it, so that `--help`
+and errors in a YAML are there at once.
+"""
+
+# The order of these is the order of `toolkit --help`.
+from toolkit.cli import starting, building, tuning, using, benching, about  # isort: skip
+from toolkit.cli.entry import main
+from toolkit.cli.shared import app
+
+__all__ = ["about", "app", "benching", "building", "main", "starting", "tuning", "using"]

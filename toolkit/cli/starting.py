@@ -1,0 +1,86 @@
+"""Before anything runs: `init` writes a first YAML, `plan` says what it will come to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.shared import PIPED_WIDTH, USAGE, Config, Debug, Json, Overrides, app, as_typed, load, show, show_json
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command()
+def init(
+    target: Annotated[str, typer.Option(help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False)],
+    draft: Annotated[
+        str | None, typer.Option(help="The draft; without one, nothing is drafted.", metavar="DIR|HUB-ID", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="What it will run on: A100, L40S, H100, H200, B200, ...; without it, the embedded engine.", metavar="GPU"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write.", show_default="TARGET.yaml here")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a commented YAML for a pair, with values read from the checkpoints, that the plan says can work."""
+    from toolkit.plan.make import gpu_asked_for
+    from toolkit.plan.suggest import suggest
+
+    row = None if gpu is None else gpu_asked_for(gpu)
+    folder = (Path.cwd() if out is None else out.absolute().parent).resolve()
+    models = (_checkpoint(target), None if draft is None else _checkpoint(draft))
+    made = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)
+    file = out or folder / made.file_name
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(made.text)
+    except FileExistsError:
+        raise UsageError("is there already", where=file, mend="name another: --out FILE") from None
+    except OSError as error:
+        raise UsageError(f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE") from error
+    shown = as_typed(file)
+    show(f"wrote {shown}; `toolkit plan {shown}` works at once, and before `toolkit build {shown}` it needs")
+    for needed, what in made.texts.items():
+        show(f"  {as_typed(folder / needed):24} {what}")
+
+
+def _checkpoint(written: str) -> Path:
+    """A folder that exists, resolved; else OWNER/NAME as it is."""
+    from toolkit.config.folders import meant_folder, names_a_model
+
+    path = Path(written).expanduser()
+    if path.exists():
+        return path.resolve()
+    if not names_a_model(Path.cwd(), written):
+        near = meant_folder(Path.cwd(), written)
+        mend = "" if near is None else f"did you mean {near!r}? "
+        raise UsageError(
+            f"no such folder, and no hub id: {written}", mend=f"{mend}Name a folder with a config.json, or OWNER/NAME."
+        )
+    return path
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say whether it can work, what will be changed in silence, what it needs, how fast it can be and what will run."""
+    from toolkit.planning import plan_of
+
+    made = plan_of(load(config, overrides, texts=False))
+    if as_json:
+        show_json(made)
+    else:
+        from rich.console import Console
+
+        from toolkit.report.plan import print_plan
+
+        print_plan(made, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    if not made.possible:
+        raise typer.Exit(USAGE)

@@ -1,0 +1,83 @@
+"""`tune`: which draft and draft length pay."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.shared import Config, Debug, Json, Overrides, Rehash, app, console, here, load, placed, show, show_json
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.records import ValidationReport
+
+
+@app.command("tune")
+def tune_command(
+    config: Config,
+    drafts: Annotated[
+        list[Path] | None,
+        typer.Option("--draft", help="Another draft checkpoint to compare. Repeatable.", metavar="DIR", show_default=False),
+    ] = None,
+    measure: Annotated[
+        int, typer.Option(help="Also run every draft length, in so many rounds, and set it beside the predictions.", min=0)
+    ] = 0,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Predict the costs of a GPU that is not here: H200.", metavar="NAME", show_default=False),
+    ] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Compare every precision of the target with every precision of the draft.")
+    ] = False,
+    details: Annotated[bool, typer.Option("--details", help="Also print alpha and every draft length.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
+    from toolkit.assembly import tune, tune_grid
+    from toolkit.pipeline.store import Store
+    from toolkit.progress import displayed
+    from toolkit.records import Advice, Grid
+
+    if grid and (drafts or measure or gpu):
+        raise UsageError("--grid measures the YAML's own pair", mend="leave --draft, --measure and --gpu out")
+    if gpu is not None and measure:
+        raise UsageError("--measure runs on this machine, and --gpu names another", mend="leave one of them out")
+    loaded, workplace = load(config, overrides), here()
+    with placed(config, overrides), displayed() as display:
+        store = Store(workplace.store, rehash=rehash, notice=display.notice)
+        found: Advice | Grid
+        if grid:
+            found, folder = tune_grid(loaded, workplace, display, store, fresh=fresh)
+        else:
+            found, folder = tune(
+                loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, gpu=gpu, fresh=fresh
+            )
+    if as_json:
+        show_json(found)
+        return
+    from toolkit.report.advice import print_advice, print_grid
+
+    if isinstance(found, Grid):
+        print_grid(found, console())
+    else:
+        draft = None if loaded.draft is None else loaded.draft.checkpoint.name
+        last = _last_report(workplace.report(loaded.name) / "report.json")
+        print_advice(found, console(), present=loaded.speculation, own_draft=draft, served=last, details=details)
+    show(f"in {folder.relative_to(Path.cwd())}/")
+
+
+def _last_report(file: Path) -> ValidationReport | None:
+    """None where there is none, or one of another version."""
+    from toolkit.errors import StageError
+    from toolkit.report.render import read_report
+
+    with contextlib.suppress(StageError):
+        return read_report(file) if file.exists() else None
+    return None
