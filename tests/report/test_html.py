@@ -10,7 +10,7 @@ from tests.report.conftest import HOSTILE
 from toolkit.records import ValidationReport
 from toolkit.report.html import render_html
 
-VOID = {"meta", "br", "img", "input", "link", "hr"}
+VOID = {"meta", "br", "img", "input", "link", "hr", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -69,3 +69,10 @@ def test_every_figure_has_its_formula_one_click_away(passing: ValidationReport) 
     page = render_html(passing)
     for name in ("speedup", "tokens_per_s", "acceptance_rate", "ttft", "itl", "kl_mean", "layer_error", "parity"):
         assert f"<dt>{name} = {escape(passing.definitions[name].formula)}" in page
+
+
+def test_long_names_may_break_and_short_intervals_do_not(advised: ValidationReport) -> None:
+    page = render_html(advised)
+    assert "W8A8_<wbr>SQ_<wbr>PER_<wbr>CHANNEL" in page
+    assert '1.70 <span class="kept">(1.60 to 1.78)</span>' in page
+    assert "".join(Reader(page).words).count("W8A8_SQ_PER_CHANNEL") >= 2

@@ -198,6 +198,23 @@ def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> 
     assert memory["compile, each GPU"][2] == "-"  # what a stage takes on the host says nothing about a GPU
 
 
+def test_divergences_are_counted_by_how_decided_the_reference_was(passing: ValidationReport, failing: ValidationReport) -> None:
+    title = "Divergences of all arms by how decided the reference was"
+    (table,) = [one for one in tables(failing) if one.title == title]
+    for column, parity in enumerate((failing.parity, failing.sampled.parity), start=1):
+        assert parity is not None
+        counts = {row[0]: int(row[column]) for row in table.rows}
+        small = sum(one.margin is not None and one.margin < 0.01 for one in parity.divergences)
+        assert counts["below 0.01"] == small
+        assert sum(counts.values()) == len(parity.divergences) > small
+    assert title not in [one.title for one in tables(passing)]
+
+
+def test_too_few_samples_are_told_once_per_percentile(failing: ValidationReport) -> None:
+    (latency,) = [one for one in tables(failing) if one.title == "Latency, ms"]
+    assert latency.note.count("p90 needs 100") == latency.note.count("p99 needs 1000") == 1
+
+
 def advised_prediction(report: ValidationReport) -> float:
     assert report.advice is not None
     predictions = report.advice.candidates[0].predictions

@@ -169,7 +169,7 @@ def tables(report: ValidationReport) -> list[Table]:
         found.append(_acceptance(report))
     if report.parity is not None:
         found.append(_parity(report))
-        found += [table for table in (_parity_arms(report), _divergences(report)) if table.rows]
+        found += [table for table in (_parity_arms(report), _severity(report), _divergences(report)) if table.rows]
     if report.agreements:
         found.append(_agreements(report))
     if report.draft_check is not None:
@@ -245,7 +245,7 @@ def _latencies(report: ValidationReport) -> Table:
             latencies = [arm.latencies[name] for _, arm in columns]
             rows.append((f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
             missing |= {f"{name} {quantile}": one.unsupported[quantile] for one in latencies if quantile in one.unsupported}
-    reasons = sorted(set(missing.values()))
+    reasons = sorted({reason.partition(" samples; ")[2] or reason for reason in missing.values()})
     note = f"{DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else ""
     return Table("Latency, ms", ("", *(name for name, _ in columns)), tuple(rows), (*LATENCY_NAMES, "percentiles"), note)
 
@@ -323,7 +323,7 @@ def _parity(report: ValidationReport) -> Table:
 
 
 def _parity_arms(report: ValidationReport) -> Table:
-    """Arm by arm, and the margins at which they diverge."""
+    """Arm by arm."""
     rows: list[tuple[str, ...]] = []
     for label, parity in _checks(report):
         for arm in parity.arms:
@@ -331,16 +331,16 @@ def _parity_arms(report: ValidationReport) -> Table:
             counts = (arm.identical, arm.equivalent, arm.suspicious, arm.broken, arm.unexplained)
             rows.append((f"{label}: {name}, draft length {arm.draft_len}", *map(str, counts)))
     columns = ("arm", "identical", "equivalent", "suspicious", "broken", "not judged")
-    note = " ".join(
-        f"Margins at divergences ({label}): {_histogram(parity.severity)}."
-        for label, parity in _checks(report)
-        if parity.divergences
-    )
-    return Table("Every arm against plain text, prompts", columns, tuple(rows), ("parity",), note)
+    return Table("Every arm against plain text, prompts", columns, tuple(rows), ("parity",))
 
 
-def _histogram(bins: Sequence[MarginBin]) -> str:
-    return ", ".join(f"{one.differing} {_range(one)}" for one in bins if one.differing)
+def _severity(report: ValidationReport) -> Table:
+    """How decided the reference was where texts part: rounding parts them at small margins only."""
+    checks = [(label, parity) for label, parity in _checks(report) if parity.divergences]
+    bins = [parity.severity for _, parity in checks]
+    rows = tuple((_range(row[0]), *(str(one.differing) for one in row)) for row in zip(*bins, strict=True))
+    columns = ("the reference's margin, logits", *(label for label, _ in checks))
+    return Table("Divergences of all arms by how decided the reference was", columns, rows, ("parity",))
 
 
 def _range(one: MarginBin) -> str:

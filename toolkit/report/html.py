@@ -6,6 +6,7 @@ that comes from a record passes `escape`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
@@ -18,6 +19,8 @@ from toolkit.report.plots import Plot, plots
 __all__ = ["render_html"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+SHORT = re.compile(r"\([\w%., +-]{1,24}\)")
+NAME_JOINT = re.compile(r"(?<=\w)[_.](?=[a-zA-Z])")
 SIGNS = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?"}
 
 
@@ -105,7 +108,7 @@ def _plot(plot: Plot, definitions: dict[str, Definition]) -> str:
 
 def _table(table: Table, definitions: dict[str, Definition]) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
     note = f"<p class='why'>{escape(table.note)}</p>" if table.note else ""
     kind = ' class="text"' if table.text else ""
     drawn = f'<div class="scroll"><table{kind}><tr>{head}</tr>{body}</table></div>'
@@ -113,6 +116,11 @@ def _table(table: Table, definitions: dict[str, Definition]) -> str:
         f'<section class="table"><h3>{escape(table.title)}</h3>{drawn}'
         f"{note}{_definitions(table.definitions, definitions)}</section>"
     )
+
+
+def _cell(text: str) -> str:
+    """Escaped, with a place to break in long names, and what is short and in parentheses kept on one line."""
+    return SHORT.sub(r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text)))
 
 
 def _definitions(names: Iterable[str], definitions: dict[str, Definition]) -> str:

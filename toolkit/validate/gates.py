@@ -251,7 +251,7 @@ def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> li
     result = outcome(speedup.low, speedup.high, limit, at_least=True)
     next_steps = {
         PASS: None,
-        FAIL: "Speculation does not pay enough here: `toolkit tune` says which draft length would, if any. A small model is "
+        FAIL: "Speculation does not pay enough here: toolkit tune says which draft length would, if any. A small model is "
         "often faster with engine.threads: 1. Else a smaller or better matched draft, see acceptance by position; or lower "
         "validation.latency.min_speedup.",
         INCONCLUSIVE: "The measurement is too noisy for this limit: run on an idle machine, or raise validation.max_rounds "
