@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plan.conftest import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
+from toolkit.facts.models import CONFIGS
 from toolkit.facts.rules import RULES
 from toolkit.plan.make import make_plan
 from toolkit.plan.resolve import CHECKS, resolve
@@ -99,6 +102,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("pytorch", {**QWENS, **gpu("H200", 8), "engine__tp_size": 8}, "heads-divide-tp", "14", "1 or 2"),
     ("pytorch", {**PLAIN, **model("target", LLAMA_DRAFT), **gpu("H200", 32), "engine__pp_size": 32,
                  "engine__gpus_per_node": 32}, "layers-for-pp", "16 layers for 32", "16 or less"),
+    ("engine", {**PLAIN, **model("target", "meta-llama/Llama-3.1-405B-Instruct"), **gpu("H200", 8, hardware__nodes=4),
+                "engine__tp_size": 8, "engine__pp_size": 4},
+     "toolkit-even-pipeline", "126 layers do not divide among 4", "1 or 2 or 3 or 6"),
     ("pytorch", {"engine__tp_size": 2}, "world-size", "2 ranks need as many GPUs, and there are 1", "tp_size: 1"),
     ("engine", {**gpu("H200", 4), "engine__tp_size": 8}, "world-size", "there are 4", "tp_size: 4"),
     ("pytorch", {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2},
@@ -183,7 +189,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
     }  # fmt: skip
-    own = {"mlp-divides-tp"}  # tested below
+    own = {"mlp-divides-tp", "toolkit-already-quantized"}  # tested below
     assert {case[2] for case in REFUSED} | adjusts_or_warns | own == set(RULES)
 
 
@@ -222,6 +228,23 @@ def test_a_model_whose_mlp_does_not_divide_is_refused() -> None:
     }
     (one,) = [one for one in refused("pytorch", keys) if one.rule == "mlp-divides-tp"]
     assert "MLP of 8960" in one.what
+
+
+def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """And one that is quantized as asked takes no memory to be quantized."""
+    quantized: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+    for role, name in (("target", LLAMA), ("draft", LLAMA_DRAFT)):
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (tmp_path / role / "hf_quant_config.json").write_text(json.dumps({"quantization": quantized}))
+    keys = {f"{role}__checkpoint": tmp_path / role for role in ("target", "draft")}
+    found = refused("pytorch", keys)
+    assert [one.rule for one in found] == ["toolkit-already-quantized"] * 2
+    assert "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache" in found[0].what
+    assert found[0].mend is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].mend
+    plan = make_plan(config_of("pytorch", **keys, **both("FP8")))
+    assert plan.possible
+    assert "quantize" not in {stage.stage for stage in plan.memory}
 
 
 def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Checkpoint", "LinearTensors", "Quantization", "dequantize", "open_checkpoint", "read_quantization"]
+__all__ = [
+    "Checkpoint",
+    "LinearTensors",
+    "Quantization",
+    "dequantize",
+    "open_checkpoint",
+    "other_than_asked",
+    "read_quantization",
+]
 
 QUANT_ALGOS = ("FP8", "W8A8_SQ_PER_CHANNEL", "W8A16")
 KV_ALGOS = ("FP8",)
@@ -127,13 +135,30 @@ def read_quantization(directory: Path) -> Quantization:
         algo = section.get("quant_algo")
         found.append(_checked(algo, section.get("kv_cache_quant_algo"), section.get("exclude_modules"), own))
     if isinstance(inside, dict):
-        kv = "FP8" if _is_float8(inside.get("kv_cache_scheme")) else None
+        scheme = inside.get("kv_cache_scheme")
+        kv = "FP8" if _is_float8(scheme) else None if scheme is None else str(scheme)
         found.append(_checked(inside.get("quant_algo"), kv, inside.get("ignore"), directory / "config.json", inside))
     if len(found) == 2 and found[0].quant_algo != found[1].quant_algo:
         raise CheckpointError(
             f"hf_quant_config.json says {found[0].quant_algo}, config.json says {found[1].quant_algo}", where=directory
         )
     return found[0] if found else Quantization(None, None, ())
+
+
+def other_than_asked(found: Quantization, quant_algo: str, kv_cache_quant_algo: str | None) -> tuple[str, str] | None:
+    """(what is wrong, how to mend it) where a checkpoint is quantized already, and otherwise than the YAML asks."""
+    stated = (found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo)
+    if stated in (("NO_QUANT", None), (quant_algo, kv_cache_quant_algo)):
+        return None
+    kv = f", kv_cache_quant_algo: {stated[1]}" if stated[1] else ""
+    return (
+        f"is already quantized with {_spell(*stated)}, the YAML asks for {_spell(quant_algo, kv_cache_quant_algo)}",
+        f"set quantization: {{quant_algo: {stated[0]}{kv}}}, or name the unquantized checkpoint",
+    )
+
+
+def _spell(quant_algo: str, kv_cache_quant_algo: str | None) -> str:
+    return quant_algo if kv_cache_quant_algo is None else f"{quant_algo} and a {kv_cache_quant_algo} KV cache"
 
 
 def dequantize(linear: LinearTensors, dtype: torch.dtype | None = None) -> Tensor:

@@ -145,5 +145,7 @@ RULES: dict[str, tuple[str, Source]] = {
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
     "toolkit-parity-prompts": ("a rate is bounded by its upper confidence limit, which falls with the prompts", OWN),
     "toolkit-draft-is-target": ("speculation pays where a draft forward is cheaper than the target's", OWN),
+    "toolkit-even-pipeline": ("TRT-LLM's form is written with equally many layers on each pipeline rank", OWN),
+    "toolkit-already-quantized": ("a checkpoint that is quantized already is used as it is, and never quantized again", OWN),
     "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),
 }

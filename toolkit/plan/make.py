@@ -6,8 +6,10 @@ Nothing is run, and nothing heavy is imported: a plan takes a fraction of a seco
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from toolkit.checkpoints.hub import fetch
+from toolkit.checkpoints.quantized import Quantization, read_quantization
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig
 from toolkit.errors import CheckpointError, UsageError
@@ -49,20 +51,28 @@ def make_plan(config: DeploymentConfig) -> Plan:
 def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]]:
     """The deployment with what is known around it, and a refusal for every model of which nothing is."""
     shapes: dict[str, ModelShape] = {}
+    quantized: dict[str, Quantization] = {}
     unread: list[Judgement] = []
     models = {"target": config.target, "draft": config.draft}
     for role, model in models.items():
         if model is None:
             continue
-        shape = _shape(model)
-        if shape is not None:
-            shapes[role] = shape
+        known = CONFIGS.get(model.hub_id or "")
+        if known is not None:
+            shapes[role] = parse_shape(known, where=str(model.hub_id))
+            continue
+        folder = _folder(model)
+        if folder is not None:
+            shapes[role] = read_shape(folder)
+            stated = read_quantization(folder)
+            if stated.quant_algo is not None or stated.kv_cache_quant_algo is not None:
+                quantized[role] = stated
             continue
         what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing is known here of it"
         mend = "mend the path to its folder; or, if it is on the hub, fetch it: toolkit pair CONFIG"
         unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
     gpu, count = _gpus(config)
-    return Subject(config, shapes, gpu, count), tuple(unread)
+    return Subject(config, shapes, gpu, count, quantized), tuple(unread)
 
 
 def gpu_named(driver_name: str) -> Gpu | None:
@@ -83,15 +93,12 @@ def gpu_asked_for(written: str) -> Gpu:
     raise UsageError(f"no GPU {written!r} is known", mend=f"{hint}known: {', '.join(GPUS)}")
 
 
-def _shape(model: ModelConfig) -> ModelShape | None:
-    """Of a folder, of the shipped facts, or of what the hub's cache has of an id that they lack."""
+def _folder(model: ModelConfig) -> Path | None:
+    """Where the checkpoint lies: the folder itself, or what the hub's cache has of an id."""
     if model.hub_id is None:
-        return read_shape(model.checkpoint)
-    known = CONFIGS.get(model.hub_id)
-    if known is not None:
-        return parse_shape(known, where=model.hub_id)
+        return model.checkpoint
     try:
-        return read_shape(fetch(model.hub_id, model.revision, download=False))
+        return fetch(model.hub_id, model.revision, download=False)
     except CheckpointError:
         return None
 

@@ -84,8 +84,8 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
     for stage in stages:
         if stage.stage == "quantize" and stage.available_bytes is not None and stage.total_bytes > stage.available_bytes:
             there = f"the GPUs of a machine have {_gb(stage.available_bytes)}"
-            what = f"quantizing holds {_gb(stage.total_bytes)} at once, and {there}"
-            mend = "layers that do not fit are kept in host memory: slower, same result"
+            what = f"quantizing works on {_gb(stage.total_bytes)}, and {there}"
+            mend = "weights are mapped from files and visit a GPU a layer at a time: slower, same result"
             yield Judgement("memory", "warning", "target.quantization", what, mend)
     peak = stages[-1]
     if serving.sequences < 1:
@@ -170,11 +170,14 @@ def _embedded(subject: Subject, engine: TorchEngineConfig, host_bytes: int) -> t
 
 
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
-    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of text takes at its most."""
+    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of text takes at its most.
+
+    It is what a run in memory holds. Here weights are mapped from files, so that only the last two have to be there at once.
+    """
     calibration = subject.config.calibration
     found = []
     for role, shape in subject.shapes.items():
-        if _algo(subject, role) == "NO_QUANT" or calibration is None:
+        if _algo(subject, role) == "NO_QUANT" or calibration is None or role in subject.quantized:
             continue
         tokens = calibration.batch_size * calibration.calib_max_seq_length
         source = parameters(shape) * DTYPE_BYTES[shape.dtype]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from toolkit.checkpoints.quantized import Quantization
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig, TrtEngineConfig, TrtllmPytorchConfig
 from toolkit.facts.gpus import Gpu
@@ -19,6 +20,7 @@ DEFAULT_MAX_NUM_TOKENS = 8192  # of trtllm-build and of LLM(); TRT commands/buil
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A deployment and what is known around it. shapes: by role; a role whose checkpoint is nowhere to be read is absent.
+    quantized: what checkpoints that are quantized already say of themselves, by role.
 
     gpu None: not known. gpu_count: in all nodes together.
     """
@@ -27,6 +29,7 @@ class Subject:
     shapes: Mapping[str, ModelShape]
     gpu: Gpu | None
     gpu_count: int
+    quantized: Mapping[str, Quantization] = field(default_factory=dict)
 
     @property
     def models(self) -> dict[str, ModelConfig]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from toolkit.checkpoints.quantized import read_quantization
 from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensor, read_tensors
-from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
+from toolkit.checkpoints.shape import ModelShape, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
-from toolkit.quantize.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,8 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
     tensors = read_index(directory)
     shape = read_shape(directory)
     check_against_shape(tensors, shape, directory)
-    quant_algo, kv_cache_quant_algo = _quantization(directory)
+    stated = read_quantization(directory)
+    quant_algo, kv_cache_quant_algo = stated.quant_algo, stated.kv_cache_quant_algo
     embedding = tensors["model.embed_tokens.weight"]
     if embedding.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
@@ -125,38 +126,3 @@ def _fault_of(tensor: Tensor) -> str | None:
 
 
 _FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"
-
-
-def _quantization(directory: Path) -> tuple[str | None, str | None]:
-    """(quant_algo, kv_cache_quant_algo) of ModelOpt's unified form; (None, None) of an unquantized checkpoint."""
-    where = directory / "hf_quant_config.json"
-    if where.exists():
-        stated = read_json(where).get("quantization")
-        if not isinstance(stated, dict):
-            raise CheckpointError("has no `quantization`", where=where)
-        return _known(stated, "kv_cache_quant_algo", where)
-    where = directory / "config.json"
-    stated = read_json(where).get("quantization_config")
-    if stated is None:
-        return None, None
-    method = stated.get("quant_method") if isinstance(stated, dict) else None
-    if method != "modelopt":
-        raise CheckpointError(
-            f"is already quantized by {method!r}",
-            where=where,
-            mend="name the unquantized model, or one that ModelOpt quantized",
-        )
-    scheme = stated.get("kv_cache_scheme")
-    float8 = isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
-    return _known({**stated, "kv_cache": "FP8" if float8 else None if scheme is None else str(scheme)}, "kv_cache", where)
-
-
-def _known(stated: dict[str, Any], kv_key: str, where: Path) -> tuple[str | None, str | None]:
-    algo, kv = stated.get("quant_algo"), stated.get(kv_key)
-    if algo is not None and algo not in ALGORITHMS:
-        raise CheckpointError(
-            f"quant_algo {algo!r} is not supported", where=where, mend=f"supported: {', '.join(ALGORITHMS)}, or none"
-        )
-    if kv not in (None, "FP8"):
-        raise CheckpointError(f"KV cache quantization {kv!r} is not supported", where=where, mend="supported: FP8, or none")
-    return algo, kv

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.checkpoints.quantized import Quantization, other_than_asked
 from toolkit.checkpoints.reader import read_index
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.errors import CheckpointError, StageError, UsageError
@@ -118,21 +119,10 @@ def _write_trtllm(calibrated: Calibrated, ranks: Ranks, folder: Path, progress: 
 
 def _agree(source: Source, quantization: QuantizationConfig) -> None:
     """An already quantized checkpoint must have the algorithm that the YAML names."""
-    if not source.is_quantized:
-        return
-    asked = (quantization.quant_algo, quantization.kv_cache_quant_algo)
-    found = (source.quant_algo or "NO_QUANT", source.kv_cache_quant_algo)
-    if asked != found:
-        raise CheckpointError(
-            f"is already quantized with {_spell(found)}, the YAML asks for {_spell(asked)}",
-            where=source.path,
-            mend=f"set quantization: {{quant_algo: {found[0]}{f', kv_cache_quant_algo: {found[1]}' if found[1] else ''}}}, "
-            "or name the unquantized checkpoint",
-        )
-
-
-def _spell(names: tuple[str, str | None]) -> str:
-    return names[0] if names[1] is None else f"{names[0]} and a {names[1]} KV cache"
+    found = Quantization(source.quant_algo, source.kv_cache_quant_algo, ())
+    fault = other_than_asked(found, quantization.quant_algo, quantization.kv_cache_quant_algo)
+    if fault is not None:
+        raise CheckpointError(fault[0], where=source.path, mend=fault[1])
 
 
 def _quantize(

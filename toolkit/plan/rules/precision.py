@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.checkpoints.quantized import other_than_asked
 from toolkit.config.schema import ModelConfig
 from toolkit.facts.support import KV_SUPPORT, SMOOTHQUANT_FAMILIES, WEIGHT_SUPPORT, Status
 from toolkit.plan.rules.found import INT8, Check, Findings, Found, of_algo, refuse, unless_allowed
@@ -142,6 +143,14 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
             )
 
 
+def _already_quantized(subject: Subject) -> Findings:
+    for role, found in subject.quantized.items():
+        asked = subject.models[role].quantization
+        fault = other_than_asked(found, asked.quant_algo, asked.kv_cache_quant_algo)
+        if fault is not None:
+            yield refuse(f"{role}.quantization", f"the checkpoint {fault[0]}", fault[1])
+
+
 def _mixed_precision_pair(subject: Subject) -> Findings:
     if subject.trtllm is None or subject.config.draft is None:
         return
@@ -170,5 +179,6 @@ CHECKS: dict[str, Check] = {
     "int8-kv-disables-paged-fmha": _int8_kv_disables_paged_fmha,
     "fp8-kv-needs-fp8-weights-for-paged-fmha": _fp8_kv_under_other_weights,
     "toolkit-fp8-kv": _toolkit_fp8_kv,
+    "toolkit-already-quantized": _already_quantized,
     "mixed-precision-pair": _mixed_precision_pair,
 }

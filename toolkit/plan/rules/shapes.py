@@ -42,6 +42,17 @@ def _layers_for_pp(subject: Subject) -> Findings:
             yield refuse("engine.pp_size", what, f"set pp_size: {shape.num_layers} or less")
 
 
+def _even_pipeline(subject: Subject) -> Findings:
+    engine = subject.engine_flow
+    if engine is None:
+        return
+    for role, shape in subject.shapes.items():
+        if engine.pp_size <= shape.num_layers and shape.num_layers % engine.pp_size:
+            what = f"the {role}'s {shape.num_layers} layers do not divide among {engine.pp_size} pipeline ranks"
+            fitting = [str(size) for size in range(1, 17) if shape.num_layers % size == 0]
+            yield refuse("engine.pp_size", what, f"set pp_size: {' or '.join(fitting)}")
+
+
 def _length_within_model(subject: Subject) -> Findings:
     if "target" not in subject.shapes:
         return
@@ -131,6 +142,7 @@ CHECKS: dict[str, Check] = {
     "heads-divide-tp": _heads_divide_tp,
     "mlp-divides-tp": _mlp_divides_tp,
     "layers-for-pp": _layers_for_pp,
+    "toolkit-even-pipeline": _even_pipeline,
     "length-within-model": _length_within_model,
     "draft-seq-len": _draft_seq_len,
     "same-vocab": _same_vocab,
