@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit.records import CompiledEngine, QuantizedCheckpoint
 
 __all__ = [
+    "MOST_PENALTY",
     "Engine",
     "EngineBackend",
     "EngineLoader",
@@ -42,12 +43,16 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int | None, what: str) -> None: ...
 
 
+MOST_PENALTY = 1000.0
+"""In logits, so that one of it decides alone, and all that a sequence can collect is still a small number in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch their filter off.
 
     The order is TensorRT-LLM's: penalties on the logits, then temperature, then top-k, then top-p.
-    frequency_penalty and presence_penalty count the output tokens only, not the prompt's.
+    frequency_penalty and presence_penalty count the output tokens only, not the prompt's; beyond MOST_PENALTY they are refused.
     """
 
     temperature: float = 0.0

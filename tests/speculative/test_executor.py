@@ -190,6 +190,16 @@ def test_a_failed_forward_ends_its_calls_and_nothing_else() -> None:
     assert ids_of(executor, PROMPTS[2], 3) == ids_of(Executor(TableEngine(1)), PROMPTS[2], 3)
 
 
+def test_draft_logits_that_are_not_finite_end_their_call_and_no_other() -> None:
+    executor, warm = Executor(TableEngine(1)), Sampling(temperature=1.0, seed=3)
+    fields: dict[str, Any] = {"drafts": (1, 2), "sampling": warm}
+    poisoned = Call("poisoned", PROMPTS[2], 3, draft_logits=np.full((2, 40), np.nan), **fields)
+    one, bad, other = run(executor, Call("one", PROMPTS[2], 9), poisoned, Call("other", PROMPTS[2], 9))
+    assert "not finite" in str(bad[-1].error)
+    expected = ids_of(Executor(TableEngine(1)), PROMPTS[2], 9)
+    assert [tuple(token for output in each for token in output.ids) for each in (one, other)] == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

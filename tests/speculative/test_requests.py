@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature is no number": ({"temperature": float("nan")}, "temperature"),
     "top_p": ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
     "top_k": ({"temperature": 1.0, "top_k": -1}, "top_k"),
-    "penalty": ({"presence_penalty": float("inf")}, "finite"),
+    "penalty": ({"presence_penalty": float("inf")}, "presence_penalty inf; from -1000"),
+    "penalty that float32 cannot add up": ({"frequency_penalty": -3.4e38}, "frequency_penalty is -3.4e"),
     "acceptance": ({"temperature": 1.0, "acceptance": "hope"}, "known: auto"),
 }
 
@@ -139,6 +141,29 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     outcome = serve_one(make_runtime(Damaged(1), max_draft_len=0), make_request())
     assert outcome.finish_reason == "error"
     assert "not finite" in str(outcome.events[-1].error)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match", "verify_only"])
+def test_numbers_that_are_not_finite_end_one_request_and_no_other(temperature: float, acceptance: str) -> None:
+    class Poisoned(TableEngine):
+        """No number behind a token 39, which no output holds."""
+
+        def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+            logits = super().forward(slots, tokens, last_only=last_only)
+            logits[..., 39] = -1e9
+            rows = [row for row, slot in enumerate(slots) if self.length(slot) > 6 and 39 in self._cache[slot][: 4 + 6]]
+            logits[rows] = float("nan")
+            return logits
+
+    target, draft = Poisoned(1), TableEngine(2, closeness=0.5)
+    runtime = make_runtime(target, draft)
+    fields: dict[str, Any] = {"temperature": temperature, "acceptance": acceptance, "seed": 3}
+    requests = [make_request((1, 2, last), request_id=str(last), **fields) for last in (3, 39, 5)]
+    outcomes = serve(runtime, requests)
+    assert [outcome.finish_reason for outcome in outcomes] == ["length", "error", "length"]
+    assert "not finite" in str(outcomes[1].events[-1].error)
+    assert_idle(runtime, target, draft)
 
 
 def test_a_receiver_that_fails_ends_its_own_request_only() -> None:

@@ -103,6 +103,7 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(tensors: dict[
         ({"sampling_param_top_p": 1.5}, "sampling_param_top_p is 1.5"),
         ({"sampling_param_top_k": -1}, "sampling_param_top_k is -1"),
         ({"sampling_param_presence_penalty": float("inf")}, "presence_penalty is inf; it has to be a finite number"),
+        ({"sampling_param_frequency_penalty": 3e38}, "at least -1000.0 and at most 1000.0"),
         ({"num_draft_tokens": 5}, "num_draft_tokens is 5; this deployment drafts 0 to 4 tokens"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
         ({"acceptance": b"hope"}, "acceptance is 'hope'; known: auto, rejection"),

@@ -32,13 +32,14 @@ from toolkit.interfaces import GenerationRequest, StepEngine, TokenEvent
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
-from toolkit.speculative.sampling import argmax, to_host, token_rows
+from toolkit.speculative.sampling import Floats, argmax, to_host, token_rows
 from toolkit.speculative.sequence import OnEvent, Sequence
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
 
+NOT_FINITE = "the target's logits are not finite; its weights are damaged or its dtype overflows"
 IDLE_S = 0.1  # how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
 
 
@@ -260,7 +261,7 @@ class SpeculativeRuntime:
         """The first token, from the last logits of the prompt."""
         host = to_host(logits)[0]  # [1, vocab]
         if not math.isfinite(float(host.max())):
-            raise ValueError("the target's logits are not finite; its weights are damaged or its dtype overflows")
+            raise ValueError(NOT_FINITE)
         _, token = sequence.rule.decide(host, len(sequence.ids), [])
         event = sequence.take(0, token, host if sequence.request.cumulative_logprob else None, self._clock())
         self._prefilling.popleft()
@@ -288,15 +289,18 @@ class SpeculativeRuntime:
         verified = self._clock()
 
         choices = argmax(logits) if any(row.rule.by_argmax for row in rows) else []
-        host = to_host(logits) if any(not row.rule.by_argmax or row.request.cumulative_logprob for row in rows) else None
+        # On the CPU this is a view; on a GPU a copy, which greedy decoding does without.
+        on_host = not logits.is_cuda or any(not row.rule.by_argmax or row.request.cumulative_logprob for row in rows)
+        host = to_host(logits) if on_host else None
         slots, lengths, outcomes = [], [], []
         for index, row in enumerate(rows):
             before, count = len(row.ids), len(row.drafts)
             own = None if host is None else host[index, : count + 1]
-            if row.rule.by_argmax or own is None:
-                kept, token = match(row.drafts, choices[index].__getitem__)
-            else:
-                kept, token = row.rule.decide(own, before, row.drafts)
+            try:
+                kept, token = _decide(row, own, choices[index] if choices else [])
+            except Exception as error:  # of this request's numbers alone
+                self._fail([row], error)
+                continue
             event = row.take(kept, token, own if row.request.cumulative_logprob else None, verified)
             outcomes.append((row, event))
             if row.finish_reason is None:
@@ -371,3 +375,16 @@ class SpeculativeRuntime:
         if self._drafter is not None and sequence.speculates:
             self._drafter.free([slot])
         heapq.heappush(self._free_slots, slot)
+
+
+def _decide(row: Sequence, own: Floats | None, choices: list[int]) -> tuple[int, int]:
+    """(kept drafts, next token) of one request. own: the target's logits behind the output and each draft, where they are at
+    hand; choices: the best token of each row. Raises ValueError for logits that are not finite.
+    """
+    if row.rule.by_argmax or own is None:
+        kept, token = match(row.drafts, choices.__getitem__)
+    else:
+        kept, token = row.rule.decide(own, len(row.ids), row.drafts)
+    if own is not None and not math.isfinite(float(own[kept, token])):
+        raise ValueError(NOT_FINITE)
+    return kept, token

@@ -15,6 +15,7 @@ Threads as in `decode`: submit and cancel from anywhere, steps by one thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 import time
@@ -256,9 +257,10 @@ class Executor:
         for index, row in enumerate(rows):
             count = len(row.drafts)
             own = host[index, len(fed[index]) - 1 - count : len(fed[index])]  # [count + 1, vocab]
-            self._decide(row, own, width)
+            self._guarded([row], functools.partial(self._decide, logits=own))  # its numbers are its own
 
-    def _decide(self, row: _Row, logits: Floats, width: int) -> None:
+    def _decide(self, rows: list[_Row], logits: Floats) -> None:
+        (row,) = rows
         call, before, drafts = row.call, len(row.ids), row.drafts
         made = before - len(call.ids)
         shown = self._without_ends(logits, call, made) if made < call.min_tokens else logits

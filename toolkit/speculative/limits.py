@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.errors import RequestError, UsageError
-from toolkit.interfaces import GenerationRequest, StepEngine
+from toolkit.interfaces import MOST_PENALTY, GenerationRequest, StepEngine
 
 __all__ = ["Limits", "check_engines"]
 
@@ -45,8 +45,11 @@ class Limits:
             raise RequestError(f"temperature is {sampling.temperature}; it has to be 0 (greedy) or more")
         if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"top_k is {sampling.top_k} and top_p {sampling.top_p}; at least 0 (off), and in (0, 1]")
-        if not (math.isfinite(sampling.frequency_penalty) and math.isfinite(sampling.presence_penalty)):
-            raise RequestError("frequency_penalty and presence_penalty have to be finite")
+        if not max(abs(sampling.frequency_penalty), abs(sampling.presence_penalty)) <= MOST_PENALTY:
+            raise RequestError(
+                f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty {sampling.presence_penalty}; "
+                f"from {-MOST_PENALTY} to {MOST_PENALTY}"
+            )
 
 
 def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: int) -> None:

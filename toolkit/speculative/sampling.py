@@ -100,9 +100,13 @@ def draw(distribution: Floats, uniform: float) -> int:
 
     First among sums of DRAW_BLOCK tokens, then within the block: a running sum over the whole vocabulary is the slowest thing
     here. uniform * total stays below the total for every double below 1, so the result is a token of positive weight.
+
+    Raises ValueError for weights that are not numbers.
     """
     sums = np.add.reduceat(distribution, _block_starts(distribution.size)).cumsum(dtype=np.float64)
     place = uniform * float(sums[-1])
+    if math.isnan(place):
+        raise ValueError("the weights of the tokens are not finite")
     block = int(sums.searchsorted(place, side="right"))
     inside = distribution[block * DRAW_BLOCK : (block + 1) * DRAW_BLOCK].cumsum(dtype=np.float64)
     left = place - (float(sums[block - 1]) if block else 0.0)

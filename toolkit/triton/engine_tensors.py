@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import Sampling
+from toolkit.interfaces import MOST_PENALTY, Sampling
 from toolkit.triton.words import unpack
 
 __all__ = ["EngineRequest", "arrays_of", "parse_engine"]
@@ -131,10 +131,17 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
         temperature=temperature,
         top_k=top_k,
         top_p=top_p if top_p > 0.0 else 1.0,
-        frequency_penalty=float(_one(arrays, "frequency_penalty", 0.0)),
-        presence_penalty=float(_one(arrays, "presence_penalty", 0.0)),
+        frequency_penalty=_penalty(arrays, "frequency_penalty"),
+        presence_penalty=_penalty(arrays, "presence_penalty"),
         seed=int(_one(arrays, "seed", 0)) if "seed" in arrays else None,
     )
+
+
+def _penalty(arrays: Mapping[str, Array], name: str) -> float:
+    value = float(_one(arrays, name, 0.0))
+    if not abs(value) <= MOST_PENALTY:
+        raise RequestError(f"{name} is {value}; it has to be from {-MOST_PENALTY} to {MOST_PENALTY}")
+    return value
 
 
 def arrays_of(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import RequestStats, Sampling, TokenEvent
+from toolkit.interfaces import MOST_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.contract import INPUTS
 
 __all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
@@ -169,8 +169,8 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
         temperature=number("temperature", 1.0 if filtered else 0.0, 0.0),
         top_k=top_k,
         top_p=top_p,
-        frequency_penalty=number("frequency_penalty", 0.0, -math.inf),
-        presence_penalty=number("presence_penalty", 0.0, -math.inf),
+        frequency_penalty=number("frequency_penalty", 0.0, -MOST_PENALTY, MOST_PENALTY),
+        presence_penalty=number("presence_penalty", 0.0, -MOST_PENALTY, MOST_PENALTY),
         seed=int(one[seed_name]) if seed_name in one else None,
     )
 
