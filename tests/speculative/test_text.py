@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.support.runtimes import CODEC
 from toolkit.errors import CheckpointError
-from toolkit.speculative.text import LONGEST_WINDOW, TextCodec
+from toolkit.speculative.text import LONGEST_WAIT, TextCodec
 
 WORDS = ["▁the", "▁cat", "s", "▁", "é", "▁sat", "ing", "▁mat"]
 
@@ -87,6 +87,33 @@ def test_broken_bytes_between_words_do_not_hurt_the_words() -> None:
     assert stream(METASPACE, [[each] for each in ids]) == ["the", "", "", "\N{REPLACEMENT CHARACTER}" * 2 + " cat", ""]
 
 
+@pytest.mark.parametrize("before", range(8))
+def test_bytes_behind_a_prompt_of_bytes_are_not_broken(before: int) -> None:
+    """The context is a few tokens: it may begin inside one of the prompt's characters."""
+    emoji = [1 + byte for byte in "\N{GRINNING FACE}".encode()]
+    prompt = [SPECIAL, WORD_IDS["▁the"], *emoji, *[WORD_IDS["s"]] * before, *emoji, *emoji]
+    for cuts in ([], [1, 2, 3], [2]):
+        assert "".join(stream(METASPACE, chunks_of([*emoji, WORD_IDS["▁cat"]], cuts), prompt)) == "\N{GRINNING FACE} cat"
+
+
+@pytest.mark.parametrize("codec", [CODEC, METASPACE])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("size", [4, 40])
+def test_chunks_that_always_end_inside_a_character_are_not_broken(codec: TextCodec, stop: tuple[str, ...], size: int) -> None:
+    text = "\N{GRINNING FACE}" * 50
+    ids = codec.encode(text)[-200:]
+    chunks = [ids[:1], *[ids[start : start + size] for start in range(1, 200, size)]]
+    assert "".join(stream(codec, chunks, stop=stop)) == text
+
+
+def test_a_character_behind_many_broken_bytes_is_waited_for() -> None:
+    broken = CODEC.encode("\N{EURO SIGN}")[1:2]
+    word, emoji = CODEC.encode("ab"), CODEC.encode("\N{GRINNING FACE}")
+    ids = [*broken * 3, *word] * 15 + [*broken * 3, *emoji]
+    for cut in range(60, len(ids)):
+        assert "".join(stream(CODEC, [ids[:30], ids[30:60], ids[60:cut], ids[cut:]])) == CODEC.decode(ids)
+
+
 def test_special_tokens_are_not_printed() -> None:
     ids = [WORD_IDS["▁the"], SPECIAL, WORD_IDS["▁cat"]]
     assert "".join(stream(METASPACE, [[each] for each in ids])) == "the cat"
@@ -101,9 +128,9 @@ def test_an_unfinished_character_is_held_back_and_stands_for_itself_at_the_end()
 
 def test_endless_broken_bytes_are_let_out_in_time() -> None:
     broken = CODEC.encode("€")[0]
-    out = stream(CODEC, [[broken]] * (3 * LONGEST_WINDOW))
-    assert "".join(out) == "\N{REPLACEMENT CHARACTER}" * (3 * LONGEST_WINDOW)
-    assert len("".join(out[: 2 * LONGEST_WINDOW])) >= LONGEST_WINDOW
+    out = stream(CODEC, [[broken]] * (3 * LONGEST_WAIT))
+    assert "".join(out) == "\N{REPLACEMENT CHARACTER}" * (3 * LONGEST_WAIT)
+    assert len("".join(out[: 2 * LONGEST_WAIT])) >= LONGEST_WAIT
 
 
 def test_the_beginning_of_a_stop_word_is_held_back() -> None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Decoder", "TextCodec", "TextStream"]
 
 CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
-LONGEST_WINDOW = 64  # tokens decoded together at most while they end in broken characters
+LONGEST_CHARACTER = 4  # bytes, and so tokens of a tokenizer that falls back to them
+LONGEST_WAIT = 64  # broken characters held back at most, in the hope that they are not
+LONGEST_WINDOW = 64  # tokens decoded together, beyond which every place is looked at where characters may be whole
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 GROUP = 16  # tokens looked through for stop words with one call of the decoder
 
@@ -88,14 +90,9 @@ class TextStream:
 
         All of them do, unless a stop word was completed: then those up to and including the one that completed it.
         """
-        if not tokens:
-            return 0, ""
-        if not self._stop:
-            return len(tokens), self._add(tokens, [len(tokens)])[1]
-        text = ""
-        for start in range(0, len(tokens), GROUP):
-            group = tokens[start : start + GROUP]
-            count, new = self._add(group, range(1, len(group) + 1))
+        text, size = "", GROUP if self._stop else max(1, len(tokens))
+        for start in range(0, len(tokens), size):
+            count, new = self._add(tokens[start : start + size])
             text += new
             if self.stopped_by is not None:
                 return start + count, text
@@ -113,37 +110,75 @@ class TextStream:
             text, self._held = text + self._held, ""
         return text
 
-    def _add(self, tokens: Sequence[int], looks: Sequence[int]) -> tuple[int, str]:
-        """Extend the window and let its new text through, as it stands after so many tokens as each of `looks` says.
+    def _add(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Extend the window and let its new text through, as it stands after all tokens, or each where there are stop words.
 
         Text that ends in a broken character waits, since the next token may complete it. Once none is left, the window starts
         anew with what was added as context: a decoder may treat the first token of a text differently (leading spaces), and
         never one in the middle.
         """
-        before = len(self._window)
+        looks: Sequence[int] = range(1, len(tokens) + 1) if self._stop else [len(tokens)]
         self._window.extend(tokens)
-        ends = [before + look for look in looks]
-        known = self._shown is not None
-        rows = ([] if known else [self._window[: self._done]]) + [self._window[:end] for end in ends]
-        texts = self._decoder.decode_many(rows)
+        texts = self._aligned(len(tokens), looks)
+        whole = self._last_whole(tokens, looks, texts)
+        if whole:
+            del self._window[len(self._window) - len(tokens) :]
+            count, text = self._add(tokens[:whole])
+            if self.stopped_by is not None:
+                return count, text
+            count, rest = self._add(tokens[whole:])
+            return whole + count, text + rest
+
         shown = self._shown if self._shown is not None else len(texts.pop(0))
-        out, clean, grew, settled = "", self._done, False, False
-        for look, end, text in zip(looks, ends, texts, strict=True):
-            if text.endswith(BROKEN) and end - clean < LONGEST_WINDOW:
-                certain = max(shown, len(text.rstrip(BROKEN)))
-                new, settled = text[shown:certain], False
-            else:
-                certain, clean, settled = max(shown, len(text)), end, True
-                new = text[shown:]
-            shown, grew = certain, grew or bool(new)
-            out += self._pass(new)
+        out, waits = "", False
+        for look, text in zip(looks, texts, strict=True):
+            sound = len(text.rstrip(BROKEN))
+            waits = 0 < len(text) - sound < LONGEST_WAIT
+            certain = max(shown, sound if waits else len(text))
+            out += self._pass(text[shown:certain])
+            shown = certain
             if self.stopped_by is not None:
                 return look, out
-        self._shown = shown
-        if settled and (grew or ends[-1] - self._done >= LONGEST_WINDOW):
-            del self._window[: self._done]
+        if waits:
+            self._shown = shown
+        else:
+            if out or self._held or len(self._window) >= LONGEST_WINDOW:
+                del self._window[: self._done]
             self._done, self._shown = len(self._window), None
         return len(tokens), out
+
+    def _aligned(self, added: int, looks: Sequence[int]) -> list[str]:
+        """The window's texts, see _decode, from the beginning of a character on.
+
+        The context is cut out of the prompt by tokens, and a decoder with byte fallback would break all bytes from the cut to
+        the new ones.
+        """
+        texts = self._decode(added, looks)
+        for _ in range(LONGEST_CHARACTER - 1):
+            if self._shown is not None or self._done < 2 or not texts[0].startswith(BROKEN):
+                break
+            del self._window[0]
+            self._done -= 1
+            texts = self._decode(added, looks)
+        return texts
+
+    def _last_whole(self, tokens: Sequence[int], looks: Sequence[int], texts: Sequence[str]) -> int:
+        """After how many of the added tokens all characters are whole, if that is so after some of them and not after all."""
+        if not texts[-1].endswith(BROKEN):
+            return 0
+        if not self._stop:
+            count = len(tokens)
+            likely = count - LONGEST_CHARACTER + 1 if len(self._window) < LONGEST_WINDOW else 1
+            looks = range(max(1, likely), count)
+            texts = self._decode(count, looks) if looks else []
+        whole = [look for look, text in zip(looks, texts[len(texts) - len(looks) :], strict=True) if not text.endswith(BROKEN)]
+        return max(whole, default=0)
+
+    def _decode(self, added: int, looks: Sequence[int]) -> list[str]:
+        """The text of what is out, where its length is not known, then that of the window after so many of the added tokens."""
+        before = len(self._window) - added
+        rows = [] if self._shown is not None else [self._window[: self._done]]
+        return self._decoder.decode_many([*rows, *[self._window[: before + look] for look in looks]])
 
     def _pass(self, text: str) -> str:
         """Let text through up to the first stop word, or up to what may become one."""
