@@ -14,6 +14,8 @@ from tests.support.checkpoints import write_checkpoint
 from toolkit.checkpoints.shape import read_shape
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.errors import CheckpointError, UsageError
+from toolkit.quantize.modelopt import load_model, quiet
+from toolkit.quantize.source import open_source
 from toolkit.quantize.stage import fingerprint, quantize
 from toolkit.records import QuantizedCheckpoint, from_json, to_json
 
@@ -125,6 +127,25 @@ def test_other_dtypes_stay_what_they_are(
     assert {finding.severity for finding in record.checks} == {"ok"}
     assert str(tensors_of(record.path)["model.norm.weight"].dtype) == f"torch.{dtype}"
     assert json.loads((record.path / "config.json").read_text())["torch_dtype"] == dtype
+
+
+@pytest.mark.parametrize("asked", [FP8, SMOOTHQUANT, NO_QUANT], ids=["fp8", "smoothquant", "not-quantized"])
+def test_a_wider_embedding_does_not_widen_the_layers(
+    asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
+) -> None:
+    """Else a model of 140 GB would be copied out of its files into 280 GB of memory, and served in float32."""
+    source = write_checkpoint(tmp_path / "source", tie_word_embeddings=False, intermediate_size=512)
+    tensors = tensors_of(source)
+    wide = {name: tensor.float() for name, tensor in tensors.items() if "embed_tokens" in name or "norm" in name}
+    save_file(tensors | wide, source / "model.safetensors", metadata={"format": "pt"})
+    opened = open_source(source)
+    assert opened.dtype == "bfloat16"
+    with quiet():
+        model = load_model(opened)
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.bfloat16"}
+    record = run(source, asked, calibration, tmp_path / "out")
+    assert {finding.severity for finding in record.checks} == {"ok"}
+    assert json.loads((record.path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_an_odd_model_works(calibration: CalibrationConfig, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ A checkpoint that ModelOpt has quantized already is recognised; one quantized by
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # one row per toke
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint whose headers and config agree. dtype: torch's name of the unquantized weights' dtype, as stored.
+    """A checkpoint whose headers and config agree. dtype: torch's name of what most unquantized weights are stored as.
 
     quant_algo is set when it is already quantized in ModelOpt's unified form. shape.vocab_size may be smaller than the rows in
     the files: the rest is padding that is left out of everything made from this source.
@@ -80,7 +81,18 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
         if vocab_size > shape.vocab_size:
             raise CheckpointError(f"has {shape.vocab_size} rows (vocab_size), {vocab_size} are asked for", where=directory)
         shape = replace(shape, vocab_size=vocab_size)
-    return Source(directory, shape, tensors, FLOAT_DTYPES[embedding.dtype], quant_algo, kv_cache_quant_algo)
+    dtype = FLOAT_DTYPES[embedding.dtype if quant_algo is not None else _prevailing(tensors, shape)]
+    return Source(directory, shape, tensors, dtype, quant_algo, kv_cache_quant_algo)
+
+
+def _prevailing(tensors: dict[str, TensorInfo], shape: ModelShape) -> str:
+    """The dtype of most weights. A few in a wider one (an embedding in F32) would else widen all others, out of their files
+    and into memory.
+    """
+    counts: Counter[str] = Counter()
+    for name in expected_shapes(shape):
+        counts[tensors[name].dtype] += math.prod(tensors[name].shape)
+    return counts.most_common(1)[0][0]
 
 
 def read_source(source: Source, name: str) -> Tensor:

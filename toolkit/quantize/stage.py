@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TRTLLM_FOLDER", "VERSION", "Ranks", "fingerprint", "quantize"]
 
-VERSION = 5
+VERSION = 6
 TRTLLM_FOLDER = "trtllm"
 
 
