@@ -340,7 +340,7 @@ class Client:
         request = form.request(self.model or MODELS[-1], prompt, options, request_id, streaming=streaming)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
         text = ""
-        answered = False
+        chunk: Chunk | None = None
         try:
             for response in call:
                 received_ns = time.monotonic_ns()
@@ -349,17 +349,19 @@ class Client:
                 values = decode(response.infer_response)
                 if not values:
                     continue  # Triton's empty last response of a stream
-                answered = True
                 full = values["text_output"][0].decode("utf-8")
                 new = full[len(text) :] if form.cumulative and streaming else full
                 text += new
-                yield read_chunk(new, values, received_ns)
+                chunk = read_chunk(new, values, received_ns)
+                yield chunk
         except grpc.RpcError as error:
             raise self._translated(error) from error
         finally:
             call.cancel()  # does nothing to a call that is over
-        if not answered:
+        if chunk is None:
             raise ServerUnavailable(f"{self.url}: the stream ended without an answer")
+        if chunk.finish_reason is None and "return_finish_reason" in form.inputs:  # we asked for it
+            raise ServerUnavailable(f"{self.url}: the stream ended without its end")
 
     def _translated(self, error: grpc.RpcError) -> ClientError:
         code, details = error.code(), error.details()
@@ -367,6 +369,8 @@ class Client:
             return ServerUnavailable(f"{self.url}: no answer within {self.timeout_s:g} s")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return ServerUnavailable(f"{self.url}: the server cannot be reached or went away ({details})")
+        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):  # gRPC's own word, of this side
+            return ServerUnavailable(f"{self.url}: what came is no answer of Triton's ({details})")
         return RequestRefused(details)
 
 

@@ -60,7 +60,7 @@ class Sender:
     def send(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming:
         """arm: plain | speculative | verify (drafts are verified and thrown away).
 
-        Raises StageError when the request is not answered, or its tokens are not all there.
+        Raises StageError when the request is not answered to its end, or its tokens are not all there.
         """
         from toolkit.client import RequestRefused, ServerUnavailable
 
@@ -89,6 +89,13 @@ class Sender:
                 f"{timing.output_tokens} output tokens were counted and {len(timing.token_ids)} token ids returned",
                 where=where,
                 mend="Validation needs a model that returns output_ids and num_output_tokens; package the repository again.",
+            )
+        if (streamed := sum(tokens or 0 for _, tokens in timing.chunks)) != timing.output_tokens:
+            raise StageError(
+                "validate",
+                f"{streamed} output tokens were counted while they came and {timing.output_tokens} at the end",
+                where=where,
+                mend="The server contradicts itself, so nothing per token could be believed; package the repository again.",
             )
         self.sent.append(timing)
         self.on_sent()
