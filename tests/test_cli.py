@@ -130,7 +130,7 @@ def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: P
     assert missing.returncode == 2 and missing.stderr.count("no such file: data/") == 2
     (tmp_path / "data").mkdir()
     for name, key in (("calib", "text"), ("prompts", "prompt")):
-        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({key: "def f(x):"}) + "\n")
+        (tmp_path / "data" / f"{name}.jsonl").write_text((json.dumps({key: "def f(x):"}) + "\n") * 10)
     assert "[toolkit-texts]" not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
     again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2 and "is there already" in again.stderr

@@ -65,6 +65,19 @@ def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(tiny_pair: tuple[
     assert (one.rule, one.path) == ("same-vocab", "draft.checkpoint")
 
 
+@pytest.mark.parametrize(("content", "said"), [("", "the file is empty"), ('{"question": "why?"}\n', "line 1 has no `prompt`")])
+def test_prompts_that_a_build_would_refuse_are_refused(
+    content: str, said: str, tmp_path: Path, tiny_pair: tuple[Path, Path]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    config = load_config(write_config(tmp_path, tiny_pair))
+    config = config.model_copy(update={"validation": config.validation.model_copy(update={"prompts": tmp_path / "bad.jsonl"})})
+    plan = plan_of(config)
+    (one,) = [one for one in plan.judgements if one.severity == "refused"]
+    assert (plan.possible, one.rule, one.path) == (False, "toolkit-texts", "validation.prompts")
+    assert said in one.what and one.mend
+
+
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) -> None:
     """But for the folders, which are not known before."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from toolkit.assembly import Workplace, engine_spec, in_container, models_of, tp_size_of
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
-from toolkit.errors import PairingError
+from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records import Judgement, Plan, PlannedRun
 
@@ -28,7 +29,7 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
     from toolkit.plan.resolve import by_severity
 
     plan = make_plan(config)
-    found = [*_pair(config), *_missing_texts(config)]
+    found = [*_pair(config), *_texts(config)]
     possible = plan.possible and not any(one.severity == "refused" for one in found)
     runs = tuple(_runs(config, which)) if possible else ()
     return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found), runs=runs)
@@ -49,17 +50,34 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
     return [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
 
 
-def _missing_texts(config: DeploymentConfig) -> Iterator[Judgement]:
-    """A plan needs no texts, and a build does."""
-    files = {"validation.prompts": (config.validation.prompts, "prompt")}
-    if config.calibration is not None:
-        files["calibration.dataset"] = (config.calibration.dataset, "text")
-        if config.calibration.heldout is not None:
-            files["calibration.heldout"] = (config.calibration.heldout, "text")
-    for path, (file, key) in files.items():
-        if not file.is_file():
+def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
+    """A plan needs no texts, and a build does; but those that are there have to be of use to it."""
+    from toolkit.quantize.calibrate import split_texts
+    from toolkit.validate.prompts import read_prompts
+
+    validation, calibration = config.validation, config.calibration
+    wanted: list[tuple[str, str, dict[str, Path | None], Callable[[], object]]] = [
+        (
+            "validation.prompts",
+            "prompt",
+            {"validation.prompts": validation.prompts},
+            partial(read_prompts, validation.prompts, validation.max_prompts),
+        )
+    ]
+    if calibration is not None:
+        files = {"calibration.dataset": calibration.dataset, "calibration.heldout": calibration.heldout}
+        wanted.append(("calibration", "text", files, partial(split_texts, calibration)))
+    for where, key, paths, read in wanted:
+        missing = [(path, file) for path, file in paths.items() if file is not None and not file.is_file()]
+        for path, file in missing:
             mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
             yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
+        if not missing:
+            try:
+                read()
+            except UsageError as error:
+                said = error.what if error.where is None else f"{error.where}: {error.what}"
+                yield Judgement("toolkit-texts", "refused", where, said, error.mend)
 
 
 def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Iterator[PlannedRun]:
