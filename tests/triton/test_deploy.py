@@ -288,7 +288,9 @@ def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> N
     asked = deployment(layout="llmapi", world_size=16)
     assert commands(launch_script(asked)) == [commands(launch_script(asked))[0]] * 16
     assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
-    assert "srun --mpi=pmix" in slurm_script(asked)
+    # NVIDIA/enroot src/docker.sh: [USER@][REGISTRY#]IMAGE[:TAG]; without # it asks Docker's own registry.
+    image = "nvcr.io#nvidia/tritonserver:26.07-trtllm-python-py3"
+    assert f"srun --mpi=pmix --container-image={image} --container-mounts" in slurm_script(asked)
     assert "TRTLLM_ORCHESTRATOR" not in launch_script(asked)
     one_node = launch_script(deployment(layout="llmapi", world_size=8))
     assert "mpirun" not in one_node  # the runtime starts its ranks itself

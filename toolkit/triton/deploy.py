@@ -336,7 +336,8 @@ def slurm_script(deployment: Deployment) -> str:
     """
     ranks = _ranks(deployment)
     per_node = -(-len(ranks) // deployment.nodes)
-    container = f'--container-image={deployment.image} --container-mounts="$REPOSITORY:{REPOSITORY}:ro"'
+    image = deployment.image.replace("/", "#", 1)  # as enroot separates the registry
+    container = f'--container-image={image} --container-mounts="$REPOSITORY:{REPOSITORY}:ro"'
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={deployment.resource_name}",
