@@ -327,6 +327,18 @@ def test_an_engine_that_a_runtime_would_refuse_is_refused(place: Place, tmp_path
         build(place, tmp_path, spec_of(), {"tensorrt": lambda: module})
 
 
+def test_what_a_container_built_may_be_beyond_the_tensorrt_that_is_here(place: Place, tmp_path: Path) -> None:
+    """Of another version, or without TensorRT-LLM's kernels: that says nothing against the engine."""
+    place.add_docker()
+    place.gpus = ["NVIDIA H200"]
+    engine = build(place, tmp_path, spec_of(builder="container"), {"tensorrt": lambda: Tensorrt(ENGINE_INPUTS, readable=False)})
+    assert engine.tensorrt_llm is not None
+    (found,) = [one for one in engine.tensorrt_llm.checks if one.check == "deserialization"]
+    assert found.severity == "warning"
+    assert "not opened: TensorRT 10.14.1.48 here" in found.detail
+    assert any("the engine was not opened" in one for one in engine.tensorrt_llm.not_executed)
+
+
 def test_the_fingerprint_changes_with_version_and_gpu(place: Place) -> None:
     before = place.backend().fingerprint(spec_of())
     place.gpus = ["NVIDIA H200", "NVIDIA H200"]

@@ -92,7 +92,7 @@ class TrtEngineBackend:
         built = read_engine(out_dir)
         findings += check_engine(built, source, spec, asked, command)
         _refuse(findings, out_dir)
-        inspected, layers = self._inspect(built, progress)
+        inspected, layers = self._inspect(builder, built, progress)
         _refuse(inspected, out_dir)
         copy_side_files(checkpoint.path, out_dir)
         executed, not_executed = self._executed(builder, built, layers)
@@ -112,7 +112,9 @@ class TrtEngineBackend:
             max_draft_len=built.max_draft_len,
             vocab_size=built.vocab_size,
             weight_bytes=sum(built.rank_bytes.values()),
-            notes=tuple(f"{finding.check}: {finding.detail}" for finding in findings if finding.severity == "warning"),
+            notes=tuple(
+                f"{finding.check}: {finding.detail}" for finding in (*findings, *inspected) if finding.severity == "warning"
+            ),
             tensorrt_llm=TensorRtLlmBuild(
                 version=built.version,
                 builder=builder.name,
@@ -235,8 +237,11 @@ class TrtEngineBackend:
         if outcome.returncode != 0:
             raise _failed(builder, outcome.returncode, outcome.log, _kept(out_dir / LOG, spec.role))
 
-    def _inspect(self, built: BuiltEngine, progress: Progress) -> tuple[list[Finding], LayerCounts | None]:
-        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors are the first stage's."""
+    def _inspect(self, builder: Builder, built: BuiltEngine, progress: Progress) -> tuple[list[Finding], LayerCounts | None]:
+        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors are the first stage's.
+
+        A TensorRT that did not build it may be of another version or lack the kernels; then nothing is known of the engine.
+        """
         try:
             trt = self.tensorrt()
         except Exception as error:
@@ -245,7 +250,11 @@ class TrtEngineBackend:
             return [], None
         progress(0, None, "opening the engine with TensorRT")
         _load_plugins()
-        return inspect_engine(built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1)
+        found, layers = inspect_engine(built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1)
+        if layers is None and isinstance(builder, ContainerBuilder):
+            detail = f"not opened: TensorRT {trt.__version__} here cannot read what the container's built"
+            return [Finding("deserialization", "warning", detail)], None
+        return found, layers
 
     def _executed(
         self, builder: Builder, built: BuiltEngine, layers: LayerCounts | None
@@ -259,7 +268,7 @@ class TrtEngineBackend:
         if layers is not None:
             executed.append("rank 0 was deserialized by TensorRT")
         else:
-            missing.append("the engine was not opened: no tensorrt module, or no GPU, in this environment")
+            missing.append("the engine was not opened: no fitting tensorrt module, or no GPU, in this environment")
         missing.append("no token was generated with it; validation does that")
         return tuple(executed), tuple(missing)
 
