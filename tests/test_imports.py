@@ -126,8 +126,9 @@ def test_a_config_error_imports_nothing_heavier_than_pydantic(tmp_path: Path) ->
 
 def test_a_plan_imports_nothing_heavier_than_pydantic_and_rich() -> None:
     """So that it is there in a fraction of a second, wherever the models and their runtimes are."""
-    config = Path(__file__).parents[1] / "configs" / "llama70b.yaml"
-    assert set(loaded_by(RUN, HEAVY, "plan", str(config))) <= {"pydantic", "rich"}
+    for name in ("llama70b", "llama70b-engine"):
+        config = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
+        assert set(loaded_by(RUN, HEAVY, "plan", str(config))) <= {"pydantic", "rich"}
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

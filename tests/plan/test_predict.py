@@ -91,6 +91,11 @@ def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() 
         return sum(one.seconds for one in stage_times(subject("engine", calibration__calib_size=size)))
 
     assert seconds(1024) > seconds(128)
+    # 512 lines one by one carry 141 GB to the GPU 512 times, at 10 GB/s; eight at a time an eighth of that.
+    one, eight = (
+        stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=size))[0].seconds for size in (1, 8)
+    )
+    assert one - eight == pytest.approx((512 - 64) * 141.1e9 / 10e9, rel=0.01)
     assert {one.stage for one in stage_times(subject("engine"))} == {
         "quantize/target",
         "compile/target",

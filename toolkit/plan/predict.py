@@ -18,6 +18,7 @@ __all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_pe
 
 ACCEPTANCE_RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 DISK_BYTES_PER_S = 1e9  # assumed
+BUS_BYTES_PER_S = 10e9  # assumed: from the host's cache of mapped files to a GPU
 MODEL_FLOPS_UTILIZATION = 0.4  # assumed, of calibration forwards
 BUILD_BYTES_PER_S = 0.1e9  # assumed: trtllm-build, weights in to engine out
 
@@ -108,11 +109,16 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
     for role, shape in subject.shapes.items():
         algo = subject.models[role].quantization.quant_algo
         source, size = 2 * parameters(shape), weight_bytes(shape, algo)
-        if algo != "NO_QUANT" and calibration is not None:
+        if algo != "NO_QUANT" and calibration is not None and role not in subject.quantized:
             tokens = calibration.calib_size * calibration.calib_max_seq_length
             computing = 2.0 * parameters(shape) * tokens / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
-            seconds = computing + (source + size) / DISK_BYTES_PER_S
-            formula = f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {(source + size) / 1e9:.0f} GB at 1 GB/s"
+            # Layers visit the GPU one at a time, so every batch carries all weights there.
+            batches = -(-calibration.calib_size // calibration.batch_size)
+            seconds = computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
+            formula = (
+                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x {source / 1e9:.0f} GB "
+                f"to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB at 1 GB/s"
+            )
             found.append(StageTime(f"quantize/{role}", seconds, formula))
         if subject.engine_flow is not None:
             per_rank = size / subject.engine_flow.world_size
