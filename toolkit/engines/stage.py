@@ -10,7 +10,7 @@ from toolkit.records import CompiledEngine, QuantizedCheckpoint
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 
-VERSION = 4
+VERSION = 5
 
 
 def compile_engine(

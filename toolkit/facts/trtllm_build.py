@@ -130,7 +130,8 @@ FLAGS = (
         False,
         "logits",
         deprecated=True,
-        note="accepted and recorded; runtime request/executor option decides in recent versions",
+        note="accepted and recorded; the runtime gathers where the record or an executor option says so, and Triton's backend "
+        "has no parameter for that option",
     ),
     Flag("--gather_all_token_logits", "flag", False, "logits", note="sets both gather flags"),
     Flag("--lora_dir", "list[path]", None, "lora"),

@@ -30,7 +30,7 @@ def test_the_target_of_the_70b_recipe() -> None:
         " --kv_cache_type paged --tokens_per_block 32 --remove_input_padding enable --context_fmha enable"
         " --use_paged_context_fmha enable --use_fp8_context_fmha enable --gpt_attention_plugin auto --gemm_plugin disable"
         " --use_fused_mlp enable --multiple_profiles disable --profiling_verbosity detailed --workers 1 --output_timing_cache T"
-        " --speculative_decoding_mode draft_tokens_external --max_draft_len 5"
+        " --speculative_decoding_mode draft_tokens_external --max_draft_len 5 --gather_generation_logits"
     )
 
 
@@ -51,10 +51,11 @@ def test_one_worker_for_each_gpu_of_a_node() -> None:
     assert command(asked=asked).flags["--workers"] == "8"
 
 
-def test_generation_logits_are_gathered_where_acceptance_needs_them_built_in() -> None:
+def test_a_pair_gathers_generation_logits_since_a_request_alone_cannot() -> None:
     for version in VERSIONS:
-        gathers = "--gather_generation_logits" in command(asked=TensorRtLlmSpec(version, speculation="draft_target")).flags
-        assert gathers == (version == "0.21")
+        for speculation, gathers in (("draft_target", True), ("none", False)):
+            flags = command(asked=TensorRtLlmSpec(version, speculation=speculation)).flags
+            assert ("--gather_generation_logits" in flags) is gathers
 
 
 @given(

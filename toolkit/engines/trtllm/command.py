@@ -15,7 +15,6 @@ from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 
 __all__ = ["BuildCommand", "build_flags", "flags_of", "misfits"]
 
-GATHERS_LOGITS = ("0.21",)  # acceptance by draft logits needs them built in; later it is a choice of the request
 FP8_WEIGHTS = ("FP8",)
 
 
@@ -74,8 +73,8 @@ def build_flags(
     if spec.max_draft_len:
         flags["--speculative_decoding_mode"] = DRAFT_TOKENS_EXTERNAL
         flags["--max_draft_len"] = str(spec.max_draft_len)
-    if asked.version in GATHERS_LOGITS and asked.speculation == "draft_target":
-        flags["--gather_generation_logits"] = None
+    if asked.speculation == "draft_target":
+        flags["--gather_generation_logits"] = None  # Triton's backend has no other switch for what a request may ask of them
     return BuildCommand(flags)
 
 
