@@ -33,7 +33,7 @@ from toolkit.client import (
     summarise,
 )
 from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, OUTPUTS
+from toolkit.triton.contract import INPUTS, LOG_PROB_INPUTS, OUTPUTS
 
 MS = 1_000_000
 TYPES = {"TYPE_STRING": "BYTES", "TYPE_INT32": "INT32", "TYPE_INT64": "INT64", "TYPE_FP32": "FP32"}
@@ -117,7 +117,7 @@ STREAM = (
 
 
 def test_every_option_and_question_is_an_input_of_the_model() -> None:
-    assert {*TENSORS.values(), *ALWAYS} <= {spec.name for spec in INPUTS}
+    assert {*TENSORS.values(), *ALWAYS} <= {spec.name for spec in (*INPUTS, *LOG_PROB_INPUTS)}
     assert set(TENSORS) == set(Options.__dataclass_fields__)
 
 

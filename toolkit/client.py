@@ -65,6 +65,7 @@ TENSORS = {
     "num_draft_tokens": "num_draft_tokens",
     "acceptance": "acceptance",
     "timeout_ms": "timeout_ms",
+    "log_probs": "return_log_probs",
 }
 # How TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates spell what they have of these: without the prefix, or thus.
 PREFIX = "sampling_param_"
@@ -120,11 +121,12 @@ class Options:
     num_draft_tokens: int | None = None
     acceptance: str | None = None
     timeout_ms: int | None = None
+    log_probs: bool | None = None  # of the output tokens, with the last chunk's statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The server's figures of one request; None where it does not give one."""
+    """The server's figures of one request; None where it does not give one. The last three are one per output token."""
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -140,6 +142,9 @@ class Statistics:
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
+    log_probs: tuple[float, ...] | None = None  # of the token itself
+    next_best: tuple[int, ...] | None = None  # the likeliest of the other tokens, and its log-probability
+    next_best_log_probs: tuple[float, ...] | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -496,6 +501,9 @@ def read_statistics(values: dict[str, list[Any]]) -> Statistics:
         first_scheduled_ns=first("first_scheduled_time_ns"),
         first_token_ns=first("first_token_time_ns"),
         last_token_ns=first("last_token_time_ns"),
+        log_probs=every("output_log_probs"),
+        next_best=every("next_best_ids"),
+        next_best_log_probs=every("next_best_log_probs"),
     )
 
 

@@ -236,6 +236,10 @@ def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
         json.loads(post(tiny_bls_server, "tensorrt_llm_bls/generate", {**body, "num_draft_tokens": n})[1]) for n in (3, 0)
     )
     assert speculative["output_log_probs"] == pytest.approx(plain["output_log_probs"])
+    for told in (speculative, plain):
+        assert len(told["next_best_ids"]) == len(told["next_best_log_probs"]) == len(told["output_log_probs"]) == 15
+        assert all(other <= own for own, other in zip(told["output_log_probs"], told["next_best_log_probs"], strict=True))
+    assert speculative["next_best_ids"] == plain["next_best_ids"]
     assert speculative["cum_log_probs"] == pytest.approx(sum(speculative["output_log_probs"]), rel=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -14,17 +15,18 @@ import yaml
 from tritonclient.grpc import model_config_pb2 as pb
 
 from tests.support.checkpoints import write_byte_tokenizer
-from tests.support.trtllm_standin.tensorrt_llm import TEXT
+from tests.support.trtllm_standin.tensorrt_llm import TEXT, Logprob
 from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
-from toolkit.errors import StageError
+from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
 from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import model_config
 from toolkit.triton.layout_trtllm import ENGINES
 from toolkit.triton.package_trtllm import package_bls, package_llmapi
+from toolkit.triton.requests import Request
 from toolkit.triton.server import TritonServer
-from toolkit.triton.trtllm_tensors import verify_steps
+from toolkit.triton.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS, sampling_arguments, token_log_probs, verify_steps
 
 ARGS = {
     "model": f"{ENGINES}/target",
@@ -58,7 +60,8 @@ def test_the_llmapi_repository_is_the_template_s(tmp_path: Path, decoupled: bool
         for tensor, fact in zip(given, facts, strict=False):
             assert (tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)) == (fact.name, fact.dtype, fact.dims)
             assert given is config.output or tensor.optional is fact.optional
-        assert len(given) == len(facts) + (4 if model_py == "ours" else 0)
+        ours = OUR_INPUTS if given is config.input else OUR_OUTPUTS
+        assert [tensor.name for tensor in given][len(facts) :] == ([spec.name for spec in ours] if model_py == "ours" else [])
     settings = yaml.safe_load((record.path / "tensorrt_llm/1/model.yaml").read_text())
     assert settings["triton_config"]["decoupled"] is config.model_transaction_policy.decoupled is decoupled
     assert {key: settings[key] for key in ARGS} == ARGS
@@ -117,6 +120,37 @@ def test_counts_ids_and_acceptance_come_with_the_answer(client: Client) -> None:
     assert (figures.input_tokens, figures.output_tokens, figures.verify_steps, figures.accepted) == (2, 10, 3, 6)
     assert figures.acceptance_length == 3.0
     assert figures.drafted is None  # not to be had, so not guessed
+
+
+def test_log_probabilities_come_with_the_last_chunk_where_they_are_asked_for(client: Client) -> None:
+    (told,) = (chunk.statistics for chunk in client.stream("a prompt", max_tokens=10, log_probs=True) if chunk.statistics)
+    assert told.log_probs is not None and told.next_best is not None and told.next_best_log_probs is not None
+    assert len(told.log_probs) == len(told.next_best) == len(told.next_best_log_probs) == 10
+    assert all(other < own < 0.0 for own, other in zip(told.log_probs, told.next_best_log_probs, strict=True))
+    assert all(token != 100 + place for place, token in enumerate(told.next_best))
+    assert client.generate("a prompt", max_tokens=10).statistics.log_probs is None
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_were_chosen() -> None:
+    def place(**likeliest: float) -> dict[int, Logprob]:
+        return {int(token[1:]): Logprob(value, rank) for rank, (token, value) in enumerate(likeliest.items(), 1)}
+
+    assert token_log_probs([7, 8], [place(t7=-0.1, t9=-3.0), place(t5=-0.7, t8=-0.7)]) == {
+        "output_log_probs": [-0.1, -0.7],
+        "next_best_ids": [9, 5],
+        "next_best_log_probs": [-3.0, -0.7],
+    }
+    assert token_log_probs([7, 8], [place(t7=-0.1), place(t8=-0.2)]) == {"output_log_probs": [-0.1, -0.2]}
+    (unknown,) = token_log_probs([7], [place(t5=-0.7)])["output_log_probs"]
+    assert math.isnan(unknown)
+    assert token_log_probs([7, 8], [place(t7=-0.1)]) == {}  # one is missing, and nobody knows which
+
+
+def test_a_version_without_log_probabilities_refuses_them() -> None:
+    asked = Request("x", returns=frozenset({"return_log_probs"}))
+    assert sampling_arguments(asked, 5, 2)["logprobs"] == 2
+    with pytest.raises(RequestError, match="gives no log-probabilities under speculation"):
+        sampling_arguments(asked, 5, 0)
 
 
 def test_chunks_hold_what_is_new(client: Client) -> None:

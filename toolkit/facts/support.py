@@ -10,7 +10,7 @@ from typing import Literal
 
 from toolkit.facts.source import Source
 
-__all__ = ["ACCEPTANCE", "KV_SUPPORT", "MIN_SM", "SMOOTHQUANT_FAMILIES", "SOURCES", "WEIGHT_SUPPORT", "Status"]
+__all__ = ["ACCEPTANCE", "KV_SUPPORT", "LOG_PROBS", "MIN_SM", "SMOOTHQUANT_FAMILIES", "SOURCES", "WEIGHT_SUPPORT", "Status"]
 
 Status = Literal["yes", "seen", "listed", "no"]
 
@@ -51,6 +51,15 @@ ACCEPTANCE: dict[str, tuple[str, ...]] = {
     "trtllm_pytorch": ("sample_match",),  # the two-model engine drafts greedily: acceptance is p(argmax q)
 }
 
+# How many log-probabilities a place a request of a speculating deployment gets, by version: 2 is the chosen token's and the
+# next best one's, 1 the chosen one's alone, 0 none. They are the target's own, before temperature and filters, also of
+# accepted drafts. trt_engine: out of the target's generation logits; the decoder of an engine for external drafts writes no
+# log-probabilities.
+LOG_PROBS: dict[str, dict[str, int]] = {
+    "trt_engine": {"0.21": 2, "1.0": 2, "1.1": 2, "1.2.0": 2, "1.2.1": 2},
+    "trtllm_pytorch": {"1.0": 1, "1.1": 1, "1.2.0": 2, "1.2.1": 2, "1.3": 0},
+}
+
 SOURCES = {
     "WEIGHT_SUPPORT.trt_engine": Source("TRT docs/source/legacy/reference/precision.md, tensorrt_llm/builder.py", "B"),
     "WEIGHT_SUPPORT.trtllm_pytorch": Source(
@@ -59,5 +68,18 @@ SOURCES = {
     "WEIGHT_SUPPORT.seen": Source("github.com/nature-li/tensorrt-llm: W8A8 on an RTX 5060 Ti with 1.2.0rc6.post3", "I"),
     "KV_SUPPORT": Source("TRT docs/source/features/quantization.md, docs/source/legacy/reference/precision.md", "B"),
     "SMOOTHQUANT_FAMILIES": Source("MO examples/hf_ptq/README.md, docs/source/deployment", "A"),
+    "LOG_PROBS.trt_engine": Source(
+        "TRT cpp/tensorrt_llm/layers/externalDraftTokensLayer.cpp (no outputLogProbs), "
+        "batch_manager/trtGptModelInflightBatching.cpp (that layer whenever the engine is built for external drafts), "
+        "batch_manager/llmRequest.h (allocTargetModelAcceptedTokenLogitsHost: a row per draft and one more)",
+        "B",
+    ),
+    "LOG_PROBS.trtllm_pytorch.1.2": Source(
+        "TRT tensorrt_llm/_torch/pyexecutor/sampler.py (log_softmax of the target's rows, top-k of each; handle_logprobs takes "
+        "as many as were accepted), pull request 7756; not at the tag",
+        "B",
+    ),
+    "LOG_PROBS.trtllm_pytorch.1.0": Source("the same before pull request 7756: the chosen token's alone", "C"),
+    "LOG_PROBS.trtllm_pytorch.1.3": Source("TRT pull request 18401: refused with every speculative configuration", "B"),
     "ACCEPTANCE": Source("TRT docs/source/features/speculative-decoding.md, examples/draft_target_model/README.md", "B"),
 }

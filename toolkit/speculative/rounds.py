@@ -42,10 +42,13 @@ NONE = Drafts()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a call of the target added to the sequence. log_probs: one per token, empty where they were not asked for."""
+    """What a call of the target added to the sequence. log_probs: one per token, empty where they were not asked for.
+    next_best: likewise, the likeliest of the other tokens with its log-probability, empty where the engine does not tell.
+    """
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
+    next_best: tuple[tuple[int, float], ...] = ()
 
 
 class Engines(Protocol):
@@ -95,6 +98,7 @@ class Rounds:
         """cancelled: asked between calls, whether the client is gone."""
         self.draft_failure: DraftFailed | None = None
         self.log_probs: list[float] = []
+        self.next_best: list[tuple[int, float]] = []
         self._settings = settings
         self._engines = engines
         self._text = text
@@ -132,7 +136,7 @@ class Rounds:
             part = self._engines.verify(self._ids, drafts)
             self._tally.add_time(drafted - started, self._clock() - drafted, 0)
             if self._settings.verify_only:
-                yield self._take(Part(part.ids[:1], part.log_probs[:1]), checked=len(drafts.ids))
+                yield self._take(Part(part.ids[:1], part.log_probs[:1], part.next_best[:1]), checked=len(drafts.ids))
             else:
                 yield self._take(part, drafts, checked=len(drafts.ids))
         yield over
@@ -175,6 +179,7 @@ class Rounds:
         for value in part.log_probs[: len(new)]:
             self.log_probs.append(value)
             self._tally.add_logprob(value)
+        self.next_best += part.next_best[: len(new)]
         if reason is None:
             return TokenEvent(settings.request_id, tuple(new), text)
         text += self._text.finish()

@@ -7,6 +7,7 @@ How tokens are chosen at temperature > 0
 - coupled: draft and target get the same seed, and the embedded engine keys its noise by (seed, position)
 - rejection: the draft's logits go to the target, which judges the drafts by them; the draft draws with a seed of its own
 - sample_match: seeds of their own, and no logits: a draft is kept while it equals what the target samples
+Log-probabilities come from the target's logits (log_probs = "logits") or from its own tensor ("engine").
 A backend that starts its random numbers anew with every call (seeds = "call") gets another seed with every call: with one and
 the same, all rounds of a request would draw the same numbers.
 """
@@ -26,7 +27,7 @@ from toolkit.interfaces import TokenEvent
 from toolkit.triton.requests import Answer, Form, Limits, Request, parse
 from toolkit.triton.words import pack
 
-__all__ = ["BlsAnswer", "BlsRequest", "Prepared", "engine_inputs", "parse_bls", "preprocessing_inputs"]
+__all__ = ["BlsAnswer", "BlsRequest", "Prepared", "engine_inputs", "parse_bls", "preprocessing_inputs", "token_log_probs"]
 
 Array = NDArray[Any]
 WORDS = {"streaming": "stream", "exclude_input": "exclude_input_in_output", "best_of": "num_return_sequences"}
@@ -177,11 +178,12 @@ def engine_inputs(
     drafts: Sequence[int] = (),
     draft_logits: Any = None,
     whole: bool = False,
+    log_probs: str = "engine",
 ) -> dict[str, Array]:
     """The tensors of one call: `count` tokens behind `ids`, with a batch dimension of 1.
 
     role: draft | target. seeds: request (the engine keys its noise by seed and position) | call. whole: the call may run
-    to the end of the request, so the engine has to know what ends it.
+    to the end of the request, so the engine has to know what ends it. log_probs: what they come from where they are asked for.
     """
     made = len(ids) - len(prepared.ids)
     tensors: dict[str, Array] = {
@@ -215,10 +217,27 @@ def engine_inputs(
         if draft_logits is not None:
             tensors["draft_logits"] = np.asarray(draft_logits, dtype=np.float32)[None]
     if request.log_probs:
-        tensors["return_log_probs"] = np.array([[True]])
+        tensors["return_generation_logits" if log_probs == "logits" else "return_log_probs"] = np.array([[True]])
     if PERFORMANCE in request.request.returns:
         tensors["return_perf_metrics"] = np.array([[True]])
     return tensors
+
+
+def token_log_probs(
+    logits: Array, ids: Sequence[int], vocab_size: int | None
+) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:
+    """logits [n, vocab or more] that ids [n] were chosen from -> the log-probability of each, and the likeliest other token
+    with its own.
+    """
+    rows = np.asarray(logits, dtype=np.float64)[:, :vocab_size]
+    best = rows.max(axis=1, keepdims=True)
+    scores = rows - best - np.log(np.exp(rows - best).sum(axis=1, keepdims=True))
+    places = np.arange(len(ids))
+    own = scores[places, list(ids)]
+    scores[places, list(ids)] = -np.inf
+    others = scores.argmax(axis=1)
+    told = zip(others.tolist(), scores[places, others].tolist(), strict=True)
+    return tuple(own.tolist()), tuple(told)
 
 
 def _sampling_tensors(request: BlsRequest, position: int, role: str, seeds: str) -> dict[str, Array]:
@@ -260,7 +279,13 @@ class BlsAnswer(Answer):
         self._whole = ""
 
     def respond(
-        self, event: TokenEvent, now_ns: int, log_probs: Sequence[float], target_figures: Mapping[str, int], failure: str | None
+        self,
+        event: TokenEvent,
+        now_ns: int,
+        log_probs: Sequence[float],
+        next_best: Sequence[tuple[int, float]],
+        target_figures: Mapping[str, int],
+        failure: str | None,
     ) -> dict[str, list[Any]] | None:
         """Name -> values of the response that is due; None if none is. target_figures: summed over the target's calls."""
         response = self.add(event, now_ns)
@@ -275,6 +300,9 @@ class BlsAnswer(Answer):
         if "cumulative_logprob" in kept:
             kept["cum_log_probs"] = kept.pop("cumulative_logprob")
             kept["output_log_probs"] = list(log_probs)
+            if len(next_best) == len(log_probs):
+                kept["next_best_ids"] = [token for token, _ in next_best]
+                kept["next_best_log_probs"] = [value for _, value in next_best]
         if PERFORMANCE in self._request.returns:
             kept.update({name: [value] for name, value in target_figures.items()})
         if failure is not None:

@@ -24,6 +24,8 @@ __all__ = [
     "BLS_OUTPUTS",
     "DRAFT_MODEL",
     "INPUTS",
+    "LOG_PROB_INPUTS",
+    "LOG_PROB_OUTPUTS",
     "METRICS",
     "MODEL",
     "OUTCOMES",
@@ -39,7 +41,7 @@ __all__ = [
 
 # Of the packaged files and what they use of the toolkit; written into model.yaml, so that a repository packaged by another
 # version is told apart when it is loaded. Raise it with every change of either: it is the package stage's version, too.
-PACKAGE_VERSION = 3
+PACKAGE_VERSION = 4
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call the first, which calls the rest; the target is MODEL.
@@ -136,6 +138,19 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("host_time_ns", "TYPE_INT64", ONE, "the rest of those steps", ours=True),
 )
 
+# Log-probabilities token by token, with the last response. TensorRT-LLM has the first two in its BLS model and not in `llmapi`.
+LOG_PROB_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("return_log_probs", "TYPE_BOOL", ONE, "return output_log_probs, and what comes with it", ours=True),
+)
+NEXT_BEST: tuple[TensorSpec, ...] = (
+    TensorSpec("next_best_ids", "TYPE_INT32", ANY, "at each output token the likeliest of the others", ours=True),
+    TensorSpec("next_best_log_probs", "TYPE_FP32", ANY, "its log-probability", ours=True),
+)
+LOG_PROB_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("output_log_probs", "TYPE_FP32", ANY, "of the output tokens, under the target's own logits", ours=True),
+    *NEXT_BEST,
+)
+
 # What our BLS model has beside the tensors of TensorRT-LLM's (`toolkit.facts.triton_tensors`); the same words as above.
 _OURS = {spec.name: spec for spec in (*INPUTS, *OUTPUTS)}
 BLS_INPUTS: tuple[TensorSpec, ...] = tuple(
@@ -164,6 +179,7 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
             "host_time_ns",
         )
     ),
+    *NEXT_BEST,
     TensorSpec(
         "draft_failure", "TYPE_STRING", ONE, "what the draft failed with, where the rest was decoded plainly", ours=True
     ),

@@ -83,9 +83,13 @@ def settings_of(
     max_draft_len: int,
     acceptance: str,
     seeds: str,
+    log_probs: str,
+    vocab_size: int | None = None,
 ) -> dict[str, str]:
-    """Our parameters of the BLS model. seeds: what an engine does with one, see `toolkit.triton.bls`."""
+    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see `toolkit.triton.bls`."""
     return {
+        "log_probs": log_probs,
+        **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),
         "max_input_len": str(max_input_len),
         "max_seq_len": str(max_seq_len),
         "max_draft_len": str(max_draft_len),

@@ -41,6 +41,7 @@ class Engines:
     draft_share: float = DRAFT_SHARE
     enable_block_reuse: bool = True
     acceptance: str = "auto"
+    vocab_size: int | None = None  # logits may be padded beyond it
 
     @property
     def world_size(self) -> int:
@@ -88,6 +89,9 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             # Token equality is how the backend accepts unless it is sent logits.
             acceptance="sample_match" if engines.acceptance == "auto" else engines.acceptance,
             seeds="call",
+            # The decoder of an engine for external drafts writes no log-probabilities; its logits are there.
+            log_probs="logits" if speculates else "engine",
+            vocab_size=engines.vocab_size,
         ),
     )
 
@@ -100,6 +104,7 @@ def _engine(model: str, engines: Engines, share: float) -> EngineModel:
         "batch_scheduler_policy": "guaranteed_no_evict",
         "kv_cache_free_gpu_mem_fraction": f"{engines.free_gpu_memory_fraction * share:.4g}",
         "exclude_input_in_output": "false",
+        "normalize_log_probs": "false",  # else they are taken over the tokens kept by top-k: all 0 in greedy decoding
         # Rounds depend on it, whatever the rest of the deployment wants.
         "enable_kv_cache_reuse": "true" if engines.max_draft_len or engines.enable_block_reuse else "false",
         "gpu_device_ids": ",".join(map(str, range(min(engines.world_size, engines.gpus_per_node)))),

@@ -47,9 +47,9 @@ def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
     for fact in LLMAPI.outputs:
         config.output.add(name=fact.name, data_type=pb.DataType.Value(fact.dtype), dims=fact.dims)
     if ours:
-        for spec in (each for each in INPUTS if each.name in OUR_INPUTS):
+        for spec in OUR_INPUTS:
             config.input.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True)
-        for spec in (each for each in OUTPUTS if each.name in OUR_OUTPUTS):
+        for spec in OUR_OUTPUTS:
             config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
         config.parameters[STREAM_TEXT_PARAMETER].string_value = STREAM_TEXT
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
+from toolkit.facts.support import LOG_PROBS
 from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import deploy, layout_bls, model_config
 from toolkit.triton.contract import DRAFT_MODEL, MODEL
@@ -52,6 +53,7 @@ def package_bls(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
         acceptance=acceptance,
+        vocab_size=target.vocab_size,
     )
     bls = bls_of_engines(engines, triton, end_ids)
     for model, config in layout_bls.model_configs(bls).items():
@@ -81,7 +83,8 @@ def package_llmapi(
     ours = triton.model_py == "ours"
     version.mkdir(parents=True, exist_ok=True)
     model_config.write(model_config.build_trtllm(decoupled=triton.decoupled, ours=ours), out_dir / MODEL / "config.pbtxt")
-    _write_yaml(model_yaml(llm_args, triton), version / "model.yaml")
+    log_probs = LOG_PROBS["trtllm_pytorch"].get(built.version, 0)
+    _write_yaml(model_yaml(llm_args, triton, log_probs), version / "model.yaml")
     if ours:
         layout_bls.write_model("trtllm", version, FOR_TRTLLM)
     for engine in [target, draft] if draft is not None else [target]:
@@ -91,8 +94,10 @@ def package_llmapi(
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
 
 
-def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig) -> dict[str, Any]:
-    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the container's knows none."""
+def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int) -> dict[str, Any]:
+    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the container's knows none.
+    log_probs: how many a place the version gives.
+    """
     settings = {
         **llm_args,
         "triton_config": {
@@ -101,7 +106,8 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig) -> dict[str, A
             "cancellation_check_period_ms": CANCELLATION_CHECK_PERIOD_MS,
         },
     }
-    return {**settings, "toolkit": {"default_max_tokens": triton.default_max_tokens}} if triton.model_py == "ours" else settings
+    own = {"default_max_tokens": triton.default_max_tokens, "log_probs": log_probs}
+    return {**settings, "toolkit": own} if triton.model_py == "ours" else settings
 
 
 def _built(engine: CompiledEngine) -> TensorRtLlmBuild:

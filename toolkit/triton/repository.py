@@ -128,6 +128,7 @@ def bls_of(
             max_draft_len=0 if draft is None else speculation.longest_draft,
             acceptance=speculation.acceptance,
             seeds="request",
+            log_probs="logits",
         ),
     )
 

@@ -4,29 +4,46 @@ Pure: the runtime's objects come in as they are and are read by attribute. Besid
 counts and acceptance. The runtime's own acceptance counters are zeros up to 1.2 (TRT#17082), so acceptance comes from
 `avg_decoded_tokens_per_iter`: one token is prefill's, and every further iteration is a verify step. How many tokens were
 drafted is not to be had from it, and is left out rather than guessed (TRT#14724).
+
+Log-probabilities are the target's own, before temperature and filters, also of accepted drafts. The runtime gives the likeliest
+tokens of every place, of which a greedy text chose the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.errors import RequestError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.triton.contract import INPUTS, OUTPUTS
+from toolkit.triton.contract import INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS, TensorSpec
 from toolkit.triton.requests import Form, Request
 
-__all__ = ["FORM", "OUR_INPUTS", "OUR_OUTPUTS", "Responses", "output_types", "sampling_arguments", "verify_steps"]
+__all__ = [
+    "FORM",
+    "OUR_INPUTS",
+    "OUR_OUTPUTS",
+    "Responses",
+    "output_types",
+    "sampling_arguments",
+    "token_log_probs",
+    "verify_steps",
+]
 
-OUR_INPUTS = ("return_token_ids", "return_num_input_tokens", "return_num_output_tokens", "return_speculation_stats")
-OUR_OUTPUTS = ("output_ids", "num_input_tokens", "num_output_tokens", "verify_steps")
+SHARED_INPUTS = ("return_token_ids", "return_num_input_tokens", "return_num_output_tokens", "return_speculation_stats")
+SHARED_OUTPUTS = ("output_ids", "num_input_tokens", "num_output_tokens", "verify_steps")
+OUR_INPUTS: Sequence[TensorSpec] = (*(spec for spec in INPUTS if spec.name in SHARED_INPUTS), *LOG_PROB_INPUTS)
+OUR_OUTPUTS: Sequence[TensorSpec] = (*(spec for spec in OUTPUTS if spec.name in SHARED_OUTPUTS), *LOG_PROB_OUTPUTS)
 FORM = Form(
     {
         **{fact.name: fact.dims == (1,) for fact in LLMAPI.inputs},
-        **{spec.name: spec.dims == (1,) for spec in INPUTS if spec.name in OUR_INPUTS},
+        **{spec.name: spec.dims == (1,) for spec in OUR_INPUTS},
     },
     "sampling_param_",
     {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
 )
+LOG_PROBS = "return_log_probs"
 PERFORMANCE = "sampling_param_return_perf_metrics"
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
 BLOCKS = {
@@ -38,8 +55,8 @@ BLOCKS = {
 }
 
 
-def sampling_arguments(request: Request, max_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams."""
+def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams. log_probs: how many a place this version gives. Raises RequestError."""
     sampling = request.sampling
     arguments: dict[str, Any] = {"max_tokens": request.max_tokens or max_tokens}
     if sampling.temperature == 0.0:
@@ -58,6 +75,10 @@ def sampling_arguments(request: Request, max_tokens: int) -> dict[str, Any]:
         arguments["stop"] = list(request.stop)
     if PERFORMANCE in request.returns:
         arguments["return_perf_metrics"] = True
+    if LOG_PROBS in request.returns:
+        if log_probs == 0:
+            raise RequestError(f"{LOG_PROBS}: this version gives no log-probabilities under speculation")
+        arguments["logprobs"] = log_probs
     return arguments
 
 
@@ -96,6 +117,8 @@ class Responses:
             ending["stop_reason"] = [str(completion.stop_reason)]
         if self._wants("return_cumulative_logprob"):
             ending["cumulative_logprob"] = [completion.cumulative_logprob]
+        if self._wants(LOG_PROBS):
+            ending.update(token_log_probs(completion.token_ids, getattr(completion, "logprobs", None) or ()))
         if self._wants("return_num_input_tokens"):
             ending["num_input_tokens"] = [len(output.prompt_token_ids)]
         steps = verify_steps(tokens, getattr(output, "avg_decoded_tokens_per_iter", None))
@@ -113,6 +136,26 @@ def verify_steps(tokens: int, average: float | None) -> int | None:
     if not average or tokens < 1:
         return None
     return max(0, round(tokens / average) - 1)
+
+
+def token_log_probs(ids: Sequence[int], places: Sequence[Mapping[int, Any]]) -> dict[str, list[Any]]:
+    """places: per token the likeliest ones with an object that holds `logprob`. Empty unless there is one for every token. A
+    token that is not among them has NaN: nothing is known of it.
+    """
+    if len(places) != len(ids):
+        return {}
+    nothing, found = math.nan, {}
+    own = [place[token].logprob if token in place else nothing for token, place in zip(ids, places, strict=True)]
+    found["output_log_probs"] = own
+    others = [
+        max(((each.logprob, other) for other, each in place.items() if other != token), default=None)
+        for token, place in zip(ids, places, strict=True)
+    ]
+    told = [other for other in others if other is not None]
+    if len(told) == len(ids):
+        found["next_best_ids"] = [token for _, token in told]
+        found["next_best_log_probs"] = [value for value, _ in told]
+    return found
 
 
 def _figures(metrics: Any) -> dict[str, list[Any]]:
@@ -133,5 +176,4 @@ def _nanoseconds(value: Any) -> int:
 
 
 def output_types() -> dict[str, str]:
-    ours: Sequence[Any] = [spec for spec in OUTPUTS if spec.name in OUR_OUTPUTS]
-    return {**{fact.name: fact.dtype for fact in LLMAPI.outputs}, **{spec.name: spec.dtype for spec in ours}}
+    return {**{fact.name: fact.dtype for fact in LLMAPI.outputs}, **{spec.name: spec.dtype for spec in OUR_OUTPUTS}}

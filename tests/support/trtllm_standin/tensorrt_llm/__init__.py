@@ -1,14 +1,22 @@
-"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface, one token a step or, with a
-speculative_config, three. At temperature 0 the text is a fixed one; above it two of its words may be others.
+"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface over a toy that runs a target, and
+with a speculative_config a draft, a verify forward, acceptance by token equality and a rewind.
 
-Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments
-that SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole.
+Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments that
+SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole; and in
+_torch/pyexecutor/sampler.py: the log-probabilities are the target's own, a dictionary of the likeliest tokens per place.
+
+The toy counts to ten. It takes its place from the length of its cache, as a model takes positions, and the rest of its logits
+from the tokens in it. At temperature 0 the text is therefore a fixed one; above it two of its words may be others. Greedy
+requests whose prompts begin with TIED are undecided at one place, by less than what a forward of several tokens rounds
+otherwise than one of a single token; prompts that begin with ASTRAY have a draft that is wrong at every other place. A step
+takes its time but where a request has a seed: those are the many that nobody times.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import pathlib
 import random
 from typing import Any
@@ -16,6 +24,12 @@ from typing import Any
 TEXT = "one two three four five six seven eight nine ten"
 OTHERS = {3: "vier", 6: "sieben"}  # above temperature 0 in the place of TEXT's
 OTHERWISE = 0.4  # so often
+WORDS = [*TEXT.split(), *OTHERS.values()]
+FIRST = 100  # the id of WORDS[0]
+SURE = 6.0  # the logit of the right word; others have less than 1
+TIED, ASTRAY = "tied:", "astray:"
+TIE, RIVAL = 4, FIRST + WORDS.index("vier")
+MARGIN, ROUNDING = 0.01, 0.02  # logits
 
 
 @dataclasses.dataclass
@@ -28,7 +42,14 @@ class SamplingParams:
     stop: list[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logprobs: int | None = None
     return_perf_metrics: bool = False
+
+
+@dataclasses.dataclass
+class Logprob:
+    logprob: float
+    rank: int
 
 
 @dataclasses.dataclass
@@ -38,28 +59,52 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | None = None
     cumulative_logprob: float = -1.5
+    logprobs: list[dict[int, Logprob]] | None = None
     request_perf_metrics: Any = None
 
 
+class Target:
+    """fault: positions (a forward of several tokens counts its places from one too many) | cache (a rewind is forgotten)."""
+
+    def __init__(self, tied: bool, fault: str | None) -> None:
+        self._tied, self._fault = tied, fault
+        self.cache: list[int] = []
+
+    def forward(self, tokens: list[int]) -> list[dict[int, float]]:
+        """The logits behind each of these tokens, which the cache takes in. The first forward of a text takes in none."""
+        rows = []
+        for token in tokens or [-1]:
+            self.cache += [token] if token >= 0 else []
+            place = len(self.cache) + (self._fault == "positions" and len(tokens) > 1)
+            chance = random.Random(f"{self.cache[-2:]} {place}")
+            logits = {FIRST + index: chance.random() for index in range(len(WORDS))}
+            logits[FIRST + min(place, 9)] = SURE
+            if self._tied and place == TIE:
+                logits[RIVAL] = SURE - MARGIN + (ROUNDING if len(tokens) > 1 else 0.0)
+            rows.append(logits)
+        return rows
+
+    def rewind(self, length: int) -> None:
+        if self._fault != "cache":
+            del self.cache[length:]
+
+
 class Output:
-    def __init__(self, prompt: str, params: SamplingParams, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, prompt: str, params: SamplingParams, draft_len: int, step_s: float, fault: str | None) -> None:
+        self._draft_len, self._params = draft_len, params
+        self._step_s = step_s if params.seed is None else 0.0
         self.prompt_token_ids = list(range(len(prompt.split())))
-        self.outputs = [Completion()]
+        self.outputs = [Completion(logprobs=None if params.logprobs is None else [])]
         self.finished = False
         self.avg_decoded_tokens_per_iter: float | None = None
         self._aborted = False
-        self._words = TEXT.split()[: params.max_tokens]
-        self._ids = list(range(100, 100 + len(self._words)))
+        self._target = Target(prompt.startswith(TIED) and not params.temperature, fault)
+        self._astray = prompt.startswith(ASTRAY)
+        self._ids: list[int] = []
+        self._others: dict[int, int] = {}
         if params.temperature:
             chance = random.Random(params.seed)
-            for place, word in OTHERS.items():
-                if place < len(self._words) and chance.random() < OTHERWISE:
-                    self._words[place], self._ids[place] = word, 200 + place
-        whole = " ".join(self._words)
-        self._end = min((whole.index(word) for word in params.stop or () if word in whole), default=None)
-        if self._end is not None:
-            self._words = whole[: self._end + 1].split()
+            self._others = {place: FIRST + WORDS.index(word) for place, word in OTHERS.items() if chance.random() < OTHERWISE}
         self._iterations = 0
 
     def abort(self) -> None:
@@ -68,15 +113,52 @@ class Output:
     def aborted(self) -> bool:
         return self._aborted
 
+    def _choose(self, logits: dict[int, float]) -> int:
+        place = len(self._ids)
+        token = self._others.get(place, max(logits, key=logits.__getitem__))
+        self._ids.append(token)
+        if self._params.logprobs is not None:
+            whole = math.log(sum(math.exp(value) for value in logits.values()))
+            likeliest = sorted(logits, key=logits.__getitem__, reverse=True)[: self._params.logprobs]
+            found = {each: Logprob(logits[each] - whole, rank) for rank, each in enumerate(likeliest, 1)}
+            self.outputs[0].logprobs.append(found)
+        return token
+
+    def _drafts(self) -> list[int]:
+        """What the draft takes for the target's next words."""
+        places = range(len(self._ids), len(self._ids) + self._draft_len)
+        right = [self._others.get(place, FIRST + min(place, 9)) for place in places]
+        return [FIRST if self._astray and place % 2 else token for place, token in zip(places, right, strict=True)]
+
+    def _forward(self) -> None:
+        """One iteration: prefill, a decode forward, or a verify forward with its rewind."""
+        drafts = self._drafts() if self._ids else []
+        rows = self._target.forward([*self._ids[-1:], *drafts])
+        before = len(self._ids)
+        for row, draft in zip(rows, [*drafts, None], strict=True):
+            if self._choose(row) != draft:
+                break
+        self._target.rewind(len(self._ids) - 1)
+        del self._ids[self._params.max_tokens :]
+        assert len(self._ids) > before
+
     async def _step(self) -> None:
-        await asyncio.sleep(0.01)
-        completion, self._iterations = self.outputs[0], self._iterations + 1
-        count = min(len(self._words), len(completion.token_ids) + (1 if self._iterations == 1 else self._tokens_per_step))
-        completion.text, completion.token_ids = " ".join(self._words[:count])[: self._end], self._ids[:count]
-        self.finished = self._aborted or count == len(self._words)
+        await asyncio.sleep(self._step_s)
+        self._iterations += 1
+        self._forward()
+        completion, limit = self.outputs[0], min(self._params.max_tokens, len(TEXT.split()))
+        del self._ids[limit:]
+        whole = " ".join(WORDS[token - FIRST] for token in self._ids)
+        end = min((whole.index(word) for word in self._params.stop or () if word in whole), default=None)
+        if end is not None:
+            del self._ids[len(whole[: end + 1].split()) :]
+        completion.text, completion.token_ids = whole[:end], list(self._ids)
+        if completion.logprobs is not None:
+            del completion.logprobs[len(self._ids) :]
+        self.finished = self._aborted or end is not None or len(self._ids) == limit
         if self.finished:
-            completion.finish_reason = "length" if self._end is None else "stop"
-            self.avg_decoded_tokens_per_iter = count / self._iterations
+            completion.finish_reason = "length" if end is None else "stop"
+            self.avg_decoded_tokens_per_iter = len(self._ids) / self._iterations
 
     def __aiter__(self) -> Output:
         return self
@@ -94,18 +176,25 @@ class Output:
 
 
 class LLM:
-    def __init__(self, model: str, speculative_config: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        speculative_config: dict[str, Any] | None = None,
+        step_s: float = 0.01,
+        fault: str | None = None,
+        **settings: Any,
+    ) -> None:
         folders = [model] if speculative_config is None else [model, speculative_config["speculative_model"]]
         here = [folder for folder in folders if not folder.startswith("/models/")]  # not a container's
         if missing := [folder for folder in here if not pathlib.Path(folder).is_dir()]:
             raise FileNotFoundError(f"no checkpoint at {missing}")
-        self._tokens_per_step = 1 if speculative_config is None else 3
+        self._draft_len, self._step_s, self._fault = 0 if speculative_config is None else 2, step_s, fault
         print(f"stand-in LLM: {'plain' if speculative_config is None else 'speculative'}", flush=True)
 
     def generate_async(self, prompt: str, sampling_params: SamplingParams, streaming: bool = False) -> Output:
         if prompt == "refuse me":
             raise ValueError("the runtime refuses this prompt")
-        return Output(prompt, sampling_params, self._tokens_per_step)
+        return Output(prompt, sampling_params, self._draft_len, self._step_s, self._fault)
 
     def shutdown(self) -> None:
         pass

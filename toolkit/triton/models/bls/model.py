@@ -29,7 +29,16 @@ from toolkit.interfaces import TokenEvent
 from toolkit.speculative.rounds import DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.text import TextStream
 from toolkit.triton.backend import CODES, Metrics, parameters_of, traceback_of
-from toolkit.triton.bls import BlsAnswer, BlsRequest, Prepared, engine_inputs, parse_bls, preprocessing_inputs, shaped
+from toolkit.triton.bls import (
+    BlsAnswer,
+    BlsRequest,
+    Prepared,
+    engine_inputs,
+    parse_bls,
+    preprocessing_inputs,
+    shaped,
+    token_log_probs,
+)
 from toolkit.triton.contract import PACKAGE_VERSION
 from toolkit.triton.requests import Limits
 from toolkit.triton.words import unpack
@@ -140,7 +149,7 @@ class TritonPythonModel:
 
     def _send(self, sender: Any, answer: BlsAnswer, event: TokenEvent, rounds: Rounds, engines: EngineModels) -> None:
         failure = None if rounds.draft_failure is None else str(rounds.draft_failure)
-        values = answer.respond(event, time.monotonic_ns(), rounds.log_probs, engines.figures, failure)
+        values = answer.respond(event, time.monotonic_ns(), rounds.log_probs, rounds.next_best, engines.figures, failure)
         if values is None:
             return
         tensors = [pb_utils.Tensor(name, shaped(name, each, self._types[name])) for name, each in values.items()]
@@ -192,6 +201,8 @@ class EngineModels:
         self._target = own.get("tensorrt_llm_model_name", "tensorrt_llm")
         self._draft = own.get("tensorrt_llm_draft_model_name")
         self._seeds = own.get("seeds", "request")
+        self._log_probs = own.get("log_probs", "engine")
+        self._vocab_size = int(own["vocab_size"]) if "vocab_size" in own else None
         self._names = {name: own[f"engine_{name}"] for name in ("min_tokens", "seed") if f"engine_{name}" in own}
         self._request = request
         self._prepared = prepared
@@ -237,15 +248,19 @@ class EngineModels:
             asked = min(count, max(1, asked * target_ns // max(1, elapsed)), MOST_TOKENS)
 
     def _ask(self, ids: Sequence[int], count: int, **how: Any) -> Part:
-        tensors = engine_inputs(self._request, self._prepared, ids, count, role="target", seeds=self._seeds, **how)
+        how = {**how, "seeds": self._seeds, "log_probs": self._log_probs}
+        tensors = engine_inputs(self._request, self._prepared, ids, count, role="target", **how)
         wanted = ["output_ids", "sequence_length"]
         wanted += ["output_log_probs"] if "return_log_probs" in tensors else []
+        wanted += ["generation_logits"] if "return_generation_logits" in tensors else []
         wanted += FIGURES if "return_perf_metrics" in tensors else []
         answer = call(self._target, self._spelled(tensors), wanted)
         for name in FIGURES:
             if name in answer:
                 self.figures[name] = self.figures.get(name, 0) + int(answer[name].reshape(-1)[0])
-        new, values = _new_ids(answer, count), answer.get("output_log_probs")
+        new, values, logits = _new_ids(answer, count), answer.get("output_log_probs"), answer.get("generation_logits")
+        if logits is not None:
+            return Part(new, *token_log_probs(logits.reshape(-1, logits.shape[-1])[: len(new)], new, self._vocab_size))
         return Part(new, () if values is None else tuple(float(each) for each in values.reshape(-1)[: len(new)]))
 
 

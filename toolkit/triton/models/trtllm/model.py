@@ -43,6 +43,7 @@ class TritonPythonModel:
             )
         self._limits = Limits(decoupled=decoupled, max_draft_len=0)
         self._max_tokens = int(own.get("default_max_tokens", 128))
+        self._log_probs = int(own.get("log_probs", 0))
         self._types = {name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()}
         self._parameters = SamplingParams
         self._running: dict[str, Any] = {}
@@ -90,7 +91,7 @@ class TritonPythonModel:
 
     async def _serve(self, request: Request, name: str, sender: Any) -> None:
         try:
-            parameters = self._parameters(**sampling_arguments(request, self._max_tokens))
+            parameters = self._parameters(**sampling_arguments(request, self._max_tokens, self._log_probs))
             stream = self._llm.generate_async(request.prompt, sampling_params=parameters, streaming=request.streaming)
         except Exception as error:  # whatever the runtime refuses is the request's own
             self._refuse(sender, "refused", str(error) or repr(error))
