@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.stages import Silent
+from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from tests.test_cli import write_config
 from toolkit.assembly import Workplace, build
 from toolkit.config.load import load_config
@@ -43,11 +45,14 @@ def loaded(folder: Path, pair: tuple[Path, Path], kind: str = "trtllm_pytorch", 
 
 @pytest.mark.slow
 def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one more of each. The stand-in
-    lies in the packaged model's version folder, where Triton looks for modules.
+    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one more of each, and asking
+    again for log-probabilities none: the last server answers, and the first one of the drawing. The stand-in lies in the
+    packaged model's version folder, where Triton looks for modules. One prompt in four is undecided at one place.
     """
     drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 60.0}
     config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
+    prompts = ["def f(x):", "def g(x):", f"{TIED} def h(x):", "def i(x):"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
     (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
@@ -65,11 +70,16 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     assert report.distribution is not None and all(test.control_rejected for test in report.distribution.tests)
     assert report.plain_arm == "restarts"
     assert report.parity is not None
-    assert [(arm.arm, arm.draft_len, arm.identical) for arm in report.parity.arms] == [("speculative", 2, 4)]
+    (arm,) = report.parity.arms
+    assert (arm.arm, arm.draft_len, arm.identical, arm.equivalent) == ("speculative", 2, 3, 1)
+    (tie,) = report.parity.divergences
+    assert (tie.prompt_index, tie.position, tie.judged_by) == (2, TIE, "log_probs")
+    assert tie.margin == pytest.approx(MARGIN, abs=1e-5) and tie.drift == pytest.approx(0.0, abs=1e-5)
     assert report.arms.speculative is not None
     assert report.arms.plain.requests == report.arms.speculative.requests == 8  # 4 prompts in 2 rounds
     assert report.acceptance is not None
-    assert report.acceptance.length == pytest.approx(4.0 - 1.0)  # 10 tokens: one of prefill and three steps
+    steps, accepted = 3 * 3 + 4, 3 * 6 + 5  # 10 tokens: one of prefill and three steps, or four where the tie rejects a draft
+    assert report.acceptance.length == pytest.approx(1 + accepted / steps)
     assert report.acceptance.rate is None
     unknown = " ".join(one.detail for one in report.findings if one.check == "not measured")
     for what in (

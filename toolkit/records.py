@@ -80,7 +80,7 @@ __all__ = [
     "to_json",
 ]
 
-REPORT_SCHEMA_VERSION = 6  # of report.json: raised when a key comes, goes away or changes its meaning
+REPORT_SCHEMA_VERSION = 7  # of report.json: raised when a key comes, goes away or changes its meaning
 
 R = TypeVar("R")
 
@@ -461,10 +461,15 @@ class Divergence:
 
     arm: verify (the speculative path that keeps nothing) | speculative, with its draft length. kind: equivalent (rounding
     explains it), suspicious (more than rounding, and still between the reference's two best), broken (anything else),
-    unexplained (the reference could not be asked). A token of None is the end of the text. margin: top-1 minus top-2 of the
+    unexplained (nothing could be asked). A token of None is the end of the text. margin: top-1 minus top-2 of the
     reference's scores, in logits; a gap is top-1 minus the score of the token that was chosen, a rank its place (0 is the
     best). Scores are logits at temperature 0, and logits + temperature * Gumbel noise in the seeded check, so both are in
     logits. replay: the file beside the report with which `toolkit validate --replay` asks again.
+
+    judged_by: reference | log_probs, None where no model was needed or none could be asked. By the served log-probabilities
+    each arm's are the other's reference: margin is that of the plain arm, a gap how far a token lies below the other arm's
+    choice (at least, with a rank of 2), all None where the server tells of chosen tokens alone. change: the least change of
+    log-probabilities between the arms (nats) that allows both choices; drift: the largest on the tokens before.
     """
 
     prompt_index: int
@@ -483,6 +488,9 @@ class Divergence:
     seed: int | None
     detail: str
     replay: str | None = None
+    judged_by: str | None = None
+    change: float | None = None
+    drift: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

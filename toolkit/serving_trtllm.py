@@ -112,10 +112,14 @@ def deployment_of(config: DeploymentConfig) -> Deployment:
 
 def abilities_of(config: DeploymentConfig) -> Abilities:
     """The BLS model is ours and drafts as a request asks; LLM() has one draft length, and its own accept rule."""
+    from toolkit.facts.support import LOG_PROBS
     from toolkit.validate.stage import Abilities
 
-    ours = isinstance(config.engine, TrtEngineConfig)
-    return Abilities(verify_arm=ours, draft_lens=ours, coupled=False)
+    engine = config.engine
+    assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
+    ours = isinstance(engine, TrtEngineConfig)
+    told = LOG_PROBS[engine.kind].get(engine.tensorrt_llm, 0) > 0
+    return Abilities(verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told)
 
 
 @dataclass

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.records import Agreement, QuantizationQuality
-from toolkit.validate.parity import judge_gaps, margin_bins
+from toolkit.validate.classes import judge_gaps
+from toolkit.validate.parity import margin_bins
 from toolkit.validate.reference import Reference, text_logits
 from toolkit.validate.statistics import CONFIDENCE, bootstrap_ratio_of_sums
 

@@ -62,23 +62,30 @@ class Sender:
 
         Raises StageError when the request is not answered to its end, or its tokens are not all there.
         """
+        answer = self.ask(index, prompt, arm, **options)
+        if isinstance(answer, str):
+            raise StageError(
+                "validate",
+                f"the server refused a request: {answer}",
+                where=_place(index, arm),
+                mend="Mend or remove this line of the prompts file.",
+            )
+        return answer
+
+    def ask(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming | str:
+        """The same of a request that the server may refuse: its words then."""
         from toolkit.client import RequestRefused, ServerUnavailable
 
         if arm == "plain" and not isinstance(self.endpoint, Alternating):
             options["num_draft_tokens"] = 0
         elif arm == "verify":
             options["acceptance"] = "verify_only"
-        where = f"prompt {index + 1}, {arm} arm"
+        where = _place(index, arm)
         endpoint = self.turn_to(arm)
         try:
             (timing,) = endpoint.measure([prompt], max_tokens=self.max_tokens, **options)
         except RequestRefused as error:
-            raise StageError(
-                "validate",
-                f"the server refused a request: {error}",
-                where=where,
-                mend="Mend or remove this line of the prompts file.",
-            ) from error
+            return str(error)
         except ServerUnavailable as error:
             raise StageError(
                 "validate", f"the server went away: {error}", where=where, mend="The end of the server's log says why."
@@ -100,6 +107,10 @@ class Sender:
         self.sent.append(timing)
         self.on_sent()
         return timing
+
+
+def _place(index: int, arm: str) -> str:
+    return f"prompt {index + 1}, {arm} arm"
 
 
 @dataclass

@@ -22,12 +22,13 @@ from toolkit.records import (
     QuantizationQuality,
     StopCheck,
 )
+from toolkit.validate.again import ask_again
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.arms import ARMS, Measured, Sender
 from toolkit.validate.diagnose import diagnose
 from toolkit.validate.drafts import check_drafts
 from toolkit.validate.gates import agreement_gate, check_gates, distribution_gate
-from toolkit.validate.parity import ArmTexts, Judge, compare, first_difference
+from toolkit.validate.parity import ArmTexts, AskedAgain, Judge, compare, first_difference
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay, replay_of
 from toolkit.validate.sampled import draw_samples, judge_samples
@@ -68,12 +69,13 @@ class Abilities:
     """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured, and passes nothing.
 
     verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled: seeded texts that are the
-    same with and without speculation.
+    same with and without speculation. log_probs: of the tokens that both greedy arms choose, the target's own.
     """
 
     verify_arm: bool = True
     draft_lens: bool = True
     coupled: bool = True
+    log_probs: bool = False  # nothing asks for them where a reference judges
 
 
 ALL = Abilities()
@@ -182,12 +184,16 @@ def _judge_speculation(case: Case) -> _Speculation:
     same = [first_difference(*pair) is None for pair in zip(case.plain, case.greedy.speculative[0], strict=True)]
     stop_check = check_stops(case.sender, case.prompts, case.plain, same, seed=case.config.seed)
     seeded_texts = _seeded(case) if case.can.coupled else None
+    engine = case.references.engine
+    again: AskedAgain = {}
+    if engine is None and case.can.log_probs:
+        case.say("asking again for log-probabilities")
+        again = ask_again(case.sender, case.plain, arms, draft_lens=case.can.draft_lens)
     distribution = _distribution(case) if case.config.distribution.enabled else None
 
     case.say("asking the engine about divergences")
-    engine = case.references.engine
     judge = Judge(engine, case.config.parity.near_tie_margin)
-    parity, seeded = compare(case.plain, arms, judge, keep=case.keep), None
+    parity, seeded = compare(case.plain, arms, replace(judge, again=again), keep=case.keep), None
     if seeded_texts is not None:
         plain, said = seeded_texts
         seeded_judge = replace(judge, temperature=case.config.temperature, seeds=case.seeds)

@@ -93,6 +93,8 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
     found = f"{parity.prompts - parity.identical} of {parity.prompts} prompts differ"
     if parity.equivalent:
         found += f", {parity.equivalent} of them numerically equivalent"
+        if any(one.judged_by == "log_probs" for one in parity.divergences):
+            found += " by their served log-probabilities"
     if parity.suspicious or parity.broken:
         first = next(one for one in parity.divergences if one.kind in ("broken", "suspicious"))
         counts = ", ".join(f"{getattr(parity, kind)} {kind}" for kind in ("broken", "suspicious") if getattr(parity, kind))

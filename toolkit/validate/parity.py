@@ -14,18 +14,23 @@ first difference is put to the reference model, teacher-forced on the text that 
 The score is the logit at temperature 0. Under the `coupled` rule with a seed it is logit + temperature * Gumbel noise, which is
 what that rule maximises: the noise is the same in both arms, so only rounding of the logits can tip the choice, and a rounding
 error moves this score by as much as the logit. One margin in logits therefore serves both.
+
+Where no reference can be asked, greedy divergences are judged by the log-probabilities that the arms themselves give when they
+are asked again (`toolkit.validate.log_probs`): weaker evidence, with the same classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.records import ArmParity, Divergence, MarginBin, Parity
+from toolkit.validate.classes import judge_gaps
+from toolkit.validate.log_probs import Served, judge_log_probs
 from toolkit.validate.reference import Reference
 from toolkit.validate.statistics import CONFIDENCE, clopper_pearson
 
@@ -35,18 +40,19 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "MARGIN_EDGES",
-    "SUSPICIOUS",
     "ArmTexts",
+    "AskedAgain",
     "Judge",
+    "Place",
     "compare",
+    "earliest_difference",
     "first_difference",
-    "judge_gaps",
     "margin_bins",
     "unrepeatable",
 ]
 
+UNKNOWN = "the engine cannot be asked outside its server: rounding and a fault look the same"
 KINDS = ("identical", "equivalent", "suspicious", "broken", "unexplained")  # from good to bad, as far as they can be ordered
-SUSPICIOUS = 10.0  # near-tie margins up to which a choice between the two best is suspicious and not broken yet
 MARGIN_EDGES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)  # logits
 
 
@@ -68,16 +74,21 @@ class ArmTexts:
     texts: Sequence[Sequence[RequestTiming]]
 
 
+# (arm, draft length, prompt) -> the plain and the other text, asked again with log-probabilities; or why there are none.
+AskedAgain = Mapping[tuple[str, int, int], "tuple[RequestTiming, RequestTiming] | str"]
+
+
 @dataclass(frozen=True, slots=True)
 class Judge:
     """What turns a place into a divergence. seeds: one per prompt, at temperature > 0. reference None: there is none to ask, so
-    that a divergence stays unexplained.
+    that a divergence is judged by what was asked again, and stays unexplained without it.
     """
 
     reference: Reference | None
     near_tie_margin: float
     temperature: float = 0.0
     seeds: Sequence[int] | None = None
+    again: AskedAgain = field(default_factory=dict)
 
 
 def compare(
@@ -92,9 +103,9 @@ def compare(
     scores: dict[tuple[int, ...], NDArray[np.float64]] = {}  # arms part at the same places: the reference is asked once
     for number, arm in enumerate(arms):
         for index, (own, others) in enumerate(zip(plain, arm.texts, strict=True)):
-            places = [(place, other) for other in others if (place := first_difference(own, other)) is not None]
-            if places:
-                place, other = min(places, key=lambda item: item[0].position)
+            first = earliest_difference(own, others)
+            if first is not None:
+                place, other = first
                 found[number][index] = (_judge(judge, index, own, other, place, arm, scores), other)
     moved = [_moves(arms, column) for column in zip(*found, strict=True)]
     divergences: list[Divergence] = []
@@ -147,11 +158,10 @@ def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place 
     return None if same else Place(shared, None, None)
 
 
-def judge_gaps(gaps: Sequence[float], ranks: Sequence[int], near_tie_margin: float) -> str:
-    """The class of chosen tokens that lie `gaps` logits below the reference's best and have these places."""
-    if max(gaps) <= near_tie_margin:
-        return "equivalent"
-    return "suspicious" if max(gaps) <= SUSPICIOUS * near_tie_margin and max(ranks) <= 1 else "broken"
+def earliest_difference(plain: RequestTiming, others: Iterable[RequestTiming]) -> tuple[Place, RequestTiming] | None:
+    """Of several rounds of one prompt: the first place where any of them parts from the plain text, and that round's text."""
+    places = [(place, other) for other in others if (place := first_difference(plain, other)) is not None]
+    return min(places, key=lambda item: item[0].position) if places else None
 
 
 def margin_bins(margins: Iterable[float], differing: Iterable[bool] | None = None) -> tuple[MarginBin, ...]:
@@ -201,6 +211,7 @@ def _judge(
             speculative_gap=gaps[1],
             seed=seed,
             detail=detail,
+            judged_by=None if margin is None else "reference",
         )
 
     if place.plain_token is None and place.speculative_token is None:
@@ -214,7 +225,7 @@ def _judge(
             continue
         chosen.append(reference.eos_token_ids if token is None else (token,))
     if reference is None:
-        return divergence("unexplained", "the engine cannot be asked outside its server: rounding and a fault look the same")
+        return _of_log_probs(divergence("unexplained", UNKNOWN), plain, other, judge)
     if judge.temperature > 0 and (reference.noise is None or seed is None):
         return divergence("unexplained", "the runtime's noise is not known here, so rounding and a fault cannot be told apart")
 
@@ -240,6 +251,34 @@ def _judge(
     culprit, gap, rank = max(zip(("plain", arm.arm), gaps, ranks, strict=True), key=lambda item: item[1])
     detail = f"the {culprit} arm chose the reference's number {rank + 1}, {gap:.4f} logits below its best"
     return divergence(kind, detail, margin, ranks, gaps)
+
+
+def _of_log_probs(one: Divergence, plain: RequestTiming, other: RequestTiming, judge: Judge) -> Divergence:
+    """The divergence as the arms' own log-probabilities judge it; as it is where there are none."""
+    again = judge.again.get((one.arm, one.draft_len, one.prompt_index))
+    if again is None:
+        return one
+    if isinstance(again, str):
+        return replace(one, detail=f"{one.detail}; {again}")
+    upto = one.position + 1
+    for name, before, now in (("plain", plain, again[0]), (one.arm, other, again[1])):
+        if before.token_ids[:upto] != now.token_ids[:upto]:
+            detail = f"asked again for its log-probabilities, the {name} arm said another text up to this place"
+            return replace(one, detail=f"{detail}, so that nothing is known of this one")
+    found: Served = judge_log_probs(one.position, *again, one.arm, judge.near_tie_margin)
+    return replace(
+        one,
+        kind=found.kind,
+        detail=found.detail,
+        margin=found.margin,
+        plain_rank=found.ranks[0],
+        speculative_rank=found.ranks[1],
+        plain_gap=found.gaps[0],
+        speculative_gap=found.gaps[1],
+        judged_by="log_probs" if found.kind != "unexplained" else None,
+        change=found.change,
+        drift=found.drift,
+    )
 
 
 def _positions(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> list[int | None]:

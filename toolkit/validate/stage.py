@@ -65,7 +65,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "rounds_wanted", "validate"]
 
-VERSION = 10
+VERSION = 11
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
@@ -140,6 +140,7 @@ def validate(
     if config.latency.concurrency:
         if sweep is None:
             raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
+        sender.turn_to(arms[-1])  # what runs is what is loaded
         loaded = sweep(config.latency.concurrency)
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config)
