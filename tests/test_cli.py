@@ -360,7 +360,7 @@ def _ancestors(pid: int) -> Iterator[int]:
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return
         yield pid
 
