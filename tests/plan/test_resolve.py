@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,24 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
     plan = make_plan(config_of("pytorch", **keys, **both("FP8")))
     assert plan.possible
     assert "quantize" not in {stage.stage for stage in plan.memory}
+
+
+@pytest.mark.parametrize(
+    "kind, keys, rule",
+    [
+        ("pytorch", {**gpu("H200", 3), "engine__tp_size": 8}, "world-size"),
+        ("int8", {**gpu("A100", 4), "engine__tp_size": 8}, "world-size"),  # 14 heads of the draft: four ranks are too many
+        ("pytorch", {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2}, "world-size"),
+        ("pytorch", {**PLAIN, **gpu("H200", 1), "engine__tp_size": 2, "engine__pp_size": 2}, "world-size"),
+        ("pytorch", {**gpu("H200", 3), "engine__pp_size": 3}, "no-pp-with-draft-target"),
+        ("int8", {**gpu("A100", 8), "engine__tp_size": 2, "engine__pp_size": 4}, "no-pp-with-draft-target"),
+    ],
+)
+def test_the_ranks_that_are_offered_instead_work(kind: str, keys: dict[str, Any], rule: str) -> None:
+    (mend,) = [one.mend for one in refused(kind, keys) if one.rule == rule]
+    assert mend is not None
+    offered = {f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", mend)}
+    assert not [one for one in resolve(subject(kind, **{**keys, **offered})) if one.severity == "refused"], mend
 
 
 def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:

@@ -12,7 +12,7 @@ from toolkit.facts.gpus import Gpu
 from toolkit.facts.support import MIN_SM
 from toolkit.facts.versions import VERSIONS, Version
 
-__all__ = ["DEFAULT_MAX_NUM_TOKENS", "Subject", "family_of", "length_limit", "max_num_tokens", "splits"]
+__all__ = ["DEFAULT_MAX_NUM_TOKENS", "Subject", "family_of", "length_limit", "max_num_tokens", "splits", "widest"]
 
 DEFAULT_MAX_NUM_TOKENS = 8192  # of trtllm-build and of LLM(); TRT commands/build.py, llmapi/llm_args.py (B)
 
@@ -95,6 +95,15 @@ def length_limit(shape: ModelShape) -> int:
 def splits(shape: ModelShape, tp_size: int) -> bool:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     return heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
+
+
+def widest(subject: Subject, at_most: int) -> int:
+    """The largest tp_size up to `at_most` that every model here can be split over."""
+
+    def fits(tp_size: int) -> bool:
+        return all(splits(one, tp_size) and one.intermediate_size % tp_size == 0 for one in subject.shapes.values())
+
+    return max(size for size in range(1, max(1, at_most) + 1) if size == 1 or fits(size))
 
 
 def max_num_tokens(engine: TensorRtLlmConfig) -> int:

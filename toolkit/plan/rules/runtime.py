@@ -6,7 +6,7 @@ from toolkit.config.schema import HardwareConfig, TorchEngineConfig
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.plan.rules.found import Check, Findings, Found, refuse
-from toolkit.plan.subject import Subject
+from toolkit.plan.subject import Subject, widest
 
 __all__ = ["CHECKS"]
 
@@ -14,7 +14,7 @@ __all__ = ["CHECKS"]
 def _no_pp_with_draft_target(subject: Subject) -> Findings:
     engine = subject.trtllm
     if engine is not None and subject.drafts and engine.pp_size > 1:
-        mend = f"set pp_size: 1 and tp_size: {engine.world_size}, or speculation.kind: none"
+        mend = f"set pp_size: 1 and tp_size: {widest(subject, engine.world_size)}, or speculation.kind: none"
         yield refuse("engine.pp_size", "draft-target with two models runs without pipeline parallelism", mend)
 
 
@@ -79,7 +79,9 @@ def _world_size(subject: Subject) -> Findings:
         return
     ranks = f"tp_size {engine.tp_size} x pp_size {engine.pp_size} = {engine.world_size} ranks"
     if engine.world_size > subject.gpu_count:
-        mend = f"set tp_size: {_power_of_two_below(subject.gpu_count)}, or hardware.count and nodes to what there is"
+        rest = subject.gpu_count // engine.pp_size
+        fewer = f"tp_size: {widest(subject, rest)}" + ("" if rest else " and pp_size: 1")
+        mend = f"set {fewer}, or hardware.count and nodes to what there is"
         yield refuse("engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", mend)
     elif engine.world_size > engine.gpus_per_node * hardware.nodes:
         nodes = -(-engine.world_size // engine.gpus_per_node)
@@ -97,7 +99,10 @@ def _ranks_per_node(subject: Subject) -> Findings:
         yield refuse("engine.gpus_per_node", what, f"set gpus_per_node: {count}")
     elif engine.tp_size > count:
         what = f"tp_size {engine.tp_size} spans machines of {count} GPUs: every layer waits for the network between them"
-        yield Found("warning", "engine.tp_size", what, f"set tp_size: {_power_of_two_below(count)}, and pp_size for the rest")
+        within = widest(subject, count)
+        pipeline = engine.world_size // within
+        mend = f"set tp_size: {within} and pp_size: {pipeline}" + (", with speculation.kind: none" if subject.drafts else "")
+        yield Found("warning", "engine.tp_size", what, f"{mend}; or take larger GPUs, {within} of them")
 
 
 def _hardware_needed(subject: Subject) -> Findings:
@@ -129,10 +134,6 @@ def _remote_code(subject: Subject) -> Findings:
             )
             what = f"{why}, and tokenizers are read from tokenizer.json: no code of a checkpoint is run"
             yield refuse(path, what, "remove this line")
-
-
-def _power_of_two_below(count: int) -> int:
-    return 1 << (max(1, count).bit_length() - 1)
 
 
 def _nodes(hardware: HardwareConfig) -> str:
