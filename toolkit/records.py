@@ -445,7 +445,11 @@ class PositionAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included. None: nothing was drafted."""
+    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included. None: nothing was drafted.
+
+    alpha: drafts kept / drafts looked at, those behind a rejection left out, with an interval over prompts; None where the
+    server does not count by position.
+    """
 
     rate: float | None
     length: float | None
@@ -453,6 +457,7 @@ class Acceptance:
     accepted: int
     verify_steps: int
     by_position: tuple[PositionAcceptance, ...]
+    alpha: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)

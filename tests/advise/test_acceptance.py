@@ -12,7 +12,6 @@ from tests.support.runtimes import make_request, make_runtime, serve
 from tests.support.step_engines import TableEngine
 from toolkit.advise.acceptance import (
     Drafted,
-    alpha_from_counts,
     coupled_match,
     drafted_by_lookup,
     drafted_by_model,
@@ -59,15 +58,6 @@ def test_table_1_of_leviathan_is_reproduced(alpha: float, gamma: int, operations
 def test_table_2_of_leviathan_is_reproduced(gamma: int, alpha: float, c: float, predicted: float) -> None:
     """To the digits that the paper gives: alpha and c have two, and move the result by up to 0.1."""
     assert leviathan_speedup(alpha, gamma, c) == pytest.approx(predicted, abs=0.1)
-
-
-def test_alpha_from_counts_undoes_truncation() -> None:
-    """Blocks of 4 drafts kept with 0.7 each: accepted / drafted says 0.44, the likelihood 0.7."""
-    random = np.random.default_rng(0)
-    lengths = np.cumprod(random.random((200_000, 4)) < 0.7, axis=1).sum(axis=1)
-    alpha = alpha_from_counts(int(lengths.sum()), int((lengths < 4).sum()))
-    assert alpha == pytest.approx(0.7, abs=0.003)
-    assert alpha_from_counts(0, 0) is None
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,8 +91,27 @@ def test_acceptance_sums_before_it_divides() -> None:
     assert second.conditional == pytest.approx(0.5)
 
 
+def test_alpha_from_counts_undoes_truncation_within_its_interval() -> None:
+    """Blocks of 4 drafts kept with 0.7 each: accepted / drafted says 0.44, the likelihood 0.7."""
+    generator = np.random.default_rng(0)
+    requests = []
+    for prompt in range(60):
+        kept = np.cumprod(generator.random((50, 4)) < 0.7, axis=1).sum(axis=0).tolist()
+        counts = {"drafted": 200, "accepted": sum(kept), "verify_steps": 50}
+        one = timing([(1, 9)], **counts, drafted_by_position=(50,) * 4, accepted_by_position=tuple(kept))
+        requests.append(dataclasses.replace(one, prompt=f"prompt {prompt}"))
+    found = metrics.acceptance(requests)
+    assert found.rate == pytest.approx(0.44, abs=0.02) and found.alpha is not None
+    assert found.alpha.low < 0.7 < found.alpha.high
+    assert found.alpha.estimate == pytest.approx(0.7, abs=0.02)
+    assert found.alpha.high - found.alpha.low < 0.05
+    repeated = metrics.acceptance(requests * 5).alpha  # rounds repeat the prompts, and tell nothing new
+    assert repeated == found.alpha
+
+
 def test_acceptance_of_a_server_that_says_nothing_is_absent() -> None:
     acceptance = metrics.acceptance([timing([(1, 2)])])
+    assert acceptance.alpha is None
     assert (acceptance.rate, acceptance.length, acceptance.by_position) == (None, None, ())
 
 

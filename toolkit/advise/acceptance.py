@@ -33,7 +33,6 @@ __all__ = [
     "RULES",
     "Drafted",
     "Replay",
-    "alpha_from_counts",
     "coupled_match",
     "drafted_by_lookup",
     "drafted_by_model",
@@ -197,16 +196,7 @@ def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
     return Replay(draft_len, by_width, drafted, accepted, places.astype(np.float64))
 
 
-# Where only counts exist, and what the formulas of the paper make of one alpha.
-
-
-def alpha_from_counts(accepted: int, rejections: int) -> float | None:
-    """Maximum likelihood of alpha from blocks under independent, equal acceptance: a truncated geometric distribution.
-
-    rejections: blocks that were not kept whole; a block that was has none. accepted / drafted would be too low, since it counts
-    the drafts behind a rejection, which nobody looked at. None: nothing was drafted.
-    """
-    return None if accepted + rejections == 0 else accepted / (accepted + rejections)
+# What the formulas of the paper make of one alpha.
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:

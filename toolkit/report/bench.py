@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Finding, Gate, Latency, Ratio
+from toolkit.report.cells import interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +82,7 @@ def _rows(arm: BenchArm) -> dict[str, str]:
         "goodput /s": _number(arm.goodput, 2),
         "acceptance length": _number(arm.acceptance.length, 2),
         "acceptance rate": _number(arm.acceptance.rate, 2),
+        "alpha": "" if (alpha := arm.acceptance.alpha) is None else interval(alpha.estimate, alpha.low, alpha.high),
         "send lag p50/p99 ms": "" if arm.lag_p99_ms is None else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
     }
     return rows | {f"{name} p50/p90/p99 ms": _percentiles(arm.latencies[name]) for name in LATENCIES}

@@ -12,6 +12,7 @@ from toolkit.records import (
     DistributionTest,
     DraftCheck,
     Gate,
+    Interval,
     Latency,
     LayerCounts,
     MarginBin,
@@ -285,10 +286,16 @@ def _acceptance(report: ValidationReport) -> Table:
         ("rate: accepted / drafted", *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found)),
         ("length: tokens per verify step", *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found)),
     ]
+    if any(a.alpha is not None for _, a in found):
+        rows.append(("alpha: kept / looked at", *(_alpha(a.alpha) for _, a in found)))
     for i in range(max((len(a.by_position) for _, a in found), default=0)):
         rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
-    names = ("acceptance_rate", "acceptance_length", "acceptance_by_position")
+    names = ("acceptance_rate", "acceptance_length", "acceptance_alpha", "acceptance_by_position")
     return Table("Acceptance", ("", *(label for label, _ in found)), tuple(rows), names)
+
+
+def _alpha(alpha: Interval | None) -> str:
+    return DASH if alpha is None else interval(alpha.estimate, alpha.low, alpha.high)
 
 
 def _position(acceptance: Acceptance, i: int) -> str:

@@ -93,6 +93,10 @@ def _alphas(candidate: Candidate) -> Table:
     rows = tuple(
         (f"{one.rule}, {one.domain or 'all texts'}", interval(one.estimate, one.low, one.high), f"{one.tokens:,}")
         for one in candidate.alphas
+    ) + tuple(
+        (f"{mode}, draft {place + 1} of a block, all before it kept", number(rate, 2), "")
+        for mode, rates in candidate.by_place.items()
+        for place, rate in enumerate(rates)
     )
     return Table(f"Acceptance without a speculative run, {candidate.name}", ("rule", "alpha", "tokens"), rows, ("alpha",))
 

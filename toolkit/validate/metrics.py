@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from toolkit.records import Acceptance, Arm, Definition, Latency, PositionAcceptance, Ratio, Speedup
+from toolkit.records import Acceptance, Arm, Definition, Interval, Latency, PositionAcceptance, Ratio, Speedup
 from toolkit.validate.statistics import (
     CONFIDENCE,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
     bootstrap_ratio,
+    bootstrap_ratio_of_sums,
     percentile,
     unsupported,
 )
 
 if TYPE_CHECKING:
-    from toolkit.client import RequestTiming
+    from toolkit.client import RequestTiming, Statistics
 
 __all__ = [
     "DEFINITIONS",
@@ -109,6 +110,13 @@ DEFINITIONS: dict[str, Definition] = {
         "verify steps that kept the draft token at position i",
         "verify steps that drafted one there",
         "a conditional rate is among steps that kept all tokens before i",
+    ),
+    "acceptance_alpha": Definition(
+        "accepted / looked at",
+        "draft tokens that the target kept",
+        "draft tokens whose predecessors in the block were all kept: sum over positions of drafted[i] x joint[i - 1]",
+        "maximum likelihood for drafts that are kept alike and independently (a truncated geometric distribution). Blocks "
+        f"last longer in easy places, so it may lie above the mean over all. {CONFIDENCE:.0%} bootstrap interval over prompts",
     ),
     "distinct_4grams": Definition(
         "distinct / all 4-grams of output tokens, averaged over requests",
@@ -406,12 +414,27 @@ def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
     return Speedup(estimate, low, high, CONFIDENCE, prompts=len(plain[0]), rounds=len(plain))
 
 
-def acceptance(requests: Iterable[RequestTiming]) -> Acceptance:
+def acceptance(requests: Iterable[RequestTiming], *, seed: int = 0) -> Acceptance:
     """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives zeros and None."""
-    statistics = [request.statistics for request in requests]
+    by_prompt: dict[str, list[Statistics]] = {}
+    for request in requests:
+        by_prompt.setdefault(request.prompt, []).append(request.statistics)
+    statistics = [one for group in by_prompt.values() for one in group]
     drafted, accepted, steps = (
         sum(getattr(one, name) or 0 for one in statistics) for name in ("drafted", "accepted", "verify_steps")
     )
+    return Acceptance(
+        rate=accepted / drafted if drafted else None,
+        length=1 + accepted / steps if steps else None,
+        drafted=drafted,
+        accepted=accepted,
+        verify_steps=steps,
+        by_position=_positions(statistics),
+        alpha=_alpha([_positions(group) for group in by_prompt.values()], seed),
+    )
+
+
+def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ...]:
     drafted_at = _sum_positions(one.drafted_by_position or () for one in statistics)
     accepted_at = _sum_positions(one.accepted_by_position or () for one in statistics)
     positions: list[PositionAcceptance] = []
@@ -421,14 +444,22 @@ def acceptance(requests: Iterable[RequestTiming]) -> Acceptance:
         conditional = joint / before if joint is not None and before else None
         positions.append(PositionAcceptance(proposed, kept, joint, None if conditional is None else min(1.0, conditional)))
         before = joint
-    return Acceptance(
-        rate=accepted / drafted if drafted else None,
-        length=1 + accepted / steps if steps else None,
-        drafted=drafted,
-        accepted=accepted,
-        verify_steps=steps,
-        by_position=tuple(positions),
-    )
+    return tuple(positions)
+
+
+def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Interval | None:
+    """Maximum likelihood of alpha where every draft is kept alike and on its own: a geometric distribution, cut off at the
+    draft length. A draft is looked at where all before it were kept; blocks of one length are looked at alike.
+    """
+    pairs: list[tuple[float, float]] = []
+    for positions in by_prompt:
+        reached = (1.0, *(one.joint or 0.0 for one in positions))
+        looked_at = sum(one.drafted * before for one, before in zip(positions, reached, strict=False))
+        pairs.append((float(sum(one.accepted for one in positions)), looked_at))
+    if not any(looked_at for _, looked_at in pairs):
+        return None
+    estimate, low, high = bootstrap_ratio_of_sums(pairs, seed=seed)
+    return Interval(estimate, low, min(1.0, high))
 
 
 def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:
