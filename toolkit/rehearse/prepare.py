@@ -40,7 +40,7 @@ PROMPT_CHARACTERS = 48
 CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}  # at most
 TIES = 0.5  # of the prompts may meet a near-tie: with 16 prompts no smaller rate can be bounded
 TEMPERATURE = 1.0  # at least: the controls of the test of sampled tokens see nothing where one token is certain
-EFFECT, SECONDS = 0.12, 60.0  # of the test of sampled tokens
+EFFECT, SECONDS = 0.12, 180.0  # of the test of sampled tokens; drawing ends sooner where it has enough
 LINES = (
     "def total(values):\n    return sum(value for value in values if value is not None)",
     "The server answers every request once, and closes the connection when the text is complete.",
