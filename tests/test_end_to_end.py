@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
+from toolkit.records import Divergence
+from toolkit.validate.replay import Replay, write_replay
 
 PROMPTS = ("def read(path):\n", "class Stack:\n", "import os\n", "for i in range(", "# sort the list\n", "return x + ")
 
@@ -52,6 +54,29 @@ def toolkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def write_divergence(folder: Path) -> str:
+    """A replay file, as a validation that found a fault leaves one."""
+    divergence = Divergence(
+        prompt_index=0,
+        prompt=PROMPTS[0],
+        arm="speculative",
+        draft_len=3,
+        position=3,
+        kind="broken",
+        plain_token=5,
+        speculative_token=6,
+        margin=2.0,
+        plain_rank=0,
+        speculative_rank=9,
+        plain_gap=0.0,
+        speculative_gap=7.0,
+        seed=None,
+        detail="a token nobody knows",
+    )
+    name = write_replay(folder / "replay", Replay("tiny", divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6)))
+    return str(folder / name)
+
+
 @pytest.mark.slow
 def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = write_deployment(tmp_path, *tiny_pair)
@@ -76,6 +101,10 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_p
     explained = toolkit("explain", str(config), cwd=tmp_path)
     assert explained.returncode == 0
     assert "reused" in explained.stdout
+    again = toolkit("validate", "--replay", write_divergence(tmp_path), cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "then  output token 4: broken, a token nobody knows" in again.stdout
+    assert "now   identical" in again.stdout and "the texts are not those of the file" in again.stdout
 
 
 ODD_PAIRS = {
