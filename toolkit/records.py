@@ -940,11 +940,16 @@ class ScheduleStep:
 class Advice:
     """What should be set, and why. candidates: the best first. costs_are: measured, or predicted for a GPU that is not here.
 
+    decided False: the interval of the best candidate's speed-up holds 1, and what is set follows the estimate. own: name of the
+    deployment's own candidate, which need not be the best.
+
     schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len. max_concurrency: the most requests
     at once with which speculation was seen to pay; None: it pays at every size tried.
     """
 
     speculate: bool
+    decided: bool
+    own: str
     drafter: str  # draft_target | ngram | none
     draft: str | None  # name of the best candidate where it is a model
     max_draft_len: int  # 0: do not speculate

@@ -14,9 +14,9 @@ from tests.support.runtimes import CODEC
 from tests.support.step_engines import TableEngine
 from toolkit.advise.choose import schedule_of
 from toolkit.advise.cost import StepTimes, batch_sizes
-from toolkit.advise.stage import Contender, Question, advise
+from toolkit.advise.stage import Contender, Question, advise, decide
 from toolkit.interfaces import Sampling
-from toolkit.records import Advice, Alpha, from_json, to_json
+from toolkit.records import Advice, Alpha, Candidate, SpeedupPrediction, from_json, to_json
 from toolkit.serving import MeasuredRuntime
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.sampling import weights
@@ -150,6 +150,25 @@ def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
     assert advice.max_concurrency < 8
 
 
+def test_noise_is_no_reason_against_speculation(good: Advice) -> None:
+    """The interval holds 1 and the estimate lies above: it is set as estimated, and said to be undecided."""
+    facts: dict[str, Any] = {"own": "model", "costs_are": "measured", "temperature": TEMPERATURE, "rule": "rejection"}
+    facts |= {"prompts": len(PROMPTS), "tokens": 1000, "seconds": 1.0}
+    best = good.candidates[0]
+    sure, noisy = (decide([one], (1, 2), **facts) for one in (best, replace(best, low=0.8)))
+    worse = decide([replace(best, speedup=0.97, low=0.8, high=1.2, predictions=slower(best, 0.5))], (1, 2), **facts)
+    assert (sure.speculate, sure.decided) == (True, True)
+    assert (noisy.speculate, noisy.decided) == (True, False)
+    assert noisy.max_draft_len == best.draft_len
+    assert noisy.reason.startswith("undecided: ")
+    assert (worse.speculate, worse.decided) == (False, True)
+    assert worse.reason.startswith("do not speculate: ")
+
+
+def slower(candidate: Candidate, factor: float) -> tuple[SpeedupPrediction, ...]:
+    return tuple(replace(one, speedup=factor * one.speedup, low=factor * one.low) for one in candidate.predictions)
+
+
 def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
     advice = run(TableEngine(2, closeness=0.8), draft_ms=30.0)
     assert advice.draft is None
@@ -222,4 +241,4 @@ def test_the_advice_agrees_with_the_interval_that_it_prints(good: Advice) -> Non
     best = good.candidates[0]
     wide = tuple(replace(one, low=0.97) if one.batch == 1 else one for one in best.predictions)
     assert schedule_of(replace(best, predictions=wide), (1, 2))[0].draft_len == best.draft_len
-    assert schedule_of(replace(best, low=0.99), (1, 2))[0].draft_len == 0
+    assert schedule_of(replace(best, low=0.99, predictions=slower(best, 0.5)), (1, 2))[0].draft_len == 0

@@ -169,6 +169,8 @@ def advised(failing: ValidationReport) -> ValidationReport:
     )
     advice = Advice(
         True,
+        True,
+        candidate.name,
         "draft_target",
         candidate.name,
         4,

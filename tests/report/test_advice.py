@@ -91,3 +91,15 @@ def test_a_prediction_is_set_beside_what_was_served(advice: Advice, advised: Val
     assert greedy.startswith(f"  greedy: {advised.speedup.estimate:.2f}x (") and greedy.endswith("x predicted")
     elsewhere = printed(replace(advice, costs_are="predicted"), served=advised)
     assert any("tune on that machine" in line for line in elsewhere) and not any("greedy: " in line for line in elsewhere)
+
+
+def test_what_was_served_leads_where_the_prediction_is_not_decided(advice: Advice, advised: ValidationReport) -> None:
+    assert advised.speedup is not None
+    pays = replace(advised, sampled=replace(advised.sampled, speedup=replace(advised.speedup, low=1.2)))
+    pays = replace(pays, speedup=replace(advised.speedup, low=1.2))
+    undecided = replace(advice, decided=False, reason="undecided: 1.10x (0.90 to 1.30)")
+    lines = printed(undecided, present=SpeculationConfig(), own_draft="a <draft>", served=pays)
+    assert any(line.startswith("the interval holds 1") for line in lines)
+    assert any(line.startswith("what was served decides") for line in lines)
+    for other, served in ((undecided, advised), (advice, pays)):
+        assert not any("decides" in line for line in printed(other, present=SpeculationConfig(), served=served))

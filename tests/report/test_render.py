@@ -11,6 +11,7 @@ from rich.console import Console
 from toolkit.errors import StageError
 from toolkit.records import REPORT_SCHEMA_VERSION, Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
 from toolkit.report.cells import number
+from toolkit.report.expected import draft_length_plot
 from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
@@ -219,6 +220,17 @@ def advised_prediction(report: ValidationReport) -> float:
     assert report.advice is not None
     predictions = report.advice.candidates[0].predictions
     return next(one.speedup for one in predictions if (one.mode, one.draft_len) == ("greedy", 4))
+
+
+def test_the_deployment_s_own_way_to_draft_is_drawn_and_not_the_best(advised: ValidationReport) -> None:
+    """What was served stands in the plot as dots: the lines have to be of the same drafter."""
+    assert advised.advice is not None
+    best, other = advised.advice.candidates
+    own = replace(advised, advice=replace(advised.advice, candidates=(other, best)))
+    plot = draft_length_plot(own)
+    assert plot is not None
+    assert plot.caption.startswith(best.name)
+    assert any(best.name in table.title for table in tables(own))
 
 
 def test_markdown_neutralises_what_a_prompt_holds(failing: ValidationReport) -> None:

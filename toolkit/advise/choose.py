@@ -83,8 +83,10 @@ def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleS
     """The best draft length from each batch size on; 0 where the interval of the speed-up does not lie above 1. Never grows.
 
     For one request at a time the interval is the candidate's own, over all modes; beyond, the modes' lower ends are averaged,
-    which asks for a little more.
+    which asks for a little more. Where not even one request at a time is decided, the estimates stand for the intervals: a
+    noisy measurement is no reason against speculation.
     """
+    decided = candidate.low > 1.0
     steps: list[ScheduleStep] = []
     bound = max(prediction.draft_len for prediction in candidate.predictions)
     for batch in batches:
@@ -95,7 +97,8 @@ def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleS
         means = {length: _geometric([one.speedup for one in ones]) for length, ones in by_length.items()}
         best = best_length(means)
         own = (batch, best) == (1, candidate.draft_len)
-        pays = (candidate.low if own else _geometric([one.low for one in by_length[best]])) > 1.0
+        low = candidate.low if own else _geometric([one.low for one in by_length[best]])
+        pays = (low if decided else means[best]) > 1.0
         bound = min(bound, best if pays else 0)
         if not steps or steps[-1].draft_len != bound:
             steps.append(ScheduleStep(batch, bound))

@@ -18,9 +18,9 @@ from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
-__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise"]
+__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise", "decide"]
 
-VERSION = 2
+VERSION = 3
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
 SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 
@@ -99,6 +99,7 @@ def advise(
     return decide(
         candidates,
         batches,
+        own=contenders[0].name,
         costs_are=PREDICTED if contenders[0].forward_s is not None else MEASURED,
         temperature=question.temperature or 0.0,
         rule=rule,
@@ -138,6 +139,7 @@ def decide(
     candidates: Sequence[Candidate],
     batches: Sequence[int],
     *,
+    own: str,
     costs_are: str,
     temperature: float,
     rule: str,
@@ -145,7 +147,7 @@ def decide(
     tokens: int,
     seconds: float,
 ) -> Advice:
-    """The best candidate's lengths, or none. candidates: the best first."""
+    """The best candidate's lengths, or none. candidates: the best first; own: the name of the deployment's."""
     best = candidates[0]
     schedule = schedule_of(best, batches)
     speculate = schedule[0].draft_len > 0
@@ -153,12 +155,17 @@ def decide(
     needed = f"{best.break_even_length:.2f} tokens per step would break even, it gets {best.acceptance_length:.2f}"
     length = f"{best.draft_len} draft token{'' if best.draft_len == 1 else 's'}"
     gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {length}"
-    if speculate:
+    decided = best.low > 1.0 or not speculate
+    if not speculate:
+        reason = f"do not speculate: {best.name}, the best there is, would give {gain}; {needed}"
+    elif decided:
         reason = f"{best.name}: {gain} for one request at a time; {needed}"
     else:
-        reason = f"do not speculate: {best.name}, the best there is, would give {gain}; {needed}"
+        reason = f"undecided: {best.name}, {gain} for one request at a time, may gain or lose; {needed}"
     return Advice(
         speculate=speculate,
+        decided=decided,
+        own=own,
         drafter=best.drafter if speculate else "none",
         draft=best.name if speculate and best.drafter == "draft_target" else None,
         max_draft_len=schedule[0].draft_len,

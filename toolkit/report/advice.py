@@ -12,7 +12,7 @@ from toolkit.records import Advice, Candidate, Grid, Interval, SpeedupPrediction
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["against_present", "at_once", "print_advice", "print_grid", "yaml_of"]
+__all__ = ["against_present", "at_once", "deployed", "print_advice", "print_grid", "yaml_of"]
 
 DASH = "-"
 MEASURED = "measured"  # what Advice.costs_are says of this machine
@@ -81,8 +81,10 @@ def print_advice(
     """
     from rich.text import Text
 
-    console.print(Text(advice.reason, style="bold" if advice.speculate else "bold yellow"))
+    console.print(Text(advice.reason, style="bold" if advice.speculate and advice.decided else "bold yellow"))
     console.print(Text(yaml_of(advice)), highlight=False)
+    if not advice.decided:
+        console.print("the interval holds 1, so the estimate chose: tune again on a quiet machine, or build and see")
     if advice.max_concurrency is not None:
         console.print(f"it pays up to {at_once(advice.max_concurrency)}, and not beyond")
     own = None if present is None else _own(advice, present, own_draft)
@@ -100,6 +102,11 @@ def print_advice(
         f"took {advice.seconds:.1f} s" + ("" if details else "; --details prints alpha and every draft length"),
         style="dim",
     )
+
+
+def deployed(advice: Advice) -> Candidate:
+    """The deployment's own way to draft, which is what was served; the best where it is not among them."""
+    return next((one for one in advice.candidates if one.name == advice.own), advice.candidates[0])
 
 
 def at_once(requests: int) -> str:
@@ -157,6 +164,8 @@ def _trust(
         predicted = [one.speedup for one in steps if (one.mode, one.batch, one.draft_len) == (mode, 1, length)]
         beside = f", {predicted[0]:.2f}x predicted" if predicted else ""
         yield f"  {name}: {found.estimate:.2f}x ({found.low:.2f} to {found.high:.2f}){beside}"
+    if not (advice.speculate and advice.decided) and all(found.low > 1.0 for _, found in seen):
+        yield "what was served decides: it pays there, since a step streams one chunk for several tokens"
 
 
 def _ranking(advice: Advice) -> RenderableType:

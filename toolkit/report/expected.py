@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.records import BenchPoint, Candidate, Ratio, Speedup, SpeedupPrediction, StageCost, StageMemory, ValidationReport
+from toolkit.report.advice import deployed
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Drawing, Plot, Scale, ticks
 
 __all__ = [
@@ -34,15 +35,16 @@ def deployed_draft_len(report: ValidationReport) -> int | None:
 def draft_length_plot(report: ValidationReport) -> Plot | None:
     """Lines: predicted for one request at a time, with their intervals. Dots: runs, of the advisor and of this report."""
     advice = report.advice
-    best = next(iter(advice.candidates), None) if advice is not None else None
+    best = deployed(advice) if advice is not None and advice.candidates else None
     if advice is None or best is None or not any(one.batch == 1 for one in best.predictions):
         return None
     drawing = Drawing(f"Speed-up over draft length with {best.name}, predicted and measured")
     series = {mode: _by_length(best, mode) for mode in MODES}
     entries = [entry for mode, entry in MODES.items() if series[mode]]
-    drawing.legend([*entries, ("dotmark", "measured")], LEFT)
     longest = max(one.draft_len for one in best.predictions)
     measured = _measured_here(report)
+    runs = any(one.measured is not None for one in best.predictions)
+    drawing.legend([*entries, ("dotmark", "measured")] if measured or runs else entries, LEFT)
     edges = [1.0, *(edge for one in best.predictions if one.batch == 1 for edge in (one.low, one.high))]
     edges += [edge for one in best.predictions for edge in (one.measured_low, one.measured_high) if edge is not None]
     edges += [edge for _, speedup in measured for edge in (speedup.low, speedup.high)]
@@ -63,17 +65,18 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
                 tip = f"{label}, length {one.draft_len}: run {one.measured:.2f}x, predicted {one.speedup:.2f}x"
                 low, high = y(one.measured_low), y(one.measured_high)
                 drawing.whisker(x(one.draft_len), y(one.measured), low, high, cls, tip)
-    deployed = deployed_draft_len(report)
-    if deployed is not None and deployed <= longest:
+    length = deployed_draft_len(report)
+    if length is not None and length <= longest:
         for i, (mode, speedup) in enumerate(measured):
-            place = x(deployed) + (i - 0.5) * 7
+            place = x(length) + (i - 0.5) * 7
             tip = f"{mode}: {speedup.estimate:.2f}x on the endpoint ({speedup.low:.2f} to {speedup.high:.2f})"
             drawing.whisker(place, y(speedup.estimate), y(speedup.low), y(speedup.high), MODES[mode][0], tip)
     return Plot(
         "Speed-up over draft length",
         drawing.render(),
-        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs ({advice.costs_are}). Dots "
-        "with whiskers: measured, those side by side on the endpoint. A table below explains the gap to the formula.",
+        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs ({advice.costs_are}). "
+        + ("Dots with whiskers: measured, those side by side on the endpoint. " if measured or runs else "")
+        + "A table below explains the gap to the formula.",
         ("predicted_speedup", "speedup"),
     )
 

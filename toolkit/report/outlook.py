@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.records import Advice, BenchPoint, Candidate, Grid, Interval, Ratio, SpeedupPrediction, ValidationReport
-from toolkit.report.advice import at_once
+from toolkit.report.advice import at_once, deployed
 from toolkit.report.cells import DASH, Table, interval, number, size
 from toolkit.report.expected import measured_peak
 
@@ -19,9 +19,9 @@ def outlook_tables(report: ValidationReport) -> list[Table]:
 def _tables(report: ValidationReport) -> Iterator[Table]:
     if report.advice is not None:
         yield _ways(report.advice)
-        for candidate in report.advice.candidates[:1]:
-            yield _by_length(candidate)
-            yield _alphas(candidate)
+        if report.advice.candidates:
+            yield _by_length(deployed(report.advice))
+            yield _alphas(deployed(report.advice))
     if report.grid is not None:
         yield _cells(report.grid)
         yield _targets(report.grid)
