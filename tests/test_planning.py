@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.plan.conftest import config_of
+from tests.support.checkpoints import write_checkpoint
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from tests.test_cli import write_config
 from toolkit.assembly import engine_spec
@@ -63,6 +64,17 @@ def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(tiny_pair: tuple[
     assert not plan.possible
     (one,) = [one for one in plan.judgements if one.severity == "refused"]
     assert (one.rule, one.path) == ("same-vocab", "draft.checkpoint")
+
+
+def test_what_is_trimmed_of_a_vocabulary_is_said_once(tmp_path: Path) -> None:
+    """By the tokenizers, which know what it is trimmed to; the rule over the shapes only suspects it."""
+    pair = tmp_path / "target", tmp_path / "draft"
+    write_checkpoint(pair[0])
+    write_checkpoint(pair[1], vocab_size=320)
+    plan = plan_of(load_config(write_config(tmp_path, pair)))
+    [one] = [one for one in plan.judgements if one.rule == "same-vocab"]
+    assert (plan.possible, one.severity) == (True, "adjusted")
+    assert "the draft's 320 rows are trimmed to 258" in one.what
 
 
 @pytest.mark.parametrize(("content", "said"), [("", "the file is empty"), ('{"question": "why?"}\n', "line 1 has no `prompt`")])

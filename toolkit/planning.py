@@ -21,6 +21,7 @@ from toolkit.records import Judgement, Plan, PlannedRun
 __all__ = ["plan_of"]
 
 HERE = Workplace(Path())
+SAME_VOCAB = "same-vocab"  # the rule, of which the shapes know a part
 
 
 def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shutil.which) -> Plan:
@@ -28,11 +29,18 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
     from toolkit.plan.make import make_plan
     from toolkit.plan.resolve import by_severity
 
-    plan = make_plan(config)
-    found = [*_pair(config), *_texts(config)]
-    possible = plan.possible and not any(one.severity == "refused" for one in found)
+    plan, pair = make_plan(config), _pair(config)
+    judgements = by_severity(*_unless_read(plan.judgements, pair), *pair, *_texts(config))
+    possible = not any(one.severity == "refused" for one in judgements)
     runs = tuple(_runs(config, which)) if possible else ()
-    return replace(plan, possible=possible, judgements=by_severity(*plan.judgements, *found), runs=runs)
+    return replace(plan, possible=possible, judgements=judgements, runs=runs)
+
+
+def _unless_read(judgements: tuple[Judgement, ...], pair: list[Judgement]) -> Iterator[Judgement]:
+    """Without what the shapes alone say of the vocabularies, where the tokenizers have said it better."""
+    read = {one.severity for one in pair if one.rule == SAME_VOCAB}
+    told = {"refused", "adjusted"} if "refused" in read else read & {"adjusted"}
+    return (one for one in judgements if one.rule != SAME_VOCAB or one.severity not in told)
 
 
 def _pair(config: DeploymentConfig) -> list[Judgement]:
@@ -45,9 +53,14 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
     try:
         findings = compare_pair(config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)).findings
     except PairingError as error:
-        return [Judgement("same-vocab", "refused", "draft.checkpoint", error.what, error.mend)]
-    warnings = [one for one in findings if one.severity == "warning"]
-    return [Judgement("same-vocab", "warning", "draft.checkpoint", f"{one.check}: {one.detail}") for one in warnings]
+        return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.mend)]
+    # Of a pair that fits, padding rows are the one thing that a build changes.
+    severities = {"vocabulary": "adjusted"}
+    return [
+        Judgement(SAME_VOCAB, severities.get(one.check, "warning"), "draft.checkpoint", f"{one.check}: {one.detail}")
+        for one in findings
+        if one.severity == "warning"
+    ]
 
 
 def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
