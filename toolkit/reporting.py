@@ -72,7 +72,7 @@ def _stage(validated: Stored[ValidationReport], advice: Stored[Advice] | None, g
             "inputs": {
                 "validate": validated.entry.digest,
                 **{stage: found.entry.digest for stage, found in beside.items()},
-                "sources": digest_tree(SOURCES, RENDERERS),
+                "toolkit_sources": digest_tree(SOURCES, RENDERERS),
             },
             "stale": stale,
         }

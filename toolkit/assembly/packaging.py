@@ -35,7 +35,7 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         }
         inputs = {need: finished[need].entry.digest for need in engines}
         # The model and the client are files of ours, copied into the repository.
-        inputs["sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        inputs["toolkit_sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
@@ -75,7 +75,7 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             **memory,
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
-        inputs["sources"] = digest_tree(SOURCES, (*SHIPPED_SOURCES, "facts/versions.py"))  # which container serves it
+        inputs["toolkit_sources"] = digest_tree(SOURCES, (*SHIPPED_SOURCES, "facts/versions.py"))  # which container serves it
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:

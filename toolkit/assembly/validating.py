@@ -75,7 +75,9 @@ def validate_stage(
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
                 **({"advice": finished["tune"].entry.digest} if measures(config) else {}),  # it stands in the report
-                "sources": digest_tree(SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]),
+                "toolkit_sources": digest_tree(
+                    SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]
+                ),
             },
             "fingerprint": versions([*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]),
             "machine": machine(),
