@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -30,10 +31,12 @@ from toolkit.client import (
     ServerUnavailable,
     Statistics,
     read_prompts,
+    speedup,
     summarise,
 )
 from toolkit.triton import model_config
 from toolkit.triton.contract import INPUTS, LOG_PROB_INPUTS, OUTPUTS
+from toolkit.validate.statistics import bootstrap_ratio
 
 MS = 1_000_000
 TYPES = {"TYPE_STRING": "BYTES", "TYPE_INT32": "INT32", "TYPE_INT64": "INT64", "TYPE_FP32": "FP32"}
@@ -343,10 +346,37 @@ def test_the_program_measures_both_arms(serve: Callable[..., Any], tmp_path: Pat
     assert client_module.main([*arguments, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["plain"]["requests"] == figures["speculative"]["requests"] == 2
-    assert figures["speedup"] > 0
+    low, high = figures["speedup_interval"]
+    assert 0 < low <= figures["speedup"] <= high
     asked = [{tensor.name for tensor in request.inputs} for request in service.requests]
     assert ["num_draft_tokens" in names for names in asked[2:]] == [True, False, True, False]
     assert client_module.main(arguments) == 0
-    assert "tokens_per_s" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "tokens_per_s" in table
+    assert re.search(r"^speed-up \d+\.\d\dx, 95% interval \d.* over 2 prompts x 1 rounds, one request at a time$", table, re.M)
     assert client_module.main(["--url", "127.0.0.1:9", *arguments[2:]]) == 3
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def timed(tokens: int, ns: int, *, ended: bool = True) -> RequestTiming:
+    """A request of one chunk that took ns."""
+    statistics = Statistics(output_tokens=tokens if ended else None)
+    return RequestTiming("p", "t", (), "stop" if ended else None, 0, ((ns, tokens),), statistics)
+
+
+def test_the_interval_is_the_one_of_a_build() -> None:
+    """The script stands alone, so it has the formula a second time: here both are held together."""
+    generator = np.random.default_rng(5)
+    shape = (3, 16)
+    tokens, ns = generator.integers(1, 64, (2, *shape)), generator.integers(1, 9, (2, *shape)) * MS
+    arms = [[[timed(int(tokens[arm, r, p]), int(ns[arm, r, p])) for p in range(16)] for r in range(3)] for arm in (0, 1)]
+    found = speedup(arms[1], arms[0])
+    assert found == pytest.approx(bootstrap_ratio((tokens[0], tokens[1]), (ns[0], ns[1])))
+    assert found[1] < found[0] < found[2]
+
+
+def test_requests_without_an_end_are_left_out_of_the_speed_up() -> None:
+    plain = [[timed(10, 20 * MS), timed(10, 20 * MS)]]
+    assert speedup(plain, [[timed(10, 10 * MS), timed(99, MS, ended=False)]]) == pytest.approx((2.0, 2.0, 2.0))
+    assert speedup(plain, [[timed(10, MS, ended=False)] * 2]) is None
+    assert speedup([], []) is None

@@ -1,8 +1,8 @@
 """A typed client of the served model, over gRPC: generate, stream, measure. It is also a program that measures latency.
 
     with Client("localhost:8001") as client:
-        print(client.generate("def main", max_tokens=32).text)
-        for chunk in client.stream("def main", temperature=0.8, seed=1):
+        print(client.generate("def read_config(path):", max_tokens=32).text)
+        for chunk in client.stream("def read_config(path):", temperature=0.8, seed=1):
             print(chunk.text, end="", flush=True)
 
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
@@ -50,6 +50,7 @@ __all__ = [
     "Statistics",
 ]
 
+RESAMPLES = 2000
 MAX_PORT = 65535  # gRPC wraps a larger one, and calls somebody else
 
 # Option -> tensor. The options of a request, then what is asked for with every request where the model offers it.
@@ -519,7 +520,7 @@ def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
         expanded = np.repeat(values, weights) if weights is not None else np.asarray(values)
         return float(np.percentile(expanded, q)) / 1e6
 
-    done = [timing for timing in timings if timing.e2e_ns is not None and timing.output_tokens is not None]
+    done = [timing for timing in timings if _is_counted(timing)]
     itl = [sample for timing in done for sample in timing.itl]
     samples: dict[str, tuple[list[int], list[int] | None]] = {
         "ttft": ([t.ttft_ns for t in done if t.ttft_ns is not None], None),
@@ -539,6 +540,38 @@ def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
     figures["acceptance_rate"] = accepted / drafted if drafted else None
     figures["acceptance_length"] = 1 + accepted / steps if steps else None
     return figures
+
+
+def _is_counted(timing: RequestTiming) -> bool:
+    return timing.e2e_ns is not None and timing.output_tokens is not None
+
+
+def speedup(
+    plain: Sequence[Sequence[RequestTiming]], speculative: Sequence[Sequence[RequestTiming]]
+) -> tuple[float, float, float] | None:
+    """(estimate, low, high) of speculative over plain tokens/s, with the ends of its 95 % interval; None without output.
+
+    Both are [round][prompt], the same prompts in the same order. Prompts and rounds are drawn independently with replacement
+    and crossed, which is the interval of a build's report: neither a lucky prompt nor a quiet round is taken for the rule.
+    """
+    if not plain or not plain[0]:
+        return None
+
+    def counts(arm: Sequence[Sequence[RequestTiming]]) -> Any:  # [2, rounds, prompts]: tokens, then times
+        done = [[(t.output_tokens, t.e2e_ns) if _is_counted(t) else (0, 0) for t in row] for row in arm]
+        return np.moveaxis(np.asarray(done, dtype=np.float64), -1, 0)
+
+    sums = np.concatenate([counts(speculative), counts(plain)])
+    total = sums.sum(axis=(1, 2))
+    if not total.all():
+        return None
+    generator = np.random.default_rng(0)
+    rounds, prompts = (generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES) for count in sums.shape[1:])
+    drawn = np.einsum("br,krp,bp->kb", rounds, sums, prompts, optimize=True)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing but prompts that failed
+        ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
+    low, high = np.nanpercentile(ratios, [2.5, 97.5])
+    return float((total[0] / total[1]) / (total[2] / total[3])), float(low), float(high)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -583,30 +616,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     asked = parser.parse_args(arguments)
     prompts = read_prompts(asked.prompts)[: asked.max_prompts]
-    arms: dict[str, list[RequestTiming]] = {"plain": [], "speculative": []}
+    rounds: dict[str, list[list[RequestTiming]]] = {"plain": [], "speculative": []}
     drafting = {"plain": 0, "speculative": None}
     try:
         with Client(asked.url, model=asked.model) as client:
             options = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
             client.measure(prompts[:2], options)
             for number in range(asked.rounds):
+                for timings in rounds.values():
+                    timings.append([])
                 for prompt in prompts:
                     for arm in ("plain", "speculative") if number % 2 == 0 else ("speculative", "plain"):
-                        arms[arm] += client.measure([prompt], options, num_draft_tokens=drafting[arm])
+                        rounds[arm][-1] += client.measure([prompt], options, num_draft_tokens=drafting[arm])
     except ClientError as error:
         print(error, file=sys.stderr)
         return 3
-    figures = {arm: summarise(timings) for arm, timings in arms.items()}
-    plain, speculative = figures["plain"]["tokens_per_s"], figures["speculative"]["tokens_per_s"]
-    speedup = speculative / plain if plain and speculative else None
+    figures = {arm: summarise([timing for row in timings for timing in row]) for arm, timings in rounds.items()}
+    found = speedup(rounds["plain"], rounds["speculative"])
     if asked.json:
-        print(json.dumps({**figures, "speedup": speedup}))
+        estimate, interval = (None, None) if found is None else (found[0], found[1:])
+        print(json.dumps({**figures, "speedup": estimate, "speedup_interval": interval}))
         return 0
     print(f"{'':20}{'plain':>14}{'speculative':>14}")
     for name in figures["plain"]:
-        cells = ["-" if (value := figures[arm][name]) is None else f"{value:,.3f}".rstrip("0").rstrip(".") for arm in arms]
+        cells = ["-" if (value := figures[arm][name]) is None else f"{value:,.3f}".rstrip("0").rstrip(".") for arm in rounds]
         print(f"{name:20}{cells[0]:>14}{cells[1]:>14}")
-    print(f"speed-up {speedup:.2f}x" if speedup else "no speed-up: an arm measured nothing")
+    over = f"over {len(prompts)} prompts x {asked.rounds} rounds, one request at a time"
+    if found is None:
+        print("no speed-up: an arm measured nothing")
+    else:
+        print(f"speed-up {found[0]:.2f}x, 95% interval {found[1]:.2f} to {found[2]:.2f}, {over}")
     return 0
 
 
