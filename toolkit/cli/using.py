@@ -43,13 +43,13 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
             bls_words = ("tensorrt_llm_bls", "stream", "max_tokens")
             llmapi_words = ("tensorrt_llm", "streaming", "sampling_param_max_tokens")
             model, stream, tokens = bls_words if loaded.triton.layout == "bls" else llmapi_words
-            body = json.dumps({"text_input": "def main():", stream: False, tokens: 32})
+            body = json.dumps({"text_input": "def read_config(path):", stream: False, tokens: 32})
             show(f"http     http://{server.http_url}")
             show(f"grpc     {server.grpc_url}")
             show(f"metrics  {server.metrics_url}")
             if loaded.triton.decoupled:
                 show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
-                show(f'toolkit generate {server.grpc_url} "def main():"')
+                show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
                 prompts, which = as_typed(loaded.validation.prompts), "" if model == "tensorrt_llm" else f" --model {model}"
                 show(f"toolkit bench {server.grpc_url} --prompts {prompts} --metrics {server.metrics_url}{which}")
             show("ready; Ctrl-C stops it")

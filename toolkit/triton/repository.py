@@ -266,11 +266,11 @@ nothing more is needed than `tritonserver --model-repository .`, which listens o
 
 ## Call
 
-    curl -d '{{"text_input": "def main", "{tokens_tensor}": 32}}' localhost:8000/v2/models/{model}/generate
+    curl -d '{{"text_input": "def read_config(path):", "{tokens_tensor}": 32}}' localhost:8000/v2/models/{model}/generate
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
 
 `validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures TTFT, TPOT, token-weighted ITL and tokens/s with and
-without speculation, and is a Python API too: `Client("localhost:8001").stream("def main")`.
+without speculation, and is a Python API too: `Client("localhost:8001").stream("def read_config(path):")`.
 
 ## Inputs
 
