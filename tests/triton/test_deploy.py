@@ -199,7 +199,8 @@ def commands(script: str) -> list[list[str]]:
             ranks.append([])
         else:
             ranks[-1].append(word)
-    return [without_exports(rank[rank.index("-n") + 2 :]) for rank in ranks]
+    starts = [rank.index("-n") + 1 for rank in ranks]
+    return [without_exports(rank[at + 1 :]) for rank, at in zip(ranks, starts, strict=True) for _ in range(int(rank[at]))]
 
 
 def without_exports(rank: list[str]) -> list[str]:
@@ -288,6 +289,7 @@ def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> N
     asked = deployment(layout="llmapi", world_size=16)
     assert commands(launch_script(asked)) == [commands(launch_script(asked))[0]] * 16
     assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
+    assert "-n 16 " in launch_script(asked)  # all run the same
     # NVIDIA/enroot src/docker.sh: [USER@][REGISTRY#]IMAGE[:TAG]; without # it asks Docker's own registry.
     image = "nvcr.io#nvidia/tritonserver:26.07-trtllm-python-py3"
     assert f"srun --mpi=pmix --container-image={image} --container-mounts" in slurm_script(asked)

@@ -16,6 +16,7 @@ server and leaves: as a container's first process it would end the container.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -163,7 +164,7 @@ def launch_script(deployment: Deployment) -> str:
 
 
 def _launch(deployment: Deployment) -> list[list[str]]:
-    """What launch.sh executes: a command, and behind mpirun a segment for each of its ranks."""
+    """What launch.sh executes: a command, and behind mpirun a segment for all ranks that run the same."""
     if deployment.layout == "llmapi" and deployment.nodes == 1:
         return [_server(deployment)]  # the runtime starts its ranks itself
     if deployment.nodes == 1:
@@ -171,7 +172,8 @@ def _launch(deployment: Deployment) -> list[list[str]]:
     mpirun = [*MPIRUN, "--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", SSH]
     # Of each rank: what stands before the first command is of the first rank alone.
     kept = [word for name in (*HANDED_ON, *_environment(deployment)) for word in ("-x", name)]
-    return [mpirun, *(["-n", "1", *kept, *command] for command in _ranks(deployment))]
+    same = ((command, len(list(ranks))) for command, ranks in itertools.groupby(_ranks(deployment)))
+    return [mpirun, *(["-n", str(count), *kept, *command] for command, count in same)]
 
 
 def launch_command(deployment: Deployment) -> list[str]:
