@@ -41,7 +41,7 @@ from toolkit.validate.stage import References, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"
 LAYERS = tuple(LayerError(f"model.layers.{i}.{name}", 0.01 + i / 500) for i in range(4) for name in ("q_proj", "down_proj"))
-LAYER_KL = tuple(LayerKl(f"model.layers.{i}", 0.004 / (i + 1)) for i in range(4))
+LAYER_KL = tuple(LayerKl(f"model.layers.{i}", 1.5e-4 / (i + 1)) for i in range(4))
 QUALITY = QuantizationQuality(5000, 0.0132, 0.2, 0.97, 4.31, 4.36, LAYERS, LAYER_KL, 500)
 
 

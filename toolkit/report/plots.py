@@ -192,18 +192,19 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     """What every decoder layer alone costs the next token's distribution, in the model's order."""
     drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
     found = quality.layer_kl
-    scale = Scale(0, max(one.kl for one in found) * 1.08 or 1e-6, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "KL, nats per token")
+    worst = max(found, key=lambda one: one.kl)
+    unit, factor = ("millinats", 1000.0) if worst.kl < 0.01 else ("nats", 1.0)  # else the numbers outgrow their margin
+    scale = Scale(0, factor * worst.kl * 1.08 or 1e-3, BOTTOM, TOP)
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), f"KL, {unit} per token")
     slot = (RIGHT - LEFT) / len(found)
     width = min(24.0, max(1.0, slot - 2))
     step = -(-len(found) // 16)
     for i, one in enumerate(found):
-        middle, y = LEFT + slot * (i + 0.5), scale(one.kl)
+        middle, y = LEFT + slot * (i + 0.5), scale(factor * one.kl)
         drawing.bar(middle - width / 2, y, width, BOTTOM - y, "spec", f"{one.layer}: {one.kl:.2g} nats")
         if i % step == 0:
             drawing.text(middle, BOTTOM + 16, str(i), "middle", "tick")
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "decoder layer", "middle", "tick")
-    worst = max(found, key=lambda one: one.kl)
     caption = (
         f"KL of the source with this layer quantized and no other, over {quality.layer_kl_tokens:,} tokens. {worst.layer} costs"
         f" most, {worst.kl:.2g} nats; all together {quality.kl_mean:.2g}, over {quality.tokens:,} tokens."
