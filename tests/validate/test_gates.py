@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import Arm, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
+from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
+from toolkit.validate.drafts import shortfall, telling
 from toolkit.validate.gates import (
     check_gates,
     latency_gates,
@@ -125,6 +126,42 @@ def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -
     assert (draft.name, draft.outcome, draft.measured, draft.next_step) == ("draft", "NOT JUDGED", None, None)
     assert "stream_interval_ms: 0" in draft.detail
     assert verdict([draft, stop_words]) == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("behind", "before", "result", "said"),
+    [
+        ((40, 30), (90, 60), "PASS", "90 first drafts of a step kept, 90 expected of the draft engine"),
+        ((3, 2), (90, 60), "PASS", "only 2 of them behind a whole block, too few to judge its cache by"),
+        ((40, 30), (5, 1), "PASS", "31 first drafts"),
+        (
+            (0, 0),
+            (1764, 0),
+            "INCONCLUSIVE",
+            "of 1,764 steps the draft engine proposes the right first token in none; it takes 27",
+        ),
+        ((40, 26), (30, 26), "INCONCLUSIVE", "of 70 steps the draft engine proposes the right first token in 52 of them"),
+    ],
+)
+def test_a_draft_passes_on_evidence_only(behind: tuple[int, int], before: tuple[int, int], result: str, said: str) -> None:
+    check = DraftCheck(3, *behind, behind[1], *before, before[1])
+    (found,) = check_gates(check, None, ())
+    assert found.outcome == result and said in found.detail
+    assert (found.next_step is None) == (result == "PASS")
+    (rehearsed,) = not_judged([found])
+    assert rehearsed.outcome == ("PASS" if result == "PASS" else "NOT JUDGED")
+
+
+def test_as_many_drafts_as_can_pass_would_tell_one_that_loses_half() -> None:
+    from scipy.stats import binom
+
+    def seen(expected: int) -> float:
+        """How likely a draft that keeps every second of these is named."""
+        enough = next(lost for lost in range(1, expected + 1) if shortfall(expected, expected, expected - lost))
+        return float(binom.sf(enough - 1, expected, 0.5))
+
+    assert telling(27) and seen(27) >= 0.99
+    assert not telling(26) and seen(26) < 0.99
 
 
 def test_one_pair_is_too_few_for_any_interval() -> None:

@@ -127,6 +127,7 @@ def test_a_quantized_model_passes_against_its_source_and_an_unmeasured_one_is_no
     found = agreement("source", texts, source, 0.01, same_precision=False, decided_margin=0.1)
     gate = agreement_gate(found)
     assert gate is not None and gate.outcome == "PASS"
+    assert "decided by at least 0.1 logits (an estimate of how far quantization moves them), and 5% may be" in gate.detail
     assert 0 < found.decided < found.tokens
     assert agreement_gate(replace(found, decided_margin=None)) is None
     undecided = agreement_gate(replace(found, decided=0))

@@ -26,6 +26,7 @@ from toolkit.records import (
 )
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
+from toolkit.validate.drafts import TELLING, telling
 from toolkit.validate.statistics import clopper_pearson, prompts_needed
 
 __all__ = [
@@ -78,7 +79,8 @@ def not_judged(gates: Iterable[Gate]) -> list[Gate]:
     def empty(gate: Gate) -> bool:
         # Against a source of the same precision the served text is right or wrong; against another it is more or less like it.
         bar = gate.name == "agreement_source" and gate.limit != 0.0
-        return bar or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
+        seldom = gate.name == "draft" and gate.outcome == INCONCLUSIVE  # random models hardly ever agree
+        return bar or seldom or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
 
     detail = "rehearsed with random weights: {}"
     return [
@@ -161,7 +163,10 @@ def agreement_gate(found: Agreement) -> Gate | None:
         )
     if found.decided_margin is None:
         return None
-    sure = f"where the unquantized model is decided by {found.decided_margin:.2g} logits, more than quantization moves them"
+    sure = (
+        f"where the unquantized model is decided by at least {found.decided_margin:.2g} logits (an estimate of how far "
+        "quantization moves them)"
+    )
     if found.decided == 0:
         advice = "Such a model says nothing about its weights: use other prompts, or validation.parity.source: never."
         return Gate(name, INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
@@ -174,7 +179,8 @@ def agreement_gate(found: Agreement) -> Gate | None:
         "if it was, the engine is not what was quantized, so compile again.",
         INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
-    return Gate(name, result, high, WRONG_TOKENS, f"{count}; of all tokens {found.rate:.2%} are", next_steps[result])
+    detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {found.rate:.2%} are"
+    return Gate(name, result, high, WRONG_TOKENS, detail, next_steps[result])
 
 
 def distribution_gate(found: Distribution) -> Gate:
@@ -215,16 +221,7 @@ def check_gates(
     named = {one.check: one for one in diagnoses}
     gates: list[Gate] = []
     if draft_check is not None:
-        fault = named.get(DRAFT_CACHE) or named.get(DRAFT_MODEL)
-        kept = draft_check.after_full_kept + draft_check.earlier_kept
-        expected = draft_check.after_full_expected + draft_check.earlier_expected
-        detail = (
-            f"{kept:,} first drafts of a step kept, {expected:,} expected of the draft engine"
-            if fault is None
-            else fault.detail
-        )
-        advice = None if fault is None else "Speculation is slower than this draft allows; its text is right."
-        gates.append(Gate("draft", FAIL if fault else PASS, float(kept), float(expected), detail, advice))
+        gates.append(_draft_gate(draft_check, named.get(DRAFT_CACHE) or named.get(DRAFT_MODEL)))
     elif asked_draft:
         gates.append(Gate("draft", NOT_JUDGED, None, None, UNTOLD_STEPS))
     if stop_check is not None:
@@ -233,6 +230,28 @@ def check_gates(
         advice = None if good else "The stop rule has to see every token of an accepted block."
         gates.append(Gate("stop_words", PASS if good else FAIL, float(stop_check.wrong), 0.0, detail, advice))
     return gates
+
+
+def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
+    """A fault that was named fails. Without one it takes enough places at which the draft engine is right to pass."""
+    kept = check.after_full_kept + check.earlier_kept
+    expected = check.after_full_expected + check.earlier_expected
+    figures = (float(kept), float(expected))
+    if fault is not None:
+        return Gate("draft", FAIL, *figures, fault.detail, "Speculation is slower than this draft allows; its text is right.")
+    detail = f"{kept:,} first drafts of a step kept, {expected:,} expected of the draft engine"
+    behind, before = telling(check.after_full_expected), telling(check.earlier_expected)
+    if not behind and not before:
+        few = "none" if expected == 0 else f"{expected} of them"
+        detail = f"of {check.after_full + check.earlier:,} steps the draft engine proposes the right first token in {few}"
+        advice = (
+            "Raise validation.max_prompts or max_tokens, or take a draft that agrees with its target more often; this one does "
+            "too seldom to speed anything up."
+        )
+        return Gate("draft", INCONCLUSIVE, *figures, f"{detail}; it takes {TELLING} to tell a sound draft", advice)
+    if not behind:
+        detail += f"; only {check.after_full_expected} of them behind a whole block, too few to judge its cache by"
+    return Gate("draft", PASS, *figures, detail)
 
 
 def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> list[Gate]:

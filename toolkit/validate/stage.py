@@ -65,7 +65,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "rounds_wanted", "validate"]
 
-VERSION = 11
+VERSION = 12
 BURSTS = 0.05  # share of requests delivered late above which we say so
 DRAWING = "drawing tokens"
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
