@@ -142,6 +142,12 @@ INTERVAL = (
     "A chunk per step, as most servers stream. Sending one costs about as much as a forward of so small a model, and",
     "speculation saves that too. The default, 10, sends fewer chunks: both arms are faster then, and speculation gains less.",
 )
+WITHOUT_LOGITS = (
+    "  # TensorRT-LLM shows no logits: both arms' texts are judged. BF16 logits between 16 and 32 lie 0.125 apart, so ties are",
+    "  # common, and bounded loosely here; a text that differs beyond one fails in any case.",
+    "  parity: {max_divergence_rate: 0.6, near_tie_margin: 0.25}",
+    "  distribution: {effect: 0.15, max_seconds: 600} # what samples of texts can tell apart in that time",
+)
 
 
 def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
@@ -198,6 +204,8 @@ def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> s
         "validation:",
         f"  prompts: {PROMPTS} # one JSON object with a `prompt` per line; none of the calibration text",
     ]
+    if "draft" in data and "hardware" in data:
+        lines += WITHOUT_LOGITS
     if "draft" in data:
         # A comment: stated, it fails a build that was left to choose the draft length and chose none.
         lines.append("  # latency: {min_speedup: 1.15} # the default: speculative over plain tokens/s, by its interval")
