@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
+from toolkit.assembly import Workplace, replay_divergence
+from toolkit.errors import UsageError
 from toolkit.records import Divergence
 from toolkit.validate.replay import Replay, write_replay
 
@@ -75,6 +77,17 @@ def write_divergence(folder: Path) -> str:
     )
     name = write_replay(folder / "replay", Replay("tiny", divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6)))
     return str(folder / name)
+
+
+def test_a_replay_of_what_cannot_be_judged_here_is_refused(tmp_path: Path) -> None:
+    file, workplace = tmp_path / write_divergence(tmp_path), Workplace(tmp_path)
+    with pytest.raises(UsageError, match="'tiny' is not built here"):
+        replay_divergence(file, workplace)
+    workplace.repository("tiny").mkdir(parents=True)
+    (workplace.engines("tiny") / "target").mkdir(parents=True)
+    (workplace.engines("tiny") / "target" / "config.json").write_text('{"pretrained_config": {}}')  # TensorRT-LLM's
+    with pytest.raises(UsageError, match=r"no engine of kind torch here.*\n.*only a whole validation"):
+        replay_divergence(file, workplace)
 
 
 @pytest.mark.slow

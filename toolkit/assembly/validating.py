@@ -15,7 +15,7 @@ from toolkit.assembly.keys import SOURCES, versions
 from toolkit.assembly.packaging import speculation_of
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
-from toolkit.errors import UsageError
+from toolkit.errors import StageError, UsageError
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import machine, program
@@ -225,16 +225,24 @@ def replay_divergence(file: Path, workplace: Workplace) -> tuple[Replay, Replaye
     """Serve the repository that a replay file names, send its two requests again, judge them. Raises UsageError, StageError."""
     from toolkit.client import Client
     from toolkit.config.schema import TritonConfig
+    from toolkit.engines.embedded.directory import open_directory
     from toolkit.triton.server import TritonServer
     from toolkit.validate.replay import read_replay, replay
 
     found = read_replay(file)
     repository, engines = workplace.repository(found.name), workplace.engines(found.name)
-    for folder in (repository, engines / "target"):
-        if not folder.is_dir():
-            raise UsageError(
-                f"the deployment {found.name!r} is not built here", where=folder, mend="Build it: toolkit build CONFIG."
-            )
+    if not repository.is_dir():
+        raise UsageError(
+            f"the deployment {found.name!r} is not built here", where=repository, mend="Build it: toolkit build CONFIG."
+        )
+    try:
+        open_directory(engines / "target")
+    except StageError as error:
+        raise UsageError(
+            f"{found.name!r} has no engine of kind torch here, whose scores would judge the two texts",
+            where=engines / "target",
+            mend="Build it: toolkit build CONFIG. On TensorRT-LLM's kinds only a whole validation asks again.",
+        ) from error
     folders = {role: engines / role for role in ("target", "draft") if (engines / role).is_dir()}
     with TritonServer(repository, TritonConfig()) as server, Client(server.grpc_url) as client:
         return found, replay(found, client, _reference(folders, None))
