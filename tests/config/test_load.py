@@ -286,12 +286,18 @@ def test_a_folder_has_no_revisions(folder: Path) -> None:
         ("prompts: prompts.jsonl", "prompts: models", "validation.prompts"),
         ("prompts: prompts.jsonl", "prompts: ''", "validation.prompts"),
         ("dataset: calib.jsonl", "dataset: gone.jsonl", "calibration.dataset"),
+        ("dataset: calib.jsonl", 'dataset: "a\\0b"', "calibration.dataset"),
+        ("checkpoint: models/draft", f"checkpoint: {'a' * 5000}", "draft.checkpoint"),
+        ("checkpoint: models/draft", "checkpoint: ~nobody-of-this-name/draft", "draft.checkpoint"),
+        ("checkpoint: models/draft", "checkpoint: loop/draft", "draft.checkpoint"),
     ],
 )
 def test_a_path_that_leads_to_nothing_usable_is_a_fault(folder: Path, old: str, new: str, path: str) -> None:
+    (folder / "loop").symlink_to("loop")
     (fault,) = faults_of(with_line(folder, old, new))
     assert fault.path == path
     assert fault.line is not None
+    assert len(fault.message) < 200
 
 
 SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
@@ -315,6 +321,7 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
         ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  max_tokens: 900", "validation", "does not fit"),
         ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  rounds: 90", "validation.max_rounds", "above max_rounds"),
         ("  prompts: prompts.jsonl", "  max_tokens: 8", "validation.prompts", "is missing"),
+        ("engine:", "triton: {http_port: 8000, grpc_port: 8000}\nengine:", "triton.grpc_port", "8000 is http_port, too"),
         ("name: tiny", "name: ../tiny", "name", "cannot name folders"),
         ("name: tiny", "name: a..b", "name", "must not contain"),
     ],

@@ -195,11 +195,17 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
         written = section.get(path[1]) if isinstance(section, dict) else None
         if not isinstance(written, str):
             continue
-        found = _resolve(base, Path(written))
         folder = path in FOLDERS
+        try:
+            found = _resolve(base, Path(written))
+            there = found.exists()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, an unknown user, a NUL
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition(": ")[0]
+            yield source.place(path).fault(path, f"cannot be followed: {reason}", "Write the path of a folder or file.")
+            continue
         if not written.strip():
             yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
-        elif not found.exists():
+        elif not there:
             if folder and names_a_model(base, written):
                 continue
             near = meant_folder(base, written) if folder else None

@@ -240,6 +240,14 @@ class TritonConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     start_timeout_s: Annotated[float, Field(gt=0)] = 180.0
 
+    @field_validator("grpc_port", "metrics_port")
+    @classmethod
+    def _a_port_is_used_once(cls, port: int, info: ValidationInfo) -> int:
+        for name in ("http_port", "grpc_port"):
+            if port and port == info.data.get(name):
+                raise ValueError(f"{port} is {name}, too; choose another, or 0 for a free one")
+        return port
+
 
 class ParityGates(Section):
     """max_divergence_rate: of prompts, judged by its upper confidence bound.

@@ -11,6 +11,7 @@ leftovers, for the case that not even `supervise` lived to do it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -398,9 +399,12 @@ def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
             try:
                 probe.bind((host, port))
             except OSError as error:
+                mend = f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a free one."
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    mend = "Set triton.host to a name or address of this machine; the default is 127.0.0.1."
                 raise ServerError(
                     f"{protocol} port {port} on {host} cannot be used: {error.strerror}",
-                    mend=f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a free one.",
+                    mend=mend,
                 ) from error
             ports[protocol] = int(probe.getsockname()[1])
     finally:
