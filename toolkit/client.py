@@ -456,7 +456,7 @@ def decode(response: Any) -> dict[str, list[Any]]:
 
 
 def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
-    """A response's outputs (name -> values) as a chunk; `text` is what is new in it."""
+    """A response's outputs (name -> values) as a chunk; `text` is what is new in it. TypeError: a count that is no number."""
 
     def first(name: str) -> Any:
         return values[name][0] if name in values else None
@@ -469,8 +469,8 @@ def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chu
     finish_reason = word("finish_reason")
     return Chunk(
         text=text,
-        token_ids=tuple(values.get("output_ids", ())),
-        output_tokens=first("num_output_tokens"),
+        token_ids=_counts(values, "output_ids") or (),
+        output_tokens=_count(values, "num_output_tokens"),
         received_ns=received_ns,
         finish_reason=finish_reason,
         stop_reason=word("stop_reason"),
@@ -479,33 +479,45 @@ def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chu
 
 
 def read_statistics(values: dict[str, list[Any]]) -> Statistics:
-    """The server's figures in the outputs of a last response."""
-
-    def first(name: str) -> Any:
-        return values[name][0] if name in values else None
-
-    def every(name: str) -> tuple[int, ...] | None:
-        return tuple(values[name]) if name in values else None
-
+    """The server's figures in the outputs of a last response. TypeError: a count that is no number."""
     return Statistics(
-        input_tokens=first("num_input_tokens"),
-        output_tokens=first("num_output_tokens"),
-        drafted=first("total_draft_tokens"),
-        accepted=first("total_accepted_draft_tokens"),
-        verify_steps=first("verify_steps"),
-        drafted_by_position=every("drafted_by_position"),
-        accepted_by_position=every("accepted_by_position"),
-        draft_ns=first("draft_time_ns"),
-        verify_ns=first("verify_time_ns"),
-        host_ns=first("host_time_ns"),
-        arrival_ns=first("arrival_time_ns"),
-        first_scheduled_ns=first("first_scheduled_time_ns"),
-        first_token_ns=first("first_token_time_ns"),
-        last_token_ns=first("last_token_time_ns"),
-        log_probs=every("output_log_probs"),
-        next_best=every("next_best_ids"),
-        next_best_log_probs=every("next_best_log_probs"),
+        input_tokens=_count(values, "num_input_tokens"),
+        output_tokens=_count(values, "num_output_tokens"),
+        drafted=_count(values, "total_draft_tokens"),
+        accepted=_count(values, "total_accepted_draft_tokens"),
+        verify_steps=_count(values, "verify_steps"),
+        drafted_by_position=_counts(values, "drafted_by_position"),
+        accepted_by_position=_counts(values, "accepted_by_position"),
+        draft_ns=_count(values, "draft_time_ns"),
+        verify_ns=_count(values, "verify_time_ns"),
+        host_ns=_count(values, "host_time_ns"),
+        arrival_ns=_count(values, "arrival_time_ns"),
+        first_scheduled_ns=_count(values, "first_scheduled_time_ns"),
+        first_token_ns=_count(values, "first_token_time_ns"),
+        last_token_ns=_count(values, "last_token_time_ns"),
+        log_probs=_numbers(values, "output_log_probs"),
+        next_best=_counts(values, "next_best_ids"),
+        next_best_log_probs=_numbers(values, "next_best_log_probs"),
     )
+
+
+def _count(values: dict[str, list[Any]], name: str) -> int | None:
+    counts = _counts(values, name)
+    return counts[0] if counts is not None else None
+
+
+def _counts(values: dict[str, list[Any]], name: str) -> tuple[int, ...] | None:
+    for value in values.get(name, ()):
+        if not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} is {value!r}, no whole number")
+    return tuple(values[name]) if name in values else None
+
+
+def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | None:
+    for value in values.get(name, ()):
+        if not isinstance(value, (int, float, np.integer, np.floating)):
+            raise TypeError(f"{name} is {value!r}, no number")
+    return tuple(values[name]) if name in values else None
 
 
 # The program.

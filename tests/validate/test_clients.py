@@ -171,12 +171,31 @@ def test_token_ids_of_chunks_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [b"data: {}\n\n", b"data: [1]\n\n", b'data: {"choices": 3}\n\n', b'data: {"choices": [7]}\n\n']
+    "wrong",
+    [
+        b"data: {}\n\n",
+        b"data: [1]\n\n",
+        b'data: {"choices": 3}\n\n',
+        b'data: {"choices": [7]}\n\n',
+        b'data: {"choices": [{"text": 7}]}\n\n',
+        b'data: {"choices": [{"text": "a", "token_ids": ["b"]}]}\n\n',
+        b'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": "3"}}\n\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": [1]}}\n\n',
+    ],
 )
 def test_json_that_is_no_completion_is_garbage(wrong: bytes) -> None:
     one, *rest = frames("openai-chat")
     with pytest.raises(BadAnswer, match="garbage"):
         read_exchange(bare("openai-chat"), "p", Exchange(0, 0, [(1, one + wrong), *((2, data) for data in rest)]), 64)
+
+
+@pytest.mark.parametrize("name", ["num_output_tokens", "output_ids", "total_draft_tokens", "drafted_by_position"])
+def test_a_count_that_is_no_number_is_garbage(name: str) -> None:
+    *most, last = frames("triton-http")
+    wrong = json.dumps({**json.loads(last.removeprefix(b"data: ")), name: "3"}).encode()
+    arrived = [(1, data) for data in (*most, b"data: " + wrong + b"\n\n")]
+    with pytest.raises(BadAnswer, match=f"garbage.*{name}"):
+        read_exchange(bare("triton-http"), "p", Exchange(0, 0, arrived), 64)
 
 
 def test_a_stream_that_ends_inside_an_event_is_broken() -> None:

@@ -342,7 +342,10 @@ def _triton_chunks(answers: Sequence[tuple[int, dict[str, list[Any]]]], form: Mo
     if chunks and all(chunk.finish_reason is None for chunk in chunks):
         if "return_finish_reason" in form.inputs:  # we asked for it
             raise BadAnswer("the stream ended without its end")
-        chunks[-1] = dataclasses.replace(chunks[-1], statistics=read_statistics(answers[-1][1]))
+        try:
+            chunks[-1] = dataclasses.replace(chunks[-1], statistics=read_statistics(answers[-1][1]))
+        except (TypeError, ValueError, IndexError) as error:
+            raise BadAnswer(f"garbage: a response that cannot be read ({_words(error)})") from error
     elif chunks and chunks[-1].finish_reason is None:
         raise BadAnswer("the answer went on after its end")
     return chunks
@@ -561,8 +564,10 @@ class OpenAiTransport(_EventTransport):
         spoken = choice.get("delta") or {}
         text = choice.get("text") or spoken.get("content") or spoken.get("reasoning_content") or ""
         ids = tuple(choice.get("token_ids") or ())
-        counted = usage.get("completion_tokens") if choice else None
-        return Chunk(text, ids, counted, received_ns, choice.get("finish_reason")), usage or before
+        counts = [usage.get("completion_tokens"), usage.get("prompt_tokens")]
+        if not isinstance(text, str) or any(type(each) is not int for each in (*ids, *(n for n in counts if n is not None))):
+            raise TypeError
+        return Chunk(text, ids, counts[0] if choice else None, received_ns, choice.get("finish_reason")), usage or before
 
     @staticmethod
     def _with_total(chunks: list[Chunk], usage: dict[str, Any], reason: str) -> list[Chunk]:
