@@ -171,6 +171,14 @@ def test_a_percentile_of_zero_divides_nothing() -> None:
     assert next(one for one in metrics.latency_ratios(at_once, apart) if one.name == "icl_p50").estimate == 0.0
 
 
+def test_percentiles_that_are_zero_in_both_arms_have_no_ratio() -> None:
+    """The draws in which both are zero are left out of the interval; those that remain are no reason for an estimate."""
+    gaps = [0] * 13 + [2] * 12
+    rows = [[timing([(10, 1), (10 + gap, 3)]) for gap in gaps]]
+    ratio = next(one for one in metrics.latency_ratios(rows, rows) if one.name == "icl_p50")
+    assert ratio.estimate is None and "at once" in (ratio.reason or "")
+
+
 def test_failed_requests_are_missing_from_a_ratio_and_break_nothing() -> None:
     rounds = [[timing([(10, 1)]) for _ in range(25)]]
     ratio = next(one for one in metrics.latency_ratios([[None, *rounds[0][1:]]], rounds) if one.name == "ttft_p50")

@@ -372,14 +372,15 @@ def latency_ratios(first: Answers, second: Answers, *, paired: bool = True, seed
         intervals = bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed) if supported else ()
         found = dict(zip(supported, intervals, strict=True))
         for q in PERCENTILES:
-            reason = reasons[q]
-            if reason is None and not np.isfinite(found[q]).all():
-                reason = "chunks that arrive at once have no gap to divide by"
-            if reason is not None:
+            if (reason := reasons[q]) is not None:
                 ratios.append(Ratio(f"{name}_p{q}", None, None, None, reason))
                 continue
             above, below = (percentile(*_values(arm, q)) for arm in arms)
-            ratios.append(Ratio(f"{name}_p{q}", above / below, *found[q]))
+            if below == 0.0 or not np.isfinite(found[q]).all():
+                reason = "chunks that arrive at once have no gap to divide by"
+                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reason))
+            else:
+                ratios.append(Ratio(f"{name}_p{q}", above / below, *found[q]))
     return tuple(ratios)
 
 
