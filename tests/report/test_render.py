@@ -71,6 +71,34 @@ def test_a_file_that_is_no_report_of_this_version_is_refused(text: str, said: st
         read_report(path)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("verdict", 5, "verdict: 5 is not text"),
+        ("environment/cpu", 0, "environment: 0 is not text"),
+        ("environment", [], r"environment: \[\] is not an object"),
+        ("gates/0/name", None, "gates: name: None is not text"),
+        ("gates", "x", "gates: 'x' is not a list"),
+        ("parity/prompts", 1.5, "parity: prompts: 1.5 is not a whole number"),
+        ("parity/prompts", True, "parity: prompts: true is not a whole number"),
+        ("speedup/estimate", "1.5", "speedup: estimate: '1.5' is not a finite number"),
+        ("speedup/estimate", float("nan"), "speedup: estimate: nan is not a finite number"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(
+    passing: ValidationReport, tmp_path: Path, path: str, value: object, said: str
+) -> None:
+    data = json.loads(render_json(passing))
+    *above, last = path.split("/")
+    place = data
+    for key in above:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[int(last) if isinstance(place, list) else last] = value
+    (tmp_path / "report.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(StageError, match=said):
+        read_report(tmp_path / "report.json")
+
+
 def test_a_report_with_a_damaged_value_is_refused(passing: ValidationReport, tmp_path: Path) -> None:
     data = json.loads(render_json(passing))
     path = tmp_path / "report.json"
