@@ -21,6 +21,7 @@ from toolkit.records import Judgement, Plan, PlannedRun
 __all__ = ["plan_of"]
 
 HERE = Workplace(Path())
+IN_CONTAINER = 'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
 SAME_VOCAB = "same-vocab"  # the rule, of which the shapes know a part
 
 
@@ -170,8 +171,12 @@ def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
 
     deployment = deployment_of(config)
     if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
+        if deployment.model_py == "ours":  # else nothing of it can be judged
+            place = f"inside {deployment.image}; {IN_CONTAINER}"
+            yield PlannedRun("validate", place, command=("toolkit", "build", "CONFIG"))
         repository = f"./{HERE.repository(config.name)}"
-        yield PlannedRun("serve", "docker-run.sh", command=tuple(docker_run(deployment, repository)))
+        place = "docker-run.sh, on the host: the finished repository in a container of its own"
+        yield PlannedRun("serve", place, command=tuple(docker_run(deployment, repository)))
     yield PlannedRun("serve", "launch.sh, in the container", command=tuple(launch_command(deployment)))
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.conftest import config_of, subject
+from tests.plan.conftest import FP8, config_of, subject
 from tests.support.checkpoints import write_checkpoint
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.make import make_plan
-from toolkit.plan.memory import kv_bytes_per_token, linear_params, memory_of, parameters, weight_bytes
+from toolkit.plan.memory import judge_memory, kv_bytes_per_token, linear_params, memory_of, parameters, weight_bytes
 
 HOST = 10**12
 # Parameters as the model cards state them, in billions.
@@ -74,6 +74,24 @@ def test_llama_70b_in_bf16_does_not_fit_one_h100_and_fits_two() -> None:
 def test_calibrating_llama_70b_in_fp8_takes_more_than_210_gb() -> None:
     """As published: more than two 80 GB GPUs hold."""
     assert 210e9 < total("pytorch", "quantize") < 240e9
+
+
+def test_quantizing_is_held_against_the_memory_of_its_host() -> None:
+    """It maps weights in the host's memory, and what the GPUs hold does not matter."""
+    here = {"hardware__gpu": "auto"}  # what this machine has, so this machine quantizes
+    for kind, keys, known in (("torch", {}, True), ("pytorch", here, True), ("pytorch", {}, False)):
+        stage = memory_of(subject(kind, target__quantization=FP8, draft__quantization=FP8, **keys), HOST)[0][0]
+        assert (stage.stage, stage.place, stage.available_bytes) == ("quantize", "the machine", HOST if known else None)
+
+
+def test_a_host_that_is_too_small_is_warned_of() -> None:
+    deployment = subject("torch", target__quantization=FP8, draft__quantization=FP8)
+    needed = memory_of(deployment, HOST)[0][0].total_bytes
+    enough, small = (
+        [one for one in judge_memory(deployment, host) if one.severity == "warning"] for host in (needed, needed - 1)
+    )
+    assert not enough and len(small) == 1
+    assert "this machine has" in small[0].what and small[0].mend and "slower, same result" in small[0].mend
 
 
 def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measuring() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from toolkit.facts.source import Source
 
-__all__ = ["DRIVER_NAMES", "GPUS", "Gpu"]
+__all__ = ["DRIVER_NAMES", "GPUS", "PUBLISHED", "Gpu", "Published"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,33 @@ GPUS = {
         Gpu("B300", 103, 275040, 8000.0, 2250.0, 4500.0, 150.0, _sheet("HGX B300 datasheet", "C")),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A served speed that a vendor states, at batch 1. share: of the bound that bandwidth sets."""
+
+    model: str
+    quant_algo: str
+    gpu: str
+    tokens_per_s: float
+    share: float
+    source: Source
+
+    @property
+    def detail(self) -> str:
+        what = f"{self.tokens_per_s:.0f} tokens/s for {self.model} in {self.quant_algo} on one {self.gpu}"
+        return f"NVIDIA's {what} are {self.share:.0%} of it"
+
+
+PUBLISHED = Published(
+    "Llama 3.3 70B",
+    "FP8",
+    "H200",
+    51.14,
+    0.75,
+    Source("NVIDIA developer blog, Boost Llama 3.3 70B Inference Throughput 3x with TensorRT-LLM Speculative Decoding", "A"),
+)
 
 # Words of the driver's name -> row; the first that matches, so the narrower stand first.
 DRIVER_NAMES = {

@@ -17,7 +17,7 @@ from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
 from toolkit.pipeline.machine import gpus, memory_bytes
-from toolkit.plan.memory import judge_memory, memory_of, parameters
+from toolkit.plan.memory import judge_memory, memory_of, parameters_in_words
 from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
@@ -126,7 +126,7 @@ def _summary(subject: Subject) -> dict[str, str]:
     found = {}
     for role, model in subject.models.items():
         name = model.hub_id or model.checkpoint.name
-        size = f", {_count(parameters(subject.shapes[role]))} parameters" if role in subject.shapes else ""
+        size = f", {parameters_in_words(subject.shapes[role])}" if role in subject.shapes else ""
         kv = f", {model.quantization.kv_cache_quant_algo} KV cache" if model.quantization.kv_cache_quant_algo else ""
         found[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
     if isinstance(engine, TensorRtLlmConfig):
@@ -150,7 +150,3 @@ def _summary(subject: Subject) -> dict[str, str]:
         found["hardware"] = "not known"
     found["layout"] = "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
     return found
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

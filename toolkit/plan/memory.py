@@ -15,7 +15,15 @@ from toolkit.facts.gpus import GPUS
 from toolkit.plan.subject import Subject, max_num_tokens, splits
 from toolkit.records import Judgement, MemoryItem, Serving, StageMemory
 
-__all__ = ["judge_memory", "kv_bytes_per_token", "linear_params", "memory_of", "parameters", "weight_bytes"]
+__all__ = [
+    "judge_memory",
+    "kv_bytes_per_token",
+    "linear_params",
+    "memory_of",
+    "parameters",
+    "parameters_in_words",
+    "weight_bytes",
+]
 
 GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -39,6 +47,11 @@ def parameters(shape: ModelShape) -> int:
     per_layer = linear_params(shape) + 2 * shape.hidden_size
     tables = 1 if shape.tie_word_embeddings else 2
     return shape.num_layers * per_layer + tables * shape.vocab_size * shape.hidden_size + shape.hidden_size
+
+
+def parameters_in_words(shape: ModelShape) -> str:
+    count = parameters(shape)
+    return f"{count / 1e9:.2f} G parameters" if count >= 1e9 else f"{count / 1e6:.1f} M parameters"
 
 
 def weight_bytes(
@@ -83,9 +96,8 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
     engine = subject.config.engine
     for stage in stages:
         if stage.stage == "quantize" and stage.available_bytes is not None and stage.total_bytes > stage.available_bytes:
-            there = f"the GPUs of a machine have {_gb(stage.available_bytes)}"
-            what = f"quantizing works on {_gb(stage.total_bytes)}, and {there}"
-            mend = "weights are mapped from files and visit a GPU a layer at a time: slower, same result"
+            what = f"quantizing works on {_gb(stage.total_bytes)}, and this machine has {_gb(stage.available_bytes)} of memory"
+            mend = "weights are mapped from files and read again where they do not fit: slower, same result"
             yield Judgement("memory", "warning", "target.quantization", what, mend)
     peak = stages[-1]
     if serving.sequences < 1:
@@ -113,7 +125,7 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
         MemoryItem(
             f"{role} weights",
             weight_bytes(shape, _algo(subject, role), tp_size=tp, pp_size=pp, untied=subject.engine_flow is not None),
-            f"{parameters(shape) / 1e9:.2f} G parameters, linears {_algo(subject, role)}{split}",
+            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}{split}",
         )
         for role, shape in subject.shapes.items()
     ]
@@ -146,7 +158,7 @@ def _embedded(subject: Subject, engine: TorchEngineConfig, host_bytes: int) -> t
         MemoryItem(
             f"{role} weights",
             weight_bytes(shape, _algo(subject, role), dtype=engine.dtype),
-            f"{parameters(shape) / 1e6:.1f} M parameters, linears {_algo(subject, role)}, the rest {engine.dtype}",
+            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}, the rest {engine.dtype}",
         )
         for role, shape in subject.shapes.items()
     ]
@@ -172,7 +184,8 @@ def _embedded(subject: Subject, engine: TorchEngineConfig, host_bytes: int) -> t
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
     """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of text takes at its most.
 
-    It is what a run in memory holds. Here weights are mapped from files, so that only the last two have to be there at once.
+    It is the memory of the host, and what a run in memory holds. Here weights are mapped from files, so that only the last two
+    have to be there at once; GPUs are visited a layer at a time. Of a host that the YAML merely names, no memory is known.
     """
     calibration = subject.config.calibration
     found = []
@@ -198,9 +211,11 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         )
         found.append(
             (
-                MemoryItem(f"{role} as it is", source, f"{parameters(shape) / 1e9:.2f} G parameters in {shape.dtype}"),
+                MemoryItem(f"{role} as it is", source, f"{parameters_in_words(shape)} in {shape.dtype}, mapped from its files"),
                 MemoryItem(
-                    f"{role} quantized", weight_bytes(shape, _algo(subject, role), dtype=shape.dtype), "its copy for the export"
+                    f"{role} quantized",
+                    weight_bytes(shape, _algo(subject, role), dtype=shape.dtype),
+                    "its copy for the export, mapped too",
                 ),
                 MemoryItem("libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"),
                 text,
@@ -208,12 +223,8 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         )
     if found:
         items = max(found, key=lambda one: sum(item.num_bytes for item in one))
-        per_node = (
-            None
-            if subject.gpu is None
-            else subject.gpu.memory_bytes * max(1, subject.gpu_count // subject.config.hardware.nodes)
-        )
-        yield StageMemory("quantize", "the machine", items, host_bytes if subject.trtllm is None else per_node)
+        elsewhere = subject.trtllm is not None and subject.config.hardware.gpu != "auto"
+        yield StageMemory("quantize", "the machine", items, None if elsewhere else host_bytes)
 
 
 def _engine_build(subject: Subject) -> Iterator[StageMemory]:

@@ -57,10 +57,12 @@ def forward_seconds(
 
 
 def predict(subject: Subject) -> tuple[Prediction, ...]:
-    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is left: bytes against bytes."""
+    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is left, bytes against bytes: the
+    same at every batch, so it is given once.
+    """
     if set(subject.shapes) != set(subject.models):
         return ()
-    batches = dict.fromkeys((1, subject.config.engine.max_batch_size))
+    batches = dict.fromkeys((1, subject.config.engine.max_batch_size) if _serving_gpu(subject) is not None else (1,))
     return tuple(_at(subject, batch) for batch in batches)
 
 
@@ -115,9 +117,12 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
             # Layers visit the GPU one at a time, so every batch carries all weights there.
             batches = -(-calibration.calib_size // calibration.batch_size)
             seconds = computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
+            # What the host's memory does not hold of the mapped files comes from the disk with every batch.
+            uncached = batches * source / DISK_BYTES_PER_S
             formula = (
                 f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x {source / 1e9:.0f} GB "
-                f"to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB at 1 GB/s"
+                f"to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB from and to the disk at 1 GB/s; with less than "
+                f"{source / 1e9:.0f} GB of memory free for the source's files, up to {uncached / 60:,.0f} min more"
             )
             found.append(StageTime(f"quantize/{role}", seconds, formula))
         if subject.engine_flow is not None:

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.facts.gpus import PUBLISHED
 from toolkit.records import Judgement, Plan, PlannedRun, Prediction, Serving, StageMemory, StageTime
 
 __all__ = ["print_plan"]
@@ -36,6 +37,9 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             yield _speed(prediction)
             if prediction.speculative:
                 yield Text(_threshold(prediction))
+        if any(one.plain_tokens_per_s is not None for one in plan.predictions):
+            yield Text()
+            yield Text(f"A bound and no forecast: {PUBLISHED.detail}", style="dim")
         if plan.times:
             yield Text()
             yield _times(plan.times)
@@ -83,20 +87,20 @@ def _judgements(judgements: tuple[Judgement, ...]) -> Table:
 def _memory(stages: tuple[StageMemory, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("memory")
-    table.add_column("GB", justify="right")
+    table.add_column("size", justify="right")
     table.add_column("made of", overflow="fold")
     for stage in stages:
         for number, item in enumerate(stage.items):
             head = f"{stage.stage}, {stage.place}" if number == 0 else ""
-            table.add_row(head, _gb(item.num_bytes), f"{item.name}: {item.formula}")
-        there = "" if stage.available_bytes is None else f"of {_gb(stage.available_bytes)} GB"
+            table.add_row(head, _size(item.num_bytes), f"{item.name}: {item.formula}")
+        there = "available: not known here" if stage.available_bytes is None else f"of {_size(stage.available_bytes)}"
         full = stage.available_bytes is not None and stage.total_bytes > stage.available_bytes
-        table.add_row("", Text(_gb(stage.total_bytes), style="bold red" if full else "bold"), Text(there, style="bold"))
+        table.add_row("", Text(_size(stage.total_bytes), style="bold red" if full else "bold"), Text(there, style="bold"))
     return table
 
 
 def _capacity(serving: Serving) -> str:
-    each = f"{serving.kv_bytes_per_token / 1024:.1f} KiB of KV cache a token"
+    each = f"{serving.kv_bytes_per_token / 1000:.1f} kB of KV cache a token"
     draft = f", {serving.draft_share:.0%} of it the draft's" if serving.draft_share else ""
     return f"{serving.sequences} sequences of max_seq_len at once; {each}{draft}"
 
@@ -104,7 +108,9 @@ def _capacity(serving: Serving) -> str:
 def _speed(prediction: Prediction) -> Table:
     plain = prediction.plain_tokens_per_s
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"at most, batch {prediction.batch_size}")
+    # Bytes against bytes of weights, which is all that is left without a device, know neither batch nor context.
+    at = "any batch" if plain is None else f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
+    table.add_column(f"at most, {at}")
     for title in (*(("tokens/s",) if plain is not None else ()), "over plain", "tokens a step"):  # a CPU has ratios alone
         table.add_column(title, justify="right")
     how = f"plain, bound by {prediction.bound}" if plain is not None else "plain"
@@ -148,8 +154,9 @@ def _run(one: PlannedRun) -> str:
     return f"{one.call}({', '.join(f'{name}={value!r}' for name, value in (one.arguments or {}).items())})"
 
 
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f}" if num_bytes >= 5e6 else f"{num_bytes / 1e9:.4f}"
+def _size(num_bytes: int) -> str:
+    """Decimal, as GPUs and disks are sold."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _rate(tokens_per_s: float | None) -> tuple[str, ...]:
