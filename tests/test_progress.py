@@ -46,6 +46,28 @@ def test_a_text_that_only_counts_is_not_news() -> None:
     assert len(lines) == 2
 
 
+def test_silent_work_is_said_to_go_on() -> None:
+    now, lines = [0.0], list[str]()
+    display = PlainDisplay(lines.append, clock=lambda: now[0])
+    display.beat()  # before anything has started
+    progress = display.started("compile/target")
+    for second in range(1, 41):
+        now[0] = float(second)
+        if second == 2:
+            progress(0, None, "target: compiling kernels")
+        display.beat()
+    display.finished("compile/target", done(40.0))
+    now[0] = 100.0
+    display.beat()  # after it has ended
+    assert [re.sub(" +", " ", line) for line in lines] == [
+        "compile/target started",
+        "compile/target target: compiling kernels",
+        "compile/target target: compiling kernels, for 15 s",
+        "compile/target target: compiling kernels, for 30 s",
+        "compile/target done in 40 s, 3.0 GiB at most",
+    ]
+
+
 def test_reuse_is_one_line() -> None:
     lines = list[str]()
     PlainDisplay(lines.append).finished("pair", done(1.0, reused=True))
@@ -85,6 +107,33 @@ def test_a_terminal_gets_a_bar_without_colours_if_it_asks(colours: bool, monkeyp
     assert "done in 2.0 s" in text
     assert "[with brackets]" in text
     assert bool(re.search(r"\x1b\[[\d;]*3\dm", text)) == colours
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_figures_are_whole_on_a_narrow_terminal_and_words_give_way(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    with displayed(stream) as display:
+        progress = display.started("validate")
+        progress(17000, 17311, "drawing tokens")
+        progress(3, 64, "asking the unquantized model about every token, texts")
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue())
+    last = [line.rstrip() for line in text.splitlines() if "validate" in line][-1]
+    assert re.search(r" 3/64 +\d:\d\d:\d\d -:--:--$", last) and len(last) <= columns
+    assert ("every token, texts" in last) == (columns == 120) and ("…" in last) == (columns == 80)
+
+
+def test_what_has_no_total_shows_none_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    with displayed(stream) as display:
+        progress = display.started("validate")
+        progress(17000, 17311, "drawing tokens")
+        progress(0, None, "testing what was drawn")
+    last = [line for line in stream.getvalue().splitlines() if "validate" in line][-1]
+    assert "testing what was drawn" in last and "17311" not in last
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def measure(source: Path, quant_algo: str, out: Path) -> dict[str, float]:
     _ = (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM)
     text = out / "calib.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {i}: " + "some text " * 20}) + "\n" for i in range(20)))
-    phase, peaks, stop = ["checking weights"], {"checking weights": 0}, threading.Event()
+    phase, peaks, stop = ["checking weights, tensors"], {"checking weights, tensors": 0}, threading.Event()
     baseline = anonymous_bytes()
 
     def sample() -> None:

@@ -151,8 +151,8 @@ def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_p
     assert outcomes(report)["distribution"] == "PASS"
     assert named(report) == []
     drawn = [(done, total) for done, total, what in told if what == "drawing tokens" and total is not None]
-    assert drawn[0][0] < drawn[-1][0] and drawn[-1][0] >= drawn[-1][1]
-    sent = [(done, total) for done, total, what in told if total is not None and what != "drawing tokens"]
+    assert drawn[0][0] < drawn[-1][0] and drawn[-1][0] == drawn[-1][1]
+    sent = [(done, total) for done, total, what in told if total is not None and what.endswith(", requests")]
     assert {total for _, total in sent} == {4 * (2 + 60) + 5 * 60 + 24}
     assert "Distribution of sampled tokens" in render_markdown(report)
 
@@ -163,9 +163,9 @@ def test_rounds_that_are_added_are_told_with_their_reason(tmp_path: Path) -> Non
     judged(tmp_path, settings=settings, progress=lambda done, total, what: told.append((done, total, what)))
     greedy = [(total, what) for _, total, what in told if "temperature 0" in what and "0.8" not in what and total is not None]
     assert [what for _, what in dict.fromkeys(greedy)] == [
-        "measuring at temperature 0",
-        "measuring at temperature 0, about 2 more rounds for the wanted precision",
-        "measuring at temperature 0, about 1 more round for the wanted precision",
+        "measuring at temperature 0, requests",
+        "measuring at temperature 0, about 2 more rounds for the wanted precision, requests",
+        "measuring at temperature 0, about 1 more round for the wanted precision, requests",
     ]
     first, *more = dict.fromkeys(total for total, _ in greedy)
     assert more == [first + 2 * 2 * 60]  # at once, and true

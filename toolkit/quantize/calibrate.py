@@ -99,6 +99,6 @@ def forward_loop(batches: list[Tensor], progress: Progress) -> Callable[[Any], N
         with torch.no_grad():
             for done, batch in enumerate(batches, start=1):
                 model.model(input_ids=batch, use_cache=False)
-                progress(done, len(batches), "calibrating")
+                progress(done, len(batches), "calibrating, batches")
 
     return loop

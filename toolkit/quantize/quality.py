@@ -69,7 +69,7 @@ def measure(model: Any, source: Source, batches: list[Tensor], progress: Progres
                 source_nll -= float(wanted.gather(1, column).double().sum())
                 quantized_nll -= float(given.gather(1, column).double().sum())
             tokens += len(following)
-            progress(done, len(batches), "measuring quality")
+            progress(done, len(batches), "measuring quality, batches")
     kl = torch.cat(divergences).double()
     few = take_tokens([row for batch in batches for row in batch], LAYER_TOKENS)
     return QuantizationQuality(

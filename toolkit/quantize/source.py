@@ -111,7 +111,7 @@ def check_weights(source: Source, progress: Progress) -> None:
                 raise CheckpointError(f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN)
         if source.shape.tie_word_embeddings and name in TIED:
             tied.append(tensor)
-        progress(done, len(source.tensors), "checking weights")
+        progress(done, len(source.tensors), "checking weights, tensors")
     if len(tied) == len(TIED) and not tied[0].equal(tied[1]):
         raise CheckpointError(
             f"config.json ties the embeddings, but {' and '.join(TIED)} differ",

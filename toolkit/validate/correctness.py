@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.records import (
@@ -102,13 +102,21 @@ def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int,
     return (len(_more_arms(config, max_draft_len, can)) + 2 * can.coupled) * prompts + REQUESTS
 
 
+class Say(Protocol):
+    def __call__(self, what: str, *, by_steps: bool = False) -> None: ...
+
+
+def _unsaid(what: str, *, by_steps: bool = False) -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What is judged, and with what.
 
     greedy: the timed requests at temperature 0. rule: of requests without a seed. max_draft_len 0: nothing speculates.
-    keep_replay: stores one divergence and returns the file's name. say: what is being done now. on_drawn: (tokens or texts, of
-    how many).
+    keep_replay: stores one divergence and returns the file's name. say: what is being done now; by_steps where on_step,
+    called with (done, of how many), tells how far it is.
     """
 
     name: str
@@ -121,8 +129,8 @@ class Case:
     max_draft_len: int
     can: Abilities
     keep_replay: Callable[[Replay], str] | None = None
-    say: Callable[[str], None] = lambda what: None
-    on_drawn: Callable[[int, int], None] = lambda done, total: None
+    say: Say = _unsaid
+    on_step: Callable[[int, int], None] = lambda done, total: None
 
     @property
     def plain(self) -> Sequence[RequestTiming]:
@@ -205,10 +213,10 @@ def _judge_speculation(case: Case) -> _Speculation:
 def _distribution(case: Case) -> Distribution:
     """Against what the engine says tokens should be distributed like, or of both arms against one another without it."""
     config, asked, engine = case.config, case.config.distribution, case.references.engine
-    case.say("drawing tokens")
+    case.say("drawing texts" if engine is None else "drawing tokens", by_steps=True)
     if engine is None:
         pairs = draw_pairs(
-            case.sender, case.prompts, asked, temperature=config.temperature, seed=config.seed, on_progress=case.on_drawn
+            case.sender, case.prompts, asked, temperature=config.temperature, seed=config.seed, on_progress=case.on_step
         )
         case.say("testing what was drawn")
         return judge_pairs(pairs, asked, rule=case.rule, seed=config.seed)
@@ -220,7 +228,7 @@ def _distribution(case: Case) -> Distribution:
         temperature=config.temperature,
         near_tie_margin=config.parity.near_tie_margin,
         seed=config.seed,
-        on_progress=case.on_drawn,
+        on_progress=case.on_step,
     )
     case.say("testing what was drawn")
     return judge_samples(drawn, asked, rule=case.rule, seed=config.seed)
@@ -230,15 +238,29 @@ def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreeme
     """The plain texts token by token: of the engine itself, and of the unquantized model."""
     references, margin, seed = case.references, case.config.parity.near_tie_margin, case.config.seed
     agreements = []
+
+    def on_prompt(done: int) -> None:
+        case.on_step(done, len(case.plain))
+
     if references.engine is not None:
-        case.say("asking the engine about every token")
-        agreements.append(agreement("engine", case.plain, references.engine, margin, same_precision=True, seed=seed))
+        case.say("asking the engine about every token, texts", by_steps=True)
+        exact = agreement("engine", case.plain, references.engine, margin, same_precision=True, seed=seed, on_prompt=on_prompt)
+        agreements.append(exact)
     if references.source is not None:
-        case.say("asking the unquantized model about every token")
+        case.say("asking the unquantized model about every token, texts", by_steps=True)
         same = references.source_same_precision
         sure = None if same else decided_margin(quality)
         agreements.append(
-            agreement("source", case.plain, references.source, margin, same_precision=same, decided_margin=sure, seed=seed)
+            agreement(
+                "source",
+                case.plain,
+                references.source,
+                margin,
+                same_precision=same,
+                decided_margin=sure,
+                seed=seed,
+                on_prompt=on_prompt,
+            )
         )
     return agreements
 

@@ -9,6 +9,7 @@ looked at; where they would take longer than allowed, fewer are drawn, and what 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,10 @@ def draw_samples(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drawn:
-    """on_progress: (tokens so far, tokens wanted), for an estimate. Raises StageError as every request does."""
+    """on_progress: (tokens so far, tokens wanted); what a group has beyond its share is not counted.
+
+    Raises StageError as every request does.
+    """
     alpha = gates.false_alarm / TESTS
     wanted = distribution.tokens_needed(gates.effect, alpha, gates.power)
     chosen = prompts[:PROMPTS]
@@ -98,8 +102,9 @@ def draw_samples(
         judge.place(name, timing, settings)
         if name in drawn.texts:
             drawn.texts[name][index].append(tuple(timing.token_ids))
-        spoken = sum(points.tokens for points in drawn.groups.values())
-        on_progress(spoken, round(wanted * (2 + len(GROUPS) / GROUP_SHARE)))
+        needed = _needed(wanted)
+        enough = sum(min(drawn.groups[group].tokens, tokens) for group, tokens in needed.items() if group in drawn.groups)
+        on_progress(enough, sum(needed.values()))
 
     main, pause = {"temperature": temperature}, 0
     while _lacking(drawn, wanted) and clock() - began < gates.max_seconds and len(sender.sent) - first < 20 * wanted:
@@ -151,9 +156,13 @@ def judge_samples(drawn: Drawn, gates: DistributionGates, *, rule: str, seed: in
 
 
 def _lacking(drawn: Drawn, wanted: int) -> bool:
-    needed = {"plain": wanted, "speculative": wanted, **dict.fromkeys(GROUPS, wanted / GROUP_SHARE)}
-    short = any(name not in drawn.groups or drawn.groups[name].tokens < tokens for name, tokens in needed.items())
+    short = any(name not in drawn.groups or drawn.groups[name].tokens < tokens for name, tokens in _needed(wanted).items())
     return short or any(len(texts) < TEXTS for prompts in drawn.texts.values() for texts in prompts)
+
+
+def _needed(wanted: int) -> dict[str, int]:
+    """Tokens of every group."""
+    return {"plain": wanted, "speculative": wanted, **dict.fromkeys(GROUPS, math.ceil(wanted / GROUP_SHARE))}
 
 
 def _settings(temperature: float, change: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,6 @@ __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "Refe
 
 VERSION = 12
 BURSTS = 0.05  # share of requests delivered late above which we say so
-DRAWING = "drawing tokens"
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
@@ -131,7 +130,7 @@ def validate(
         can=can,
         keep_replay=keep_replay,
         say=shown.say,
-        on_drawn=shown.drawn,
+        on_step=shown.step,
     )
     found = judge_correctness(case, quality.target)
 
@@ -194,28 +193,30 @@ def validate(
 
 
 class _Shown:
-    """How far validation is: requests sent of those that are planned, and what they are sent for."""
+    """How far validation is: requests sent of those that are planned and what they are sent for, or steps of something else."""
 
     def __init__(self, progress: Progress | None, planned: int) -> None:
         self._progress = progress or (lambda done, total, what: None)
         self._sent, self._planned, self._what = 0, planned, ""
+        self._by_steps = False
 
     def plan(self, more: int, what: str) -> None:
         """So many requests more than were planned; what: that the next ones are for."""
         self._planned += more
-        self._what = what
+        self._what, self._by_steps = what, False
 
-    def say(self, what: str) -> None:
-        self._what = what
-        self._progress(self._sent, None, what)
+    def say(self, what: str, *, by_steps: bool = False) -> None:
+        """by_steps: what is said from now on is told by `step`, whatever is sent for it."""
+        self._what, self._by_steps = what, by_steps
+        self._progress(0, None, what)
 
     def sent(self) -> None:
         self._sent += 1
-        if self._what != DRAWING:  # which tells how far it is itself
-            self._progress(self._sent, max(self._planned, self._sent), self._what)
+        if not self._by_steps:
+            self._progress(self._sent, max(self._planned, self._sent), f"{self._what}, requests")
 
-    def drawn(self, done: int, total: int) -> None:
-        self._progress(done, total, DRAWING)
+    def step(self, done: int, total: int) -> None:
+        self._progress(done, total, self._what)
 
 
 def _measure(

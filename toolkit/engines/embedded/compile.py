@@ -48,9 +48,9 @@ def compile_package(
     progress: Progress,
 ) -> None:
     """Write the kernel library and the .pt2. Raises StageError with the compiler's last lines."""
-    progress(0, 2, f"{spec.role}: compiling kernels")
+    progress(0, None, f"{spec.role}: compiling kernels, then the decoder")
     ops = load_library(kernels, build_library(kernels))
-    progress(1, 2, f"{spec.role}: compiling the decoder")
+    progress(0, None, f"{spec.role}: compiling the decoder")
     weights, caches = prepare(shape, tensors, spec.dtype, spec.max_batch_size, spec.max_seq_len, max_step_tokens, fp8_kv=fp8_kv)
     module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
@@ -66,7 +66,6 @@ def compile_package(
     except Exception as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
         tail = "\n".join(str(exc).strip().splitlines()[-12:])
         raise StageError("compile", f"AOTInductor failed:\n{tail}", mend="set engine.mode: eager to go on without it") from exc
-    progress(2, 2, f"{spec.role}: compiled")
 
 
 def prepare(
