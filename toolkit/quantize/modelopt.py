@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +24,16 @@ from toolkit.interfaces import Progress
 from toolkit.quantize.algorithms import Algorithm, presets
 from toolkit.quantize.source import Source, read_source
 
-__all__ = ["as_source", "load_model", "loudly", "quantization_configs", "quantize_model", "quantized_linears", "quiet"]
+__all__ = [
+    "as_source",
+    "load_model",
+    "loudly",
+    "quantization_configs",
+    "quantize_model",
+    "quantized_linears",
+    "quiet",
+    "reserve",
+]
 
 logger = logging.getLogger(__name__)
 CHATTY = ("transformers", "modelopt", "accelerate")
@@ -162,9 +172,18 @@ def _writable(tensor: Any, scratch: Path | None) -> Any:
     if scratch is None:
         return tensor.clone()
     file = scratch / "weight"
+    reserve(file, tensor.nbytes)
     mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     file.unlink()
     return mapped.copy_(tensor)
+
+
+def reserve(file: Path, size: int) -> None:
+    """Make a file whose blocks are all there. Where a mapped page finds none, on a full disk, the process dies of SIGBUS without a
+    word; here it is an OSError.
+    """
+    with file.open("wb") as empty:
+        os.posix_fallocate(empty.fileno(), 0, size)
 
 
 def quantization_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
