@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint, write_pair
 from toolkit.errors import CheckpointError, PairingError
@@ -49,6 +50,13 @@ def test_a_target_alone_is_proved(pair: tuple[Path, Path]) -> None:
     proof = prove_pair(pair[0], None)
     assert proof.draft_digest is None
     assert proof.target_digest == prove_pair(*pair).target_digest
+
+
+def test_a_tokenizer_that_makes_no_tokens_is_refused(pair: tuple[Path, Path]) -> None:
+    for folder in pair:
+        Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    with pytest.raises(PairingError, match="the target's tokenizer makes no token of any text"):
+        prove_pair(*pair)
 
 
 def test_the_digest_is_of_content_not_of_place(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -103,6 +103,10 @@ def _read(directory: Path) -> _Side:
 def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
     """Every token needs a row; BOS and EOS ids need a token."""
     rows, largest = side.shape.vocab_size, max(side.tokens, default=-1)
+    if not any(side.tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES):
+        raise PairingError(
+            f"the {role}'s tokenizer makes no token of any text", where=side.path, mend="fetch its tokenizer.json again"
+        )
     if largest >= rows:
         raise PairingError(
             f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), its model has {rows} rows (vocab_size)",

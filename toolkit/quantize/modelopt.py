@@ -179,8 +179,8 @@ def _writable(tensor: Any, scratch: Path | None) -> Any:
 
 
 def reserve(file: Path, size: int) -> None:
-    """Make a file whose blocks are all there. Where a mapped page finds none, on a full disk, the process dies of SIGBUS without a
-    word; here it is an OSError.
+    """Make a file whose blocks are all there. Where a mapped page finds none, on a full disk, the process dies of SIGBUS and
+    says nothing; here it is an OSError.
     """
     with file.open("wb") as empty:
         os.posix_fallocate(empty.fileno(), 0, size)
