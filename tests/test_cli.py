@@ -192,6 +192,26 @@ def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Calla
     golden("usage-errors.txt", "\n".join(said).replace(str(tmp_path), "FOLDER"))
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["serve"], "cannot be served here: it needs"),
+        (["bench"], "cannot be served here: it needs"),
+        (["generate", "def f(x):"], "runs in its server alone"),
+    ],
+)
+def test_what_this_machine_cannot_serve_is_refused_before_anything_is_fetched(
+    command: list[str], said: str, tmp_path: Path
+) -> None:
+    """Nothing of these models is here, so a fetch would fail with other words, after a while."""
+    config = Path(__file__).parents[1] / "configs" / "llama70b.yaml"
+    name, *rest = command
+    done = toolkit(name, str(config), *rest, cwd=tmp_path, PATH=os.defpath)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "build").exists()
+
+
 def test_a_wrong_stage_is_refused(deployment: Path) -> None:
     for arguments in (["--until", "quantise"], ["--fresh", "quantise"]):
         done = toolkit("build", "tiny.yaml", *arguments, cwd=deployment)

@@ -16,11 +16,12 @@ from tests.support.stages import Silent
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from tests.test_cli import write_config
 from toolkit.assembly import Workplace, build
+from toolkit.client import Client
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
-from toolkit.serving_trtllm import Machine, check_servable
+from toolkit.serving_trtllm import Machine, check_servable, served_here
 from toolkit.triton import model_config
 from toolkit.triton.on_this_machine import render_here
 
@@ -115,6 +116,40 @@ def test_a_machine_that_cannot_serve_it_says_what_is_missing(
     with pytest.raises(UsageError, match=re.compile(message, re.MULTILINE)) as raised:
         check_servable(config, replace(HERE, **here))
     assert "--until package" in str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s_folder(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its settings name /models; on this machine they have to name the folder that the server is given."""
+    config = loaded(tmp_path, tiny_pair)
+    store = Store(tmp_path / "store")
+    packaged = build(config, Workplace(tmp_path), Silent(), store, until="package").stages["package"].record
+    (packaged.path / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    with served_here(config, packaged.path, ports) as server, Client(server.grpc_url, model=packaged.model) as client:
+        assert client.generate("def f(x):", max_tokens=4).text
+        assert client.generate("def f(x):", max_tokens=4).statistics.output_tokens == 4
+        folder = server.repository
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "here", "message"),
+    [
+        ({}, {"gpus": list}, "engine.kind trtllm_pytorch cannot be served here: it needs 1 NVIDIA GPU"),
+        ({"engine": {"tp_size": 16}}, {}, "over 2 nodes is not served by this command"),
+        ({"triton": {"model_py": "container"}}, {}, "model_py container is a file of the container"),
+    ],
+)
+def test_serving_by_hand_needs_the_same_and_says_so_in_its_own_words(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, section: Mapping[str, Any], here: Mapping[str, Any], message: str
+) -> None:
+    config = loaded(tmp_path, tiny_pair, **section)
+    with pytest.raises(UsageError, match=message) as raised:
+        check_servable(config, replace(HERE, **here), judged=False)
+    assert "judged" not in str(raised.value) and "--until" not in str(raised.value)
 
 
 def test_a_machine_with_everything_serves_every_kind(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Serving the kinds of TensorRT-LLM on this machine, to be measured: can it be done here, and the servers of both arms.
+"""Serving the kinds of TensorRT-LLM on this machine: can it be done here, one server by hand, and the servers of both arms.
 
 It runs where they run: inside NVIDIA's container, on a node with the GPUs. `trt_engine` is one server, whose plain arm is a
 request's parameter. `trtllm_pytorch` decides on speculation when it loads and fills the GPUs, so its arms are two renderings of
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from toolkit.client import Client
     from toolkit.records import TritonRepository
     from toolkit.triton.deploy import Deployment
-    from toolkit.triton.server import TritonServer
+    from toolkit.triton.server import Launch, TritonServer
     from toolkit.validate.stage import Abilities
 
-__all__ = ["Machine", "Servers", "abilities_of", "check_servable", "deployment_of"]
+__all__ = ["Machine", "Servers", "abilities_of", "check_servable", "deployment_of", "served_here"]
 
 START_TIMEOUT_S = 1800.0  # hundreds of gigabytes of weights are read
 
@@ -53,24 +54,29 @@ class Machine:
     tensorrt_llm: Callable[[], str | None] = installed_version
 
 
-def check_servable(config: DeploymentConfig, machine: Machine) -> None:
-    """Raises UsageError where this machine cannot serve the deployment for measuring. The embedded engine runs anywhere."""
+def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool = True) -> None:
+    """Raises UsageError where this machine cannot serve the deployment. The embedded engine runs anywhere.
+
+    judged: by a build, which has other ways out than a command that merely serves.
+    """
     from toolkit.engines.trtllm.where import same_version
 
     engine = config.engine
     if isinstance(engine, TorchEngineConfig):
         return
     deployment = deployment_of(config)
+    until = "Use --until package" if judged else "Use toolkit package"
     if deployment.nodes > 1:
+        by = "served and judged by a build" if judged else "served by this command"
         raise UsageError(
-            f"engine.kind {engine.kind} over {deployment.nodes} nodes is not served and judged by a build",
-            mend="Use --until package; start it with slurm.sh or leaderworkerset.yaml of the repository, and judge it with "
-            "toolkit bench.",
+            f"engine.kind {engine.kind} over {deployment.nodes} nodes is not {by}",
+            mend=f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and judge it with toolkit bench.",
         )
     if config.triton.model_py == "container":
+        told = "returns no token ids and counts, so the deployment cannot be judged"
         raise UsageError(
-            "triton.model_py container returns no token ids and counts, so the deployment cannot be judged",
-            mend="Set triton.model_py: ours, or use --until package.",
+            f"triton.model_py container {told if judged else 'is a file of the container, which launch.sh takes there'}",
+            mend=f"Set triton.model_py: ours, or {until[0].lower()}{until[1:]}.",
         )
     programs = ["tritonserver", *(["mpirun"] if deployment.layout == "bls" else [])]
     missing = [f"{name} on the PATH" for name in programs if machine.which(name) is None]
@@ -82,10 +88,12 @@ def check_servable(config: DeploymentConfig, machine: Machine) -> None:
     if there < deployment.gpus:
         missing.append(f"{deployment.gpus} NVIDIA GPU{'s' if deployment.gpus > 1 else ''} (here: {there or 'none'})")
     if missing:
-        raise UsageError(
-            f"engine.kind {engine.kind} cannot be served and judged here: it needs {', '.join(missing)}",
-            mend=f"Use --until package or --rehearse here; run the whole build on the GPU machine, in {_image(deployment)}.",
-        )
+        if judged:
+            mend = f"{until} or --rehearse here; run the whole build on the GPU machine, in {_image(deployment)}."
+        else:
+            mend = f"Run it on the GPU machine, in {_image(deployment)}; toolkit build --rehearse tries the deployment here."
+        cannot = "cannot be served and judged here" if judged else "cannot be served here"
+        raise UsageError(f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", mend=mend)
 
 
 def _image(deployment: Deployment) -> str:
@@ -108,6 +116,44 @@ def deployment_of(config: DeploymentConfig) -> Deployment:
         speculates=config.speculation.kind != "none",
         model_py=config.triton.model_py,
     )
+
+
+@contextmanager
+def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig) -> Iterator[TritonServer]:
+    """The packaged repository on the server of its kind, until the block ends. triton: with the ports to take.
+
+    Raises ServerError where it does not start.
+    """
+    from toolkit.triton.on_this_machine import render_here
+    from toolkit.triton.server import TritonServer
+
+    with ExitStack() as open_until:
+        if isinstance(config.engine, TorchEngineConfig):
+            server = TritonServer(repository, triton)
+        else:
+            folder = Path(open_until.enter_context(TemporaryDirectory(prefix="toolkit-serve-")))
+            render_here(repository, folder / "repository")
+            server = TritonServer(folder / "repository", _patient(triton), launch=_launch_of(deployment_of(config)))
+        yield open_until.enter_context(server)
+
+
+def _launch_of(deployment: Deployment) -> Launch:
+    """What launch.sh does in the container, for a repository that lies elsewhere."""
+    from toolkit.triton.deploy import started_here
+    from toolkit.triton.server import Workspace, launch_command
+
+    def launch(repository: Path, workspace: Workspace, config: TritonConfig) -> tuple[list[str], dict[str, str]]:
+        command, environment = launch_command(repository, workspace, config)
+        command, more = started_here(deployment, command)
+        return command, {**environment, **more}
+
+    return launch
+
+
+def _patient(triton: TritonConfig) -> TritonConfig:
+    """The time to start as the YAML states it, and else enough for a large model."""
+    stated = "start_timeout_s" in triton.model_fields_set
+    return triton if stated else triton.model_copy(update={"start_timeout_s": START_TIMEOUT_S})
 
 
 def abilities_of(config: DeploymentConfig) -> Abilities:
@@ -155,15 +201,9 @@ class Servers:
         """End the running server, serve this arm, and return a client of it. Raises ServerError."""
         from toolkit.client import Client
         from toolkit.triton.on_this_machine import render_here
-        from toolkit.triton.server import TritonServer, Workspace, launch_command
+        from toolkit.triton.server import TritonServer
 
-        def launch(repository: Path, workspace: Workspace, config: TritonConfig) -> tuple[list[str], dict[str, str]]:
-            from toolkit.triton.deploy import started_here
-
-            command, environment = launch_command(repository, workspace, config)
-            command, more = started_here(self.deployment, command)
-            return command, {**environment, **more}
-
+        launch = _launch_of(self.deployment)
         self._running.close()
         if self.starts:
             self.log_path.rename(self.log_path.with_suffix(f".{self.starts}.log"))
@@ -179,7 +219,5 @@ class Servers:
         return client
 
     def _ports(self) -> TritonConfig:
-        """Free ports; the time to start as the YAML states it, and else enough for a large model."""
-        free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-        patient = {} if "start_timeout_s" in self.config.model_fields_set else {"start_timeout_s": START_TIMEOUT_S}
-        return self.config.model_copy(update={**free, **patient})
+        """Free ones, and the time to start."""
+        return _patient(self.config).model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})

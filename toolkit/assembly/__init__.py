@@ -12,7 +12,7 @@ from toolkit.assembly.asked import embedded, models_of, tp_size_of
 from toolkit.assembly.build import STAGES, Built, build, explain_build
 from toolkit.assembly.making import engine_spec
 from toolkit.assembly.packaging import in_container, speculation_of
-from toolkit.assembly.stages import rehearsal_stages, stages_of
+from toolkit.assembly.stages import refuse_impossible, rehearsal_stages, stages_of
 from toolkit.assembly.validating import replay_divergence
 from toolkit.assembly.workplace import Workplace
 
@@ -26,6 +26,7 @@ __all__ = [
     "explain_build",
     "in_container",
     "models_of",
+    "refuse_impossible",
     "rehearsal_stages",
     "replay_divergence",
     "speculation_of",

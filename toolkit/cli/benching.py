@@ -18,8 +18,8 @@ from toolkit.cli.shared import (
     console,
     here,
     load,
+    packaged_here,
     placed,
-    run_stages,
     say,
     show,
     show_json,
@@ -161,13 +161,13 @@ def _api_key(name: str | None) -> str | None:
 
 def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchRun:
     """Package what is missing, serve it on free ports, measure it."""
-    from toolkit.triton.server import TritonServer
+    from toolkit.serving_trtllm import served_here
 
-    packaged = run_stages(config, "package").stages["package"].record
+    packaged = packaged_here(config)
     repository = here().repository(config.name)
     free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     say(f"starting tritonserver on {repository}")
-    with TritonServer(repository, free_ports) as server:
+    with served_here(config, repository, free_ports) as server:
         served = {"model": asked["model"] or packaged.model, "metrics_url": server.metrics_url}
         return _bench_endpoint(server.grpc_url, {**asked, **served})
 

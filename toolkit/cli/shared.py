@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from toolkit.assembly import Built, Workplace
     from toolkit.config.schema import DeploymentConfig
+    from toolkit.records import TritonRepository
 
 __all__ = [
     "FAILED",
@@ -38,6 +39,7 @@ __all__ = [
     "console",
     "here",
     "load",
+    "packaged_here",
     "placed",
     "run_stages",
     "say",
@@ -111,6 +113,19 @@ def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash:
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
         return build(config, workplace, display, store, until=until, fresh=fresh)
+
+
+def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRepository:
+    """The record of what a command will serve, packaged where that is missing. Raises PlanError and UsageError for what cannot
+    be served on this machine, before anything is downloaded.
+    """
+    from toolkit.assembly import refuse_impossible
+    from toolkit.serving_trtllm import Machine, check_servable
+
+    refuse_impossible(config)
+    check_servable(config, Machine(), judged=False)
+    packaged: TritonRepository = run_stages(config, "package", rehash=rehash).stages["package"].record
+    return packaged
 
 
 def as_typed(path: Path) -> str:

@@ -13,7 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared import Config, Debug, Json, Overrides, Rehash, app, as_typed, here, load, placed, run_stages, say, show
+from toolkit.cli.shared import (
+    Config,
+    Debug,
+    Json,
+    Overrides,
+    Rehash,
+    app,
+    as_typed,
+    here,
+    load,
+    packaged_here,
+    placed,
+    run_stages,
+    say,
+    show,
+)
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,19 +45,19 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
     """
     import threading
 
-    from toolkit.triton.server import TritonServer
+    from toolkit.serving_trtllm import served_here
 
     loaded = load(config, overrides)
     with placed(config, overrides):
-        run_stages(loaded, "package", rehash=rehash)
+        packaged = packaged_here(loaded, rehash=rehash)
     repository = here().repository(loaded.name)
     stop = threading.Event()
     with _signals(stop.set):
         say(f"starting tritonserver on {repository}")
-        with TritonServer(repository, loaded.triton) as server:
-            bls_words = ("tensorrt_llm_bls", "stream", "max_tokens")
-            llmapi_words = ("tensorrt_llm", "streaming", "sampling_param_max_tokens")
-            model, stream, tokens = bls_words if loaded.triton.layout == "bls" else llmapi_words
+        with served_here(loaded, repository, loaded.triton) as server:
+            bls_words, llmapi_words = ("stream", "max_tokens"), ("streaming", "sampling_param_max_tokens")
+            stream, tokens = bls_words if packaged.layout == "bls" else llmapi_words
+            model = packaged.model
             body = json.dumps({"text_input": "def read_config(path):", stream: False, tokens: 32})
             show(f"http     http://{server.http_url}")
             show(f"grpc     {server.grpc_url}")
@@ -120,6 +135,9 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     from toolkit.interfaces import GenerationRequest, Sampling
     from toolkit.serving import load_runtime
 
+    if config.engine.kind != "torch":
+        what = f"engine.kind {config.engine.kind} runs in its server alone"
+        raise UsageError(what, mend="Start it with toolkit serve CONFIG, and give generate the grpc address that it prints.")
     built = run_stages(config, "tune" if config.speculation.max_draft_len == "auto" else "compile")
     engines, speculation = here().engines(config.name), speculation_of(config, built.stages)
     runtime = load_runtime(
