@@ -197,6 +197,12 @@ def test_an_error_of_the_server_is_a_refusal_with_its_text(serve: Callable[..., 
         next(chunks)
 
 
+def test_a_dead_model_process_is_no_refusal_of_the_request(serve: Callable[..., Any]) -> None:
+    client, _ = serve(service_pb2.ModelStreamInferResponse(error_message="Stub process 'tensorrt_llm_0_0' is not healthy."))
+    with pytest.raises(ServerUnavailable, match="the model's process has died"):
+        list(client.stream("x"))
+
+
 def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) -> None:
     client, service = serve(STREAM[0], 0.5, *STREAM[1:])
     chunks = client.stream("x")

@@ -351,7 +351,7 @@ class Client:
             for response in call:
                 received_ns = time.monotonic_ns()
                 if response.error_message:
-                    raise RequestRefused(response.error_message)
+                    raise self._refused(response.error_message)
                 values = decode(response.infer_response)
                 if not values:
                     continue  # Triton's empty last response of a stream
@@ -377,7 +377,12 @@ class Client:
             return ServerUnavailable(f"{self.url}: the server cannot be reached or went away ({details})")
         if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):  # gRPC's own word, of this side
             return ServerUnavailable(f"{self.url}: what came is no answer of Triton's ({details})")
-        return RequestRefused(details)
+        return self._refused(str(details))
+
+    def _refused(self, words: str) -> ClientError:
+        if words.startswith("Stub process") and "is not healthy" in words:  # Triton's, of every request from then on
+            return ServerUnavailable(f"{self.url}: the model's process has died ({words})")
+        return RequestRefused(words)
 
 
 @dataclass(frozen=True, slots=True)
