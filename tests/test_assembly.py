@@ -94,6 +94,11 @@ def test_switching_speculation_off_drops_the_draft_from_what_is_published(
     alone = load_config(write_config(tmp_path, tiny_pair, draft=None, speculation={"kind": "none"}))
     build(alone, workplace, Silent(), store, until="package")
     assert [path.name for path in (tmp_path / "engines" / "tiny").iterdir()] == ["target"]
+    before = build(config, workplace, Silent(), store, until="compile")
+    assert before.outdated == (workplace.repository("tiny"),)  # a repository without a draft beside engines with one
+    again = build(alone, workplace, Silent(), store, until="compile")
+    assert again.outdated == () and again.changed
+    assert build(config, workplace, Silent(), store, until="quantize").outdated == ()  # which replaces nothing
 
 
 def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(config: DeploymentConfig, tmp_path: Path) -> None:

@@ -269,6 +269,9 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
     assert "config.max_batch_size: 2 -> 3" in explained.stdout
     again = toolkit("package", "tiny.yaml", cwd=deployment)
     assert "nothing changed" in again.stdout
+    assert "still of an earlier build" not in packaged.stdout + again.stdout
+    alone = toolkit("compile", "tiny.yaml", "--set", "speculation.kind=none", cwd=deployment)
+    assert "still of an earlier build: triton_repo/tiny/\n" in alone.stdout and "--set name=NAME" in alone.stdout
 
 
 @pytest.mark.slow

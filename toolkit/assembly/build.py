@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,15 @@ PACKAGED = STAGES[STAGES.index("package") :]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build did. published: the folders that hold its results; changed: whether anything ran or was put there anew."""
+    """What a build did. published: the folders that hold its results; changed: whether anything ran or was put there anew.
+
+    outdated: folders of the same name that an earlier build filled from other engines than those that are published now.
+    """
 
     stages: dict[str, Done]
     published: tuple[Path, ...]
     changed: bool
+    outdated: tuple[Path, ...] = ()
 
     @property
     def report(self) -> ValidationReport | None:
@@ -81,7 +85,7 @@ def build(
         if name == "validate":
             changed |= publish_report(store, config.name, workplace.report(config.name), observer)
             published.append(workplace.report(config.name))
-    return Built(finished, tuple(published), changed)
+    return Built(finished, tuple(published), changed, tuple(_outdated(config, workplace, store, finished)))
 
 
 def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
@@ -101,6 +105,23 @@ def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tu
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
+
+
+def _outdated(config: DeploymentConfig, workplace: Workplace, store: Store, finished: Mapping[str, Done]) -> Iterator[Path]:
+    """Folders of stages behind `until` whose content was made from what this build has just replaced."""
+    stages = {role: f"compile/{role}" for role in models_of(config)}
+    if not set(stages.values()) <= set(finished):
+        return  # engines/NAME is what it was
+    engines = {role: finished[stage].entry.digest for role, stage in stages.items()}
+    last = {stage: known["parts"]["inputs"] for stage, known in store.last(config.name).items()}
+    packaged = {key.removeprefix("compile/"): one for key, one in last.get("package", {}).items() if key.startswith("compile/")}
+    if "package" not in finished and packaged != engines and workplace.repository(config.name).exists():
+        yield workplace.repository(config.name)
+    validated = last.get("validate", {})
+    served = finished["package"].entry.digest if "package" in finished else validated.get("repository")
+    same = (validated.get("engines"), validated.get("repository")) == (engines, served)
+    if "validate" not in finished and not same and workplace.report(config.name).exists():
+        yield workplace.report(config.name)
 
 
 def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:

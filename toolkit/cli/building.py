@@ -172,6 +172,10 @@ def _build(
             _print_report(verdict, full=False)
         for folder in built.published:
             show(f"in {folder.relative_to(Path.cwd())}/")
+        if built.outdated:
+            named = " and ".join(f"{folder.relative_to(Path.cwd())}/" for folder in built.outdated)
+            show(f"still of an earlier build: {named}")
+            show("toolkit build without --until renews that; --set name=NAME keeps an experiment apart")
         for stage, missing in built.not_executed.items():
             show("\n  ".join([f"{stage}: not executed on a GPU:", *missing]))
         if not built.changed:
@@ -210,6 +214,7 @@ def _as_json(name: str, built: Built) -> dict[str, Any]:
             for stage, done in built.stages.items()
         ],
         "published": [str(folder) for folder in built.published],
+        "outdated": [str(folder) for folder in built.outdated],
         "not_executed": built.not_executed,
     }
 
