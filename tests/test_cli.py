@@ -98,6 +98,14 @@ def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], t
         here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         unknown = toolkit("plan", config, cwd=tmp_path, **here)
         assert unknown.returncode == 2 and "no folder somebody/tiny beside the YAML" in " ".join(unknown.stdout.split())
+        init = ("init", "--target", "somebody/tiny", "--out", "first.yaml")
+        before = toolkit(*init, cwd=tmp_path, **here)
+        assert before.returncode == 2 and "hf download somebody/tiny config.json" in before.stderr
+        fetch = "from huggingface_hub import hf_hub_download; hf_hub_download('somebody/tiny', 'config.json')"  # what it runs
+        subprocess.run([sys.executable, "-c", fetch], env={**os.environ, **here}, capture_output=True, timeout=60, check=True)
+        assert toolkit(*init, cwd=tmp_path, **here).returncode == 0
+        assert toolkit("plan", "first.yaml", cwd=tmp_path, **here).returncode == 0
+        assert hub.asked == ["config.json"]
         built = toolkit("pair", config, cwd=tmp_path, **here)
         assert built.returncode == 0, built.stderr
         assert "model.safetensors" in hub.asked

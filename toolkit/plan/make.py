@@ -69,7 +69,8 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
                 quantized[role] = stated
             continue
         what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing is known here of it"
-        mend = "mend the path to its folder; or, if it is on the hub, fetch it: toolkit pair CONFIG"
+        fetched = f"hf download {model.hub_id} config.json"  # all that is read of it here; a build fetches the rest
+        mend = f"mend the path to its folder; or, if it is on the hub, fetch what a plan reads of it: {fetched}"
         unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
     gpu, count = _gpus(config)
     return Subject(config, shapes, gpu, count, quantized), tuple(unread)
