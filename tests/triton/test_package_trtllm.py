@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -69,6 +70,30 @@ def test_the_llmapi_repository_is_the_template_s(tmp_path: Path, decoupled: bool
     assert (record.path / "tensorrt_llm/1/engines/draft/config.json").is_file()
     assert (record.path / "kubernetes.yaml").is_file()
     assert (record.path / "validate_latency.py").is_file()
+
+
+@pytest.mark.parametrize("layout", ["bls", "llmapi"])
+def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
+    """Every tensor that the entry's configuration has, and every file that starts the repository."""
+    if layout == "bls":
+        pair = [engine(tmp_path / "engines", role, "trt_engine") for role in ("target", "draft")]
+        record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+    else:
+        record = llmapi(tmp_path)
+    text = (record.path / "README.md").read_text(encoding="utf-8")
+    config = model_config.read(record.path / record.model / "config.pbtxt")
+    for tensor in (*config.input, *config.output):
+        dtype = pb.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+        assert f"| `{tensor.name}` | {dtype} |" in text
+    assert "| `text_input` | STRING | the prompt, exactly one, UTF-8 |" in text
+    files = {file.name for file in record.path.iterdir() if file.is_file()} - {"README.md", "validate_latency.py"}
+    assert files == set(re.findall(r"^\| `([\w.-]+)` \|", text.split("## Call")[0], re.MULTILINE))
+    assert "target FP8, draft FP8, up to 3 draft tokens per step" in text
+    assert "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3" in text
+    asked = re.search(r"-d '(.*)' localhost:8000/v2/models/(\w+)/generate", text)
+    assert asked is not None and asked[2] == record.model
+    assert set(json.loads(asked[1])) <= {tensor.name for tensor in config.input}
+    assert ("--prompts" in text) is (layout == "bls")  # `llmapi` has no request for plain decoding
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])

@@ -17,6 +17,7 @@ from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import deploy, layout_bls, model_config
 from toolkit.triton.contract import DRAFT_MODEL, MODEL
 from toolkit.triton.layout_trtllm import Engines, bls_of_engines
+from toolkit.triton.readme_trtllm import write_readme
 from toolkit.triton.repository import link_tree, write_client
 
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
@@ -63,7 +64,8 @@ def package_bls(
     for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
         if engine is not None:
             link_tree(engine.path, out_dir / model / "1" / "engine")
-    _finish(out_dir, deploy.Deployment(name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None))
+    deployment = deploy.Deployment(name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None)
+    _finish(out_dir, deployment, target, draft, engines.max_draft_len)
     return TritonRepository(out_dir, "bls", "tensorrt_llm_bls", triton.decoupled, engines.max_draft_len)
 
 
@@ -90,7 +92,8 @@ def package_llmapi(
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
     world = built.tp_size * built.pp_size
-    _finish(out_dir, deploy.Deployment(name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py))
+    deployment = deploy.Deployment(name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py)
+    _finish(out_dir, deployment, target, draft, max_draft_len)
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
 
 
@@ -124,6 +127,9 @@ def _write_yaml(settings: Mapping[str, Any], path: Path) -> None:
         raise StageError("package", "model.yaml reads back differently from what was written", where=path)
 
 
-def _finish(folder: Path, deployment: deploy.Deployment) -> None:
+def _finish(
+    folder: Path, deployment: deploy.Deployment, target: CompiledEngine, draft: CompiledEngine | None, max_draft_len: int
+) -> None:
     write_client(folder)
     deploy.write(deployment, folder)
+    write_readme(folder, deployment, target, draft, max_draft_len)
