@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,11 @@ def build(
     out_dir = tmp_path / "engine"
     out_dir.mkdir()
     return place.backend(**(backend_fields or {})).compile(checkpoint, spec, out_dir, silent)
+
+
+@pytest.fixture(autouse=True)
+def _failed_builds_keep_their_logs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
