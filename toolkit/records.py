@@ -88,7 +88,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked. severity: ok | warning | error."""
+    """One thing that was checked. severity: ok | note (to be known, nothing to be done) | warning | error."""
 
     check: str
     severity: str

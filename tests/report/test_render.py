@@ -303,6 +303,33 @@ def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(passing: V
     assert next_steps(replace(report, findings=()))[0].startswith("Nothing needs mending. Build it where")
 
 
+def test_a_verdict_says_what_it_would_hide(
+    passing: ValidationReport, plain_only: ValidationReport, advised: ValidationReport
+) -> None:
+    assert printed(passing).rstrip().endswith(": PASS")
+    assert advised.advice is not None
+    refused = replace(plain_only, advice=replace(advised.advice, speculate=False))
+    for text in (printed(refused), render_markdown(refused), render_html(refused)):
+        assert "without speculation: the advisor left it out" in text
+    assert printed(plain_only).rstrip().endswith("PASS (without speculation)")
+    rehearsed = replace(passing, gates=tuple(not_judged(passing.gates)), replaced=("target a/b: random weights",))
+    unjudged = sum(gate.outcome == "NOT JUDGED" for gate in rehearsed.gates)
+    assert f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)" in printed(rehearsed)
+
+
+def test_notes_are_remarks_and_no_steps(passing: ValidationReport) -> None:
+    found = (
+        Finding("drift", "note", "it <drifts>"),
+        Finding("not measured", "note", "a"),
+        Finding("not measured", "note", "b"),
+    )
+    report = replace(passing, findings=found)
+    assert next_steps(report)[0].startswith("Nothing needs mending")
+    assert "- Drift: it <drifts>\n- Not measured: a; b\n" in printed(report)
+    assert "**Remarks**\n\n- Drift: it \\<drifts\\>\n" in render_markdown(report)
+    assert "<h2>Remarks</h2>" in render_html(report) and "it &lt;drifts&gt;" in render_html(report)
+
+
 def test_serving_without_speculation_says_who_chose_it(plain_only: ValidationReport, advised: ValidationReport) -> None:
     assert "The advisor chose" not in printed(plain_only)
     assert advised.advice is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class ScriptedEndpoint:
     looping: bool = False
     counted_twice: bool = False
     deaf: bool = False  # to stop words
+    busy: Callable[[float], float] = lambda temperature: 1.0  # how much longer everything takes then
     late_ms: float = 0.0  # how long the first tokens wait between server and client
     clock_ns: int = 1_000_000_000
     generator: random.Random = field(default_factory=lambda: random.Random(5))
@@ -114,7 +115,7 @@ class ScriptedEndpoint:
             tokens = tokens[: 1 + text.count(" ")]
             length = len(tokens)
         plain = options.get("num_draft_tokens") == 0
-        slowness = 1 + self.jitter * self.generator.uniform(-1, 1)
+        slowness = (1 + self.jitter * self.generator.uniform(-1, 1)) * self.busy(options.get("temperature", 0.0))
         sent = now = self.clock_ns
         now += round(5e6 * slowness)
         chunks, done, steps = [(now, 1)], 1, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from toolkit.records import (
     from_json,
     to_json,
 )
+from toolkit.report.figures import next_steps, notes
 from toolkit.validate.bench import crossover
 from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import References, validate
@@ -182,7 +183,11 @@ def test_counters_that_disagree_are_reported(prompts_file: Path) -> None:
 
 def test_texts_that_loop_are_reported(prompts_file: Path) -> None:
     report = run(ScriptedEndpoint(looping=True), prompts_file, max_tokens=40)
-    assert any(one.check == "looping texts" for one in report.findings)
+    (*_, looping) = (one.detail for one in report.findings if one.check == "looping texts")
+    assert "flatters the speed-up" in looping
+    alone = run(ScriptedEndpoint(looping=True), prompts_file, max_tokens=40, max_draft_len=0, latency=LatencyGates())
+    (looping, *_) = (one.detail for one in alone.findings if one.check == "looping texts")
+    assert "repeat themselves" in looping and "speed-up" not in looping
     assert report.arms.plain.distinct_4grams is not None and report.arms.plain.distinct_4grams < 0.5
 
 
@@ -192,6 +197,25 @@ def test_tokens_that_wait_between_server_and_client_are_reported(prompts_file: P
 
     assert warned(run(ScriptedEndpoint(late_ms=4.0), prompts_file))
     assert not warned(run(ScriptedEndpoint(late_ms=0.5), prompts_file))
+
+
+def test_a_machine_that_drifts_is_remarked_and_asks_for_nothing(prompts_file: Path) -> None:
+    def remarks(busy: Callable[[float], float]) -> list[str]:
+        report = run(ScriptedEndpoint(busy=busy), prompts_file, rounds=2)
+        assert report.verdict == "PASS" and not any("rift" in step for step in next_steps(report))
+        return [one.detail for one in report.findings if (one.check, one.severity) == ("drift", "note")]
+
+    assert remarks(lambda temperature: 1.0) == remarks(lambda temperature: 1.0 if temperature == 0 else 1.5) == []
+    (greedy_slower,) = remarks(lambda temperature: 1.5 if temperature == 0 else 1.0)
+    assert "where there is more to do" in greedy_slower and "round to round" not in greedy_slower
+    sent = iter(range(10**6))
+    (rounds,) = remarks(lambda temperature: 1.0 if next(sent) < 150 else 1.4)
+    assert "from round to round at temperature 0:" in rounds
+
+
+def test_load_that_was_not_measured_is_remarked(prompts_file: Path) -> None:
+    (note,) = notes(run(ScriptedEndpoint(), prompts_file))
+    assert note.startswith("Not measured: speed and latency with several requests at a time (validation.latency.concurrency")
 
 
 def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:

@@ -202,6 +202,7 @@ def _as_json(name: str, built: Built) -> dict[str, Any]:
     return {
         "name": name,
         "verdict": None if built.report is None else built.report.verdict,
+        "speculates": None if built.report is None else built.report.arms.speculative is not None,
         "changed": built.changed,
         "stages": [
             {

@@ -27,7 +27,7 @@ from toolkit.report.cells import DASH, Table, interval, number, percent, size
 from toolkit.report.outlook import outlook_tables
 from toolkit.rounding import decimals
 
-__all__ = ["gate_definitions", "gate_title", "gates_table", "headline", "next_steps", "shown", "tables"]
+__all__ = ["gate_definitions", "gate_title", "gates_table", "headline", "next_steps", "notes", "proviso", "shown", "tables"]
 
 REPLACED = "Replaced"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
@@ -125,15 +125,29 @@ def headline(report: ValidationReport) -> str:
         )
     if report.speedup is None or report.parity is None:
         plain = f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
-        refused = report.advice is not None and not report.advice.speculate
-        return f"{plain} The advisor chose that: {report.advice.reason}." if report.advice and refused else plain
+        return f"{plain} The advisor chose that: {report.advice.reason}." if report.advice and left_out(report) else plain
     seeded = report.sampled.parity
     same = report.parity.identical + (seeded.identical if seeded else 0)
     compared = report.parity.prompts + (seeded.prompts if seeded else 0)
     factor = report.speedup.estimate
     speed = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
     text = f"{same} of {compared} texts are the same, token for token"
-    return f"Speculation makes this deployment {speed} at temperature 0, and {text}."
+    return f"Speculation makes this deployment {speed} at temperature 0, one request at a time, and {text}."
+
+
+def proviso(report: ValidationReport) -> str:
+    """What the verdict alone would hide; empty where there is nothing."""
+    if report.replaced:
+        unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
+        return f"rehearsed with stand-ins, {unjudged} of {len(report.gates)} gates not judged"
+    if left_out(report):
+        return "without speculation: the advisor left it out"
+    return "" if report.arms.speculative is not None else "without speculation"
+
+
+def left_out(report: ValidationReport) -> bool:
+    """Whether the advisor, asked by max_draft_len: auto, chose not to speculate."""
+    return report.arms.speculative is None and report.advice is not None and not report.advice.speculate
 
 
 def next_steps(report: ValidationReport) -> list[str]:
@@ -143,7 +157,7 @@ def next_steps(report: ValidationReport) -> list[str]:
         if gate.outcome not in ("PASS", "NOT JUDGED"):
             mends.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate.name, report.sampled.temperature))
     steps = [f"{'; '.join(titles)}: {mend}" for mend, titles in mends.items()]
-    steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity != "ok"]
+    steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity in ("warning", "error")]
     if report.replaced:
         return steps or [
             "Nothing needs mending. Build it where its models and its engine are: toolkit build CONFIG, without --rehearse."
@@ -151,6 +165,15 @@ def next_steps(report: ValidationReport) -> list[str]:
     return steps or [
         "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the model repository."
     ]
+
+
+def notes(report: ValidationReport) -> list[str]:
+    """What is to be known and asks for nothing; what was not measured is one of them."""
+    found: dict[str, list[str]] = {}
+    for one in report.findings:
+        if one.severity == "note":
+            found.setdefault(one.check, []).append(one.detail)
+    return [f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()]
 
 
 def gates_table(report: ValidationReport) -> Table:
@@ -223,6 +246,8 @@ def _speed(report: ValidationReport) -> Table:
         for label, speedup in (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
         if speedup is not None
     )
+    if report.speedup is not None:
+        note += " An interval is of this machine as it was then."
     if report.plain_arm == "restarts":
         note += " The plain arm is a server without speculation, started in turns with the other."
     if report.sampled.speedup is not None:

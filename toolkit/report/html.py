@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from toolkit.records import Definition, ValidationReport
 from toolkit.report.cells import Table, number, percent
-from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, shown, tables
+from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, notes, proviso, shown, tables
 from toolkit.report.plots import Plot, plots
 
 __all__ = ["render_html"]
@@ -29,6 +29,8 @@ def render_html(report: ValidationReport) -> str:
     style = files("toolkit.report").joinpath("style.css").read_text(encoding="utf-8")
     title = escape(f"{report.name}: {report.verdict}")
     steps = "".join(f"<li>{escape(step)}</li>" for step in next_steps(report))
+    remarks = "".join(f"<li>{escape(note)}</li>" for note in notes(report))
+    remarks = f"<h2>Remarks</h2>\n<ul>{remarks}</ul>\n" if remarks else ""
     figures = "".join(_plot(plot, report.definitions) for plot in plots(report))
     sections = "".join(_table(table, report.definitions) for table in tables(report))
     return f"""<!doctype html>
@@ -43,14 +45,14 @@ def render_html(report: ValidationReport) -> str:
 </head>
 <body>
 <main>
-<header><h1>{escape(report.name)}</h1>{_verdict(report.verdict)}</header>
+<header><h1>{escape(report.name)}</h1>{_verdict(report.verdict, proviso(report))}</header>
 <p class="lead">{escape(headline(report))}</p>
 <div class="tiles">{_tiles(report)}</div>
 <h2>Gates</h2>
 <ul class="gates">{_gates(report)}</ul>
 <h2>What to do next</h2>
 <ol class="steps">{steps}</ol>
-<h2>What was measured</h2>
+{remarks}<h2>What was measured</h2>
 <div class="plots">{figures}</div>
 <h2>All figures</h2>
 {sections}
@@ -62,8 +64,9 @@ between. report.json beside this page holds every number, with its definition.</
 """
 
 
-def _verdict(verdict: str) -> str:
-    return f'<span class="verdict {escape(verdict)}">{SIGNS.get(verdict, "")} {escape(verdict)}</span>'
+def _verdict(verdict: str, proviso: str) -> str:
+    said = f'<span class="verdict {escape(verdict)}">{SIGNS.get(verdict, "")} {escape(verdict)}</span>'
+    return said + (f"<span>{escape(proviso)}</span>" if proviso else "")
 
 
 def _tiles(report: ValidationReport) -> str:

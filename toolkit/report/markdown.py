@@ -6,7 +6,7 @@ import re
 
 from toolkit.records import ValidationReport
 from toolkit.report.cells import Table
-from toolkit.report.figures import gates_table, headline, next_steps, tables
+from toolkit.report.figures import gates_table, headline, next_steps, notes, proviso, tables
 
 __all__ = ["render_markdown"]
 
@@ -22,9 +22,13 @@ def render_markdown(report: ValidationReport) -> str:
 
     Cells are escaped, so that a prompt can neither break a table nor mention anybody.
     """
-    lines = [f"## {MARKS.get(report.verdict, '')} {_escape(report.name)}: {report.verdict}", "", _escape(headline(report)), ""]
+    title = f"## {MARKS.get(report.verdict, '')} {_escape(report.name)}: {report.verdict}"
+    title += f" ({_escape(proviso(report))})" if proviso(report) else ""
+    lines = [title, "", _escape(headline(report)), ""]
     lines += _rows(gates_table(report))
     lines += ["", "**What to do next**", "", *(f"- {_escape(step)}" for step in next_steps(report)), ""]
+    if notes(report):
+        lines += ["**Remarks**", "", *(f"- {_escape(note)}" for note in notes(report)), ""]
     text = "\n".join(lines)
     left_out: list[str] = []
     for index, table in enumerate(tables(report)):

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from toolkit.records import ValidationReport
 from toolkit.report.cells import Table
-from toolkit.report.figures import gates_table, headline, next_steps, tables
+from toolkit.report.figures import gates_table, headline, next_steps, notes, proviso, tables
 
 __all__ = ["print_report"]
 
@@ -31,7 +31,10 @@ def print_report(report: ValidationReport, console: Console, *, full: bool = Fal
     console.print(Text(headline(report)))
     for step in next_steps(report):
         console.print(Text(f"- {step}"))
-    console.print(Text.assemble(f"{report.name}: ", (report.verdict, STYLES.get(report.verdict, ""))))
+    for note in notes(report):
+        console.print(Text(f"- {note}", style="dim"))
+    said = Text.assemble(f"{report.name}: ", (report.verdict, STYLES.get(report.verdict, "")))
+    console.print(said + (f" ({proviso(report)})" if proviso(report) else ""))
 
 
 def _rich(table: Table) -> RichTable:

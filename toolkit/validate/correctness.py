@@ -280,23 +280,23 @@ def not_measured(
     """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none can pass."""
     foreign = "the engine runs in its server alone, and gives no logits there"
     if references.engine is None:
-        yield Finding("not measured", "warning", f"whether plain texts are the engine's own (agreement_engine): {foreign}")
+        yield Finding("not measured", "note", f"whether plain texts are the engine's own (agreement_engine): {foreign}")
     if max_draft_len == 0:
         return
     if references.engine is None:
-        yield Finding("not measured", "warning", f"whether the draft proposes what its engine would (draft): {foreign}")
-        yield Finding("not measured", "warning", f"whether temperature, top-k, top-p and seeds are respected: {foreign}")
+        yield Finding("not measured", "note", f"whether the draft proposes what its engine would (draft): {foreign}")
+        yield Finding("not measured", "note", f"whether temperature, top-k, top-p and seeds are respected: {foreign}")
     if not can.verify_arm:
-        yield Finding("not measured", "warning", "parity of verifying without accepting: no request can ask for verify_only")
+        yield Finding("not measured", "note", "parity of verifying without accepting: no request can ask for verify_only")
     if not can.draft_lens:
-        yield Finding("not measured", "warning", "parity at shorter draft lengths: the length is fixed when the server starts")
+        yield Finding("not measured", "note", "parity at shorter draft lengths: the length is fixed when the server starts")
     if not can.coupled:
         detail = "parity of seeded texts: this runtime's random numbers are not the same with and without speculation"
-        yield Finding("not measured", "warning", detail)
+        yield Finding("not measured", "note", detail)
     if acceptance is not None and not acceptance.by_position:
-        yield Finding("not measured", "warning", "acceptance by position: the server does not count it")
+        yield Finding("not measured", "note", "acceptance by position: the server does not count it")
     if acceptance is not None and not acceptance.drafted:
-        yield Finding("not measured", "warning", "the acceptance rate: the server does not say how much was drafted")
+        yield Finding("not measured", "note", "the acceptance rate: the server does not say how much was drafted")
 
 
 def _more_arms(config: ValidationConfig, max_draft_len: int, can: Abilities) -> list[tuple[str, int]]:

@@ -39,6 +39,7 @@ __all__ = [
     "latency",
     "latency_ratios",
     "speedup",
+    "throughput",
 ]
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
@@ -300,8 +301,8 @@ def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
         requests=len(requests),
         output_tokens=tokens,
         request_time_s=elapsed_s,
-        tokens_per_s=_throughput(requests),
-        tokens_per_s_by_prompt=tuple(_throughput(column) for column in columns),
+        tokens_per_s=throughput(requests),
+        tokens_per_s_by_prompt=tuple(throughput(column) for column in columns),
         latencies=latencies(columns, seed=seed),
         distinct_4grams=float(np.mean(ratios)) if ratios else None,
         finish_reasons=dict(sorted(Counter(request.finish_reason or "none" for request in requests).items())),
@@ -502,7 +503,8 @@ def _sums(requests: Iterable[RequestTiming]) -> tuple[int, float]:
     return sum(tokens for tokens, _ in done), sum(ns for _, ns in done) / 1e9
 
 
-def _throughput(requests: Iterable[RequestTiming]) -> float:
+def throughput(requests: Iterable[RequestTiming]) -> float:
+    """Output tokens per second of request time."""
     tokens, elapsed_s = _sums(requests)
     return tokens / elapsed_s if elapsed_s else 0.0
 
