@@ -311,7 +311,7 @@ def test_a_verdict_says_what_it_would_hide(
     refused = replace(plain_only, advice=replace(advised.advice, speculate=False))
     for text in (printed(refused), render_markdown(refused), render_html(refused)):
         assert "without speculation: the advisor left it out" in text
-    assert printed(plain_only).rstrip().endswith("PASS (without speculation)")
+    assert printed(plain_only).rstrip().endswith("INCONCLUSIVE (without speculation)")
     rehearsed = replace(passing, gates=tuple(not_judged(passing.gates)), replaced=("target a/b: random weights",))
     unjudged = sum(gate.outcome == "NOT JUDGED" for gate in rehearsed.gates)
     assert f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)" in printed(rehearsed)
