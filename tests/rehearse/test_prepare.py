@@ -70,6 +70,24 @@ def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_pat
     assert "speculation.max_draft_len auto: 4" in found.replaced
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("llama70b", [], "sample_match in trtllm_pytorch, over its draft's likeliest token: rejection; "),
+        ("llama70b-engine", [], "sample_match in trt_engine: rejection; "),
+        ("llama70b-engine", ["speculation.acceptance=sample_match"], None),
+        ("llama70b-engine", ["speculation.acceptance=rejection"], None),
+        ("llama70b", ["speculation.kind=none"], None),
+        ("quickstart", [], None),
+    ],
+)
+def test_another_accept_rule_than_the_real_one_is_said(name: str, asked: list[str], said: str | None, tmp_path: Path) -> None:
+    found = prepare(load_config(CONFIGS / f"{name}.yaml", asked), tmp_path)
+    lines = [line for line in found.replaced if line.startswith("accept rule of sampled tokens, ")]
+    assert len(lines) == (said is not None) and all(said in line for line in lines)
+    assert found.served.speculation.acceptance == found.asked.speculation.acceptance  # what is stated is what is served
+
+
 def test_every_rank_of_a_pipeline_has_a_layer(tmp_path: Path) -> None:
     config = load_config(CONFIGS / "llama70b-engine.yaml", ["engine.pp_size=4"])
     assert read_shape(prepare(config, tmp_path).asked.target.checkpoint).num_layers == 4
