@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch", {"target__trust_remote_code": True}, "toolkit-remote-code", "embedded engine has models of its own", "remove"),
     ("engine", {"draft__trust_remote_code": True}, "toolkit-remote-code", "trtllm-build reads a form", "remove"),
     ("pytorch", model("target", "somebody/unheard-of"),
-     "shape-needed", "no folder somebody/unheard-of beside the YAML; read as a model id", "fetch it: toolkit pair"),
+     "shape-needed", "no folder somebody/unheard-of beside the YAML; read as a model id", "unheard-of config.json"),
 ]  # fmt: skip
 
 
