@@ -147,6 +147,18 @@ def test_several_nodes_have_no_docker_line() -> None:
     assert loading.arguments is not None and loading.arguments["gpus_per_node"] == 8
 
 
+def test_the_build_inside_the_container_and_the_container_of_its_result_are_told_apart() -> None:
+    """The first serves and judges in an image that somebody started; the second is started from outside."""
+    [build] = runs(config_of("pytorch"), "validate")
+    image = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
+    assert build.command == ("toolkit", "build", "CONFIG") and build.place.startswith(f"inside {image}; docs/tensorrt_llm.md")
+    page = (FOLDER.parent / "docs" / "tensorrt_llm.md").read_text(encoding="utf-8")
+    assert "## Inside NVIDIA's container\n" in page and '"Inside NVIDIA\'s container"' in build.place
+    docker, *_ = runs(config_of("pytorch"), "serve")
+    assert docker.place.startswith("docker-run.sh, on the host") and docker.command is not None and image in docker.command
+    assert not runs(config_of("pytorch", triton__model_py="container"), "validate")  # it cannot be judged
+
+
 def test_quantizing_names_the_presets_and_the_texts() -> None:
     calls = {one.stage: one.arguments for one in planned(config_of("int8")).runs if one.call and "quantize" in one.stage}
     assert calls["quantize/draft"] == {
