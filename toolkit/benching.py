@@ -125,8 +125,11 @@ def _plan(asked: Asked) -> Plan:
 
     prompts = read_prompts(asked.prompts, 1_000_000)
     two = asked.against_plain or asked.baseline is not None
-    rounds = asked.rounds or (3 if two else 1)
-    max_rounds = max(rounds, asked.max_rounds or (8 if two else rounds))
+    if asked.rounds is not None and asked.max_rounds is not None and asked.max_rounds < asked.rounds:
+        what = f"--max-rounds {asked.max_rounds} is less than --rounds {asked.rounds}"
+        raise UsageError(what, mend="Raise the one or lower the other.")
+    rounds = asked.rounds or min(3 if two else 1, asked.max_rounds or 3)
+    max_rounds = asked.max_rounds or max(rounds, 8 if two else rounds)
     loads = _loads(asked)
     requests = asked.requests or len(prompts)
     if (trace := loads[0].trace) is not None:

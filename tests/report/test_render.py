@@ -10,7 +10,7 @@ from rich.console import Console
 
 from toolkit.errors import StageError
 from toolkit.records import REPORT_SCHEMA_VERSION, Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
-from toolkit.report.cells import number
+from toolkit.report.cells import Table, number
 from toolkit.report.expected import draft_length_plot
 from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
 from toolkit.report.html import render_html
@@ -315,6 +315,30 @@ def test_a_verdict_says_what_it_would_hide(
     rehearsed = replace(passing, gates=tuple(not_judged(passing.gates)), replaced=("target a/b: random weights",))
     unjudged = sum(gate.outcome == "NOT JUDGED" for gate in rehearsed.gates)
     assert f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)" in printed(rehearsed)
+
+
+def test_what_did_not_pass_stands_first(failing: ValidationReport) -> None:
+    outcomes = [row[1] for row in gates_table(failing).rows]
+    order = ["FAIL", "INCONCLUSIVE", "PASS", "NOT JUDGED"]
+    assert outcomes == sorted(outcomes, key=order.index) and outcomes[0] == "FAIL"
+    page = render_html(failing)
+    assert page.index('class="outcome FAIL"') < page.index('class="outcome PASS"')
+
+
+def test_terms_are_explained_where_they_stand(failing: ValidationReport) -> None:
+    by_title = {table.title: table for table in tables(failing)}
+    for title, terms in {
+        "Latency, ms": ("TTFT", "TPOT", "ITL", "ICL"),
+        "Acceptance": ("Joint", "Conditional"),
+        "Speculative text against plain text": ("Suspicious", "Broken"),
+    }.items():
+        assert all(f"{term}:" in by_title[title].note for term in terms), title
+
+
+def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
+    table = Table("t", ("name", "size", "made of"), (("a", "4e-15", "so many tokens"),), words=("made of",))
+    assert [table.right(index) for index in range(3)] == [False, True, False]
+    assert [replace(table, text=True).right(index) for index in range(3)] == [False] * 3
 
 
 def test_notes_are_remarks_and_no_steps(passing: ValidationReport) -> None:

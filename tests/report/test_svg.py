@@ -28,6 +28,18 @@ def test_ticks_are_the_ones_a_person_would_choose() -> None:
     assert ticks(0.97, 2.1) == [1.0, 1.25, 1.5, 1.75, 2.0]
 
 
+def test_numbers_of_an_axis_are_written_alike() -> None:
+    def labels(*values: float) -> list[str]:
+        drawing = Drawing("")
+        drawing.x_axis(Scale(0, 1, 0, 100), 10, 0, values, "unit")
+        texts = [text for one in ET.fromstring(drawing.render()).iter() if (text := one.text)]
+        return texts[:-1]
+
+    assert labels(0, 5e-5, 1e-4, 1.5e-4) == ["0", "5e-5", "1e-4", "1.5e-4"]
+    assert labels(0, 0.05, 0.1) == ["0", "0.05", "0.1"]
+    assert labels(1e-5, 0.001, 0.1, 10) == ["1e-5", "1e-3", "0.1", "10"]
+
+
 def test_scales_map_ends_to_ends() -> None:
     scale = Scale(1, 100, 0, 200, log=True)
     assert (scale(1), scale(10), scale(100)) == (0, pytest.approx(100), 200)

@@ -210,6 +210,7 @@ def test_a_server_without_counts_fails_a_gate_on_them(stub: StubServer, tmp_path
         ({"protocol": "smoke"}, "no protocol 'smoke'"),
         ({"gates": ("warmth<=3",)}, "'warmth' is not measured"),
         ({"goodput": "warmth=3"}, "no limit of a latency"),
+        ({"rounds": 3, "max_rounds": 2}, "--max-rounds 2 is less than --rounds 3"),
         ({"against_plain": True, "protocol": "openai-chat"}, "no num_draft_tokens"),
         ({"metrics_url": "http://127.0.0.1:9/metrics"}, "counters cannot be read"),
     ],
@@ -217,6 +218,11 @@ def test_a_server_without_counts_fails_a_gate_on_them(stub: StubServer, tmp_path
 def test_arguments_that_cannot_work_are_refused(stub: StubServer, prompts: Path, asked: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         run(stub, prompts, **asked)
+
+
+def test_no_more_rounds_are_run_than_are_allowed(stub: StubServer, prompts: Path) -> None:
+    found = run(stub, prompts, against_plain=True, max_rounds=2, requests=2)
+    assert (found.settings["rounds"], found.settings["max_rounds"], found.points[0].rounds) == ("2", "2", 2)
 
 
 def test_an_empty_prompts_file_is_refused(stub: StubServer, tmp_path: Path) -> None:

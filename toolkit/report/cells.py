@@ -12,7 +12,7 @@ DASH = "-"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """rows are as long as columns; columns after the first are aligned right unless `text`. definitions: their names."""
+    """rows are as long as columns. definitions: their names. text: all columns hold words; words: those of these names do."""
 
     title: str
     columns: tuple[str, ...]
@@ -20,6 +20,11 @@ class Table:
     definitions: tuple[str, ...] = ()
     note: str = ""
     text: bool = False
+    words: tuple[str, ...] = ()
+
+    def right(self, index: int) -> bool:
+        """Whether a column holds numbers, which stand to the right."""
+        return index > 0 and not self.text and self.columns[index] not in self.words
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -27,10 +27,25 @@ from toolkit.report.cells import DASH, Table, interval, number, percent, size
 from toolkit.report.outlook import outlook_tables
 from toolkit.rounding import decimals
 
-__all__ = ["gate_definitions", "gate_title", "gates_table", "headline", "next_steps", "notes", "proviso", "shown", "tables"]
+__all__ = [
+    "gate_definitions",
+    "gate_title",
+    "gates_table",
+    "headline",
+    "next_steps",
+    "notes",
+    "ordered",
+    "proviso",
+    "shown",
+    "tables",
+]
 
 REPLACED = "Replaced"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
+LATENCY_LEGEND = (
+    "TTFT: time to first token. TPOT: time per output token behind it. ITL: inter-token latency, the gap between tokens. ICL: "
+    "inter-chunk latency, the gap that a reader sees. e2e: the whole request."
+)
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
 GATE_DEFINITIONS = {
@@ -176,9 +191,16 @@ def notes(report: ValidationReport) -> list[str]:
     return [f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()]
 
 
+def ordered(gates: Sequence[Gate]) -> list[Gate]:
+    """What did not pass first, else as they are."""
+    order = ("FAIL", "INCONCLUSIVE", "PASS", "NOT JUDGED")
+    return sorted(gates, key=lambda gate: order.index(gate.outcome))
+
+
 def gates_table(report: ValidationReport) -> Table:
     rows = [
-        (gate_title(gate.name, report.sampled.temperature), gate.outcome, *shown(gate), gate.detail) for gate in report.gates
+        (gate_title(gate.name, report.sampled.temperature), gate.outcome, *shown(gate), gate.detail)
+        for gate in ordered(report.gates)
     ]
     return Table("Gates", ("gate", "outcome", "measured", "limit", "why"), tuple(rows), text=True)
 
@@ -272,7 +294,7 @@ def _latencies(report: ValidationReport) -> Table:
             rows.append((f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
             missing |= {f"{name} {quantile}": one.unsupported[quantile] for one in latencies if quantile in one.unsupported}
     reasons = sorted({reason.partition(" samples; ")[2] or reason for reason in missing.values()})
-    note = f"{DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else ""
+    note = f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else LATENCY_LEGEND
     return Table("Latency, ms", ("", *(name for name, _ in columns)), tuple(rows), (*LATENCY_NAMES, "percentiles"), note)
 
 
@@ -316,7 +338,8 @@ def _acceptance(report: ValidationReport) -> Table:
     for i in range(max((len(a.by_position) for _, a in found), default=0)):
         rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
     names = ("acceptance_rate", "acceptance_length", "acceptance_alpha", "acceptance_by_position")
-    return Table("Acceptance", ("", *(label for label, _ in found)), tuple(rows), names)
+    note = "Joint: kept, of those drafted at this position. Conditional: the same among steps that kept all before it."
+    return Table("Acceptance", ("", *(label for label, _ in found)), tuple(rows), names, note if len(rows) > 2 else "")
 
 
 def _alpha(alpha: Interval | None) -> str:
@@ -351,7 +374,11 @@ def _parity(report: ValidationReport) -> Table:
         ("tokens compared", *(f"{parity.compared_tokens:,}" for _, parity in checks)),
     ]
     columns = ("", *(label for label, _ in checks))
-    return Table("Speculative text against plain text", columns, tuple(rows), ("parity", "seeded_parity"))
+    note = (
+        "Numerically equivalent: rounding explains the other token. Suspicious: hardly. Broken: it does not. Upper bound: at "
+        f"{checks[0][1].confidence:.0%} confidence."
+    )
+    return Table("Speculative text against plain text", columns, tuple(rows), ("parity", "seeded_parity"), note)
 
 
 def _parity_arms(report: ValidationReport) -> Table:
@@ -438,7 +465,9 @@ def _distribution(found: Distribution) -> Table:
     )
     note = (
         f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in {found.seconds:.0f} s. "
-        f"{asked}All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs."
+        f"{asked}All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs. Lean: how far the tokens "
+        "lie towards the likeliest ones (or the draft's), in standard deviations. Would be seen: the smallest total "
+        "variation that is. Control: p of the same tokens bent by so much, which has to be small."
     )
     return Table("Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note)
 

@@ -13,13 +13,14 @@ from importlib.resources import files
 
 from toolkit.records import Definition, ValidationReport
 from toolkit.report.cells import Table, number, percent
-from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, notes, proviso, shown, tables
+from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, notes, ordered, proviso, shown, tables
 from toolkit.report.plots import Plot, plots
 
 __all__ = ["render_html"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 SHORT = re.compile(r"\([\w%., +-]{1,24}\)")
+EXPONENT = re.compile(r"\d[\d.]*e-\d+")
 NAME_JOINT = re.compile(r"(?<=\w)[_.](?=[a-zA-Z])")
 SIGNS = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?"}
 
@@ -92,7 +93,7 @@ def _tiles(report: ValidationReport) -> str:
 
 def _gates(report: ValidationReport) -> str:
     rows: list[str] = []
-    for gate in report.gates:
+    for gate in ordered(report.gates):
         measured, limit = shown(gate)
         rows.append(
             f'<li><span class="outcome {escape(gate.outcome)}">{SIGNS.get(gate.outcome, "")} {escape(gate.outcome)}</span>'
@@ -110,8 +111,12 @@ def _plot(plot: Plot, definitions: dict[str, Definition]) -> str:
 
 
 def _table(table: Table, definitions: dict[str, Definition]) -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    kinds = ["" if table.right(i) else ' class="words"' for i in range(len(table.columns))]
+    head = "".join(f'<th scope="col"{kind}>{escape(column)}</th>' for kind, column in zip(kinds, table.columns, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in table.rows
+    )
     note = f"<p class='why'>{escape(table.note)}</p>" if table.note else ""
     kind = ' class="text"' if table.text else ""
     drawn = f'<div class="scroll"><table{kind}><tr>{head}</tr>{body}</table></div>'
@@ -122,8 +127,9 @@ def _table(table: Table, definitions: dict[str, Definition]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escaped, with a place to break in long names, and what is short and in parentheses kept on one line."""
-    return SHORT.sub(r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text)))
+    """Escaped, with a place to break in long names; a number, and what is short and in parentheses, is kept on one line."""
+    kept = SHORT.sub(r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text)))
+    return EXPONENT.sub(r'<span class="whole">\g<0></span>', kept)
 
 
 def _definitions(names: Iterable[str], definitions: dict[str, Definition]) -> str:

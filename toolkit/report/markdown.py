@@ -52,7 +52,7 @@ def _table(table: Table, *, folded: bool) -> str:
 
 
 def _rows(table: Table) -> list[str]:
-    align = [":--", *(":--" if table.text else "--:" for _ in table.columns[1:])]
+    align = ["--:" if table.right(index) else ":--" for index in range(len(table.columns))]
     cells = [table.columns, tuple(align), *(tuple(map(_escape, row)) for row in table.rows)]
     return ["| " + " | ".join(row) + " |" for row in cells]
 

@@ -186,4 +186,4 @@ def _memory(report: ValidationReport) -> Table:
         rows.append((f"{stage.stage}, {stage.place}", planned, peak, size(stage.available_bytes), ""))
         rows += [(f"- {item.name}", size(item.num_bytes), "", "", item.formula) for item in stage.items]
     columns = ("stage", "planned", "measured", "available", "made of")
-    return Table("Memory", columns, tuple(rows), ("planned_memory", "peak_memory"))
+    return Table("Memory", columns, tuple(rows), ("planned_memory", "peak_memory"), words=("made of",))

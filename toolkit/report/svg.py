@@ -92,24 +92,28 @@ class Drawing:
     def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float = 12) -> None:
         """(class of the swatch, text) side by side."""
         for cls, text in entries:
-            self.bar(x, y - 9, 10, 10, cls, text)
+            if cls == "mark":  # what is drawn as a line
+                self.line(x, y - 4, x + 11, y - 4, cls)
+            else:
+                self.bar(x, y - 9, 10, 10, cls, text)
             self.text(x + 15, y, text)
             x += 27 + 8 * len(text)
 
     def x_axis(self, scale: Scale, y: float, top: float, at: Sequence[float], unit: str) -> None:
         """Grid lines from `top` down to y, numbers beneath, and what they count."""
-        for value in at:
+        for value, label in zip(at, _labels(at), strict=True):
             x = scale(value)
             self.line(x, top, x, y, "grid")
-            self.text(x, y + 16, _tick(value), "middle", "tick")
+            self.text(x, y + 16, label, "middle", "tick")
         self.text((scale.start + scale.end) / 2, y + 34, unit, "middle", "tick")
 
     def y_axis(self, scale: Scale, x: float, right: float, at: Sequence[float], unit: str, percent: bool = False) -> None:
         """Grid lines from x to `right`, numbers before them, and upright at the edge what they count."""
-        for value in at:
+        labels = [_percent(value) for value in at] if percent else _labels(at)
+        for value, label in zip(at, labels, strict=True):
             y = scale(value)
             self.line(x, y, right, y, "grid")
-            self.text(x - 6, y + 4, _percent(value) if percent else _tick(value), "end", "tick")
+            self.text(x - 6, y + 4, label, "end", "tick")
         middle = _n((scale.start + scale.end) / 2)
         shape = f'class="tick" x="10" y="{middle}" text-anchor="middle" transform="rotate(-90 10 {middle})"'
         self.parts.append(f"<text {shape}>{escape(unit)}</text>")
@@ -117,6 +121,19 @@ class Drawing:
     def render(self) -> str:
         box = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
         return f'<svg {box} role="img" aria-label="{escape(self.label, quote=True)}">{"".join(self.parts)}</svg>'
+
+
+def _labels(values: Sequence[float]) -> list[str]:
+    """All with an exponent where one of them needs it: 5e-5 is hardly seen to be half of 0.0001."""
+    labels = [_tick(value) for value in values]
+    if not any("e-" in label for label in labels):
+        return labels
+    return [_exponent(value) if 0 < abs(value) < 0.1 else label for value, label in zip(values, labels, strict=True)]
+
+
+def _exponent(value: float) -> str:
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def _tick(value: float) -> str:

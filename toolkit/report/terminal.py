@@ -42,8 +42,7 @@ def _rich(table: Table) -> RichTable:
         title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )
     for index, column in enumerate(table.columns):
-        left = index == 0 or table.text
-        drawn.add_column(column, justify="left" if left else "right", overflow="fold")
+        drawn.add_column(column, justify="right" if table.right(index) else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     return drawn
