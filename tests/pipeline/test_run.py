@@ -97,10 +97,16 @@ def test_a_failed_stage_keeps_what_was_finished(store: Store) -> None:
 
 
 def test_provenance_is_measured_and_not_part_of_the_key(store: Store) -> None:
-    first = run(store, small_stages("a b", pause=lambda stage: time.sleep(0.05)))
+    def work(stage: str) -> None:
+        time.sleep(0.05)
+        if stage == "words":
+            bytearray(400_000_000)
+
+    first = run(store, small_stages("a b", pause=work))
     provenance = first["words"].entry.provenance
     assert first["words"].seconds >= 0.05
-    assert provenance["peak_memory_bytes"] > 5_000_000
+    assert provenance["peak_memory_bytes"] > 400_000_000
+    assert first["count"].peak_memory_bytes is None  # what this process held before is no peak of a stage that takes nothing
     assert {"command", "python", "toolkit", "git_commit", "machine", "started"} <= set(provenance)
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 
 __all__ = ["PeakMemory", "freed_blocks_returned"]
 
+INHERITED = 1.05  # times what was resident before: up to that a peak tells of the work before and not of this
 PERIOD_S = 0.25  # a look costs well under a millisecond
 M_MMAP_THRESHOLD = -3  # mallopt(3)
 LARGE_BYTES, LARGEST_BYTES = 1 << 20, 1 << 25  # the second is as far as glibc raises the threshold by itself
@@ -53,11 +54,18 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
         self._children_before = 0
+        self._before = 0
+
+    @property
+    def own(self) -> int | None:
+        """The peak, or None where this process held as much before: it is then what earlier work has left in it."""
+        return self.bytes if self.bytes > INHERITED * self._before else None
 
     def __enter__(self) -> PeakMemory:
         if self._root is None:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # resets our VmHWM, proc(5)
+            self._before = sum(_status(pid, "VmRSS") for pid in _tree(os.getpid()))
         self._children_before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         self._thread.start()
         return self

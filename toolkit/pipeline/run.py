@@ -70,7 +70,7 @@ def _one(stage: Stage, store: Store, name: str, observer: Observer, finished: Ma
             "machine": machine(),
             "started": started,
             "seconds": round(time.monotonic() - before, 3),
-            "peak_memory_bytes": peak.bytes,
+            "peak_memory_bytes": peak.own,
         }
         return Written(to_json(record), provenance)
 

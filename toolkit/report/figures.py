@@ -539,8 +539,13 @@ def _stages(report: ValidationReport) -> Table:
         (one.stage, f"{one.seconds:,.1f}", size(one.peak_memory_bytes), "reused" if one.reused else "ran")
         for one in report.stages
     )
-    note = "validate holds serve, the server's own run." if any(one.stage == "validate" for one in report.stages) else ""
-    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",), note)
+    note = "validate holds serve, the server's own run. " if any(one.stage == "validate" for one in report.stages) else ""
+    note += (
+        f"{DASH}: no more than the process held before it."
+        if any(one.peak_memory_bytes is None for one in report.stages)
+        else ""
+    )
+    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",), note.rstrip())
 
 
 def _engines(report: ValidationReport) -> Table:

@@ -31,7 +31,7 @@ def render_html(report: ValidationReport) -> str:
     title = escape(f"{report.name}: {report.verdict}")
     steps = "".join(f"<li>{escape(step)}</li>" for step in next_steps(report))
     remarks = "".join(f"<li>{escape(note)}</li>" for note in notes(report))
-    remarks = f"<h2>Remarks</h2>\n<ul>{remarks}</ul>\n" if remarks else ""
+    remarks = f'<h2>Remarks</h2>\n<ul class="steps">{remarks}</ul>\n' if remarks else ""
     figures = "".join(_plot(plot, report.definitions) for plot in plots(report))
     sections = "".join(_table(table, report.definitions) for table in tables(report))
     return f"""<!doctype html>
