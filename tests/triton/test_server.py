@@ -224,6 +224,12 @@ def test_leftovers_of_a_killed_server_are_swept_and_those_in_use_are_not(own_tmp
     assert not theirs.exists()
 
 
+def test_a_workspace_that_vanishes_while_others_are_swept_is_no_fault(own_tmp: Path) -> None:
+    """Its server ended between the look into the folder and the look at it, as a link to nothing shows."""
+    (own_tmp / "toolkit-serve-gone").symlink_to(own_tmp / "nowhere")
+    sweep(own_tmp)
+
+
 def test_server_on_path_comes_first_and_brings_its_own_backends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_tmp: Path
 ) -> None:

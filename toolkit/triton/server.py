@@ -11,6 +11,7 @@ leftovers, for the case that not even `supervise` lived to do it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib.util
@@ -130,8 +131,9 @@ def sweep(folder: Path) -> None:
         try:
             lock = os.open(path / LOCK_FILE, os.O_RDWR)
         except FileNotFoundError:
-            if time.time() - path.stat().st_mtime > STALE_S:
-                supervise.clean(path)
+            with contextlib.suppress(FileNotFoundError):  # it is gone altogether: its own server has just ended
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    supervise.clean(path)
             continue
         except OSError:
             continue  # somebody else's
