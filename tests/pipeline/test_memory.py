@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from toolkit.pipeline.memory import PeakMemory
+
 PROGRAM = """
 import ctypes, contextlib, sys
 from pathlib import Path
@@ -39,3 +41,20 @@ def kept_kb(how: str) -> int:
 def test_freed_blocks_leave_the_process() -> None:
     assert kept_kb("within") < 10_000  # 5 MB of them are still in use
     assert kept_kb("without") > 40_000  # the heap keeps most of 80 MB: what the block is there for
+
+
+def test_a_short_peak_is_seen_beside_a_child_that_holds_more() -> None:
+    """Such a one as a server that runs all the while: the peak counts on top of what it holds."""
+    holding = "import sys; held = bytearray(300_000_000); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        with PeakMemory() as still:
+            pass
+        with PeakMemory() as short:
+            bytearray(200_000_000)
+        child.stdin.close()
+    assert still.own is None
+    assert short.own is not None
+    assert short.own > still.bytes + 150_000_000

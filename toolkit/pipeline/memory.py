@@ -44,8 +44,8 @@ class PeakMemory:
     """`with PeakMemory() as peak: ...`, then `peak.bytes`: resident memory, summed over the tree of processes.
 
     The sum is sampled, and pages that processes share count in each. A peak of this process alone, or of one child that has
-    ended, is exact where the kernel keeps it, so a short one between two samples is seen as well. root: the process at the
-    head of another tree to watch, by samples alone.
+    ended, is exact where the kernel keeps it, so a short one between two samples is seen as well; what other processes of the
+    tree hold all the while is added to the former. root: the process at the head of another tree to watch, by samples alone.
     """
 
     def __init__(self, root: int | None = None) -> None:
@@ -54,7 +54,7 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
         self._children_before = 0
-        self._before = 0
+        self._before = self._beside = 0
 
     @property
     def own(self) -> int | None:
@@ -65,7 +65,8 @@ class PeakMemory:
         if self._root is None:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # resets our VmHWM, proc(5)
-            self._before = sum(_status(pid, "VmRSS") for pid in _tree(os.getpid()))
+            self._beside = _others()
+            self._before = self._beside + _status(os.getpid(), "VmRSS")
         self._children_before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         self._thread.start()
         return self
@@ -78,7 +79,8 @@ class PeakMemory:
             return
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         largest_child = children * 1024 if children > self._children_before else 0
-        self.bytes = max(self.bytes, _status(os.getpid(), "VmHWM"), largest_child)
+        own = _status(os.getpid(), "VmHWM") + min(self._beside, _others())
+        self.bytes = max(self.bytes, own, largest_child)
 
     def _sample(self) -> None:
         while not self._stop.wait(PERIOD_S):
@@ -86,6 +88,11 @@ class PeakMemory:
 
     def _look(self) -> None:
         self.bytes = max(self.bytes, sum(_status(pid, "VmRSS") for pid in _tree(self._root or os.getpid())))
+
+
+def _others() -> int:
+    """What our child processes and theirs hold."""
+    return sum(_status(pid, "VmRSS") for pid in _tree(os.getpid()) if pid != os.getpid())
 
 
 def _tree(pid: int) -> Iterator[int]:
