@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoints.reader import check_against_shape, read_index
-from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
+from toolkit.checkpoints.shape import ModelShape, parse_shape, read_json, read_shape
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.subject import splits
 from toolkit.rehearse.checkpoints import LAYERS, next_tokens, scaled_config, write_stand_in
@@ -42,6 +42,15 @@ def test_everything_but_the_sizes_is_kept(name: str) -> None:
     assert made.num_layers == LAYERS and made.hidden_size <= 512 and made.vocab_size == 384
     # Qwen3 has heads that are wider together than the hidden size; the others have not.
     assert (made.hidden_size == made.num_heads * made.head_dim) == (real.hidden_size == real.num_heads * real.head_dim)
+
+
+def test_the_heads_divide_the_hidden_size_where_they_divide_the_real_one() -> None:
+    """Six heads of the quickstart's target: transformers refuses a Llama whose heads do not."""
+    config = read_json(Path(__file__).parents[2] / "configs" / "quickstart" / "target" / "config.json")
+    real = parse_shape(config, where="x")
+    made = parse_shape(scaled_config(config, real, 384, 1, 1), where="x")
+    assert real.num_heads == made.num_heads == 6
+    assert made.hidden_size % made.num_heads == 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)

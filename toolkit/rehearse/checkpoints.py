@@ -50,7 +50,9 @@ def scaled_config(config: Mapping[str, Any], shape: ModelShape, vocab_size: int,
     kv_heads, heads = _heads(shape, head_dim, tp_size)
     while heads * head_dim > MAX_WIDTH and head_dim > MIN_HEAD_DIM:
         head_dim //= 2
-    hidden = _rounded(heads * head_dim * shape.hidden_size / (shape.num_heads * shape.head_dim), ALIGNMENT)
+    even = shape.hidden_size % shape.num_heads == 0  # which transformers asks of some families, whatever head_dim says
+    step = math.lcm(ALIGNMENT, heads) if even else ALIGNMENT
+    hidden = _rounded(heads * head_dim * shape.hidden_size / (shape.num_heads * shape.head_dim), step)
     sizes = {
         "vocab_size": vocab_size,
         "num_hidden_layers": max(LAYERS, pp_size),
