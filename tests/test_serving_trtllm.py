@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from toolkit.pipeline.store import Store
 from toolkit.serving_trtllm import Machine, check_servable, served_here
 from toolkit.triton import model_config
 from toolkit.triton.on_this_machine import render_here
+from toolkit.triton.server import sweep
 
 STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1")
@@ -132,7 +135,11 @@ def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s
         assert client.generate("def f(x):", max_tokens=4).text
         assert client.generate("def f(x):", max_tokens=4).statistics.output_tokens == 4
         folder = server.repository
-    assert not folder.exists()
+        os.utime(folder.parent, (0, 0))
+        sweep(Path(tempfile.gettempdir()))  # as the next server on this machine does, a long time later
+        assert client.generate("def f(x):", max_tokens=4).text
+        assert folder.exists()
+    assert not folder.parent.exists()
 
 
 @pytest.mark.parametrize(

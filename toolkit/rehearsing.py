@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from toolkit.assembly import Built, Workplace, build, rehearsal_stages
+from toolkit.assembly import Built, Workplace, build, raise_refused, rehearsal_stages
 from toolkit.config.schema import DeploymentConfig
-from toolkit.errors import Fault, PlanError
 from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store
 from toolkit.planning import plan_of
@@ -21,9 +20,7 @@ __all__ = ["ready", "rehearse"]
 
 def ready(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
     """Judge the real deployment, then write what stands in for it. Raises PlanError with everything that cannot work."""
-    refused = [one for one in plan_of(config).judgements if one.severity == "refused"]
-    if refused:
-        raise PlanError(config.name, [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in refused])
+    raise_refused(config.name, plan_of(config).judgements)
     return prepare(config, workplace.rehearsal(config.name))
 
 

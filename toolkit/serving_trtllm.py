@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -125,13 +124,13 @@ def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig
     Raises ServerError where it does not start.
     """
     from toolkit.triton.on_this_machine import render_here
-    from toolkit.triton.server import TritonServer
+    from toolkit.triton.server import TritonServer, private_folder
 
     with ExitStack() as open_until:
         if isinstance(config.engine, TorchEngineConfig):
             server = TritonServer(repository, triton)
         else:
-            folder = Path(open_until.enter_context(TemporaryDirectory(prefix="toolkit-serve-")))
+            folder = open_until.enter_context(private_folder())
             render_here(repository, folder / "repository")
             server = TritonServer(folder / "repository", _patient(triton), launch=_launch_of(deployment_of(config)))
         yield open_until.enter_context(server)

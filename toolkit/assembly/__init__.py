@@ -9,15 +9,14 @@ to do takes about a second.
 
 from toolkit.assembly.advising import tune, tune_grid
 from toolkit.assembly.asked import embedded, models_of, tp_size_of
-from toolkit.assembly.build import STAGES, Built, build, explain_build
+from toolkit.assembly.build import Built, build, explain_build
 from toolkit.assembly.making import engine_spec
 from toolkit.assembly.packaging import in_container, speculation_of
-from toolkit.assembly.stages import refuse_impossible, rehearsal_stages, stages_of
+from toolkit.assembly.stages import raise_refused, refuse_impossible, rehearsal_stages, stages_of
 from toolkit.assembly.validating import replay_divergence
 from toolkit.assembly.workplace import Workplace
 
 __all__ = [
-    "STAGES",
     "Built",
     "Workplace",
     "build",
@@ -26,6 +25,7 @@ __all__ = [
     "explain_build",
     "in_container",
     "models_of",
+    "raise_refused",
     "refuse_impossible",
     "rehearsal_stages",
     "replay_divergence",

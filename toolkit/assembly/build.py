@@ -19,10 +19,9 @@ from toolkit.records import CompiledEngine, ValidationReport
 from toolkit.reporting import publish_report
 from toolkit.serving_trtllm import Machine, check_servable
 
-__all__ = ["STAGES", "Built", "build", "explain_build"]
+__all__ = ["Built", "build", "explain_build"]
 
-STAGES = ("pair", "quantize", "compile", "package", "validate")
-PACKAGED = STAGES[STAGES.index("package") :]
+PACKAGED = ("package", "validate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.hashing import DigestMemo
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records import CompiledEngine
+from toolkit.records import CompiledEngine, Judgement
 from toolkit.tuning import Way, tune_stage
 
-__all__ = ["PACKAGE_TRTLLM", "REAL_KIND", "own_way", "refuse_impossible", "rehearsal_stages", "stages_of"]
+__all__ = ["PACKAGE_TRTLLM", "REAL_KIND", "own_way", "raise_refused", "refuse_impossible", "rehearsal_stages", "stages_of"]
 
 REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
 
@@ -120,10 +120,14 @@ def refuse_impossible(config: DeploymentConfig) -> None:
     from toolkit.plan.make import make_plan
 
     # A hub id of which nothing is known yet is about to be fetched.
-    refused = [one for one in make_plan(config).judgements if one.severity == "refused" and one.rule != "shape-needed"]
-    if refused:
-        faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in refused]
-        raise PlanError(config.name, faults)
+    raise_refused(config.name, [one for one in make_plan(config).judgements if one.rule != "shape-needed"])
+
+
+def raise_refused(name: str, judgements: Sequence[Judgement]) -> None:
+    """Raises PlanError with everything that is refused, if anything is."""
+    faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in judgements if one.severity == "refused"]
+    if faults:
+        raise PlanError(name, faults)
 
 
 def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +106,7 @@ def _measure(
     from toolkit.pipeline.memory import PeakMemory
     from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
-    from toolkit.triton.server import TritonServer
+    from toolkit.triton.server import TritonServer, private_folder
     from toolkit.validate.replay import write_replay
     from toolkit.validate.stage import Alternating, References, validate
 
@@ -148,8 +147,8 @@ def _measure(
         end_ids = read_shape(finished["quantize/target"].record.path).eos_token_ids
         source, same_precision = _source(config, folders["target"], end_ids)
         with (
-            tempfile.TemporaryDirectory(prefix="toolkit-validate-") as scratch,
-            Servers(repository, deployment_of(config), config.triton, Path(scratch), log, progress) as servers,
+            private_folder() as scratch,
+            Servers(repository, deployment_of(config), config.triton, scratch, log, progress) as servers,
         ):
             in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
             watched = _watched(config, repository, lambda: servers.server, progress, against_plain=not in_turns)

@@ -5,9 +5,9 @@ Results go to stdout, progress and errors to stderr. Everything heavy is importe
 and errors in a YAML are there at once.
 """
 
-# The order of these is the order of `toolkit --help`.
-from toolkit.cli import starting, building, tuning, using, benching, about  # isort: skip
+# Importing them registers their commands, in the order of `toolkit --help`.
+from toolkit.cli import starting, building, tuning, using, benching, about  # noqa: F401  # isort: skip
 from toolkit.cli.entry import main
 from toolkit.cli.shared import app
 
-__all__ = ["about", "app", "benching", "building", "main", "starting", "tuning", "using"]
+__all__ = ["app", "main"]

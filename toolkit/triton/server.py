@@ -26,7 +26,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +123,17 @@ class Workspace:
     def close(self) -> None:
         """Give the lock up; whoever inherited it still holds it."""
         os.close(self.lock)
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder that is there until the block ends; where the process is killed before, the next server sweeps it away."""
+    workspace = Workspace.create()
+    try:
+        yield workspace.path
+    finally:
+        supervise.clean(workspace.path)
+        workspace.close()
 
 
 def sweep(folder: Path) -> None:
