@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from toolkit.errors import UsageError
-from toolkit.validate.clients import Exchange
+from toolkit.validate.clients import Exchange, Go
 from toolkit.validate.load import constant, lag_ns, poisson, read_trace, run_closed, run_open, uniquely
 
 NS = 1_000_000_000
@@ -26,7 +26,9 @@ class Held:
     def __init__(self) -> None:
         self.now = self.most = 0
 
-    async def exchange(self, seconds: float) -> Exchange:
+    async def exchange(self, seconds: float, go: Go = None) -> Exchange:
+        if go is not None:
+            await go
         done = Exchange(sent_ns=time.monotonic_ns())
         self.now += 1
         self.most = max(self.most, self.now)
@@ -98,6 +100,28 @@ def test_requests_that_are_due_together_leave_together() -> None:
     assert transport.most == 10
 
 
+def test_a_request_is_made_ready_before_its_time_and_sent_at_it() -> None:
+    ready: list[int] = []
+
+    class Slow(Held):
+        async def exchange(self, seconds: float, go: Go = None) -> Exchange:
+            ready.append(time.monotonic_ns())
+            return await super().exchange(seconds, go)
+
+    _, due = asyncio.run(run_open(Slow(), [0.0] * 3, [0, 40_000_000, 80_000_000]))
+    assert all(at < time_due for at, time_due in zip(ready, due, strict=True))
+
+
+def test_what_fails_before_its_time_has_no_time_to_its_credit() -> None:
+    class Refused(Held):
+        async def exchange(self, seconds: float, go: Go = None) -> Exchange:
+            now = time.monotonic_ns()
+            return Exchange(now, now, failure="refused")
+
+    exchanges, due = asyncio.run(run_open(Refused(), [0.0] * 2, [0, 20_000_000]))
+    assert lag_ns(exchanges, due) == [0, 0] and [one.ended_ns for one in exchanges] == due
+
+
 def test_a_closed_loop_keeps_its_concurrency_and_the_order_of_answers() -> None:
     transport = Held()
     seconds = [0.02, 0.001, 0.001, 0.03, 0.001, 0.001, 0.001]
@@ -110,7 +134,7 @@ def test_a_closed_loop_keeps_its_concurrency_and_the_order_of_answers() -> None:
 
 def test_a_failing_transport_ends_the_open_loop_with_its_error() -> None:
     class Broken(Held):
-        async def exchange(self, seconds: float) -> Exchange:
+        async def exchange(self, seconds: float, go: Go = None) -> Exchange:
             raise RuntimeError("a bug of ours")
 
     with pytest.raises(RuntimeError, match="a bug of ours"):

@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from toolkit.client import (
@@ -49,6 +49,9 @@ REFUSED_ARGUMENT = (400, 422)  # what servers answer to an argument they do not 
 PROBE = "Hello"
 
 
+Go: TypeAlias = "asyncio.Future[None] | None"
+
+
 class BadAnswer(Exception):
     """One request failed. The text says how; it counts as an error and adds no latency."""
 
@@ -74,8 +77,11 @@ class Transport(Protocol):
         """The encoded request. Raises UsageError for an option that this endpoint does not have."""
         ...
 
-    async def exchange(self, prepared: Any) -> Exchange:
-        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does."""
+    async def exchange(self, prepared: Any, go: Go = None) -> Exchange:
+        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does.
+
+        go: all but the sending is done at once, and then this is waited for.
+        """
         ...
 
     def chunks(self, exchange: Exchange) -> list[Chunk]:
@@ -169,11 +175,14 @@ async def _guess(session: aiohttp.ClientSession, url: str) -> str:
 def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
     import aiohttp
 
-    async def sent(_session: Any, context: Any, _parameters: Any) -> None:
-        context.trace_request_ctx.sent_ns = time.monotonic_ns()
+    async def send(_session: Any, context: Any, _parameters: Any) -> None:
+        exchange, go = context.trace_request_ctx
+        if go is not None:
+            await go
+        exchange.sent_ns = time.monotonic_ns()
 
     trace = aiohttp.TraceConfig()
-    trace.on_request_chunk_sent.append(sent)  # the body follows the headers at once: now the request is on its way
+    trace.on_request_chunk_sent.append(send)  # called when headers and body are laid out, before they are written
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
         timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, 10.0)),
@@ -189,7 +198,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
     import aiohttp
 
     try:
-        async with session.get(url, trace_request_ctx=Exchange()) as response:
+        async with session.get(url, trace_request_ctx=(Exchange(), None)) as response:
             text = await response.text(errors="replace")
             return response.status, _json(text)
     except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError) as error:
@@ -265,12 +274,15 @@ class GrpcTransport:
         encoded: bytes = request.SerializeToString()
         return encoded
 
-    async def exchange(self, prepared: bytes) -> Exchange:
+    async def exchange(self, prepared: bytes, go: Go = None) -> Exchange:
         import grpc.aio
 
-        done = Exchange(sent_ns=time.monotonic_ns())
+        done = Exchange()
         call = self._infer(timeout=self._timeout_s)
         try:
+            if go is not None:
+                await go
+            done.sent_ns = time.monotonic_ns()
             await call.write(prepared)
             await call.done_writing()
             while (frame := await call.read()) is not grpc.aio.EOF:
@@ -369,13 +381,13 @@ class _EventTransport:
         self._session = session
         self._timeout_s = timeout_s
 
-    async def exchange(self, prepared: bytes) -> Exchange:
+    async def exchange(self, prepared: bytes, go: Go = None) -> Exchange:
         import aiohttp
 
         done = Exchange(sent_ns=time.monotonic_ns())
         frames = done.frames
         try:
-            async with self._session.post(self.address, data=prepared, trace_request_ctx=done) as response:
+            async with self._session.post(self.address, data=prepared, trace_request_ctx=(done, go)) as response:
                 if response.status != 200:
                     page = (await response.text(errors="replace"))[:BODY_SHOWN]
                     done.failure = f"refused: HTTP {response.status} {_error_text(page)}"

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UsageError
+from toolkit.validate.alarm import Alarm
 from toolkit.validate.clients import Exchange, Transport
 
 __all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
 START_S = 0.05  # between the call and the first request of an open loop
+LEAD_NS = 2_000_000  # laying out a request takes a tenth of that, unless the loop is busy with answers
 NS = 1_000_000_000
 
 
@@ -89,40 +90,44 @@ def uniquely(prompts: Sequence[str], count: int) -> list[str]:
 async def run_open(
     transport: Transport, requests: Sequence[Any], arrivals: Sequence[int], on_done: Callable[[], None] = lambda: None
 ) -> tuple[list[Exchange], list[int]]:
-    """Send each request when it is due, however many are on their way. (exchanges, due times in ns), in the requests' order."""
+    """Send each request when it is due, however many are on their way. (exchanges, due times in ns), in the requests' order.
 
-    async def one(request: Any) -> Exchange:
-        exchange = await transport.exchange(request)
+    A request is laid out, and has its connection, LEAD_NS before: what remains to be done at its time is to write it.
+    """
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[Exchange]] = []
+    go: list[asyncio.Future[None]] = []
+    all_sent: asyncio.Future[None] = loop.create_future()
+    released = 0
+
+    async def one(i: int) -> Exchange:
+        exchange = await transport.exchange(requests[i], go[i])
+        if exchange.sent_ns < due[i]:  # it failed while it was made ready
+            exchange.sent_ns = exchange.ended_ns = due[i]
         on_done()
         return exchange
 
-    loop = asyncio.get_running_loop()
-    tasks: list[asyncio.Task[Exchange]] = []
-    all_sent = loop.create_future()
-
-    def send(request: Any) -> None:
-        tasks.append(asyncio.create_task(one(request)))
-        if len(tasks) == len(requests) and not all_sent.done():
+    def ring() -> None:
+        nonlocal released
+        now = time.monotonic_ns()
+        while released < len(tasks) and due[released] <= now:
+            if not go[released].done():
+                go[released].set_result(None)
+            released += 1
+        while len(tasks) < len(due) and due[len(tasks)] - LEAD_NS <= now:
+            go.append(loop.create_future())
+            tasks.append(asyncio.create_task(one(len(tasks))))
+        if released == len(due):
             all_sent.set_result(None)
+        else:
+            alarm.set(min(due[released], due[len(tasks)] - LEAD_NS if len(tasks) < len(due) else due[-1]))
 
-    def keep_time() -> None:  # the event loop's own timers are a millisecond coarse, a thread's sleep is not
-        for at, request in zip(due, requests, strict=True):
-            if (left := at - time.monotonic_ns()) > 0 and stop.wait(left / NS):
-                return
-            loop.call_soon_threadsafe(send, request)
-
-    with undisturbed():
+    with undisturbed(), Alarm(ring) as alarm:
         start = time.monotonic_ns() + int(START_S * NS)
-        due = [start + at for at in arrivals]
-        stop = threading.Event()
-        keeper = threading.Thread(target=keep_time, name="arrivals", daemon=True)
-        keeper.start()
-        try:
-            await all_sent
-            return list(await asyncio.gather(*tasks)), due
-        finally:
-            stop.set()
-            keeper.join()
+        due = [start + at for at, _ in zip(arrivals, requests, strict=True)]
+        ring()
+        await all_sent
+        return list(await asyncio.gather(*tasks)), due
 
 
 async def run_closed(
