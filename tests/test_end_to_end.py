@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.checkpoints import write_checkpoint
 from toolkit.assembly import Workplace, replay_divergence
+from toolkit.config.load import load_config
 from toolkit.errors import UsageError
 from toolkit.records import Divergence
 from toolkit.validate.replay import Replay, write_replay
@@ -56,8 +57,8 @@ def toolkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def write_divergence(folder: Path) -> str:
-    """A replay file, as a validation that found a fault leaves one."""
+def write_divergence(folder: Path, config: Path) -> str:
+    """A replay file, as a validation of `config` that found a fault leaves one."""
     divergence = Divergence(
         prompt_index=0,
         prompt=PROMPTS[0],
@@ -75,18 +76,22 @@ def write_divergence(folder: Path) -> str:
         seed=None,
         detail="a token nobody knows",
     )
-    name = write_replay(folder / "replay", Replay("tiny", divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6)))
-    return str(folder / name)
+    stated = load_config(config).model_dump(mode="json", exclude_unset=True)
+    found = Replay(divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6), stated)
+    return str(folder / write_replay(folder / "replay", found))
 
 
-def test_a_replay_of_what_cannot_be_judged_here_is_refused(tmp_path: Path) -> None:
-    file, workplace = tmp_path / write_divergence(tmp_path), Workplace(tmp_path)
+def test_a_replay_of_what_cannot_be_judged_here_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file, workplace = tmp_path / write_divergence(tmp_path, write_deployment(tmp_path, *tiny_pair)), Workplace(tmp_path)
     with pytest.raises(UsageError, match="'tiny' is not built here"):
         replay_divergence(file, workplace)
     workplace.repository("tiny").mkdir(parents=True)
     (workplace.engines("tiny") / "target").mkdir(parents=True)
     (workplace.engines("tiny") / "target" / "config.json").write_text('{"pretrained_config": {}}')  # TensorRT-LLM's
-    with pytest.raises(UsageError, match=r"no engine of kind torch here.*\n.*only a whole validation"):
+    with pytest.raises(UsageError, match="'tiny' has no engine of kind torch here"):
+        replay_divergence(file, workplace)
+    file.write_text(file.read_text().replace('"kind": "torch"', '"kind": "flashlight"'))
+    with pytest.raises(UsageError, match=r"the deployment in this replay file is none(.|\n)*flashlight"):
         replay_divergence(file, workplace)
 
 
@@ -114,7 +119,7 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_p
     explained = toolkit("explain", str(config), cwd=tmp_path)
     assert explained.returncode == 0
     assert "reused" in explained.stdout
-    again = toolkit("validate", "--replay", write_divergence(tmp_path), cwd=tmp_path)
+    again = toolkit("validate", "--replay", write_divergence(tmp_path, config), cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "then  output token 4: broken, a token nobody knows" in again.stdout
     assert "now   identical" in again.stdout and "the texts are not those of the file" in again.stdout

@@ -17,7 +17,7 @@ import yaml
 from tests.support.stages import Silent
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from tests.test_cli import write_config
-from toolkit.assembly import Workplace, build
+from toolkit.assembly import Workplace, build, replay_divergence
 from toolkit.client import Client
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
@@ -98,6 +98,12 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     ):
         assert what in unknown
     assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(encoding="utf-8")
+
+    assert tie.replay is not None
+    (workplace.repository("tiny") / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    found, now = replay_divergence(workplace.report("tiny") / tie.replay, workplace, HERE)
+    assert now.as_before and now.divergence is not None
+    assert replace(now.divergence, prompt_index=2, replay=tie.replay) == replace(found.divergence, replay=tie.replay) == tie
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,9 @@ from toolkit.pipeline.machine import gpus
 
 if TYPE_CHECKING:
     from toolkit.client import Client
-    from toolkit.records import TritonRepository
     from toolkit.triton.deploy import Deployment
     from toolkit.triton.server import Launch, TritonServer
-    from toolkit.validate.stage import Abilities
+    from toolkit.validate.arms import Abilities
 
 __all__ = ["Machine", "Servers", "abilities_of", "check_servable", "deployment_of", "served_here"]
 
@@ -158,7 +157,7 @@ def _patient(triton: TritonConfig) -> TritonConfig:
 def abilities_of(config: DeploymentConfig) -> Abilities:
     """The BLS model is ours and drafts as a request asks; LLM() has one draft length, and its own accept rule."""
     from toolkit.facts.support import LOG_PROBS
-    from toolkit.validate.stage import Abilities
+    from toolkit.validate.arms import Abilities
 
     engine = config.engine
     assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
@@ -174,12 +173,12 @@ class Servers:
     folder: for the renderings. log_path: of the latest start; earlier ones are kept beside it, numbered.
     """
 
-    repository: TritonRepository
+    repository: Path
     deployment: Deployment
     config: TritonConfig
     folder: Path
     log_path: Path
-    progress: Progress
+    progress: Progress | None = None
     starts: int = 0
     _running: ExitStack = field(default_factory=ExitStack)
     _server: TritonServer | None = None
@@ -209,14 +208,14 @@ class Servers:
         self.starts += 1
         rendered = self.folder / arm
         if not rendered.exists():
-            render_here(self.repository.path, rendered, speculates=arm != "plain")
+            render_here(self.repository, rendered, speculates=arm != "plain")
         with ExitStack() as starting:
             server = TritonServer(rendered, self._ports(), log_path=self.log_path, progress=self.progress, launch=launch)
             self._server = starting.enter_context(server)
-            client = starting.enter_context(Client(server.grpc_url, model=self.repository.model))
+            client = starting.enter_context(Client(server.grpc_url, model=self.deployment.entry))
             self._running = starting.pop_all()
         return client
 
     def _ports(self) -> TritonConfig:
         """Free ones, and the time to start."""
-        return _patient(self.config).model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+        return _patient(self.config).on_free_ports

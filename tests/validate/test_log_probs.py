@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from toolkit.triton.requests import Limits, parse
 from toolkit.triton.trtllm_tensors import FORM, Responses, sampling_arguments
 from toolkit.validate.arms import Alternating
 from toolkit.validate.log_probs import judge_log_probs, least_change
+from toolkit.validate.replay import Replay, replay
 from toolkit.validate.stage import Abilities, References, validate
 
 MARGIN = 0.05
@@ -225,6 +226,18 @@ class InProcess:
         return [output async for output in stream if output.finished]
 
 
+def arms(folder: Path, fault: str | None = None, told: int = 2, fickle: str | None = None) -> Alternating:
+    def start(arm: str) -> InProcess:
+        speculation = None if arm == "plain" else {"speculative_model": str(folder)}
+        return InProcess(LLM(str(folder), speculation, step_s=0.0, fault=fault), told, fickle=fickle == arm)
+
+    return Alternating(start)
+
+
+def abilities(*, asks: bool = True) -> Abilities:
+    return Abilities(verify_arm=False, draft_lens=False, coupled=False, log_probs=asks)
+
+
 def judged(
     folder: Path,
     prompts: list[str],
@@ -234,14 +247,10 @@ def judged(
     asks: bool = True,
     limit: float = 0.5,
     fickle: str | None = None,
+    keep_replay: Callable[[Replay], str] | None = None,
 ) -> ValidationReport:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-
-    def start(arm: str) -> InProcess:
-        speculation = None if arm == "plain" else {"speculative_model": str(folder)}
-        return InProcess(LLM(str(folder), speculation, step_s=0.0, fault=fault), told, fickle=fickle == arm)
-
     config = ValidationConfig(
         prompts=path,
         max_tokens=10,
@@ -252,13 +261,14 @@ def judged(
         latency=LatencyGates(min_speedup=None),
     )
     return validate(
-        Alternating(start),
+        arms(folder, fault, told, fickle),
         config,
         name="stand-in",
         max_draft_len=2,
         acceptance="sample_match",
         references=References(None),
-        can=Abilities(verify_arm=False, draft_lens=False, coupled=False, log_probs=asks),
+        can=abilities(asks=asks),
+        keep_replay=keep_replay,
         quality=Quality(None, None),
         engines={},
         environment={},
@@ -311,3 +321,15 @@ def test_a_text_that_is_another_one_when_it_is_asked_again_is_not_judged_by_it(t
     outcome, counts, (one,) = parity_of(judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault="cache", fickle="speculative"))
     assert (outcome, counts) == ("INCONCLUSIVE", {"identical": 4, "unexplained": 1})
     assert "the speculative arm said another text up to this place, so that nothing is known of this one" in one.detail
+
+
+def test_a_replay_judges_by_log_probabilities_again_and_shows_the_mend(tmp_path: Path) -> None:
+    kept: list[Replay] = []
+    judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault="cache", keep_replay=lambda one: kept.append(one) or "file")
+    again = replay(kept[0], arms(tmp_path, fault="cache"), None, abilities())
+    assert again.as_before and again.divergence is not None
+    assert replace(again.divergence, prompt_index=4) == kept[0].divergence
+    assert (again.divergence.kind, again.divergence.judged_by) == ("broken", "log_probs")
+    unasked = replay(kept[0], arms(tmp_path, fault="cache"), None, abilities(asks=False))
+    assert unasked.divergence is not None and unasked.divergence.kind == "unexplained"
+    assert replay(kept[0], arms(tmp_path), None, abilities()).divergence is None

@@ -14,7 +14,6 @@ from toolkit.assembly.keys import SOURCES, versions
 from toolkit.assembly.packaging import speculation_of
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
-from toolkit.errors import StageError, UsageError
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
 from toolkit.pipeline.machine import machine, program
@@ -25,9 +24,8 @@ from toolkit.serving_trtllm import Servers, abilities_of, deployment_of
 if TYPE_CHECKING:
     from toolkit.triton.server import TritonServer
     from toolkit.validate.reference import Reference
-    from toolkit.validate.replay import Replay, Replayed
 
-__all__ = ["replay_divergence", "validate_stage"]
+__all__ = ["engine_reference", "validate_stage"]
 
 SERVED_SOURCES = (
     "serving.py",
@@ -113,11 +111,12 @@ def _measure(
     started, repository = time.monotonic(), finished["package"].record
     engines = {role: finished[f"compile/{role}"].record for role in models_of(config)}
     folders = {role: engine.path for role, engine in engines.items()}
+    stated = config.model_dump(mode="json", exclude_unset=True)
     judged: dict[str, Any] = {
         "name": config.name,
         "max_draft_len": repository.max_draft_len,
         "quality": quality,
-        "keep_replay": lambda found: write_replay(out_dir / "replay", found),
+        "keep_replay": lambda found: write_replay(out_dir / "replay", replace(found, deployment=stated)),
         "engines": {role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
         "preceding": finished["pair"].record.findings,
         "stages": [StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
@@ -127,9 +126,8 @@ def _measure(
     log, began, peak_bytes = out_dir / "server.log", time.monotonic(), None
     if isinstance(config.engine, TorchEngineConfig):
         source, same_precision = _source(config, folders["target"])
-        free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
         with (
-            TritonServer(repository.path, free_ports, log_path=log, progress=progress) as server,
+            TritonServer(repository.path, config.triton.on_free_ports, log_path=log, progress=progress) as server,
             PeakMemory(server.pid) as peak,
             Client(server.grpc_url, model=repository.model) as client,
         ):
@@ -137,7 +135,7 @@ def _measure(
                 client,
                 _asked_of(config, finished),
                 acceptance=config.speculation.acceptance,
-                references=References(_reference(folders, config.engine.threads), source, same_precision),
+                references=References(engine_reference(folders, config.engine.threads), source, same_precision),
                 environment=_environment(),
                 **_watched(config, repository, lambda: server, progress),
                 **judged,
@@ -148,7 +146,7 @@ def _measure(
         source, same_precision = _source(config, folders["target"], end_ids)
         with (
             private_folder() as scratch,
-            Servers(repository, deployment_of(config), config.triton, scratch, log, progress) as servers,
+            Servers(repository.path, deployment_of(config), config.triton, scratch, log, progress) as servers,
         ):
             in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
             watched = _watched(config, repository, lambda: servers.server, progress, against_plain=not in_turns)
@@ -220,34 +218,7 @@ def _environment() -> dict[str, str]:
     return {**facts, **machine(), **versions(REPORTED_LIBRARIES)}
 
 
-def replay_divergence(file: Path, workplace: Workplace) -> tuple[Replay, Replayed]:
-    """Serve the repository that a replay file names, send its two requests again, judge them. Raises UsageError, StageError."""
-    from toolkit.client import Client
-    from toolkit.config.schema import TritonConfig
-    from toolkit.engines.embedded.directory import open_directory
-    from toolkit.triton.server import TritonServer
-    from toolkit.validate.replay import read_replay, replay
-
-    found = read_replay(file)
-    repository, engines = workplace.repository(found.name), workplace.engines(found.name)
-    if not repository.is_dir():
-        raise UsageError(
-            f"the deployment {found.name!r} is not built here", where=repository, mend="Build it: toolkit build CONFIG."
-        )
-    try:
-        open_directory(engines / "target")
-    except StageError as error:
-        raise UsageError(
-            f"{found.name!r} has no engine of kind torch here, whose scores would judge the two texts",
-            where=engines / "target",
-            mend="Build it: toolkit build CONFIG. On TensorRT-LLM's kinds only a whole validation asks again.",
-        ) from error
-    folders = {role: engines / role for role in ("target", "draft") if (engines / role).is_dir()}
-    with TritonServer(repository, TritonConfig()) as server, Client(server.grpc_url) as client:
-        return found, replay(found, client, _reference(folders, None))
-
-
-def _reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
+def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
     """The compiled engines, loaded a second time when they are first asked."""
     from toolkit.engines.registry import loader
     from toolkit.serving import eos_token_ids

@@ -165,9 +165,8 @@ def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchR
 
     packaged = packaged_here(config)
     repository = here().repository(config.name)
-    free_ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     say(f"starting tritonserver on {repository}")
-    with served_here(config, repository, free_ports) as server:
+    with served_here(config, repository, config.triton.on_free_ports) as server:
         served = {"model": asked["model"] or packaged.model, "metrics_url": server.metrics_url}
         return _bench_endpoint(server.grpc_url, {**asked, **served})
 

@@ -89,7 +89,7 @@ def validate_command(
     """Serve the repository, measure and judge it; the report is in build/reports/NAME/."""
     if replay is not None:
         if config is not None:
-            raise UsageError("--replay FILE names its deployment itself", mend=f"toolkit validate --replay {replay}")
+            raise UsageError("--replay FILE holds its deployment itself", mend=f"toolkit validate --replay {replay}")
         _replay(replay, as_json=as_json)
     elif config is None:
         raise UsageError("a CONFIG or --replay FILE is needed", mend="toolkit validate CONFIG")
@@ -224,6 +224,7 @@ def _replay(file: Path, *, as_json: bool) -> None:
     """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ beyond it."""
     from toolkit.assembly import replay_divergence
 
+    say("serving the deployment again for the two requests of this divergence")
     found, now = replay_divergence(file, here())
     before, one = found.divergence, now.divergence
     if as_json:

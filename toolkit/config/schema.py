@@ -248,6 +248,11 @@ class TritonConfig(Section):
                 raise ValueError(f"{port} is {name}, too; choose another, or 0 for a free one")
         return port
 
+    @property
+    def on_free_ports(self) -> TritonConfig:
+        """The same beside whatever else is served on this machine."""
+        return self.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+
 
 class ParityGates(Section):
     """max_divergence_rate: of prompts, judged by its upper confidence bound.

@@ -20,7 +20,18 @@ from toolkit.errors import StageError
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["ARMS", "WARM_UP_PROMPTS", "Alternating", "Endpoint", "Measured", "Sender", "run_rounds", "run_turns"]
+__all__ = [
+    "ALL",
+    "ARMS",
+    "WARM_UP_PROMPTS",
+    "Abilities",
+    "Alternating",
+    "Endpoint",
+    "Measured",
+    "Sender",
+    "run_rounds",
+    "run_turns",
+]
 
 ARMS = ("plain", "speculative")
 WARM_UP_PROMPTS = 2
@@ -30,6 +41,23 @@ class Endpoint(Protocol):
     """Where requests go: `toolkit.client.Client` is one. overrides are fields of `toolkit.client.Options`."""
 
     def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured, and passes nothing.
+
+    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled: seeded texts that are the
+    same with and without speculation. log_probs: of the tokens that both greedy arms choose, the target's own.
+    """
+
+    verify_arm: bool = True
+    draft_lens: bool = True
+    coupled: bool = True
+    log_probs: bool = False  # nothing asks for them where a reference judges
+
+
+ALL = Abilities()
 
 
 @dataclass(frozen=True, slots=True)

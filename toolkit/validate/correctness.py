@@ -24,7 +24,7 @@ from toolkit.records import (
 )
 from toolkit.validate.again import ask_again
 from toolkit.validate.agreement import agreement, decided_margin
-from toolkit.validate.arms import ARMS, Measured, Sender
+from toolkit.validate.arms import ARMS, Abilities, Measured, Sender
 from toolkit.validate.diagnose import diagnose
 from toolkit.validate.drafts import check_drafts
 from toolkit.validate.gates import agreement_gate, check_gates, distribution_gate
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
 __all__ = [
-    "ALL",
-    "Abilities",
     "Case",
     "Correctness",
     "References",
@@ -62,23 +60,6 @@ class References:
     engine: Reference | None
     source: Reference | None = None
     source_same_precision: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured, and passes nothing.
-
-    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled: seeded texts that are the
-    same with and without speculation. log_probs: of the tokens that both greedy arms choose, the target's own.
-    """
-
-    verify_arm: bool = True
-    draft_lens: bool = True
-    coupled: bool = True
-    log_probs: bool = False  # nothing asks for them where a reference judges
-
-
-ALL = Abilities()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +100,6 @@ class Case:
     called with (done, of how many), tells how far it is.
     """
 
-    name: str
     sender: Sender
     prompts: Sequence[str]
     greedy: Measured
@@ -141,7 +121,7 @@ class Case:
         return [self.config.seed + index for index in range(len(self.prompts))]
 
     def keep(self, one: Divergence, text: RequestTiming, other: RequestTiming) -> str | None:
-        return None if self.keep_replay is None else self.keep_replay(replay_of(self.name, self.config, one, text, other))
+        return None if self.keep_replay is None else self.keep_replay(replay_of(self.config, one, text, other))
 
 
 def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correctness:

@@ -1,20 +1,21 @@
 """One divergence as a file, and the file put to an endpoint again.
 
-A replay holds everything that the two requests said and what came back, so that a fault found in a long run can be looked at
-alone: `toolkit validate --replay FILE` sends both requests again and judges them as the run did.
+A replay holds everything that the two requests said and what came back, and the deployment that said it, so that a fault found
+in a long run can be looked at alone: `toolkit validate --replay FILE` sends both requests again and judges them as the run did.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.records import Divergence, from_json, to_json
-from toolkit.validate.arms import Endpoint, Sender
+from toolkit.validate.again import ask_again
+from toolkit.validate.arms import ALL, Abilities, Alternating, Endpoint, Sender
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference
 
@@ -26,15 +27,17 @@ __all__ = ["Replay", "Replayed", "read_replay", "replay", "replay_of", "write_re
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One divergence with its texts. name: the deployment's. temperature 0: greedy; else seeded under `coupled`."""
+    """One divergence with its texts. temperature 0: greedy; else seeded under `coupled`. deployment: what its YAML says, with
+    the overrides that it was built with, and paths that are absolute.
+    """
 
-    name: str
     divergence: Divergence
     max_tokens: int
     temperature: float
     near_tie_margin: float
     plain_ids: tuple[int, ...]
     other_ids: tuple[int, ...]
+    deployment: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,10 @@ class Replayed:
     as_before: bool
 
 
-def replay_of(name: str, config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming) -> Replay:
+def replay_of(config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming) -> Replay:
     temperature = 0.0 if one.seed is None else config.temperature
     return Replay(
-        name, one, config.max_tokens, temperature, config.parity.near_tie_margin, tuple(plain.token_ids), tuple(other.token_ids)
+        one, config.max_tokens, temperature, config.parity.near_tie_margin, tuple(plain.token_ids), tuple(other.token_ids)
     )
 
 
@@ -75,17 +78,24 @@ def read_replay(path: Path) -> Replay:
         ) from error
 
 
-def replay(found: Replay, endpoint: Endpoint, reference: Reference) -> Replayed:
-    """Send both requests again, one after the other, and judge them. Raises StageError as validation does."""
+def replay(found: Replay, endpoint: Endpoint | Alternating, reference: Reference | None, can: Abilities = ALL) -> Replayed:
+    """Send both requests again, one after the other, and judge them. Raises StageError as validation does.
+
+    Without a reference they are sent once more for their log-probabilities, where they differ and the endpoint tells them.
+    """
     one = found.divergence
     options: dict[str, Any] = {"temperature": found.temperature}
     if one.seed is not None:
         options |= {"seed": one.seed, "acceptance": "coupled"}
     sender = Sender(endpoint, found.max_tokens)
     plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
-    other = sender.send(one.prompt_index, one.prompt, one.arm, **{**options, "num_draft_tokens": one.draft_len})
-    judge = Judge(reference, found.near_tie_margin, found.temperature, None if one.seed is None else [one.seed])
-    parity = compare([plain], [ArmTexts(one.arm, one.draft_len, [[other]])], judge)
+    drafted = {"num_draft_tokens": one.draft_len} if can.draft_lens else {}
+    other = sender.send(one.prompt_index, one.prompt, one.arm, **options, **drafted)
+    arms = [ArmTexts(one.arm, one.draft_len, [[other]])]
+    ask = reference is None and can.log_probs
+    again = ask_again(sender, [plain], arms, draft_lens=can.draft_lens) if ask else {}
+    judge = Judge(reference, found.near_tie_margin, found.temperature, None if one.seed is None else [one.seed], again)
+    parity = compare([plain], arms, judge)
     as_before = (plain.token_ids, other.token_ids) == (found.plain_ids, found.other_ids)
     divergence = parity.divergences[0] if parity.divergences else None
     return Replayed(divergence, plain.token_ids, other.token_ids, as_before)

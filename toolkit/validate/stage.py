@@ -36,10 +36,19 @@ from toolkit.records import (
     ValidationReport,
 )
 from toolkit.validate import metrics
-from toolkit.validate.arms import ARMS, WARM_UP_PROMPTS, Alternating, Endpoint, Measured, Sender, run_rounds, run_turns
-from toolkit.validate.correctness import (
+from toolkit.validate.arms import (
     ALL,
+    ARMS,
+    WARM_UP_PROMPTS,
     Abilities,
+    Alternating,
+    Endpoint,
+    Measured,
+    Sender,
+    run_rounds,
+    run_turns,
+)
+from toolkit.validate.correctness import (
     Case,
     References,
     correctness_gates,
@@ -121,7 +130,6 @@ def validate(
     greedy, sampled = measured[0.0], measured[config.temperature]
     rule = "rejection" if acceptance == "auto" else acceptance
     case = Case(
-        name=name,
         sender=sender,
         prompts=prompts,
         greedy=greedy,
