@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.rounding import decimals
+from toolkit.rounding import decimals, size
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,21 @@ def test_what_differs_visibly_is_printed_so(value: float, limit: float) -> None:
     if abs(value - limit) > 1e-5:
         digits = decimals([value], limit)
         assert f"{value:.{digits}f}" != f"{limit:.{digits}f}"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (12, "12 B"),
+        (999, "999 B"),
+        (2048, "2.05 kB"),
+        (9_996, "10.0 kB"),
+        (81.26e6, "81.3 MB"),
+        (999.4e6, "999 MB"),
+        (999.6e6, "1.00 GB"),
+        (141e9, "141 GB"),
+        (12_345e9, "12,345 GB"),
+    ],
+)
+def test_a_size_has_three_digits(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text

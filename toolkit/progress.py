@@ -15,11 +15,12 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 from toolkit.interfaces import Progress
 from toolkit.pipeline.stage import Done
+from toolkit.rounding import size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Display", "PlainDisplay", "displayed", "duration", "size"]
+__all__ = ["Display", "PlainDisplay", "displayed", "duration"]
 
 LINE_EVERY_S = 5.0
 SILENCE_S = 15.0  # after which a line says that the same is still being done
@@ -42,14 +43,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
-def size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
 
 
 def _outcome(stage: str, done: Done) -> str:

@@ -103,7 +103,7 @@ def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measu
         return {item.name: item.num_bytes for item in found.items}
 
     long = items(2048)
-    assert long["libraries"] == items(16)["libraries"] == 2**29
+    assert long["libraries"] == items(16)["libraries"] == 5 * 2**27
     assert long["measuring"] == 2048 * 80 * (3 * 8192 + 2 * 1024 + 2 * 28672) * 2
     assert "calibration" not in long
 

@@ -222,8 +222,8 @@ def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> 
     assert [row[0] for row in load.rows] == ["1", "2", "4", "8"]
     assert load.rows[3][3] == "0.82 (0.78 to 0.86)"
     memory = {row[0]: row for row in found["Memory"].rows}
-    assert memory["serve, the machine"][1:4] == ("602 MiB", "900 MiB", "24.0 GiB")
-    assert memory["quantize, the machine"][2] == "600 MiB"
+    assert memory["serve, the machine"][1:4] == ("631 MB", "944 MB", "25.8 GB")
+    assert memory["quantize, the machine"][2] == "629 MB"
     assert memory["compile, each GPU"][2] == "-"  # what a stage takes on the host says nothing about a GPU
 
 
@@ -352,6 +352,13 @@ def test_notes_are_remarks_and_no_steps(passing: ValidationReport) -> None:
     assert "- Drift: it <drifts>\n- Not measured: a; b\n" in printed(report)
     assert "**Remarks**\n\n- Drift: it \\<drifts\\>\n" in render_markdown(report)
     assert "<h2>Remarks</h2>" in render_html(report) and "it &lt;drifts&gt;" in render_html(report)
+
+
+def test_more_memory_than_planned_is_a_remark(advised: ValidationReport) -> None:
+    assert "Memory: serve took 944 MB where 631 MB was planned" in printed(advised, width=200)
+    (serve,) = (stage for stage in advised.memory if stage.stage == "serve")
+    cost = StageCost("serve", 61.0, int(1.05 * serve.total_bytes), reused=False)
+    assert "was planned" not in printed(replace(advised, stages=(cost,)), width=200)
 
 
 def test_serving_without_speculation_says_who_chose_it(plain_only: ValidationReport, advised: ValidationReport) -> None:

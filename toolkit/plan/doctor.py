@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, usable_cores
+from toolkit.rounding import size
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -109,15 +110,15 @@ def _memory() -> Iterator[Diagnosis]:
     mend = (
         None
         if total >= MIN_MEMORY_BYTES
-        else "4 GiB are enough for the quickstart; a model of N parameters wants about 10 N bytes"
+        else "4 GB are enough for the quickstart; a model of N parameters wants about 10 N bytes"
     )
-    yield Diagnosis("memory", OK if mend is None else WARN, f"{total / 2**30:.1f} GiB", mend)
+    yield Diagnosis("memory", OK if mend is None else WARN, size(total), mend)
 
 
 def _disk(folder: Path) -> Iterator[Diagnosis]:
     free = shutil.disk_usage(folder).free
     mend = None if free >= MIN_DISK_BYTES else "free some space: builds keep quantized weights and engines"
-    yield Diagnosis("disk", OK if mend is None else WARN, f"{free / 2**30:.1f} GiB free in {folder}", mend)
+    yield Diagnosis("disk", OK if mend is None else WARN, f"{size(free)} free in {folder}", mend)
     writable = os.access(folder, os.W_OK)
     mend = None if writable else "run from a folder of your own"
     yield Diagnosis("results", OK if writable else MISSING, f"build/, engines/, triton_repo/ in {folder}", mend, essential=True)
@@ -237,7 +238,7 @@ def _shared_memory() -> Iterator[Diagnosis]:
     mend = (
         None if free >= MIN_SHM_BYTES else "docker run --shm-size=256m, or free /dev/shm: the Python backend talks through it"
     )
-    yield Diagnosis("/dev/shm", OK if mend is None else MISSING, f"{free / 2**20:.0f} MiB free", mend, essential=True)
+    yield Diagnosis("/dev/shm", OK if mend is None else MISSING, f"{size(free)} free", mend, essential=True)
 
 
 def _gpu() -> Iterator[Diagnosis]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from toolkit import rounding
+
 __all__ = ["DASH", "Table", "interval", "number", "percent", "size"]
 
 DASH = "-"
@@ -42,15 +44,7 @@ def percent(value: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes, in the unit that suits."""
-    if count is None:
-        return DASH
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:,.0f} {unit}" if unit == "B" else f"{number(value)} {unit}"
+    return DASH if count is None else rounding.size(count)
 
 
 def interval(estimate: float | None, low: float | None, high: float | None) -> str:

@@ -24,6 +24,7 @@ from toolkit.records import (
     ValidationReport,
 )
 from toolkit.report.cells import DASH, Table, interval, number, percent, size
+from toolkit.report.expected import measured_peak
 from toolkit.report.outlook import outlook_tables
 from toolkit.rounding import decimals
 
@@ -48,6 +49,7 @@ LATENCY_LEGEND = (
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
+OVER_PLAN = 1.1  # libraries and allocators vary by as much
 GATE_DEFINITIONS = {
     "parity": "parity",
     "seeded_parity": "seeded_parity",
@@ -188,7 +190,17 @@ def notes(report: ValidationReport) -> list[str]:
     for one in report.findings:
         if one.severity == "note":
             found.setdefault(one.check, []).append(one.detail)
-    return [f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()]
+    return [f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()] + _over_plan(report)
+
+
+def _over_plan(report: ValidationReport) -> list[str]:
+    """Stages that took notably more memory than the plan had said, on which somebody may have relied for a larger model."""
+    peaks = [(stage, measured_peak(stage, report.stages)) for stage in report.memory]
+    return [
+        f"Memory: {stage.stage} took {size(peak)} where {size(stage.total_bytes)} was planned"
+        for stage, peak in peaks
+        if peak is not None and peak > OVER_PLAN * stage.total_bytes
+    ]
 
 
 def ordered(gates: Sequence[Gate]) -> list[Gate]:
