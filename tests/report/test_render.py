@@ -193,6 +193,9 @@ def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(advised: Valid
 def test_gates_on_ratios_are_named_and_shown_as_ratios(failing: ValidationReport) -> None:
     gate = Gate("ttft_p90_ratio_sampled", "FAIL", 1.25, 1.1, "worse")
     assert gate_title(gate.name, 0.8) == "TTFT p90 against plain, T = 0.8"
+    failed = Gate("errors@4", "PASS", 0.0, 0.0, "")
+    assert (gate_title(failed.name, 0.8), shown(failed)) == ("Failed requests, 4 requests at once", ("0.0%", "none"))
+    assert gate_definitions(failed.name) == ("errors",)
     assert shown(gate) == ("1.25x", "≤ 1.10x")
     assert set(gate_definitions(gate.name)) <= set(failing.definitions)
 

@@ -23,6 +23,7 @@ from toolkit.records import (
     TensorRtLlmBuild,
     ValidationReport,
 )
+from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, interval, number, percent, size
 from toolkit.report.expected import measured_peak
 from toolkit.report.outlook import outlook_tables
@@ -49,6 +50,7 @@ LATENCY_LEGEND = (
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
+LOAD_ERRORS = "errors@"  # and the number of requests at once
 OVER_PLAN = 1.1  # libraries and allocators vary by as much
 GATE_DEFINITIONS = {
     "parity": "parity",
@@ -90,6 +92,8 @@ def gate_title(name: str, temperature: float) -> str:
     }
     if base in fixed:
         return fixed[base] + at
+    if base.startswith(LOAD_ERRORS):
+        return f"Failed requests, {at_once(int(base.removeprefix(LOAD_ERRORS)))}"
     title = latency_title(base.removesuffix("_ratio"))
     return title + (" against plain" if base.endswith("_ratio") else "") + (at or ", greedy")
 
@@ -99,6 +103,8 @@ def gate_definitions(name: str) -> tuple[str, ...]:
     base = name.removesuffix("_sampled")
     if base in GATE_DEFINITIONS:
         return (GATE_DEFINITIONS[base],)
+    if base.startswith(LOAD_ERRORS):
+        return ("errors",)
     kind = base.partition("_")[0]
     return (kind, "percentiles", *(("latency_ratio",) if base.endswith("_ratio") else ()))
 
@@ -111,6 +117,8 @@ def shown(gate: Gate) -> tuple[str, str]:
         return measured, f"{'≤' if '_ratio' in gate.name else '≥'} {limit}"
     if "parity" in gate.name:
         return _at_most(gate), f"≤ {percent(gate.limit)}"
+    if gate.name.startswith(LOAD_ERRORS):
+        return percent(gate.measured), "none" if gate.limit == 0 else f"≤ {percent(gate.limit)}"
     if gate.name == "quality_top1":
         return percent(gate.measured), f"≥ {percent(gate.limit)}"
     if gate.name == "agreement_source" and gate.limit:
