@@ -6,9 +6,11 @@ It works on any endpoint that `toolkit.validate.clients` can talk to, and needs 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +60,19 @@ class Asked:
 def bench(url: str, asked: Asked, *, progress: Progress = lambda done, total, what: None) -> BenchRun:
     """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError when it cannot be used."""
     plan = _plan(asked)
-    return asyncio.run(_bench(url, asked, plan, progress))
+    with _many_files():
+        return asyncio.run(_bench(url, asked, plan, progress))
+
+
+@contextlib.contextmanager
+def _many_files() -> Iterator[None]:
+    """As many open files as this process may have: each HTTP connection is one, and 1024 is a usual limit until one asks."""
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
 
 
 def sweep(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -22,6 +24,7 @@ from toolkit.validate.clients import (
     GrpcTransport,
     HttpTransport,
     OpenAiTransport,
+    _session,
     connect,
     read_exchange,
 )
@@ -269,6 +272,108 @@ BLS = {
     "stop_words": "STRING",
     "return_num_output_tokens": "BOOL",
 }
+
+
+Peer: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ANSWER = b"".join(openai_events(SCRIPT, "", True, "continuous"))
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
+
+
+async def with_peer(peer: Peer, use: Callable[[OpenAiTransport], Awaitable[None]]) -> None:
+    """An HTTP endpoint that `peer` plays, connection by connection."""
+    peers: list[Any] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.append(asyncio.current_task())
+        try:
+            await peer(reader, writer)
+            await reader.read()
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/chat/completions"
+    transport = OpenAiTransport(_session(5.0, None), address, "openai-chat", "m", 5.0)
+    try:
+        await use(transport)
+    finally:
+        await transport.close()
+        server.close()
+        await asyncio.gather(*peers)
+
+
+def test_a_kept_connection_that_ends_before_a_request_is_due_is_no_failure() -> None:
+    connections: list[asyncio.StreamWriter] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while await reader.read(2**16):  # a request comes in one piece
+            writer.write(ANSWER)
+
+    async def use(transport: OpenAiTransport) -> None:
+        prepared, go = transport.prepare("p", Options()), asyncio.Event()
+        assert (await transport.exchange(prepared)).failure is None
+        waiting = asyncio.create_task(transport.exchange(prepared, go))
+        await asyncio.sleep(0.05)
+        connections[0].close()
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        due = time.monotonic_ns()
+        go.set()
+        answered = await waiting
+        assert answered.failure is None and answered.sent_ns >= due and len(connections) == 2
+        assert read_exchange(transport, "p", answered, 64).output_tokens == sum(TOKENS)
+
+    asyncio.run(with_peer(peer, use))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_answer_to_what_was_not_sent_is_a_failure(goes_on: bool) -> None:
+    async def peer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ANSWER)
+        await writer.drain()
+        if not goes_on:
+            writer.close()
+
+    async def use(transport: OpenAiTransport) -> None:
+        go = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        failure = (await transport.exchange(transport.prepare("p", Options()), go)).failure
+        assert failure == "garbage: it was answered before it was sent"
+
+    asyncio.run(with_peer(peer, use))
+
+
+def test_a_machine_without_more_connections_is_not_the_endpoints_failure() -> None:
+    async def peer(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None: ...
+
+    async def use(transport: OpenAiTransport) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(StageError, match=r"(?s)Too many open files.*ulimit"):
+                await transport.exchange(transport.prepare("p", Options()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    asyncio.run(with_peer(peer, use))
+
+
+def test_a_redirected_request_is_timed_from_its_first_sending() -> None:
+    at: list[int] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(2**16):
+            at.append(time.monotonic_ns())
+            moved = b"HTTP/1.1 307 Moved\r\nLocation: /v1/chat/completions\r\nContent-Length: 0\r\n\r\n"
+            writer.write(ANSWER if len(at) > 1 else moved)
+
+    async def use(transport: OpenAiTransport) -> None:
+        answered = await transport.exchange(transport.prepare("p", Options()))
+        assert answered.failure is None and answered.sent_ns < at[0] < at[1]
+
+    asyncio.run(with_peer(peer, use))
 
 
 def test_a_bls_model_is_asked_in_its_own_spelling() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from toolkit.errors import UsageError
+from toolkit.errors import StageError, UsageError
 from toolkit.validate.clients import Exchange, Go
 from toolkit.validate.load import constant, lag_ns, poisson, read_trace, run_closed, run_open, uniquely
 
@@ -28,7 +29,7 @@ class Held:
 
     async def exchange(self, seconds: float, go: Go = None) -> Exchange:
         if go is not None:
-            await go
+            await go.wait()
         done = Exchange(sent_ns=time.monotonic_ns())
         self.now += 1
         self.most = max(self.most, self.now)
@@ -122,6 +123,28 @@ def test_what_fails_before_its_time_has_no_time_to_its_credit() -> None:
     assert lag_ns(exchanges, due) == [0, 0] and [one.ended_ns for one in exchanges] == due
 
 
+def test_what_failed_later_has_ended_then() -> None:
+    class Hanging(Held):
+        async def exchange(self, seconds: float, go: Go = None) -> Exchange:
+            began = time.monotonic_ns()
+            await asyncio.sleep(0.05)  # for a connection
+            return Exchange(began, time.monotonic_ns(), failure="no connection")
+
+    (one,), due = asyncio.run(run_open(Hanging(), [0.0], [0]))
+    assert one.sent_ns == due[0] and one.ended_ns - due[0] > 0.04 * NS
+
+
+def test_of_many_at_once_the_first_do_not_wait_for_the_last() -> None:
+    class Laborious(Held):
+        async def exchange(self, seconds: float, go: Go = None) -> Exchange:
+            time.sleep(0.002)  # laying it out takes that
+            return await super().exchange(seconds, go)
+
+    exchanges, due = asyncio.run(run_open(Laborious(), [0.0] * 100, [0] * 100))
+    late = lag_ns(exchanges, due)
+    assert late[-1] > 0.15 * NS and max(late[:25]) < late[-1] / 2
+
+
 def test_a_closed_loop_keeps_its_concurrency_and_the_order_of_answers() -> None:
     transport = Held()
     seconds = [0.02, 0.001, 0.001, 0.03, 0.001, 0.001, 0.001]
@@ -138,4 +161,36 @@ def test_a_failing_transport_ends_the_open_loop_with_its_error() -> None:
             raise RuntimeError("a bug of ours")
 
     with pytest.raises(RuntimeError, match="a bug of ours"):
-        asyncio.run(run_open(Broken(), [0.0, 0.0], [0, 1000]))
+        asyncio.run(run_open(Broken(), [0.0, 0.0], [0, 3600 * NS]))  # at once, and not in an hour
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_open_loop_that_is_interrupted_leaves_nothing_on_its_way() -> None:
+    async def go() -> int:
+        transport, before = Held(), open_files()
+        running = asyncio.create_task(run_open(transport, [60.0] * 3, [0, 0, 3600 * NS]))
+        while transport.now < 2:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert open_files() == before
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(go()) == 1
+
+
+def test_without_a_descriptor_for_its_timer_an_open_loop_says_so() -> None:
+    async def go() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await run_open(Held(), [0.0], [0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    with pytest.raises(StageError, match=r"(?s)Too many open files.*ulimit"):
+        asyncio.run(go())

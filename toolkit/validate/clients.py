@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import json
 import re
@@ -39,7 +40,7 @@ from toolkit.errors import StageError, UsageError
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["PROTOCOLS", "BadAnswer", "Exchange", "Transport", "connect", "read_exchange"]
+__all__ = ["PROTOCOLS", "BadAnswer", "Exchange", "Transport", "connect", "read_exchange", "too_many_files"]
 
 PROTOCOLS = ("triton-grpc", "triton-http", "openai-chat", "openai-completions")
 ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
@@ -47,9 +48,9 @@ BODY_SHOWN = 300  # characters of an error page
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 REFUSED_ARGUMENT = (400, 422)  # what servers answer to an argument they do not know
 PROBE = "Hello"
+CONNECT_S = 10.0
 
-
-Go: TypeAlias = "asyncio.Future[None] | None"
+Go: TypeAlias = asyncio.Event | None
 
 
 class BadAnswer(Exception):
@@ -78,7 +79,8 @@ class Transport(Protocol):
         ...
 
     async def exchange(self, prepared: Any, go: Go = None) -> Exchange:
-        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does.
+        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does; raises StageError where
+        this machine gives no more connections.
 
         go: all but the sending is done at once, and then this is waited for.
         """
@@ -172,20 +174,34 @@ async def _guess(session: aiohttp.ClientSession, url: str) -> str:
     return "triton-http" if status == 200 else "openai-chat"
 
 
+@dataclass(slots=True)
+class _Sending:
+    """What aiohttp tells of one request. reused: its connection was open before."""
+
+    go: Go = None
+    sent_ns: int | None = None
+    reused: bool = False
+
+
 def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
     import aiohttp
 
+    async def reuse(_session: Any, context: Any, _parameters: Any) -> None:
+        context.trace_request_ctx.reused = True
+
     async def send(_session: Any, context: Any, _parameters: Any) -> None:
-        exchange, go = context.trace_request_ctx
-        if go is not None:
-            await go
-        exchange.sent_ns = time.monotonic_ns()
+        sending: _Sending = context.trace_request_ctx
+        if sending.go is not None:
+            await sending.go.wait()
+        if sending.sent_ns is None:  # else a redirect sends it again
+            sending.sent_ns = time.monotonic_ns()
 
     trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(reuse)
     trace.on_request_chunk_sent.append(send)  # called when headers and body are laid out, before they are written
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-        timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, 10.0)),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, CONNECT_S)),
         headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
         trace_configs=[trace],
         read_bufsize=2**18,
@@ -198,7 +214,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
     import aiohttp
 
     try:
-        async with session.get(url, trace_request_ctx=(Exchange(), None)) as response:
+        async with session.get(url, trace_request_ctx=_Sending()) as response:
             text = await response.text(errors="replace")
             return response.status, _json(text)
     except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError) as error:
@@ -219,6 +235,11 @@ def _unreachable(url: str, error: BaseException) -> StageError:
         where=url,
         mend="Is it running, and is this its address? `toolkit serve` prints those of a deployment of ours.",
     )
+
+
+def too_many_files(error: OSError) -> StageError:
+    mend = "Raise the limit of open files (ulimit -Hn): each connection is one."
+    return StageError("bench", f"this machine cannot keep up the load: {error.strerror}", mend=mend)
 
 
 def _words(error: BaseException) -> str:
@@ -258,7 +279,7 @@ class GrpcTransport:
             response_deserializer=service_pb2.ModelConfigResponse.FromString,
         )
         try:
-            answer = await ask(service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, 10.0))
+            answer = await ask(service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, CONNECT_S))
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -281,7 +302,7 @@ class GrpcTransport:
         call = self._infer(timeout=self._timeout_s)
         try:
             if go is not None:
-                await go
+                await go.wait()
             done.sent_ns = time.monotonic_ns()
             await call.write(prepared)
             await call.done_writing()
@@ -385,21 +406,33 @@ class _EventTransport:
         import aiohttp
 
         done = Exchange(sent_ns=time.monotonic_ns())
-        frames = done.frames
-        try:
-            async with self._session.post(self.address, data=prepared, trace_request_ctx=(done, go)) as response:
-                if response.status != 200:
-                    page = (await response.text(errors="replace"))[:BODY_SHOWN]
-                    done.failure = f"refused: HTTP {response.status} {_error_text(page)}"
-                else:
-                    content = response.content
-                    while data := await content.readany():
-                        frames.append((time.monotonic_ns(), data))
-        except (TimeoutError, asyncio.TimeoutError):
-            done.failure = f"not finished within {self._timeout_s:g} s"
-        except (aiohttp.ClientError, OSError) as error:
-            done.failure = f"the connection broke: {_words(error)}"
+        frames, again = done.frames, True
+        while again:
+            again, sending = False, _Sending(go)
+            try:
+                async with self._session.post(self.address, data=prepared, trace_request_ctx=sending) as response:
+                    if response.status != 200:
+                        page = (await response.text(errors="replace"))[:BODY_SHOWN]
+                        done.failure = f"refused: HTTP {response.status} {_error_text(page)}"
+                    else:
+                        content = response.content
+                        while data := await content.readany():
+                            frames.append((time.monotonic_ns(), data))
+            except aiohttp.ConnectionTimeoutError:
+                done.failure = f"no connection within {min(self._timeout_s, CONNECT_S):g} s"
+            except (TimeoutError, asyncio.TimeoutError):
+                done.failure = f"not finished within {self._timeout_s:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                # A server may close a connection that it kept open whenever it likes, so while a request waits there, too.
+                again = sending.reused and sending.sent_ns is None and not frames
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise too_many_files(error) from error
+                done.failure = None if again else f"the connection broke: {_words(error)}"
         done.ended_ns = time.monotonic_ns()
+        if sending.sent_ns is not None:
+            done.sent_ns = sending.sent_ns
+        if done.failure is None and (sending.sent_ns is None or (frames and frames[0][0] < sending.sent_ns)):
+            done.failure = "garbage: it was answered before it was sent"
         return done
 
     async def close(self) -> None:

@@ -22,12 +22,13 @@ import numpy as np
 
 from toolkit.errors import UsageError
 from toolkit.validate.alarm import Alarm
-from toolkit.validate.clients import Exchange, Transport
+from toolkit.validate.clients import Exchange, Transport, too_many_files
 
 __all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
 START_S = 0.05  # between the call and the first request of an open loop
 LEAD_NS = 2_000_000  # laying out a request takes a tenth of that, unless the loop is busy with answers
+BATCH = 8  # requests laid out at a time: what has become due meanwhile does not wait for more of them
 NS = 1_000_000_000
 
 
@@ -93,41 +94,62 @@ async def run_open(
     """Send each request when it is due, however many are on their way. (exchanges, due times in ns), in the requests' order.
 
     A request is laid out, and has its connection, LEAD_NS before: what remains to be done at its time is to write it.
+    Raises StageError where the process has no descriptor left to keep time with. What a transport raises ends the run.
     """
-    loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[Exchange]] = []
-    go: list[asyncio.Future[None]] = []
-    all_sent: asyncio.Future[None] = loop.create_future()
+    go = [asyncio.Event() for _ in requests]
+    all_sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     released = 0
 
     async def one(i: int) -> Exchange:
-        exchange = await transport.exchange(requests[i], go[i])
-        if exchange.sent_ns < due[i]:  # it failed while it was made ready
-            exchange.sent_ns = exchange.ended_ns = due[i]
+        try:
+            exchange = await transport.exchange(requests[i], go[i])
+        except Exception as error:
+            if not all_sent.done():
+                all_sent.set_exception(error)
+            raise
+        # What failed while it was made ready has failed at its time, and has neither lag nor latency to its credit.
+        exchange.sent_ns, exchange.ended_ns = max(exchange.sent_ns, due[i]), max(exchange.ended_ns, due[i])
         on_done()
         return exchange
 
     def ring() -> None:
         nonlocal released
         now = time.monotonic_ns()
+        for i in range(len(tasks), min(len(tasks) + BATCH, len(due))):
+            if due[i] - LEAD_NS > now:
+                break
+            tasks.append(asyncio.create_task(one(i)))
         while released < len(tasks) and due[released] <= now:
-            if not go[released].done():
-                go[released].set_result(None)
+            go[released].set()
             released += 1
-        while len(tasks) < len(due) and due[len(tasks)] - LEAD_NS <= now:
-            go.append(loop.create_future())
-            tasks.append(asyncio.create_task(one(len(tasks))))
-        if released == len(due):
+        if released < len(due):
+            next_one = due[len(tasks)] - LEAD_NS if len(tasks) < len(due) else due[-1]
+            alarm.set(min(due[released], next_one))
+        elif not all_sent.done():
             all_sent.set_result(None)
-        else:
-            alarm.set(min(due[released], due[len(tasks)] - LEAD_NS if len(tasks) < len(due) else due[-1]))
 
-    with undisturbed(), Alarm(ring) as alarm:
+    with undisturbed(), _alarm(ring) as alarm:
         start = time.monotonic_ns() + int(START_S * NS)
         due = [start + at for at, _ in zip(arrivals, requests, strict=True)]
-        ring()
-        await all_sent
-        return list(await asyncio.gather(*tasks)), due
+        try:
+            ring()
+            await all_sent
+            return list(await asyncio.gather(*tasks)), due
+        finally:  # where it ends before its end, nothing goes on behind its back
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _alarm(ring: Callable[[], None]) -> Iterator[Alarm]:
+    with contextlib.ExitStack() as stack:
+        try:
+            alarm = stack.enter_context(Alarm(ring))
+        except OSError as error:
+            raise too_many_files(error) from error
+        yield alarm
 
 
 async def run_closed(
