@@ -120,6 +120,24 @@ def test_advice_for_something_else_is_named_and_left_out(
     assert said in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("compiled_from", "stale"), [("sha256:q", False), ("sha256:other", True)])
+def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made_of(
+    compiled_from: str, stale: bool, store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
+) -> None:
+    """It looked at other engines of them, on a machine that its costs are not of."""
+    assert advised.advice is not None
+    for role, checkpoint in (("target", compiled_from), ("draft", "sha256:r")):
+        keep(store, f"compile/{role}", advised.advice, {"inputs": {"checkpoint": checkpoint}})
+    inputs = {**TUNED["inputs"], "target": "sha256:twin", "checkpoints": {"target": "sha256:q", "draft": "sha256:r"}}
+    keep(store, "validate", passing, SERVED)
+    keep(store, "tune", advised.advice, {**TUNED, "inputs": inputs, "machine": {"cpu": "two"}})
+    report, _ = published(store, tmp_path)
+    assert (report.advice is None) == stale
+    assert [one.detail.partition(",")[0] for one in report.findings if one.check == "advice"] == (
+        ["the last advice is of other checkpoints"] if stale else []
+    )
+
+
 def test_a_grid_without_the_served_engines_is_left_out(
     store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
 ) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.plan.conftest import config_of
 from tests.report.conftest import passing
 from tests.support.stages import Silent
 from tests.test_cli import write_config
 from tests.test_reporting import keep
-from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune
+from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune, tune_grid
+from toolkit.assembly.asked import sampled_rule, takes_schedule
 from toolkit.config.load import load_config
+from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.records import ValidationReport
 from toolkit.report.render import read_report
@@ -85,3 +90,60 @@ def test_prompt_lookup_with_a_schedule_is_built_and_packaged(tiny_pair: tuple[Pa
     again = build(config.model_copy(update={"speculation": other}), workplace, Silent(), store, until="package")
     assert again.stages["package"].entry.key != built.stages["package"].entry.key
     assert again.stages["compile/target"].reused
+
+
+def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> DeploymentConfig:
+    """The tiny pair in TensorRT-LLM's PyTorch flow, unquantized."""
+    data = yaml.safe_load(write_config(folder, pair).read_text())
+    for role in ("target", "draft"):
+        data[role].pop("quantization", None)
+    data["engine"] = {"kind": "trtllm_pytorch", "max_batch_size": 64, "max_input_len": 40, "max_seq_len": 64}
+    data["triton"], data["hardware"] = {"layout": "llmapi"}, hardware
+    file = folder / "tensorrt_llm.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return load_config(file, SMALL[:2])
+
+
+@pytest.mark.slow
+def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicted_gpu(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Acceptance by the rule that serves, of engines that nobody deploys; loads beyond what runs here are predicted too."""
+    config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
+    workplace = Workplace(tmp_path)
+    advice, folder = tune(config, workplace, Silent(), Store(workplace.store))
+    assert (advice.costs_are, advice.rule) == ("predicted", "sample_match_greedy_draft")
+    assert {(each.name, each.drafter) for each in advice.candidates} == {("draft", "draft_target"), ("ngram", "ngram")}
+    assert max(one.batch for one in advice.candidates[0].predictions) == 64
+    assert (folder / "advice.json").is_file()
+    assert not workplace.engines(config.name).exists()
+
+
+def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_anything_is_built(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    with pytest.raises(UsageError, match="in its server alone"):
+        tune(config, workplace, Silent(), store, measured_rounds=1)
+    with pytest.raises(UsageError, match="in its server alone"):
+        tune_grid(config, workplace, Silent(), store)
+    assert store.last(config.name) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "rule", "by_load"),
+    [
+        ("torch", {}, "rejection", True),
+        ("torch", {"speculation__acceptance": "coupled", "triton__layout": "bls"}, "coupled", False),
+        ("pytorch", {}, "sample_match_greedy_draft", True),
+        ("pytorch", {"engine__tensorrt_llm": "1.3"}, "sample_match_greedy_draft", True),
+        ("pytorch", {"engine__tensorrt_llm": "1.1"}, "sample_match_greedy_draft", False),
+        ("engine", {}, "sample_match", False),
+        ("engine", {"speculation__acceptance": "rejection"}, "rejection", False),
+    ],
+)
+def test_rule_and_schedule_are_those_of_what_serves(kind: str, keys: dict[str, Any], rule: str, by_load: bool) -> None:
+    config = config_of(kind, **keys)
+    assert (sampled_rule(config), takes_schedule(config)) == (rule, by_load)

@@ -47,7 +47,11 @@ def publish_report(store: Store, name: str, destination: Path, observer: Observe
     advice, grid = _last(store, name, "tune", Advice), _last(store, name, "grid", Grid)
     if validated.record.replaced or (advice is None and grid is None):  # a rehearsal's models are not those that were tuned
         return store.publish({"": validated.entry}, destination)
-    ((_, done),) = run_stages([_stage(validated, advice, grid)], store, name, observer)
+    compiled = {stage: known["parts"]["inputs"] for stage, known in store.last(name).items() if stage.startswith("compile/")}
+    checkpoints = {
+        stage.partition("/")[2]: inputs["checkpoint"] for stage, inputs in compiled.items() if "checkpoint" in inputs
+    }
+    ((_, done),) = run_stages([_stage(validated, advice, grid, checkpoints)], store, name, observer)
     return store.publish({"": done.entry}, destination)
 
 
@@ -63,9 +67,19 @@ def _last(store: Store, name: str, stage: str, kind: type[R]) -> Stored[R] | Non
         return None
 
 
-def _stage(validated: Stored[ValidationReport], advice: Stored[Advice] | None, grid: Stored[Grid] | None) -> Stage:
+def _stage(
+    validated: Stored[ValidationReport],
+    advice: Stored[Advice] | None,
+    grid: Stored[Grid] | None,
+    checkpoints: Mapping[str, str],
+) -> Stage:
+    """checkpoints: by role, digests of what the deployment's engines were compiled from."""
     beside: dict[str, Stored[Any]] = {stage: found for stage, found in (("tune", advice), ("grid", grid)) if found is not None}
-    stale = {stage: reasons for stage, found in beside.items() if (reasons := list(_differences(found.parts, validated.parts)))}
+    stale = {
+        stage: reasons
+        for stage, found in beside.items()
+        if (reasons := list(_differences(found.parts, validated.parts, checkpoints)))
+    }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
@@ -100,11 +114,17 @@ def _outdated(stage: str, reasons: list[str]) -> str:
     return f"the last {what} is of {', '.join(reasons)}, and is not shown; measure again: {command}"
 
 
-def _differences(found: Mapping[str, Any], validated: Mapping[str, Any]) -> Iterator[str]:
-    """In what a measurement of `tune` or `grid` is not of the deployment that was validated."""
+def _differences(found: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]) -> Iterator[str]:
+    """In what a measurement of `tune` or `grid` is not of the deployment that was validated.
+
+    Advice for TensorRT-LLM looked at other engines of the same checkpoints, and its costs are of no machine.
+    """
     looked_at, served = found["inputs"], validated["inputs"]
     engines = served.get("engines", {})
-    if any(digest not in _engines(role, looked_at) for role, digest in engines.items()):
+    if "checkpoints" in looked_at:
+        if looked_at["checkpoints"] != {role: checkpoints.get(role) for role in engines}:
+            yield "other checkpoints"
+    elif any(digest not in _engines(role, looked_at) for role, digest in engines.items()):
         yield "other engines"
     if looked_at["prompts"] != served["prompts"]:
         yield "other prompts"
@@ -112,7 +132,7 @@ def _differences(found: Mapping[str, Any], validated: Mapping[str, Any]) -> Iter
     changed = sorted(one for one in settings if found["config"][one] != validated["config"][one])
     if changed:
         yield f"another {' and '.join(changed)}"
-    if found["machine"] != validated["machine"]:
+    if "checkpoints" not in looked_at and found["machine"] != validated["machine"]:
         yield "another machine"
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TorchEngineConfig
+from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TensorRtLlmConfig, TorchEngineConfig
 from toolkit.facts.gpus import Gpu
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
@@ -39,11 +39,15 @@ def tune_stage(
     memo: DigestMemo,
     ways: Callable[[Finished], list[Way]],
     *,
+    rule: str,
     target: Done | None = None,
+    checkpoints: Mapping[str, Done] | None = None,
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
 ) -> Stage:
-    """The `tune` stage. target: where the engines are not among the stages before this one. measured_rounds: of really running
+    """The `tune` stage. engine: what runs the models here, whatever serves them. rule: of sampled requests where the deployment
+    is served. target: where the engines are not among the stages before this one. checkpoints: by role, what they were
+    compiled from, where the deployment has other engines of the same. measured_rounds: of really running
     every draft length, to set beside the predictions. gpu: one that is not here, whose costs are predicted.
     """
     from toolkit.advise import stage
@@ -58,17 +62,23 @@ def tune_stage(
         engines = {name: None if done is None else done.entry.digest for name, _, done in ways(finished)}
         return {
             "config": {
-                "acceptance": speculation.acceptance,
+                "rule": rule,
+                "batch_size": config.engine.max_batch_size,
                 "max_draft_len": max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
                 "max_matching_ngram_size": speculation.max_matching_ngram_size,
                 "threads": engine.threads,
                 "measured_rounds": measured_rounds,
-                "gpu": None if gpu is None else gpu.name,
+                "gpu": None if gpu is None else [gpu.name, ranks_of(config)],
                 **validation.model_dump(include={"max_prompts", "max_tokens", "temperature"}),
             },
             "inputs": {
                 "target": target_of(finished).entry.digest,
                 "drafts": engines,
+                **(
+                    {}
+                    if checkpoints is None
+                    else {"checkpoints": {role: one.entry.digest for role, one in checkpoints.items()}}
+                ),
                 "prompts": digest_file(validation.prompts, memo),
                 "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),
             },
@@ -78,7 +88,7 @@ def tune_stage(
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
         engines = [(name, drafter, None if done is None else done.record) for name, drafter, done in ways(finished)]
-        advice = _advise(config, engine, target_of(finished).record, engines, measured_rounds, gpu, progress)
+        advice = _advise(config, engine, target_of(finished).record, engines, rule, measured_rounds, gpu, progress)
         (out_dir / "advice.json").write_text(json.dumps(to_json(advice), indent=1), encoding="utf-8")
         return advice
 
@@ -90,15 +100,18 @@ def _advise(
     engine: TorchEngineConfig,
     compiled: CompiledEngine,
     engines: Sequence[tuple[str, str, CompiledEngine | None]],
+    rule: str,
     measured_rounds: int,
     gpu: Gpu | None,
     progress: Progress,
 ) -> Advice:
     """Load the engines into this process and measure."""
+    from toolkit.advise.cost import batch_sizes
     from toolkit.advise.stage import Contender, Question, advise
     from toolkit.engines.registry import loader
     from toolkit.interfaces import Sampling
     from toolkit.serving import MeasuredRuntime, eos_token_ids
+    from toolkit.speculative.acceptance import RULES
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
     from toolkit.speculative.text import TextCodec
@@ -114,13 +127,13 @@ def _advise(
 
     def contender(name: str, drafter: str, found: CompiledEngine | None) -> Contender:
         draft = None if found is None else loader("torch").load(found.path, threads=engine.threads)
-        forward_s = None if gpu is None else _roofline(gpu, compiled, found, engine.max_input_len)
+        forward_s = None if gpu is None else _roofline(gpu, ranks_of(config), compiled, found, engine.max_input_len)
         runtime = MeasuredRuntime(
             target,
             draft,
             codec,
             eos_token_ids=eos_token_ids(target_dir),
-            acceptance=speculation.acceptance,
+            acceptance=rule if rule in RULES else "auto",
             ngram_size=speculation.max_matching_ngram_size,
         )
         return Contender(name, drafter, runtime, draft, forward_s)
@@ -129,7 +142,8 @@ def _advise(
         prompts=_prompts(config, engine, codec),
         max_tokens=validation.max_tokens,
         temperature=validation.temperature,
-        acceptance=speculation.acceptance,
+        acceptance=rule,
+        batches=batch_sizes(config.engine.max_batch_size),
         max_draft_len=max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
         measured_rounds=measured_rounds,
     )
@@ -143,8 +157,15 @@ def _advise(
     )
 
 
-def _roofline(gpu: Gpu, target: CompiledEngine, draft: CompiledEngine | None, context: int) -> Callable[[str, int, int], float]:
-    """(role, batch, tokens) -> seconds of a forward on that GPU, at the least: bytes over bandwidth, or arithmetic."""
+def ranks_of(config: DeploymentConfig) -> int:
+    """How many GPUs hold the model between them."""
+    return config.engine.world_size if isinstance(config.engine, TensorRtLlmConfig) else 1
+
+
+def _roofline(
+    gpu: Gpu, gpus: int, target: CompiledEngine, draft: CompiledEngine | None, context: int
+) -> Callable[[str, int, int], float]:
+    """(role, batch, tokens) -> seconds of a forward on so many of them, at the least: bytes over bandwidth, or arithmetic."""
     from toolkit.checkpoints.shape import ModelShape, read_json
     from toolkit.plan.predict import forward_seconds
 
@@ -159,7 +180,7 @@ def _roofline(gpu: Gpu, target: CompiledEngine, draft: CompiledEngine | None, co
         found = engines[role]
         assert found is not None  # prompt lookup runs no draft
         algo, kv_algo = found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo
-        return forward_seconds(shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context)[0]
+        return forward_seconds(shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus)[0]
 
     return forward_s
 

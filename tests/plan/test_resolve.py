@@ -86,6 +86,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("int8", {**model("target", LLAMA), **model("draft", LLAMA_DRAFT)}, "smoothquant-families", "ModelOpt lists", "W8A16"),
     ("int8", QWEN3, "smoothquant-families", "Qwen 3 is a family that ModelOpt does not list", "W8A16"),
     ("engine", {**QWEN3, **V021}, "qwen3-min-version", "no Qwen 3", "1.2.1"),
+    # measured while building
+    ("pytorch", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "cannot time draft lengths", "toolkit tune"),
+    ("engine", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "in its server alone", "set a number"),
     # versions
     ("engine", V13, "engine-flow-removed", "no engine flow", "trtllm_pytorch"),
     ("int8", V13, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),

@@ -43,6 +43,14 @@ def test_verdict_and_choice_come_first_and_fit_a_screen(advice: Advice) -> None:
     assert "speed-up over draft length" in detailed and "a <draft>: alpha" in detailed and "--details" not in detailed
 
 
+def test_a_schedule_that_cannot_be_set_is_told_and_not_put_into_the_yaml(advice: Advice) -> None:
+    lines = printed(advice, schedule=False)
+    assert lines[1:4] == ["speculation:", "  kind: draft_target", "  max_draft_len: 4"]
+    assert lines[4].startswith(
+        "best are 4 from 1 request at once on, 2 from 4 requests at once on, 0 from 8 requests at once on;"
+    )
+
+
 def test_numbers_stand_to_the_right(advice: Advice) -> None:
     short = replace(advice.candidates[1], acceptance_length=12.5)
     rows = [
@@ -90,7 +98,7 @@ def test_a_prediction_is_set_beside_what_was_served(advice: Advice, advised: Val
     assert advised.speedup is not None
     assert greedy.startswith(f"  greedy: {advised.speedup.estimate:.2f}x (") and greedy.endswith("x predicted")
     elsewhere = printed(replace(advice, costs_are="predicted"), served=advised)
-    assert any("tune on that machine" in line for line in elsewhere) and not any("greedy: " in line for line in elsewhere)
+    assert any("measure on that machine" in line for line in elsewhere) and not any("greedy: " in line for line in elsewhere)
 
 
 def test_what_was_served_leads_where_the_prediction_is_not_decided(advice: Advice, advised: ValidationReport) -> None:

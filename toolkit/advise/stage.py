@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from toolkit.advise.acceptance import Drafted
+from toolkit.advise.acceptance import RULES, Drafted
 from toolkit.advise.choose import CONFIDENCE, Mode, judge, schedule_of
 from toolkit.advise.cost import MEASURED, PREDICTED, ServingRuntime, StepCosts, batch_sizes, measure, predicted
 from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
@@ -20,7 +20,7 @@ from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise", "decide"]
 
-VERSION = 3
+VERSION = 4
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
 SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 
@@ -86,7 +86,8 @@ def advise(
         for mode, temperature in temperatures.items():
             progress(0, None, f"{contender.name}: {mode} acceptance")
             rules = _observe(target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities)
-            progress(0, None, f"{contender.name}: timing {mode} steps")
+            doing = "timing" if contender.forward_s is None else "predicting the cost of"
+            progress(0, None, f"{contender.name}: {doing} {mode} steps")
             serving = "greedy" if mode == "greedy" else rule
             costs = _costs(contender, question, texts[mode], batches, temperature)
             modes.append(Mode(mode, serving, rules[serving], rules, costs))
@@ -211,7 +212,7 @@ def _observe(
             rules = {"greedy": lookup_drafts(lookup(), text, width)}
         elif contender.draft is None:  # a certain token is kept with its probability under the target, whatever the rule
             drafted = lookup_drafts(lookup(), text, width, target, probabilities)
-            rules = dict.fromkeys(("rejection", "coupled", "sample_match"), drafted)
+            rules = dict.fromkeys(RULES[1:], drafted)
         elif mode == "greedy":
             rules = {"greedy": greedy_drafts(contender.draft, text, width)}
         else:

@@ -6,13 +6,15 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.assembly.asked import embedded, models_of
+from toolkit.assembly.asked import embedded, embedded_twin, models_of, sampled_rule
 from toolkit.assembly.build import build
-from toolkit.assembly.stages import own_way, stages_of
+from toolkit.assembly.stages import advised_stages, own_way, stages_of
 from toolkit.assembly.workplace import Workplace
-from toolkit.config.schema import DeploymentConfig, ModelConfig, QuantAlgo
+from toolkit.config.schema import DeploymentConfig, ModelConfig, QuantAlgo, TensorRtLlmConfig, TrtEngineConfig
 from toolkit.errors import UsageError
+from toolkit.facts.gpus import Gpu
 from toolkit.pipeline.run import Observer, run_stages, upto
+from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records import Advice, Grid
 from toolkit.reporting import publish_report
@@ -36,28 +38,34 @@ def tune(
 
     Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled as the YAML's draft) are
     tried. measured_rounds: of running every draft length, to see how true the predictions are. Raises what the stages raise.
-    """
-    from toolkit.plan.make import gpu_asked_for
 
-    elsewhere = None if gpu is None else gpu_asked_for(gpu)
-    built = build(config, workplace, observer, store, until="compile")
-    engines = built.stages
+    TensorRT-LLM runs in its server alone. There acceptance is measured on the embedded engine, from the same quantized
+    checkpoints, and costs are predicted: for `gpu`, or for the one that the YAML or this machine names.
+    """
+    elsewhere = _gpu_of_costs(config, gpu, measured_rounds)
+    if isinstance(config.engine, TensorRtLlmConfig):
+        engines = _run(advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer)
+        checkpoints = {role: engines[f"quantize/{role}"] for role in models_of(config)}
+    else:
+        checkpoints = None
+        engines = build(config, workplace, observer, store, until="compile").stages
     ways = [*own_way(config)(engines)]
     for number, checkpoint in enumerate(drafts, start=1):
         model = (config.draft or config.target).model_copy(update={"checkpoint": checkpoint.resolve()})
         speculation = config.speculation.model_copy(update={"kind": "draft_target"})
         other = config.model_copy(update={"draft": model, "speculation": speculation})
-        stages = upto(stages_of(other, workplace, store.memo), "compile")
-        found = dict(run_stages(stages, store, f"{config.name}.draft-{number}", observer))
+        found = _run(advised_stages(other, workplace, store.memo), store, f"{config.name}.draft-{number}", observer)
         ways.append((checkpoint.name, "draft_target", found["compile/draft"]))
-    if config.speculation.kind != "ngram":
+    if config.speculation.kind != "ngram" and not isinstance(config.engine, TrtEngineConfig):  # which has no prompt lookup
         ways.append(("ngram", "ngram", None))
     stage = tune_stage(
         config,
-        embedded(config),
+        embedded(embedded_twin(config)),
         store.memo,
         lambda finished: ways,
+        rule=sampled_rule(config),
         target=engines["compile/target"],
+        checkpoints=checkpoints,
         measured_rounds=measured_rounds,
         gpu=elsewhere,
     )
@@ -65,6 +73,29 @@ def tune(
     store.publish({"": done.entry}, workplace.advice(config.name))
     publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.advice(config.name)
+
+
+def _run(stages: Sequence[Stage], store: Store, name: str, observer: Observer) -> dict[str, Done]:
+    return dict(run_stages(stages, store, name, observer))
+
+
+def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: int) -> Gpu | None:
+    """Whose costs are predicted; None: they are measured here. Raises UsageError where they can be neither."""
+    from toolkit.plan.make import gpu_asked_for, subject_of
+
+    if not isinstance(config.engine, TensorRtLlmConfig):
+        return None if asked is None else gpu_asked_for(asked)
+    kind = config.engine.kind
+    if measured_rounds > 0:
+        what = f"--measure runs draft lengths in this process, and engine.kind {kind} runs in its server alone"
+        raise UsageError(what, mend="leave it out; `toolkit validate` measures the length that the YAML has, served")
+    if config.speculation.kind == "none":
+        raise UsageError("this deployment does not speculate, so there is nothing to advise", mend="set speculation.kind")
+    found = gpu_asked_for(asked) if asked is not None else subject_of(config)[0].gpu
+    if found is None:
+        what = f"the costs of engine.kind {kind} are predicted for a GPU, and none is named or here"
+        raise UsageError(what, mend="set hardware.gpu, or give --gpu H200")
+    return found
 
 
 def tune_grid(
@@ -76,6 +107,7 @@ def tune_grid(
     """
     from toolkit.quantize.calibrate import split_texts
 
+    engine = embedded(config)  # raises before hours of quantizing: its speeds are measured in this process
     if config.draft is None or config.calibration is None:
         raise UsageError("the grid quantizes target and draft", mend="give the YAML a `draft` and a `calibration` section")
     engines = {}
@@ -84,7 +116,7 @@ def tune_grid(
         stages = upto(stages_of(config.model_copy(update=models), workplace, store.memo), "compile")
         found = dict(run_stages(stages, store, f"{config.name}.{algo}", observer))
         engines[algo] = (found["compile/target"], found["compile/draft"])
-    stage = grid_stage(config, embedded(config), store.memo, engines, split_texts(config.calibration)[1])
+    stage = grid_stage(config, engine, store.memo, engines, split_texts(config.calibration)[1])
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["grid"] if fresh else [])
     store.publish({"": done.entry}, workplace.grid(config.name))
     publish_report(store, config.name, workplace.report(config.name), observer)

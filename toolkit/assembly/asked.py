@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import UsageError
+from toolkit.facts.support import ACCEPTANCE
+from toolkit.facts.versions import VERSIONS
 
-__all__ = ["embedded", "measures", "models_of", "tp_size_of"]
+__all__ = ["embedded", "embedded_twin", "measures", "models_of", "sampled_rule", "takes_schedule", "tp_size_of"]
+
+TWIN_BATCH = 4  # requests at once: what is timed there is nothing, and KV caches of a large model are large
 
 
 def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
@@ -29,3 +33,32 @@ def embedded(config: DeploymentConfig) -> TorchEngineConfig:
 
 def measures(config: DeploymentConfig) -> bool:
     return config.speculation.kind != "none" and config.speculation.max_draft_len == "auto"
+
+
+def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
+    """The same models on the embedded engine, long enough for what validation asks: to read what they say, not how fast."""
+    if isinstance(config.engine, TorchEngineConfig):
+        return config
+    longest = config.engine.max_input_len
+    engine = TorchEngineConfig(
+        max_batch_size=min(config.engine.max_batch_size, TWIN_BATCH),
+        max_input_len=longest,
+        max_seq_len=min(config.engine.max_seq_len, longest + config.validation.max_tokens),
+    )
+    return config.model_copy(update={"engine": engine})
+
+
+def sampled_rule(config: DeploymentConfig) -> str:
+    """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the advisor's words for it."""
+    kind, asked = config.engine.kind, config.speculation.acceptance
+    rule = ACCEPTANCE[kind][0] if asked == "auto" else asked
+    return f"{rule}_greedy_draft" if kind == "trtllm_pytorch" and rule == "sample_match" else rule
+
+
+def takes_schedule(config: DeploymentConfig) -> bool:
+    """Whether the draft length can follow the number of running requests where this is served."""
+    if isinstance(config.engine, TorchEngineConfig):
+        return config.triton.layout != "bls"
+    return (
+        not isinstance(config.engine, TrtEngineConfig) and VERSIONS[config.engine.tensorrt_llm].draft_len_schedule is not None
+    )

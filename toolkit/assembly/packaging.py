@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.assembly.asked import embedded, measures
+from toolkit.assembly.asked import embedded, measures, takes_schedule
 from toolkit.assembly.keys import SOURCES, versions
 from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
@@ -106,7 +106,7 @@ def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationC
     advice: Advice = finished["tune"].record
     if not advice.speculate:
         return config.speculation.model_copy(update={"kind": "none"})
-    schedule = {step.batch: step.draft_len for step in advice.schedule}
+    schedule = {step.batch: step.draft_len for step in advice.schedule} if takes_schedule(config) else None
     return config.speculation.model_copy(update={"max_draft_len": advice.max_draft_len, "draft_len_schedule": schedule})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.assembly.asked import embedded, measures, models_of
+from toolkit.assembly.asked import embedded, embedded_twin, measures, models_of, sampled_rule
 from toolkit.assembly.making import compile_stage, engine_spec, pair_stage, quantize_stage
 from toolkit.assembly.packaging import package_stage, package_trtllm_stage
 from toolkit.assembly.validating import validate_stage
@@ -24,7 +24,16 @@ from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records import CompiledEngine, Judgement
 from toolkit.tuning import Way, tune_stage
 
-__all__ = ["PACKAGE_TRTLLM", "REAL_KIND", "own_way", "raise_refused", "refuse_impossible", "rehearsal_stages", "stages_of"]
+__all__ = [
+    "PACKAGE_TRTLLM",
+    "REAL_KIND",
+    "advised_stages",
+    "own_way",
+    "raise_refused",
+    "refuse_impossible",
+    "rehearsal_stages",
+    "stages_of",
+]
 
 REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
 
@@ -34,20 +43,39 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
 
     Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be used.
     """
-    refuse_impossible(config)
-    _check_inputs(config)
-    if any(model.hub_id is not None for model in models_of(config).values()):
-        config = _on_this_machine(config, download=download)
-        refuse_impossible(config)  # as the files say
+    config = _ready(config, download=download)
     roles = tuple(models_of(config))
     return [
         pair_stage(config, memo),
         *(quantize_stage(config, role, memo) for role in roles),
         *(compile_stage(config, role, workplace) for role in roles),
-        *([tune_stage(config, embedded(config), memo, own_way(config))] if measures(config) else []),
+        *([tune_stage(config, embedded(config), memo, own_way(config), rule=sampled_rule(config))] if measures(config) else []),
         package_stage(config, roles) if config.engine.kind == "torch" else package_trtllm_stage(config, roles),
         validate_stage(config, roles, workplace, memo),
     ]
+
+
+def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
+    """Up to engines that run in this process: quantized as the deployment is, compiled for the embedded engine whatever it is
+    served by. Raises as `stages_of` does.
+    """
+    config = _ready(config, download=True)
+    roles, here = tuple(models_of(config)), embedded_twin(config)
+    return [
+        pair_stage(config, memo),
+        *(quantize_stage(config, role, memo) for role in roles),
+        *(compile_stage(here, role, workplace) for role in roles),
+    ]
+
+
+def _ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
+    """The same with folders in the place of hub ids, once nothing is known that refuses it."""
+    refuse_impossible(config)
+    _check_inputs(config)
+    if any(model.hub_id is not None for model in models_of(config).values()):
+        config = _on_this_machine(config, download=download)
+        refuse_impossible(config)  # as the files say
+    return config
 
 
 def rehearsal_stages(

@@ -62,6 +62,7 @@ def tune_command(
     if as_json:
         show_json(found)
         return
+    from toolkit.assembly.asked import takes_schedule
     from toolkit.report.advice import print_advice, print_grid
 
     if isinstance(found, Grid):
@@ -69,7 +70,15 @@ def tune_command(
     else:
         draft = None if loaded.draft is None else loaded.draft.checkpoint.name
         last = _last_report(workplace.report(loaded.name) / "report.json")
-        print_advice(found, console(), present=loaded.speculation, own_draft=draft, served=last, details=details)
+        print_advice(
+            found,
+            console(),
+            present=loaded.speculation,
+            own_draft=draft,
+            schedule=takes_schedule(loaded),
+            served=last,
+            details=details,
+        )
     show(f"in {folder.relative_to(Path.cwd())}/")
 
 

@@ -147,5 +147,6 @@ RULES: dict[str, tuple[str, Source]] = {
     "toolkit-draft-is-target": ("speculation pays where a draft forward is cheaper than the target's", OWN),
     "toolkit-even-pipeline": ("TRT-LLM's form is written with equally many layers on each pipeline rank", OWN),
     "toolkit-already-quantized": ("a checkpoint that is quantized already is used as it is, and never quantized again", OWN),
+    "toolkit-auto-draft-len": ("max_draft_len auto is measured on the embedded engine, while it is built", OWN),
     "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),
 }

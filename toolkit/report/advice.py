@@ -18,12 +18,12 @@ DASH = "-"
 MEASURED = "measured"  # what Advice.costs_are says of this machine
 
 
-def yaml_of(advice: Advice) -> str:
-    """The lines of the YAML that the advice comes to."""
+def yaml_of(advice: Advice, *, schedule: bool = True) -> str:
+    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a draft length by load."""
     if not advice.speculate:
         return "speculation: {kind: none}"
     lines = ["speculation:", f"  kind: {advice.drafter}", f"  max_draft_len: {advice.max_draft_len}"]
-    if len(advice.schedule) > 1:
+    if schedule and len(advice.schedule) > 1:
         steps = ", ".join(f"{step.batch}: {step.draft_len}" for step in advice.schedule)
         lines.append(f"  draft_len_schedule: {{{steps}}}")
     return "\n".join(lines)
@@ -72,17 +72,22 @@ def print_advice(
     *,
     present: SpeculationConfig | None = None,
     own_draft: str | None = None,
+    schedule: bool = True,
     served: ValidationReport | None = None,
     details: bool = False,
 ) -> None:
     """What to set, what that gains over the YAML's own setting, and how the ways to draft compare; `details`: why it is so.
 
-    present, own_draft: what the YAML says, and the name of its draft. served: the deployment's last report.
+    present, own_draft: what the YAML says, and the name of its draft. schedule: whether what serves it takes a draft length by
+    load. served: the deployment's last report.
     """
     from rich.text import Text
 
     console.print(Text(advice.reason, style="bold" if advice.speculate and advice.decided else "bold yellow"))
-    console.print(Text(yaml_of(advice)), highlight=False)
+    console.print(Text(yaml_of(advice, schedule=schedule)), highlight=False)
+    if not schedule and len(advice.schedule) > 1:
+        best = ", ".join(f"{step.draft_len} from {at_once(step.batch)} on" for step in advice.schedule)
+        console.print(f"best are {best}; what serves this takes one length for every load", highlight=False)
     if not advice.decided:
         console.print("the interval holds 1, so the estimate chose: tune again on a quiet machine, or build and see")
     if advice.max_concurrency is not None:
@@ -148,7 +153,7 @@ def _trust(
 ) -> Iterator[str]:
     """What the prediction leaves out, and what was seen of it where the deployment was served."""
     if advice.costs_are != MEASURED:
-        yield "costs are a GPU's at its limits, without host and server: tune on that machine before you rely on it"
+        yield "costs are a GPU's at its limits, without host and server: measure on that machine before you rely on it"
         return
     told = "predicted in this process, without what sending chunks through Triton costs"
     sampled = None if served is None else served.sampled.speedup

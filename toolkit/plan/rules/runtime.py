@@ -53,6 +53,14 @@ def _draft_len_schedule(subject: Subject) -> Findings:
         yield Found("adjusted", path, what)
 
 
+def _auto_draft_len(subject: Subject) -> Findings:
+    if subject.trtllm is not None and subject.speculates and subject.config.speculation.max_draft_len == "auto":
+        what = (
+            f"engine.kind {subject.config.engine.kind} runs in its server alone, so the build cannot time draft lengths on it"
+        )
+        yield refuse("speculation.max_draft_len", what, "set a number; `toolkit tune CONFIG` predicts the best one for its GPU")
+
+
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.drafts and not subject.engine_flow.enable_block_reuse:
         what = "drafts from outside need KV block reuse: each step sends the accepted text again"
@@ -145,6 +153,7 @@ CHECKS: dict[str, Check] = {
     "acceptance-rule": _acceptance_rule,
     "ngram-of-flow": _ngram_of_flow,
     "draft-len-schedule": _draft_len_schedule,
+    "toolkit-auto-draft-len": _auto_draft_len,
     "block-reuse-for-drafts": _block_reuse_for_drafts,
     "world-size": _world_size,
     "ranks-per-node": _ranks_per_node,
