@@ -11,7 +11,7 @@ from rich.console import Console
 from toolkit.errors import StageError
 from toolkit.records import REPORT_SCHEMA_VERSION, Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
 from toolkit.report.cells import Table, number
-from toolkit.report.expected import draft_length_plot
+from toolkit.report.expected import deployed_draft_len, draft_length_plot
 from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
@@ -218,6 +218,10 @@ def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> 
     lengths = {row[0]: row for row in found["Speed-up over draft length, a <draft>"].rows}
     assert lengths["greedy, 4"][2:4] == ("1.70 (1.60 to 1.78)", f"{1.7 / advised_prediction(advised):.2f}")
     assert lengths["greedy, 5"][2:4] == ("-", "-")
+    assert deployed_draft_len(advised) == 4 and advised.sampled.speedup is not None
+    served = advised.sampled.speedup
+    assert lengths["sampled, 4"][2] == f"{served.estimate:.2f} ({served.low:.2f} to {served.high:.2f}), served"
+    assert " ms a token as served and " in found["Speed-up over draft length, a <draft>"].note
     cells = found["Precisions of target and draft"].rows
     assert [row[:2] for row in cells if row[2].endswith(", best")] == [("W8A8_SQ_PER_CHANNEL",) * 2]
     assert [row[2] for row in found["What quantizing the target costs"].rows] == ["yes", "yes", "NO"]

@@ -15,6 +15,7 @@ __all__ = [
     "deployed_draft_len",
     "draft_length_plot",
     "grid_plot",
+    "measured_here",
     "measured_peak",
     "memory_plot",
     "speed_sweep_plot",
@@ -42,7 +43,7 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
     series = {mode: _by_length(best, mode) for mode in MODES}
     entries = [entry for mode, entry in MODES.items() if series[mode]]
     longest = max(one.draft_len for one in best.predictions)
-    measured = _measured_here(report)
+    measured = measured_here(report)
     runs = any(one.measured is not None for one in best.predictions)
     drawing.legend([*entries, ("dotmark", "measured")] if measured or runs else entries, LEFT)
     edges = [1.0, *(edge for one in best.predictions if one.batch == 1 for edge in (one.low, one.high))]
@@ -76,7 +77,7 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
         drawing.render(),
         f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs ({advice.costs_are}). "
         + ("Dots with whiskers: measured, those side by side on the endpoint. " if measured or runs else "")
-        + "A table below explains the gap to the formula.",
+        + "A table below explains the gaps.",
         ("predicted_speedup", "speedup"),
     )
 
@@ -122,7 +123,8 @@ def _by_length(candidate: Candidate, mode: str) -> list[SpeedupPrediction]:
     return sorted(found, key=lambda one: one.draft_len)
 
 
-def _measured_here(report: ValidationReport) -> list[tuple[str, Speedup]]:
+def measured_here(report: ValidationReport) -> list[tuple[str, Speedup]]:
+    """(mode, speed-up) at the deployed draft length, on the endpoint."""
     pairs = (("greedy", report.speedup), ("sampled", report.sampled.speedup))
     return [(mode, speedup) for mode, speedup in pairs if speedup is not None]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.records import Advice, BenchPoint, Candidate, Grid, Interval, Ratio, SpeedupPrediction, ValidationReport
-from toolkit.report.advice import at_once, deployed
+from toolkit.records import Advice, BenchPoint, Candidate, Grid, Interval, Ratio, Speedup, SpeedupPrediction, ValidationReport
+from toolkit.report.advice import MEASURED, at_once, deployed
 from toolkit.report.cells import DASH, Table, interval, number, size
-from toolkit.report.expected import measured_peak
+from toolkit.report.expected import deployed_draft_len, measured_here, measured_peak
 
 __all__ = ["outlook_tables"]
 
@@ -20,7 +20,7 @@ def _tables(report: ValidationReport) -> Iterator[Table]:
     if report.advice is not None:
         yield _ways(report.advice)
         if report.advice.candidates:
-            yield _by_length(deployed(report.advice))
+            yield _by_length(report, deployed(report.advice))
             yield _alphas(deployed(report.advice))
     if report.grid is not None:
         yield _cells(report.grid)
@@ -53,14 +53,17 @@ def _ways(advice: Advice) -> Table:
     return Table("Advice: ways to draft, best first", columns, rows, ("predicted_speedup", "break_even"), note)
 
 
-def _by_length(candidate: Candidate) -> Table:
-    """One request at a time: what is predicted, what was run, and the factors between the formula and the prediction."""
+def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
+    """One request at a time: what is predicted, what was run, and the factors between the formula and the prediction.
+
+    Run it was by the advisor on the engine, or at the deployed length by this validation on the endpoint.
+    """
+    served = {(mode, deployed_draft_len(report)): speedup for mode, speedup in measured_here(report)}
     rows = tuple(
         (
             f"{one.mode}, {one.draft_len}",
             interval(one.speedup, one.low, one.high),
-            interval(one.measured, one.measured_low, one.measured_high),
-            _gap(one),
+            *_measured(one, served.get((one.mode, one.draft_len))),
             f"{one.acceptance_length:.2f}",
             f"{one.formula:.2f}",
             f"x {one.dependence:.2f}",
@@ -82,11 +85,35 @@ def _by_length(candidate: Candidate) -> Table:
         "host, prefill",
     )
     note = "predicted = formula x dependence x verify cost x host: what makes a prediction differ from the textbook formula."
+    note += _sending(report, candidate)
     return Table(f"Speed-up over draft length, {candidate.name}", columns, rows, ("predicted_speedup",), note)
 
 
-def _gap(one: SpeedupPrediction) -> str:
-    return DASH if one.measured is None or not one.speedup else f"{one.measured / one.speedup:.2f}"
+def _measured(one: SpeedupPrediction, served: Speedup | None) -> tuple[str, str]:
+    """(measured, measured / predicted)."""
+    if one.measured is not None:
+        shown, estimate = interval(one.measured, one.measured_low, one.measured_high), one.measured
+    elif served is not None:
+        shown, estimate = f"{interval(served.estimate, served.low, served.high)}, served", served.estimate
+    else:
+        return DASH, DASH
+    return shown, DASH if not one.speedup else f"{estimate / one.speedup:.2f}"
+
+
+def _sending(report: ValidationReport, candidate: Candidate) -> str:
+    """What the endpoint adds to the engine that the costs were measured on."""
+    plain, length = report.arms.plain.tokens_per_s, deployed_draft_len(report)
+    engine = [
+        one.tokens_per_s / one.speedup
+        for one in candidate.predictions
+        if (one.mode, one.batch, one.draft_len) == ("greedy", 1, length) and one.speedup
+    ]
+    if not engine or not plain or report.advice is None or report.advice.costs_are != MEASURED:
+        return ""
+    return (
+        f" Plain decoding takes {1e3 / plain:.2f} ms a token as served and {1e3 / engine[0]:.2f} ms in the engine: sending "
+        "is not in the prediction, and speculation sends fewer chunks."
+    )
 
 
 def _alphas(candidate: Candidate) -> Table:
