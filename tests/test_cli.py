@@ -189,6 +189,7 @@ def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Calla
         ["build", "gone.yaml"],
         ["build", "empty.yaml"],
         ["generate", "127.0.0.1:9", "x", "--set", "a=1"],
+        ["validate", "--replay", "one.json", "--set", "a=1"],
         ["generate", "gone.yaml", "x"],
         ["generate", "x", "y", "--max-tokens", "0"],
     ):

@@ -57,6 +57,7 @@ def test_exit_codes_tell_fail_undecided_and_broken_apart(stub: StubServer, folde
         (("localhost:1", "--prompts", "p.jsonl", "--api-key-env", "NO_SUCH_KEY"), "has no NO_SUCH_KEY"),
         (("localhost:1", "--compare", "a", "b"), "judges saved runs"),
         (("--compare", "p.jsonl", "none.json"), "p.jsonl: cannot be read"),
+        (("--compare", "/dev/zero", "none.json"), "/dev/zero: cannot be read"),
     ],
 )
 def test_arguments_that_cannot_work_exit_2(folder: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -25,6 +25,7 @@ from toolkit.client import (
     ALWAYS,
     TENSORS,
     Client,
+    ModelForm,
     Options,
     RequestRefused,
     RequestTiming,
@@ -386,3 +387,18 @@ def test_requests_without_an_end_are_left_out_of_the_speed_up() -> None:
     assert speedup(plain, [[timed(10, 10 * MS), timed(99, MS, ended=False)]]) == pytest.approx((2.0, 2.0, 2.0))
     assert speedup(plain, [[timed(10, MS, ended=False)] * 2]) is None
     assert speedup([], []) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "named"),
+    [
+        ("a \udcff b", {}, "text_input cannot be sent as BYTES"),
+        ("a", {"stop": ("\ud800",)}, "stop"),
+        ("a", {"max_tokens": 2**32 + 5}, "4294967301 is not from"),
+        ("a", {"seed": 2**70}, "seed cannot be sent as UINT64"),
+    ],
+)
+def test_what_a_tensor_cannot_hold_is_refused_and_not_bent(prompt: str, options: dict[str, Any], named: str) -> None:
+    form = ModelForm({spec.name: spec.dtype.removeprefix("TYPE_") for spec in INPUTS}, cumulative=False)
+    with pytest.raises(RequestRefused, match=named):
+        form.request("m", prompt, Options(**options), "", streaming=True)

@@ -424,13 +424,16 @@ class ModelForm:
         return values | {name: True for tensor in ALWAYS if (name := self._spelled(tensor)) is not None}
 
     def request(self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Any:
-        """The ModelInferRequest message."""
+        """The ModelInferRequest message. Raises RequestRefused, also for a value that the input's type cannot hold."""
         request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
         for name, value in self.values(prompt, options, streaming=streaming).items():
             items = list(value) if isinstance(value, (list, tuple)) else [value]
             dtype = "BYTES" if self.inputs[name] == "STRING" else self.inputs[name]
             request.inputs.add(name=name, datatype=dtype, shape=[1, len(items)] if self.batched else [len(items)])
-            request.raw_input_contents.append(_encode(items, self.inputs[name]))
+            try:
+                request.raw_input_contents.append(_encode(items, self.inputs[name]))
+            except (UnicodeEncodeError, OverflowError) as error:
+                raise RequestRefused(f"{name} cannot be sent as {dtype}: {error}") from error
         return request
 
     def _spelled(self, tensor: str) -> str | None:
@@ -442,6 +445,11 @@ def _encode(items: Sequence[Any], dtype: str) -> bytes:
     if dtype == "STRING":
         texts = [item if isinstance(item, bytes) else str(item).encode("utf-8") for item in items]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    if dtype.removeprefix("U").startswith("INT"):  # numpy < 2 would keep the low bits of what does not fit
+        limits = np.iinfo(NUMPY_TYPES[dtype])
+        for item in items:
+            if not limits.min <= item <= limits.max:
+                raise OverflowError(f"{item} is not from {limits.min} to {limits.max}")
     return np.asarray(items, dtype=NUMPY_TYPES[dtype]).tobytes()
 
 

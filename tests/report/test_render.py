@@ -57,8 +57,8 @@ def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     [
         ("", "cannot be read"),
         ("{}", "is no report"),
-        ("[1]", "is no report"),
-        ("null", "is no report"),
+        ("[1]", "no JSON object"),
+        ("null", "no JSON object"),
         (f'{{"schema_version": {REPORT_SCHEMA_VERSION}}}', "is damaged"),
         (f'{{"schema_version": {REPORT_SCHEMA_VERSION - 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION - 1}, .* validate"),
         (f'{{"schema_version": {REPORT_SCHEMA_VERSION + 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION + 1}, .* newer"),

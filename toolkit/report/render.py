@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import StageError
+from toolkit.pipeline.saved import read_saved
 from toolkit.records import REPORT_SCHEMA_VERSION, ValidationReport, from_json, to_json
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
@@ -37,10 +38,10 @@ def read_report(path: Path) -> ValidationReport:
     """Read report.json back. Raises StageError when it is not one, or one of another version."""
     again = "Validate again: toolkit validate CONFIG."
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_saved(path)
     except (OSError, ValueError) as error:
         raise StageError("report", f"cannot be read: {error}", where=path, mend=again) from error
-    found = data.get("schema_version") if isinstance(data, dict) else None
+    found = data.get("schema_version")
     if not isinstance(found, int):
         raise StageError("report", "is no report: it has no `schema_version`", where=path, mend=again)
     if found != REPORT_SCHEMA_VERSION:

@@ -7,12 +7,12 @@ in the ratio and not in its interval, which is said. Endpoints that can run at o
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypeAlias
 
 from toolkit.client import RequestTiming, Statistics
 from toolkit.errors import UsageError
+from toolkit.pipeline.saved import read_saved
 from toolkit.records import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison, Finding, Gate, Ratio, from_json
 from toolkit.validate import metrics
 from toolkit.validate.bench import SCHEMA_VERSION, speed_ratio
@@ -29,10 +29,10 @@ def read_run(path: Path) -> BenchRun:
     """A saved run. Raises UsageError for a file that is none."""
     mend = "Give a file that `toolkit bench ... --out FILE` wrote."
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_saved(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=path, mend=mend) from error
-    found = data.get("schema_version") if isinstance(data, dict) else None
+    found = data.get("schema_version")
     if found != SCHEMA_VERSION:
         raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, mend=mend)
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
+from toolkit.pipeline.saved import read_saved
 from toolkit.records import Divergence, from_json, to_json
 from toolkit.validate.again import ask_again
 from toolkit.validate.arms import ALL, Abilities, Alternating, Endpoint, Sender
@@ -71,11 +72,10 @@ def write_replay(folder: Path, found: Replay) -> str:
 def read_replay(path: Path) -> Replay:
     """Raises UsageError when it is not one."""
     try:
-        return from_json(Replay, json.loads(path.read_text(encoding="utf-8")))
+        return from_json(Replay, read_saved(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"not a replay file: {error}", where=path, mend="They lie in build/reports/NAME/replay/, one per divergence."
-        ) from error
+        mend = "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per divergence."
+        raise UsageError(f"not a replay file: {error}", where=path, mend=mend) from error
 
 
 def replay(found: Replay, endpoint: Endpoint | Alternating, reference: Reference | None, can: Abilities = ALL) -> Replayed:
