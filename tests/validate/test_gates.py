@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
+from toolkit.validate import metrics
 from toolkit.validate.drafts import shortfall, telling
 from toolkit.validate.gates import (
     check_gates,
@@ -183,6 +184,10 @@ def test_latency_gate(limit: float, expected: str) -> None:
     (gate,) = latency_gates(replace(arm, latencies={**arm.latencies, "itl": short}), LatencyGates(max_itl_p90_ms=limit))
     assert (gate.outcome, gate.measured) == ("INCONCLUSIVE", None)
     assert "p90 needs 100" in gate.detail
+    none = metrics.latency([])  # as where every text has one token
+    (gate,) = latency_gates(replace(arm, latencies={**arm.latencies, "itl": none}), LatencyGates(max_itl_p90_ms=limit))
+    assert (gate.outcome, gate.measured) == ("FAIL", None)
+    assert gate.detail.startswith("not measured") and gate.next_step is not None
 
 
 def test_quality_is_judged_for_the_target() -> None:
@@ -214,6 +219,7 @@ def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_los
         (Ratio("ttft_p90", 1.1, 1.0, 1.2), "INCONCLUSIVE"),
         (Ratio("ttft_p90", 1.3, 1.2, 1.4), "FAIL"),
         (Ratio("ttft_p90", None, None, None, "60 samples; p90 needs 100"), "INCONCLUSIVE"),
+        (Ratio("ttft_p90", None, None, None, "no samples"), "FAIL"),
         (Ratio("e2e_p90", 1.0, 0.95, 1.05), "FAIL"),
     ],
 )

@@ -17,12 +17,12 @@ from toolkit.records import BenchPoint, BenchRequest, BenchRun, ComparedPoint, C
 from toolkit.validate import metrics
 from toolkit.validate.bench import SCHEMA_VERSION, speed_ratio
 from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome, verdict
+from toolkit.validate.statistics import TOO_FEW
 
 __all__ = ["compare_runs", "read_run"]
 
 Rows: TypeAlias = dict[int, dict[int, BenchRequest]]  # round -> index -> request
 JUDGED = ("speed", *(f"{name}_{q}" for name in ("ttft", "tpot", "e2e") for q in ("p50", "p90", "p99")))
-TOO_FEW = " needs "  # how `unsupported` says that samples were too few
 
 
 def read_run(path: Path) -> BenchRun:

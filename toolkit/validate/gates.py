@@ -27,7 +27,7 @@ from toolkit.records import (
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.drafts import TELLING, telling
-from toolkit.validate.statistics import clopper_pearson, prompts_needed
+from toolkit.validate.statistics import TOO_FEW, clopper_pearson, prompts_needed
 
 __all__ = [
     "FAIL",
@@ -302,8 +302,11 @@ def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "")
             detail = "not measured: this deployment does not speculate, so there is nothing to divide"
             gates.append(Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios."))
         elif ratio.estimate is None or ratio.low is None or ratio.high is None:
-            advice = "Raise validation.max_prompts or validation.rounds."
-            gates.append(Gate(gate, INCONCLUSIVE, None, limit, f"no ratio: {ratio.reason}", advice))
+            few = TOO_FEW in (ratio.reason or "")
+            raised = "Raise validation.max_prompts or validation.rounds."
+            advice = raised if few else f"Remove validation.latency.max_ratios.{name}."
+            detail = f"no ratio: {ratio.reason}" if few else f"not measured: {ratio.reason}"
+            gates.append(Gate(gate, INCONCLUSIVE if few else FAIL, None, limit, detail, advice))
         else:
             result = outcome(ratio.low, ratio.high, limit, at_least=False)
             digits = decimals((ratio.estimate, ratio.low, ratio.high), limit)
@@ -331,6 +334,9 @@ def _unmeasured_quality(name: str, limit: float, limits: QualityGates, *, quanti
 
 
 def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
+    if latency.samples == 0:
+        advice = f"Raise validation.max_tokens: a text of one token has no gap. Or remove validation.latency.{key}."
+        return Gate(name, FAIL, None, limit, "not measured: no answer has one", advice)
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
         return Gate(name, INCONCLUSIVE, None, limit, f"no p90: {latency.unsupported['p90']}", advice)

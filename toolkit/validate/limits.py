@@ -18,7 +18,7 @@ from toolkit.records import BenchArm, BenchPoint, Gate
 from toolkit.rounding import decimals
 from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.validate.metrics import LATENCIES, PERCENTILES
-from toolkit.validate.statistics import CONFIDENCE
+from toolkit.validate.statistics import CONFIDENCE, TOO_FEW
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 
@@ -150,7 +150,7 @@ def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
         return _unmeasured(limit, suffix, "there is one arm", "Compare two: --against-plain, or --baseline URL.")
     if ratio.estimate is None or ratio.low is None or ratio.high is None:
         reason = ratio.reason or "no samples"
-        if " needs " in reason:
+        if TOO_FEW in reason:
             return Gate(limit.name + suffix, INCONCLUSIVE, None, limit.limit, reason, "Raise --requests or --rounds.")
         return _unmeasured(limit, suffix, reason, "Mend the endpoint, or gate what it gives.")
     digits = decimals((ratio.estimate, ratio.low, ratio.high), limit.limit, least=3)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CONFIDENCE",
+    "TOO_FEW",
     "bootstrap_percentile",
     "bootstrap_percentile_ratios",
     "bootstrap_percentiles",
@@ -33,6 +34,9 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 BEYOND = 10  # samples that have to lie beyond a percentile before we print it: 20 for p50, 100 for p90, 1000 for p99
 BATCH = 2_000_000  # most numbers of one vectorised resampling batch
+
+
+TOO_FEW = " needs "  # is in every reason that `unsupported` gives, and in no other for which there is no figure
 
 
 def unsupported(samples: int, q: float) -> str | None:
