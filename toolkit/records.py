@@ -81,7 +81,7 @@ __all__ = [
     "to_json",
 ]
 
-REPORT_SCHEMA_VERSION = 7  # of report.json: raised when a key comes, goes away or changes its meaning
+REPORT_SCHEMA_VERSION = 8  # of report.json: raised when a key comes, goes away or changes its meaning
 
 R = TypeVar("R")
 
@@ -921,6 +921,8 @@ class Candidate:
     low: float
     high: float
     acceptance_length: float
+    acceptance_length_low: float
+    acceptance_length_high: float
     break_even_length: float
     break_even_alpha: float | None
     alphas: tuple[Alpha, ...]
@@ -994,7 +996,7 @@ class GridCell:
     draft: str
     alpha: Interval
     draft_len: int
-    acceptance_length: float
+    acceptance_length: Interval
     tokens_per_s: Interval
     speedup: Interval  # over plain decoding with the same target
     best: bool

@@ -99,6 +99,15 @@ def test_replay_of_equal_independent_acceptance_is_the_formula() -> None:
         assert outcome.acceptance_length == pytest.approx(expected_tokens(0.7, draft_len), rel=2e-3)
 
 
+def test_acceptance_lengths_are_of_the_texts_that_are_weighted() -> None:
+    texts = [drafted_by_model(np.full(60, alpha), np.full(60, alpha), 3, 61) for alpha in (0.9, 0.4)]
+    both, twice = replay(texts, 3), replay([texts[0], *texts], 3)
+    lengths = both.acceptance_lengths(np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]))
+    assert lengths[0] == both.acceptance_length
+    assert lengths[1] > lengths[3] > lengths[0] > lengths[2]
+    assert lengths[3] == pytest.approx(twice.acceptance_length)
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=24), st.integers(1, 5), st.integers(0, 4))
 def test_replay_counts_every_token_once(kept: list[float], draft_len: int, unused: int) -> None:
     """Every token is a kept draft or the one that a step adds; the last step of a text may end in a kept draft."""

@@ -67,6 +67,8 @@ def grid() -> Grid:
 def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
     assert {(cell.target, cell.draft) for cell in grid.cells} == {(t, d) for t in ("NO_QUANT", "FP8") for d in DRAFT_MS}
     assert from_json(Grid, to_json(grid)) == grid
+    lengths = [cell.acceptance_length for cell in grid.cells]
+    assert all(1.0 <= one.low < one.estimate < one.high <= 5.0 for one in lengths)
 
 
 def test_quantizing_the_draft_is_said_to_cost_more_than_it_saves_where_it_does(grid: Grid) -> None:

@@ -85,6 +85,13 @@ def test_the_choice_is_set_beside_the_yaml_s(advice: Advice, present: dict[str, 
     assert any(words in line for line in lines), lines
 
 
+def test_a_draft_that_loses_at_every_length_is_said_to(advice: Advice) -> None:
+    lookup, draft = advice.candidates[1], replace(advice.candidates[0], name="bad", speedup=0.9, low=0.8, high=0.97)
+    against = replace(advice, drafter="ngram", draft=None, candidates=(replace(lookup, speedup=1.2, low=1.1, high=1.3), draft))
+    lines = printed(against, present=SpeculationConfig(), own_draft="bad")
+    assert any("bad loses at every length: this gains " in line for line in lines), lines
+
+
 def test_advice_against_speculation_says_what_becomes_of_the_yaml_s(advice: Advice) -> None:
     against = replace(advice, speculate=False, drafter="none", max_draft_len=0, schedule=(), max_concurrency=None)
     assert any(line.endswith(": leave it out") for line in printed(against, present=SpeculationConfig(), own_draft="a <draft>"))

@@ -157,7 +157,13 @@ class Replay:
     @property
     def acceptance_length(self) -> float:
         """1 + accepted / steps over all texts together."""
-        return 1.0 + float(self.accepted_by_place.sum() / max(self.steps.sum(), 1e-300))
+        return float(self.acceptance_lengths(np.ones((1, len(self.tokens))))[0])
+
+    def acceptance_lengths(self, weights: Floats) -> Floats:
+        """The same of texts that count so often. weights [n, texts] -> [n]."""
+        accepted = self.accepted_by_place.sum(axis=1)
+        lengths: Floats = 1.0 + (weights @ accepted) / np.maximum(weights @ self.steps, 1e-300)
+        return lengths
 
 
 def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:

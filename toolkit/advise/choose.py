@@ -60,7 +60,8 @@ def judge(
             overall[batch, length] = np.exp(np.mean(logs, axis=0))
     best = best_length({length: float(overall[1, length][0]) for length in lengths})
     low, high = _interval(overall[1, best])
-    acceptance_length = float(np.mean([_at(predictions, mode.name, 1, best).acceptance_length for mode in modes]))
+    acceptance_lengths = np.mean([replays[mode.name, best].acceptance_lengths(draws.prompts) for mode in modes], axis=0)
+    length_low, length_high = _interval(acceptance_lengths)
     even = float(np.mean([mode.costs.step_ns(1, best) / mode.costs.step_ns(1, 0) for mode in modes]))
     return Candidate(
         name=name,
@@ -69,7 +70,9 @@ def judge(
         speedup=float(overall[1, best][0]),
         low=low,
         high=high,
-        acceptance_length=acceptance_length,
+        acceptance_length=float(acceptance_lengths[0]),
+        acceptance_length_low=length_low,
+        acceptance_length_high=length_high,
         break_even_length=even,
         break_even_alpha=break_even_alpha(even, best),
         alphas=tuple(alphas(modes, domains, draws.prompts)),
@@ -230,7 +233,3 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 def _geometric(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
-
-
-def _at(predictions: Sequence[SpeedupPrediction], mode: str, batch: int, length: int) -> SpeedupPrediction:
-    return next(each for each in predictions if (each.mode, each.batch, each.draft_len) == (mode, batch, length))

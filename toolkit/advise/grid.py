@@ -145,7 +145,9 @@ def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
         draft=names[1],
         alpha=Interval(alpha.estimate, alpha.low, alpha.high),
         draft_len=cell.candidate.draft_len,
-        acceptance_length=cell.candidate.acceptance_length,
+        acceptance_length=Interval(
+            cell.candidate.acceptance_length, cell.candidate.acceptance_length_low, cell.candidate.acceptance_length_high
+        ),
         tokens_per_s=_speed(cell),
         speedup=Interval(*paired_ratio(cell.plain_ns, cell.spent_ns)),
         best=best,

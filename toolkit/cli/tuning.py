@@ -76,7 +76,7 @@ def tune_command(
             present=loaded.speculation,
             own_draft=draft,
             schedule=takes_schedule(loaded),
-            served=last,
+            served=last if last is not None and last.advice == found else None,  # else it is of other engines
             details=details,
         )
     show(f"in {folder.relative_to(Path.cwd())}/")

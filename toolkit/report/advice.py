@@ -38,7 +38,7 @@ def print_grid(grid: Grid, console: Console) -> None:
             cell.draft,
             _interval(cell.alpha, 3),
             str(cell.draft_len),
-            f"{cell.acceptance_length:.2f}",
+            _interval(cell.acceptance_length, 2),
             _interval(cell.tokens_per_s, 0),
             _interval(cell.speedup, 2),
         )
@@ -133,6 +133,8 @@ def against_present(advice: Advice, present: SpeculationConfig, own: Candidate |
         return f"{has}: leave it out"
     if own is best and present.max_draft_len == advice.max_draft_len:
         return f"{has}: keep it"
+    if own is not None and own.high < 1.0:
+        return f"{has}; {own.name} loses at every length: this gains {best.speedup / now - 1:.1%}"
     return f"{has}: this gains {best.speedup / now - 1:.1%}"
 
 

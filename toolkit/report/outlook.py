@@ -38,7 +38,7 @@ def _ways(advice: Advice) -> Table:
             candidate.name,
             str(candidate.draft_len),
             interval(candidate.speedup, candidate.low, candidate.high),
-            f"{candidate.acceptance_length:.2f}",
+            interval(candidate.acceptance_length, candidate.acceptance_length_low, candidate.acceptance_length_high),
             f"{candidate.break_even_length:.2f}",
             DASH if candidate.break_even_alpha is None else f"{candidate.break_even_alpha:.2f}",
         )
@@ -137,7 +137,7 @@ def _cells(grid: Grid) -> Table:
             _shown(cell.speedup, 3),
             _shown(cell.alpha, 3),
             str(cell.draft_len),
-            f"{cell.acceptance_length:.2f}",
+            _shown(cell.acceptance_length, 3),
         )
         for cell in grid.cells
     )
