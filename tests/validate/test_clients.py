@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
+import grpc
 import pytest
 
 from tests.support.stub import Script, StubServer, openai_events, response_of, triton_outputs
@@ -358,6 +359,25 @@ def test_a_machine_without_more_connections_is_not_the_endpoints_failure() -> No
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     asyncio.run(with_peer(peer, use))
+
+
+def test_a_grpc_stream_that_ends_before_its_request_is_sent_is_a_failure() -> None:
+    async def ends(_requests: Any, _context: Any) -> None: ...
+
+    async def go() -> str | None:
+        server, sent = grpc.aio.server(), asyncio.Event()
+        handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(ends)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        transport = GrpcTransport(address, "m", 5.0, FORM, grpc.aio.insecure_channel(address))
+        asyncio.get_running_loop().call_later(0.1, sent.set)
+        exchange = await transport.exchange(transport.prepare("p", Options()), sent)
+        await transport.close()
+        await server.stop(None)
+        return exchange.failure
+
+    assert asyncio.run(go()) == "the stream ended before its request was sent"
 
 
 def test_a_redirected_request_is_timed_from_its_first_sending() -> None:

@@ -62,7 +62,7 @@ def _usage_error(error: TyperException) -> str:
 def _interrupted(arguments: list[str]) -> int:
     again = (
         "; finished stages are kept, the same command goes on from there"
-        if arguments[:1] in [["build"], *([s] for s in STAGES)]
+        if arguments[:1] in [["build"], *([s] for s in STAGES)] and not any(one.startswith("--replay") for one in arguments)
         else ""
     )
     say(f"interrupted{again}")

@@ -74,6 +74,7 @@ class Sender:
     endpoint: Endpoint | Alternating
     max_tokens: int
     on_sent: Callable[[], None] = lambda: None
+    mend: str = "Mend or remove this line of the prompts file."  # of a request that is refused
     sent: list[RequestTiming] = field(default_factory=list)
     _running: tuple[str, Endpoint] | None = None  # of an alternating endpoint: the arm that is there now
 
@@ -96,7 +97,7 @@ class Sender:
                 "validate",
                 f"the server refused a request: {answer}",
                 where=_place(index, arm),
-                mend="Mend or remove this line of the prompts file.",
+                mend=self.mend,
             )
         return answer
 

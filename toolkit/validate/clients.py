@@ -322,6 +322,8 @@ class GrpcTransport:
     def _failure(self, code: Any, details: str | None) -> str:
         if code.name == "DEADLINE_EXCEEDED":
             return f"not finished within {self._timeout_s:g} s"
+        if code.name == "OK":
+            return "the stream ended before its request was sent"
         return f"{code.name}: {details}"
 
     def chunks(self, exchange: Exchange) -> list[Chunk]:

@@ -87,7 +87,8 @@ def replay(found: Replay, endpoint: Endpoint | Alternating, reference: Reference
     options: dict[str, Any] = {"temperature": found.temperature}
     if one.seed is not None:
         options |= {"seed": one.seed, "acceptance": "coupled"}
-    sender = Sender(endpoint, found.max_tokens)
+    mend = "It was built with other limits since then: toolkit validate CONFIG writes new files."
+    sender = Sender(endpoint, found.max_tokens, mend=mend)
     plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
     drafted = {"num_draft_tokens": one.draft_len} if can.draft_lens else {}
     other = sender.send(one.prompt_index, one.prompt, one.arm, **options, **drafted)
