@@ -95,6 +95,7 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
         "seeded",
         "by position",
         "acceptance rate",
+        "engine.enable_block_reuse",
     ):
         assert what in unknown
     assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(encoding="utf-8")

@@ -163,7 +163,8 @@ def abilities_of(config: DeploymentConfig) -> Abilities:
     assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
     ours = isinstance(engine, TrtEngineConfig)
     told = LOG_PROBS[engine.kind].get(engine.tensorrt_llm, 0) > 0
-    return Abilities(verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told)
+    fresh = not engine.enable_block_reuse
+    return Abilities(verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told, fresh_prompts=fresh)
 
 
 @dataclass

@@ -261,6 +261,12 @@ def not_measured(
     foreign = "the engine runs in its server alone, and gives no logits there"
     if references.engine is None:
         yield Finding("not measured", "note", f"whether plain texts are the engine's own (agreement_engine): {foreign}")
+    if not can.fresh_prompts:
+        detail = (
+            "time to the first token of prompts that are new: the server keeps KV blocks (engine.enable_block_reuse), "
+            "and both arms send every prompt several times; `toolkit bench` sends each once"
+        )
+        yield Finding("not measured", "note", detail)
     if max_draft_len == 0:
         return
     if references.engine is None:
