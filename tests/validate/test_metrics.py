@@ -109,6 +109,34 @@ def test_alpha_from_counts_undoes_truncation_within_its_interval() -> None:
     assert repeated == found.alpha
 
 
+def test_alpha_of_totals_alone_agrees_with_that_of_positions() -> None:
+    """As TensorRT-LLM counts: tokens kept and steps, and not how many were drafted."""
+    generator = np.random.default_rng(1)
+    requests = []
+    for prompt in range(60):
+        kept = int(np.cumprod(generator.random((50, 4)) < 0.7, axis=1).sum())
+        one = timing([(1, 9)], accepted=kept, verify_steps=50)
+        requests.append(dataclasses.replace(one, prompt=f"prompt {prompt}"))
+    found = metrics.acceptance(requests, draft_len=4)
+    assert found.rate is None and found.alpha is not None
+    assert found.alpha.low < 0.7 < found.alpha.high < found.alpha.low + 0.05
+    assert metrics.acceptance(requests).alpha is None  # of blocks of unknown length
+    drafted = [dataclasses.replace(one, statistics=dataclasses.replace(one.statistics, drafted=200)) for one in requests]
+    assert metrics.acceptance(drafted).alpha == found.alpha
+
+
+@pytest.mark.parametrize(("kept", "alpha"), [(0.0, 0.0), (3.0, 1.0)])
+def test_alpha_of_totals_has_its_ends(kept: float, alpha: float) -> None:
+    one = timing([(1, 9)], accepted=int(10 * kept), verify_steps=10)
+    found = metrics.acceptance([one], draft_len=3).alpha
+    assert found is not None and found.estimate == pytest.approx(alpha, abs=1e-9)
+
+
+def test_where_nothing_is_drafted_there_is_no_alpha() -> None:
+    one = timing([(1, 9)], drafted=0, accepted=0, verify_steps=10)
+    assert metrics.acceptance([one], draft_len=3).alpha is None
+
+
 def test_acceptance_of_a_server_that_says_nothing_is_absent() -> None:
     acceptance = metrics.acceptance([timing([(1, 2)])])
     assert acceptance.alpha is None

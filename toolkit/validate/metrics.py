@@ -116,7 +116,8 @@ DEFINITIONS: dict[str, Definition] = {
         "accepted / looked at",
         "draft tokens that the target kept",
         "draft tokens whose predecessors in the block were all kept: sum over positions of drafted[i] x joint[i - 1]",
-        "maximum likelihood for drafts that are kept alike and independently (a truncated geometric distribution). Blocks "
+        "maximum likelihood for drafts that are kept alike and independently (a truncated geometric distribution); where "
+        "only totals are counted, the alpha with alpha + ... + alpha^k = accepted / verify steps, k tokens a block. Blocks "
         f"last longer in easy places, so it may lie above the mean over all. {CONFIDENCE:.0%} bootstrap interval over prompts",
     ),
     "distinct_4grams": Definition(
@@ -416,8 +417,11 @@ def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
     return Speedup(estimate, low, high, CONFIDENCE, prompts=len(plain[0]), rounds=len(plain))
 
 
-def acceptance(requests: Iterable[RequestTiming], *, seed: int = 0) -> Acceptance:
-    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives zeros and None."""
+def acceptance(requests: Iterable[RequestTiming], *, draft_len: int | None = None, seed: int = 0) -> Acceptance:
+    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives zeros and None.
+
+    draft_len: of every block, where the server does not say how much was drafted.
+    """
     by_prompt: dict[str, list[Statistics]] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt, []).append(request.statistics)
@@ -425,6 +429,11 @@ def acceptance(requests: Iterable[RequestTiming], *, seed: int = 0) -> Acceptanc
     drafted, accepted, steps = (
         sum(getattr(one, name) or 0 for one in statistics) for name in ("drafted", "accepted", "verify_steps")
     )
+    told = any(one.drafted is not None for one in statistics)
+    block = drafted / max(steps, 1) if told else draft_len
+    alpha = _alpha([_positions(group) for group in by_prompt.values()], seed)
+    if alpha is None and block:
+        alpha = _alpha_of_totals(by_prompt.values(), block, seed)
     return Acceptance(
         rate=accepted / drafted if drafted else None,
         length=1 + accepted / steps if steps else None,
@@ -432,7 +441,7 @@ def acceptance(requests: Iterable[RequestTiming], *, seed: int = 0) -> Acceptanc
         accepted=accepted,
         verify_steps=steps,
         by_position=_positions(statistics),
-        alpha=_alpha([_positions(group) for group in by_prompt.values()], seed),
+        alpha=alpha,
     )
 
 
@@ -462,6 +471,26 @@ def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Inte
         return None
     estimate, low, high = bootstrap_ratio_of_sums(pairs, seed=seed)
     return Interval(estimate, low, min(1.0, high))
+
+
+def _alpha_of_totals(by_prompt: Iterable[Sequence[Statistics]], block: float, seed: int) -> Interval | None:
+    """The same where drafts are not counted by position: the alpha under which a block keeps as many as it does on average."""
+    pairs = [
+        (float(sum(one.accepted or 0 for one in group)), float(sum(one.verify_steps or 0 for one in group)))
+        for group in by_prompt
+    ]
+    if not any(steps for _, steps in pairs):
+        return None
+    return Interval(*(_alpha_that_keeps(kept, block) for kept in bootstrap_ratio_of_sums(pairs, seed=seed)))
+
+
+def _alpha_that_keeps(kept: float, block: float) -> float:
+    """Solves alpha + alpha^2 + ... + alpha^block = kept."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        alpha = (low + high) / 2
+        low, high = (alpha, high) if alpha * (1 - alpha**block) / (1 - alpha) < kept else (low, alpha)
+    return high
 
 
 def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:

@@ -74,7 +74,7 @@ from toolkit.validate.replay import Replay
 
 __all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "rounds_wanted", "validate"]
 
-VERSION = 13
+VERSION = 14
 BURSTS = 0.1  # share of requests delivered late above which we say so
 DRIFT = 0.15  # by how much plain decoding may differ from round to round before we say so
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
@@ -151,8 +151,8 @@ def validate(
             raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
         sender.turn_to(arms[-1])  # what runs is what is loaded
         loaded = sweep(config.latency.concurrency)
-    greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config)
-    sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config)
+    greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
+    sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
     gates = [
         *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
         *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
@@ -300,7 +300,9 @@ def rounds_wanted(speedup: Speedup, limits: LatencyGates) -> int:
     return max(1, math.ceil(speedup.rounds * (half / wanted) ** 2) - speedup.rounds)
 
 
-def _figures(measured: Measured, config: ValidationConfig) -> tuple[Arms, Speedup | None, Acceptance | None]:
+def _figures(
+    measured: Measured, config: ValidationConfig, max_draft_len: int
+) -> tuple[Arms, Speedup | None, Acceptance | None]:
     plain = metrics.arm(measured.plain, seed=config.seed)
     if not measured.speculative:
         return Arms(plain, None), None, None
@@ -309,7 +311,7 @@ def _figures(measured: Measured, config: ValidationConfig) -> tuple[Arms, Speedu
     return (
         Arms(plain, metrics.arm(measured.speculative, seed=config.seed)),
         replace(speedup, latencies=latencies),
-        metrics.acceptance(request for one in measured.speculative for request in one),
+        metrics.acceptance((request for one in measured.speculative for request in one), draft_len=max_draft_len),
     )
 
 
