@@ -213,9 +213,10 @@ def test_a_machine_that_drifts_is_remarked_and_asks_for_nothing(prompts_file: Pa
     assert "from round to round at temperature 0:" in rounds
 
 
-def test_load_that_was_not_measured_is_remarked(prompts_file: Path) -> None:
+def test_load_and_sampled_tokens_that_were_not_looked_at_are_remarked(prompts_file: Path) -> None:
     (note,) = notes(run(ScriptedEndpoint(), prompts_file))
     assert note.startswith("Not measured: speed and latency with several requests at a time (validation.latency.concurrency")
+    assert "whether sampled tokens are distributed as the target's own (validation.distribution.enabled: true)" in note
 
 
 def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:

@@ -79,6 +79,7 @@ BURSTS = 0.1  # share of requests delivered late above which we say so
 DRIFT = 0.15  # by how much plain decoding may differ from round to round before we say so
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
 NO_LOAD = "speed and latency with several requests at a time (validation.latency.concurrency: [1, 4, 16])"
+NOT_DRAWN = "whether sampled tokens are distributed as the target's own (validation.distribution.enabled: true)"
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
@@ -191,6 +192,7 @@ def validate(
             *not_measured(max_draft_len, references, can, greedy_acceptance),
             *_findings(counters is not None, checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
             *([] if config.latency.concurrency else [Finding("not measured", "note", NO_LOAD)]),
+            *([Finding("not measured", "note", NOT_DRAWN)] if max_draft_len > 0 and not config.distribution.enabled else []),
         ),
         environment=dict(environment),
         engines=dict(engines),
