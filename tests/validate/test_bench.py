@@ -151,6 +151,20 @@ def test_saved_runs_are_read_back_equal_and_compared(stub: StubServer, prompts: 
     assert "two runs at two times" in finding(same, "design")
 
 
+def test_a_run_that_somebody_has_cut_is_refused(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
+    whole = to_json(run(stub, prompts, rounds=2, max_rounds=2))
+    assert len(whole["requests"]) == 2 * COUNT
+    for wrong in (
+        {"requests": whole["requests"][:-1]},
+        {"requests": []},
+        {"points": [{**whole["points"][0], "arms": []}]},
+        {"requests": [{**one, "chunks": [[1, -1]]} for one in whole["requests"]]},
+    ):
+        (tmp_path / "cut.json").write_text(json.dumps({**whole, **wrong}))
+        with pytest.raises(UsageError, match="are not all there"):
+            read_run(tmp_path / "cut.json")
+
+
 def test_runs_on_other_prompts_are_compared_unpaired(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
     first = run(stub, prompts)
     other = run(stub, write(tmp_path, [f"another {i}" for i in range(COUNT)]))

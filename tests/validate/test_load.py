@@ -65,7 +65,18 @@ def test_traces_start_at_their_first_arrival(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", ""), ("1\n0.5\n", ":2"), ("1\nsoon\n", ":2"), ('{"at": 3}\n', ":1"), ("1\nnan\n", ":2"), ("[1]\n", ":1")],
+    [
+        ("", ""),
+        ("1\n0.5\n", ":2"),
+        ("1\nsoon\n", ":2"),
+        ('{"at": 3}\n', ":1"),
+        ("1\nnan\n", ":2"),
+        ("[1]\n", ":1"),
+        ("0\n1e300\n", ":2"),
+        ('{"timestamp": 1' + 400 * "0" + "}\n", ":1"),
+        ("[" * 100_000, ":1"),
+    ],
+    ids=range(9),
 )
 def test_a_trace_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "trace").write_text(text)

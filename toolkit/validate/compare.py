@@ -36,9 +36,22 @@ def read_run(path: Path) -> BenchRun:
     if found != SCHEMA_VERSION:
         raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, mend=mend)
     try:
-        return from_json(BenchRun, data)
+        run = from_json(BenchRun, data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"not a saved run: {error}", where=path, mend=mend) from error
+    if not _is_whole(run):
+        raise UsageError("the requests of this run are not all there, or have counts that cannot be", where=path, mend=mend)
+    return run
+
+
+def _is_whole(run: BenchRun) -> bool:
+    """Has every arm some, and the same ones in every round? Somebody may have edited the file."""
+    for at, point in enumerate(run.points):
+        rounds = [_rows(run, at, arm.name) for arm in point.arms]
+        if not rounds or not all(rows and len({frozenset(row) for row in rows.values()}) == 1 for rows in rounds):
+            return False
+    counts = [count for one in run.requests for _, count in one.chunks if count is not None]
+    return min(counts, default=0) >= 0
 
 
 def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int = 0) -> Comparison:
