@@ -89,6 +89,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # measured while building
     ("pytorch", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "cannot time draft lengths", "toolkit tune"),
     ("engine", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "in its server alone", "set a number"),
+    # layouts of the embedded engine
+    ("torch", {"speculation__draft_len_schedule": {1: 4, 2: 0}, "triton__layout": "bls"},
+     "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
+    ("torch", {"draft": None, "speculation__kind": "ngram", "triton__layout": "bls"},
+     "toolkit-bls-drafts", "ngram has none", "layout: llmapi"),
     # versions
     ("engine", V13, "engine-flow-removed", "no engine flow", "trtllm_pytorch"),
     ("int8", V13, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),

@@ -61,6 +61,18 @@ def _auto_draft_len(subject: Subject) -> Findings:
         yield refuse("speculation.max_draft_len", what, "set a number; `toolkit tune CONFIG` predicts the best one for its GPU")
 
 
+def _bls_drafts(subject: Subject) -> Findings:
+    if subject.trtllm is not None or subject.config.triton.layout != "bls":
+        return
+    mend = "set triton.layout: llmapi"
+    if subject.config.speculation.kind == "ngram":
+        yield refuse("speculation.kind", "layout bls takes drafts from a model, and ngram has none", mend)
+    if subject.config.speculation.draft_len_schedule is not None:
+        yield refuse(
+            "speculation.draft_len_schedule", "layout bls drafts as many tokens whatever the load", f"remove it, or {mend}"
+        )
+
+
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.drafts and not subject.engine_flow.enable_block_reuse:
         what = "drafts from outside need KV block reuse: each step sends the accepted text again"
@@ -154,6 +166,7 @@ CHECKS: dict[str, Check] = {
     "ngram-of-flow": _ngram_of_flow,
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-auto-draft-len": _auto_draft_len,
+    "toolkit-bls-drafts": _bls_drafts,
     "block-reuse-for-drafts": _block_reuse_for_drafts,
     "world-size": _world_size,
     "ranks-per-node": _ranks_per_node,
