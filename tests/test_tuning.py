@@ -15,7 +15,7 @@ from tests.support.stages import Silent
 from tests.test_cli import write_config
 from tests.test_reporting import keep
 from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune, tune_grid
-from toolkit.assembly.asked import sampled_rule, takes_schedule
+from toolkit.assembly.asked import sampled_rule, takes_max_concurrency, takes_schedule
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
@@ -133,17 +133,19 @@ def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_any
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "rule", "by_load"),
+    ("kind", "keys", "rule", "by_load", "stops"),
     [
-        ("torch", {}, "rejection", True),
-        ("torch", {"speculation__acceptance": "coupled", "triton__layout": "bls"}, "coupled", False),
-        ("pytorch", {}, "sample_match_greedy_draft", True),
-        ("pytorch", {"engine__tensorrt_llm": "1.3"}, "sample_match_greedy_draft", True),
-        ("pytorch", {"engine__tensorrt_llm": "1.1"}, "sample_match_greedy_draft", False),
-        ("engine", {}, "sample_match", False),
-        ("engine", {"speculation__acceptance": "rejection"}, "rejection", False),
+        ("torch", {}, "rejection", True, True),
+        ("torch", {"speculation__acceptance": "coupled", "triton__layout": "bls"}, "coupled", False, False),
+        ("pytorch", {}, "sample_match_greedy_draft", True, True),
+        ("pytorch", {"engine__tensorrt_llm": "1.3"}, "sample_match_greedy_draft", True, True),
+        ("pytorch", {"engine__tensorrt_llm": "1.1"}, "sample_match_greedy_draft", False, True),
+        ("engine", {}, "sample_match", False, False),
+        ("engine", {"speculation__acceptance": "rejection"}, "rejection", False, False),
     ],
 )
-def test_rule_and_schedule_are_those_of_what_serves(kind: str, keys: dict[str, Any], rule: str, by_load: bool) -> None:
+def test_rule_and_schedule_are_those_of_what_serves(
+    kind: str, keys: dict[str, Any], rule: str, by_load: bool, stops: bool
+) -> None:
     config = config_of(kind, **keys)
-    assert (sampled_rule(config), takes_schedule(config)) == (rule, by_load)
+    assert (sampled_rule(config), takes_schedule(config), takes_max_concurrency(config)) == (rule, by_load, stops)

@@ -180,6 +180,7 @@ class TensorRtLlmSpec:
     enable_block_reuse: bool = True
     speculation: str = "none"  # draft_target | ngram | none
     draft_len_schedule: dict[int, int] | None = None  # trtllm_pytorch: least batch size -> draft length
+    max_concurrency: int | None = None  # trtllm_pytorch: beyond this batch size nothing is drafted
     max_matching_ngram_size: int = 4  # trtllm_pytorch
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine

@@ -300,6 +300,7 @@ def test_a_path_that_leads_to_nothing_usable_is_a_fault(folder: Path, old: str, 
     assert len(fault.message) < 200
 
 
+LIMITED = "speculation: {{max_draft_len: {}, {}max_concurrency: 8}}\nengine:"
 SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
 
 
@@ -313,6 +314,8 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
         ("engine:", SCHEDULE.format("4", "{2: 4}"), "speculation.draft_len_schedule", "has to begin with 1: 4"),
         ("engine:", SCHEDULE.format("4", "{1: 4, 2: 1, 4: 2}"), "speculation.draft_len_schedule", "grows"),
         ("engine:", SCHEDULE.format("4", "{1: 4, 2: -1}"), "speculation.draft_len_schedule.2", "out of range"),
+        ("engine:", LIMITED.format(4, "draft_len_schedule: {1: 4}, "), "speculation.max_concurrency", "says when to stop, too"),
+        ("engine:", LIMITED.format("auto", ""), "speculation.max_concurrency", "is measured where"),
         ("engine:", SCHEDULE.format("4.5", "{1: 4}"), "speculation.max_draft_len", "4.5 is not a whole number"),
         ("engine:", "hardware: {1: 2}\nengine:", "hardware.1", "is not a name"),
         ("calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}\n", "", "calibration", "quantizing target needs"),

@@ -92,6 +92,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # layouts of the embedded engine
     ("torch", {"speculation__draft_len_schedule": {1: 4, 2: 0}, "triton__layout": "bls"},
      "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
+    ("torch", {"speculation__max_concurrency": 4, "triton__layout": "bls"},
+     "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
+    ("engine", {"speculation__max_concurrency": 4}, "toolkit-engine-flow-load", "whatever the load", "trtllm_pytorch"),
     ("torch", {"draft": None, "speculation__kind": "ngram", "triton__layout": "bls"},
      "toolkit-bls-drafts", "ngram has none", "layout: llmapi"),
     # versions

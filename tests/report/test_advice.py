@@ -44,7 +44,10 @@ def test_verdict_and_choice_come_first_and_fit_a_screen(advice: Advice) -> None:
 
 
 def test_a_schedule_that_cannot_be_set_is_told_and_not_put_into_the_yaml(advice: Advice) -> None:
-    lines = printed(advice, schedule=False)
+    assert advice.max_concurrency == 4
+    limited = printed(advice, schedule=False)
+    assert limited[1:5] == ["speculation:", "  kind: draft_target", "  max_draft_len: 4", "  max_concurrency: 4"]
+    lines = printed(advice, schedule=False, max_concurrency=False)
     assert lines[1:4] == ["speculation:", "  kind: draft_target", "  max_draft_len: 4"]
     assert lines[4].startswith(
         "best are 4 from 1 request at once on, 2 from 4 requests at once on, 0 from 8 requests at once on;"

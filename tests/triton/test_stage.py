@@ -99,6 +99,10 @@ def test_prompt_lookup_and_a_schedule_are_packaged(engines: tuple[CompiledEngine
     assert settings["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
     assert not (record.path / "tensorrt_llm" / "1" / "engines" / "draft").exists()
+    limited = SpeculationConfig(kind="ngram", max_draft_len=4, max_concurrency=3)
+    record = package(engines[0], None, limited, TritonConfig(), None, tmp_path / "limited")
+    settings = yaml.safe_load((record.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
 
 
 def test_without_a_draft_there_is_no_speculation(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:

@@ -7,7 +7,16 @@ from toolkit.errors import UsageError
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.facts.versions import VERSIONS
 
-__all__ = ["embedded", "embedded_twin", "measures", "models_of", "sampled_rule", "takes_schedule", "tp_size_of"]
+__all__ = [
+    "embedded",
+    "embedded_twin",
+    "measures",
+    "models_of",
+    "sampled_rule",
+    "takes_max_concurrency",
+    "takes_schedule",
+    "tp_size_of",
+]
 
 TWIN_BATCH = 4  # requests at once: what is timed there is nothing, and KV caches of a large model are large
 
@@ -55,10 +64,15 @@ def sampled_rule(config: DeploymentConfig) -> str:
     return f"{rule}_greedy_draft" if kind == "trtllm_pytorch" and rule == "sample_match" else rule
 
 
-def takes_schedule(config: DeploymentConfig) -> bool:
-    """Whether the draft length can follow the number of running requests where this is served."""
+def takes_max_concurrency(config: DeploymentConfig) -> bool:
+    """Whether speculation can stop above a number of running requests where this is served."""
     if isinstance(config.engine, TorchEngineConfig):
         return config.triton.layout != "bls"
-    return (
-        not isinstance(config.engine, TrtEngineConfig) and VERSIONS[config.engine.tensorrt_llm].draft_len_schedule is not None
-    )
+    return not isinstance(config.engine, TrtEngineConfig)
+
+
+def takes_schedule(config: DeploymentConfig) -> bool:
+    """Whether the draft length can follow the number of running requests where this is served."""
+    engine = config.engine
+    known = isinstance(engine, TorchEngineConfig) or VERSIONS[engine.tensorrt_llm].draft_len_schedule is not None
+    return known and takes_max_concurrency(config)

@@ -145,6 +145,7 @@ def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
     else:
         settings = {"free_gpu_memory_fraction", "enable_block_reuse", "cuda_graph", "attn_backend"}
         common["draft_len_schedule"] = config.speculation.draft_len_schedule
+        common["max_concurrency"] = config.speculation.max_concurrency
         if config.speculation.kind == "ngram":
             common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
         common["trust_remote_code"] = any(model.trust_remote_code for model in models_of(config).values())  # LLM() loads both

@@ -62,7 +62,7 @@ def tune_command(
     if as_json:
         show_json(found)
         return
-    from toolkit.assembly.asked import takes_schedule
+    from toolkit.assembly.asked import takes_max_concurrency, takes_schedule
     from toolkit.report.advice import print_advice, print_grid
 
     if isinstance(found, Grid):
@@ -76,6 +76,7 @@ def tune_command(
             present=loaded.speculation,
             own_draft=draft,
             schedule=takes_schedule(loaded),
+            max_concurrency=takes_max_concurrency(loaded),
             served=last if last is not None and last.advice == found else None,  # else it is of other engines
             details=details,
         )

@@ -107,12 +107,14 @@ class CalibrationConfig(Section):
 class SpeculationConfig(Section):
     """Who drafts and how much. max_draft_len auto: the build measures acceptance and cost, and takes what pays, or nothing.
 
-    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2, 8: 0}`.
+    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2, 8: 0}`. max_concurrency:
+    with more running requests than that, nothing is drafted.
     """
 
     kind: Literal["draft_target", "ngram", "none"] = "draft_target"
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
+    max_concurrency: Count | None = None
     max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4  # ngram: the longest end of the text that is looked up
     acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
 
@@ -122,6 +124,13 @@ class SpeculationConfig(Section):
         if self.kind == "none":
             return 0
         return AUTO_MAX_DRAFT_LEN if self.max_draft_len == "auto" else self.max_draft_len
+
+    @property
+    def draft_len_by_load(self) -> dict[int, int]:
+        """The schedule, also of a max_concurrency; empty where the length is the same for every load."""
+        if self.max_concurrency is not None and self.max_draft_len != "auto":
+            return {1: self.max_draft_len, self.max_concurrency + 1: 0}
+        return self.draft_len_schedule or {}
 
     @field_validator("draft_len_schedule")
     @classmethod
@@ -137,6 +146,15 @@ class SpeculationConfig(Section):
         if any(later > earlier for (_, earlier), (_, later) in itertools.pairwise(ordered)):
             raise ValueError("draft_len_schedule grows; more requests at once never pay for longer drafts, so let it fall")
         return dict(ordered)
+
+    @field_validator("max_concurrency")
+    @classmethod
+    def _load_is_limited_once(cls, most: int | None, info: ValidationInfo) -> int | None:
+        if most is not None and info.data.get("draft_len_schedule") is not None:
+            raise ValueError(f"draft_len_schedule says when to stop, too; remove one of the two, or add {most + 1}: 0 to it")
+        if most is not None and info.data.get("max_draft_len") == "auto":
+            raise ValueError("max_concurrency is measured where max_draft_len is auto; remove one of the two")
+        return most
 
 
 class EngineLengths(Section):

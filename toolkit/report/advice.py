@@ -18,14 +18,18 @@ DASH = "-"
 MEASURED = "measured"  # what Advice.costs_are says of this machine
 
 
-def yaml_of(advice: Advice, *, schedule: bool = True) -> str:
-    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a draft length by load."""
+def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = True) -> str:
+    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a draft length by load;
+    max_concurrency: whether it takes a load to stop at.
+    """
     if not advice.speculate:
         return "speculation: {kind: none}"
     lines = ["speculation:", f"  kind: {advice.drafter}", f"  max_draft_len: {advice.max_draft_len}"]
     if schedule and len(advice.schedule) > 1:
         steps = ", ".join(f"{step.batch}: {step.draft_len}" for step in advice.schedule)
         lines.append(f"  draft_len_schedule: {{{steps}}}")
+    elif max_concurrency and advice.max_concurrency is not None:
+        lines.append(f"  max_concurrency: {advice.max_concurrency}")
     return "\n".join(lines)
 
 
@@ -73,21 +77,23 @@ def print_advice(
     present: SpeculationConfig | None = None,
     own_draft: str | None = None,
     schedule: bool = True,
+    max_concurrency: bool = True,
     served: ValidationReport | None = None,
     details: bool = False,
 ) -> None:
     """What to set, what that gains over the YAML's own setting, and how the ways to draft compare; `details`: why it is so.
 
     present, own_draft: what the YAML says, and the name of its draft. schedule: whether what serves it takes a draft length by
-    load. served: the deployment's last report.
+    load; max_concurrency: a load to stop at. served: the deployment's last report.
     """
     from rich.text import Text
 
     console.print(Text(advice.reason, style="bold" if advice.speculate and advice.decided else "bold yellow"))
-    console.print(Text(yaml_of(advice, schedule=schedule)), highlight=False)
+    lines = yaml_of(advice, schedule=schedule, max_concurrency=max_concurrency)
+    console.print(Text(lines), highlight=False)
     if not schedule and len(advice.schedule) > 1:
         best = ", ".join(f"{step.draft_len} from {at_once(step.batch)} on" for step in advice.schedule)
-        console.print(f"best are {best}; what serves this takes one length for every load", highlight=False)
+        console.print(f"best are {best}; what serves this takes one length", highlight=False)
     if not advice.decided:
         console.print("the interval holds 1, so the estimate chose: tune again on a quiet machine, or build and see")
     if advice.max_concurrency is not None:

@@ -81,7 +81,7 @@ def model_settings(
         "package_version": PACKAGE_VERSION,
         "acceptance": speculation.acceptance,
         # Here and not in speculative_config: TensorRT-LLM's versions mean different things by its keys.
-        "draft_len_schedule": [list(step) for step in (speculation.draft_len_schedule or {}).items()],
+        "draft_len_schedule": [list(step) for step in speculation.draft_len_by_load.items()],
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
         "request_timeout_s": triton.request_timeout_s,

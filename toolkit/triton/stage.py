@@ -34,11 +34,11 @@ def package(
     Raises StageError if the engines do not fit together or the files do not read back.
     """
     _check(target, draft, speculation)
-    if triton.layout == "bls" and (speculation.kind == "ngram" or speculation.draft_len_schedule):
-        what = "draft_len_schedule" if speculation.draft_len_schedule else "kind ngram"
+    if triton.layout == "bls" and (speculation.kind == "ngram" or speculation.draft_len_by_load):
+        what = "draft_len_schedule and max_concurrency" if speculation.draft_len_by_load else "kind ngram"
         raise StageError(
             "package",
-            f"speculation.{what} does not go with triton.layout bls, whose drafts come from a model of their own",
+            f"speculation: {what} cannot be had with triton.layout bls, whose drafts come from a model of their own",
             where=out_dir,
             mend="Use triton.layout: llmapi.",
         )

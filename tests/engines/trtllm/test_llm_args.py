@@ -52,6 +52,13 @@ def test_names_are_those_of_the_version() -> None:
     assert "disable_overlap_scheduler" not in new
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_load_to_stop_at_has_a_word_in_every_version(version: str) -> None:
+    args = llm_args(SPEC, asked(version, max_concurrency=8), None)
+    assert args["speculative_config"]["max_concurrency"] == 8
+    assert faults(args, version) == []
+
+
 def test_settings_without_a_word_in_the_version_are_refused() -> None:
     with pytest.raises(UsageError, match=r"1\.1 has no draft_len_schedule"):
         llm_args(SPEC, asked("1.1", draft_len_schedule={1: 4}), None)

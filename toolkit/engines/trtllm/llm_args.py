@@ -92,6 +92,8 @@ def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> 
         config = {"decoding_type": version.decoding_type, "max_draft_len": spec.max_draft_len, version.draft_model_key: DRAFT}
     if asked.draft_len_schedule is not None:
         config["draft_len_schedule"] = schedule_of(asked.draft_len_schedule, version, spec.max_batch_size)
+    if asked.max_concurrency is not None:
+        config["max_concurrency"] = asked.max_concurrency
     return config
 
 

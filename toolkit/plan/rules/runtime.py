@@ -53,6 +53,12 @@ def _draft_len_schedule(subject: Subject) -> Findings:
         yield Found("adjusted", path, what)
 
 
+def _max_concurrency(subject: Subject) -> Findings:
+    if subject.engine_flow is not None and subject.config.speculation.max_concurrency is not None:
+        what = "the engine flow speculates whatever the load: a request states its own draft length"
+        yield refuse("speculation.max_concurrency", what, "remove it, or set engine.kind: trtllm_pytorch")
+
+
 def _auto_draft_len(subject: Subject) -> Findings:
     if subject.trtllm is not None and subject.speculates and subject.config.speculation.max_draft_len == "auto":
         what = (
@@ -67,10 +73,9 @@ def _bls_drafts(subject: Subject) -> Findings:
     mend = "set triton.layout: llmapi"
     if subject.config.speculation.kind == "ngram":
         yield refuse("speculation.kind", "layout bls takes drafts from a model, and ngram has none", mend)
-    if subject.config.speculation.draft_len_schedule is not None:
-        yield refuse(
-            "speculation.draft_len_schedule", "layout bls drafts as many tokens whatever the load", f"remove it, or {mend}"
-        )
+    for key in ("draft_len_schedule", "max_concurrency"):
+        if getattr(subject.config.speculation, key) is not None:
+            yield refuse(f"speculation.{key}", "layout bls drafts as many tokens whatever the load", f"remove it, or {mend}")
 
 
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
@@ -165,6 +170,7 @@ CHECKS: dict[str, Check] = {
     "acceptance-rule": _acceptance_rule,
     "ngram-of-flow": _ngram_of_flow,
     "draft-len-schedule": _draft_len_schedule,
+    "toolkit-engine-flow-load": _max_concurrency,
     "toolkit-auto-draft-len": _auto_draft_len,
     "toolkit-bls-drafts": _bls_drafts,
     "block-reuse-for-drafts": _block_reuse_for_drafts,
