@@ -34,7 +34,7 @@ TUNED: dict[str, Any] = {
 }
 COMPARED: dict[str, Any] = {
     **TUNED,
-    "inputs": {"engines": {"FP8": ["sha256:x", "sha256:d"], "NO_QUANT": ["sha256:t", "sha256:y"]}, "prompts": "sha256:p"},
+    "inputs": {"engines": {"target": ["sha256:x", "sha256:t"], "draft": ["sha256:d", "sha256:y"]}, "prompts": "sha256:p"},
 }
 
 
@@ -128,11 +128,15 @@ def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made
     assert advised.advice is not None
     for role, checkpoint in (("target", compiled_from), ("draft", "sha256:r")):
         keep(store, f"compile/{role}", advised.advice, {"inputs": {"checkpoint": checkpoint}})
-    inputs = {**TUNED["inputs"], "target": "sha256:twin", "checkpoints": {"target": "sha256:q", "draft": "sha256:r"}}
+    inputs = {**TUNED["inputs"], "target": "sha256:twin", "checkpoints": {"target": ["sha256:q"], "draft": ["sha256:r"]}}
+    every = {"target": ["sha256:q", "sha256:q8"], "draft": ["sha256:r8", "sha256:r"]}
     keep(store, "validate", passing, SERVED)
     keep(store, "tune", advised.advice, {**TUNED, "inputs": inputs, "machine": {"cpu": "two"}})
+    assert advised.grid is not None
+    compared = {**COMPARED["inputs"], "engines": {}, "checkpoints": every}
+    keep(store, "grid", advised.grid, {**COMPARED, "inputs": compared, "machine": {"cpu": "two"}})
     report, _ = published(store, tmp_path)
-    assert (report.advice is None) == stale
+    assert ((report.advice is None), (report.grid is None)) == (stale, stale)
     assert [one.detail.partition(",")[0] for one in report.findings if one.check == "advice"] == (
         ["the last advice is of other checkpoints"] if stale else []
     )
@@ -141,10 +145,10 @@ def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made
 def test_a_grid_without_the_served_engines_is_left_out(
     store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
 ) -> None:
-    """The draft's engine stands in the target's place of a pair, and its own place holds others."""
+    """The draft's engine stands among the target's, and its own are others."""
     assert advised.grid is not None
     keep(store, "validate", passing, SERVED)
-    pairs = {"FP8": ["sha256:t", "sha256:x"], "NO_QUANT": ["sha256:d", "sha256:y"]}
+    pairs = {"target": ["sha256:t", "sha256:d"], "draft": ["sha256:x", "sha256:y"]}
     keep(store, "grid", advised.grid, {**COMPARED, "inputs": {**COMPARED["inputs"], "engines": pairs}})
     report, _ = published(store, tmp_path)
     assert report.grid is None

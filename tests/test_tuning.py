@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.test_reporting import keep
 from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune, tune_grid
 from toolkit.assembly.asked import sampled_rule, takes_max_concurrency, takes_schedule
 from toolkit.config.load import load_config
-from toolkit.config.schema import DeploymentConfig
+from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.records import ValidationReport
@@ -106,9 +108,10 @@ def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> 
 
 @pytest.mark.slow
 def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicted_gpu(
-    tiny_pair: tuple[Path, Path], tmp_path: Path
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Acceptance by the rule that serves, of engines that nobody deploys; loads beyond what runs here are predicted too."""
+    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling two engines
     config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
     workplace = Workplace(tmp_path)
     advice, folder = tune(config, workplace, Silent(), Store(workplace.store))
@@ -119,6 +122,41 @@ def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicte
     assert not workplace.engines(config.name).exists()
 
 
+def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
+    file = folder / "calibration.jsonl"
+    file.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(40)))
+    calibration = CalibrationConfig(dataset=file, calib_size=8, calib_max_seq_length=32)
+    return config.model_copy(update={"calibration": calibration})
+
+
+@pytest.mark.slow
+def test_the_grid_of_what_tensorrt_llm_serves_has_predicted_speeds_of_the_pairs_that_it_takes(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the roofline does not say is measured; for the GPU that is asked for, whatever the YAML names."""
+    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling four engines
+    config = calibrated(for_tensorrt_llm(tiny_pair, tmp_path, gpu="A100", count=1), tmp_path)
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    grid, folder = tune_grid(config, workplace, Silent(), store, gpu="h200")
+    assert grid.costs_are == "predicted for H200"
+    assert {(cell.target, cell.draft) for cell in grid.cells} == set(itertools.product(("FP8", "NO_QUANT"), repeat=2))
+    assert [line.partition(": ")[0] for line in grid.left_out] == [
+        f"target {algo}, draft {algo}" for algo in ("W8A8_SQ_PER_CHANNEL", "W8A16")
+    ]
+    quality = {one.quant_algo: one for one in grid.targets}
+    assert quality["NO_QUANT"].kl.estimate == 0.0 < quality["FP8"].kl.estimate
+    speeds = {(cell.target, cell.draft): cell for cell in grid.cells}
+    assert speeds["NO_QUANT", "NO_QUANT"].tokens_per_s.estimate < speeds["FP8", "FP8"].tokens_per_s.estimate
+    assert sum(cell.best for cell in grid.cells) == 1
+    assert (folder / "grid.json").is_file()
+    assert not workplace.engines(config.name).exists()
+    fp8 = config.target.model_copy(update={"quantization": QuantizationConfig(quant_algo="FP8")})
+    h200 = config.hardware.model_copy(update={"gpu": "H200"})
+    served = build(config.model_copy(update={"target": fp8, "hardware": h200}), workplace, Silent(), store, until="quantize")
+    assert all(served.stages[f"quantize/{role}"].reused for role in ("target", "draft"))  # the checkpoints that are served
+
+
 def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_anything_is_built(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -127,8 +165,10 @@ def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_any
     store = Store(workplace.store)
     with pytest.raises(UsageError, match="in its server alone"):
         tune(config, workplace, Silent(), store, measured_rounds=1)
-    with pytest.raises(UsageError, match="in its server alone"):
+    with pytest.raises(UsageError, match="give the YAML a `draft` and a `calibration` section"):
         tune_grid(config, workplace, Silent(), store)
+    with pytest.raises(UsageError, match="no GPU 'H2000' is known"):
+        tune_grid(calibrated(config, tmp_path), workplace, Silent(), store, gpu="H2000")
     assert store.last(config.name) == {}
 
 

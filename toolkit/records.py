@@ -990,7 +990,7 @@ class TargetQuality:
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """One pair of precisions: greedy, one request at a time, at the best draft length of the pair. Speeds were measured."""
+    """One pair of precisions: greedy, one request at a time, at the best draft length of the pair."""
 
     target: str
     draft: str
@@ -1018,11 +1018,17 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by its upper bound."""
+    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by its upper bound.
+
+    costs_are: measured, or predicted for a GPU by name: so are then speeds and speed-ups, and their intervals are of acceptance
+    alone. left_out: pairs that the deployment cannot have, and why. targets has the unquantized one even where it is left out.
+    """
 
     cells: tuple[GridCell, ...]
     targets: tuple[TargetQuality, ...]
     drafts: tuple[DraftCost, ...]
+    costs_are: str
+    left_out: tuple[str, ...]
     max_kl: float
     prompts: int
     confidence: float

@@ -117,12 +117,12 @@ def _outdated(stage: str, reasons: list[str]) -> str:
 def _differences(found: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]) -> Iterator[str]:
     """In what a measurement of `tune` or `grid` is not of the deployment that was validated.
 
-    Advice for TensorRT-LLM looked at other engines of the same checkpoints, and its costs are of no machine.
+    For TensorRT-LLM both looked at other engines of the same checkpoints, and their costs are of no machine.
     """
     looked_at, served = found["inputs"], validated["inputs"]
     engines = served.get("engines", {})
     if "checkpoints" in looked_at:
-        if looked_at["checkpoints"] != {role: checkpoints.get(role) for role in engines}:
+        if any(checkpoints.get(role) not in looked_at["checkpoints"].get(role, ()) for role in engines):
             yield "other checkpoints"
     elif any(digest not in _engines(role, looked_at) for role, digest in engines.items()):
         yield "other engines"
@@ -138,6 +138,6 @@ def _differences(found: Mapping[str, Any], validated: Mapping[str, Any], checkpo
 
 def _engines(role: str, inputs: Mapping[str, Any]) -> list[str]:
     """Digests of the engines of a role that were looked at."""
-    if "engines" in inputs:  # the grid's: a pair for every precision
-        return [pair[("target", "draft").index(role)] for pair in inputs["engines"].values()]
+    if "engines" in inputs:  # the grid's: of every precision
+        return list(inputs["engines"].get(role, ()))
     return [inputs["target"]] if role == "target" else list(inputs["drafts"].values())

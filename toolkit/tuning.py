@@ -6,7 +6,7 @@ The third composition root beside `assembly`, which puts the stage into the pipe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def tune_stage(
                 **(
                     {}
                     if checkpoints is None
-                    else {"checkpoints": {role: one.entry.digest for role, one in checkpoints.items()}}
+                    else {"checkpoints": {role: [one.entry.digest] for role, one in checkpoints.items()}}
                 ),
                 "prompts": digest_file(validation.prompts, memo),
                 "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),
@@ -201,23 +201,38 @@ def grid_stage(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
     memo: DigestMemo,
-    engines: Mapping[str, tuple[Done, Done]],
+    engines: Mapping[str, Mapping[str, Done]],
     heldout: Sequence[str],
+    *,
+    pairs: Collection[tuple[str, str]],
+    left_out: Sequence[str] = (),
+    checkpoints: Mapping[str, Mapping[str, Done]] | None = None,
+    gpu: Gpu | None = None,
 ) -> Stage:
-    """The `grid` stage. engines: quant_algo -> compiled target and draft of that precision."""
+    """The `grid` stage. engine: what runs the models here, whatever serves them. engines: role -> quant_algo -> the model
+    compiled in that precision; checkpoints: likewise what they were compiled from, where the deployment has other engines.
+    pairs: precisions of target and draft to compare; left_out: in words, the others. gpu: as of `tune_stage`.
+    """
     from toolkit.advise import stage
 
     validation = config.validation
+
+    def digests(found: Mapping[str, Mapping[str, Done]]) -> dict[str, list[str]]:
+        return {role: [done.entry.digest for done in every.values()] for role, every in found.items()}
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
             "config": {
                 "max_kl": validation.quality.max_kl,
                 "threads": engine.threads,
+                "pairs": sorted(pairs),
+                "left_out": list(left_out),
+                "gpu": None if gpu is None else [gpu.name, ranks_of(config)],
                 **validation.model_dump(include={"max_prompts", "max_tokens"}),
             },
             "inputs": {
-                "engines": {algo: [done.entry.digest for done in pair] for algo, pair in engines.items()},
+                "engines": digests(engines),
+                **({} if checkpoints is None else {"checkpoints": digests(checkpoints)}),
                 "prompts": digest_file(validation.prompts, memo),
                 "heldout": digest_value(list(heldout)),
                 "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),
@@ -227,8 +242,8 @@ def grid_stage(
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Grid:
-        folders = {algo: (target.record.path, draft.record.path) for algo, (target, draft) in engines.items()}
-        grid = _grid(config, engine, folders, heldout, progress)
+        compiled = {role: {algo: done.record for algo, done in every.items()} for role, every in engines.items()}
+        grid = _grid(config, engine, compiled, heldout, pairs, left_out, gpu, progress)
         (out_dir / "grid.json").write_text(json.dumps(to_json(grid), indent=1), encoding="utf-8")
         return grid
 
@@ -238,10 +253,14 @@ def grid_stage(
 def _grid(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
-    folders: Mapping[str, tuple[Path, Path]],
+    compiled: Mapping[str, Mapping[str, CompiledEngine]],
     heldout: Sequence[str],
+    pairs: Collection[tuple[str, str]],
+    left_out: Sequence[str],
+    gpu: Gpu | None,
     progress: Progress,
 ) -> Grid:
+    from toolkit.advise.cost import MEASURED, PREDICTED
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
     from toolkit.advise.stage import Contender, Question
     from toolkit.engines.registry import loader
@@ -249,17 +268,19 @@ def _grid(
     from toolkit.speculative.text import TextCodec
 
     load = loader("torch").load
-    targets = {algo: load(target, threads=engine.threads) for algo, (target, _) in folders.items()}
-    drafts = {algo: load(draft, threads=engine.threads) for algo, (_, draft) in folders.items()}
-    unquantized = folders[UNQUANTIZED][0]
+    targets = {algo: load(found.path, threads=engine.threads) for algo, found in compiled["target"].items()}
+    drafts = {algo: load(found.path, threads=engine.threads) for algo, found in compiled["draft"].items()}
+    unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
     codec = TextCodec.from_file(unquantized / "tokenizer.json")
 
     def contenders(algo: str) -> list[Contender]:
-        runtimes = {
-            name: MeasuredRuntime(targets[algo], draft, codec, eos_token_ids=eos_token_ids(unquantized))
-            for name, draft in drafts.items()
-        }
-        return [Contender(name, "draft_target", runtime, drafts[name]) for name, runtime in runtimes.items()]
+        return [contender(algo, name) for name in drafts if (algo, name) in pairs]
+
+    def contender(algo: str, name: str) -> Contender:
+        runtime = MeasuredRuntime(targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized))
+        of_pair = compiled["target"][algo], compiled["draft"][name]
+        forward_s = None if gpu is None else _roofline(gpu, ranks, *of_pair, engine.max_input_len)
+        return Contender(name, "draft_target", runtime, drafts[name], forward_s)
 
     question = Question(
         prompts=_prompts(config, engine, codec),
@@ -278,4 +299,6 @@ def _grid(
         max_kl=config.validation.quality.max_kl,
         rounds=GRID_ROUNDS,
         progress=progress,
+        costs_are=MEASURED if gpu is None else f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}",
+        left_out=left_out,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,52 @@ def test_the_best_cell_is_the_fastest_that_keeps_quality(grid: Grid) -> None:
     (best,) = [cell for cell in grid.cells if cell.best]
     assert best.draft == "W8A16"
     assert best.tokens_per_s.estimate == max(cell.tokens_per_s.estimate for cell in grid.cells)
+
+
+def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_acceptance_come_to() -> None:
+    """Nothing is timed; texts of a table engine never end early, so a step's tokens over its time are the speed."""
+
+    class Untimed(MeasuredRuntime):
+        def serve_ns(self, *args: Any, **more: Any) -> int:
+            raise AssertionError("nothing is run for its time where speeds are predicted")
+
+    targets = {"NO_QUANT": TableEngine(1, closeness=0.8), "FP8": TableEngine(1, closeness=0.8, sharpness=2.02)}
+    drafts = {"NO_QUANT": TableEngine(2, closeness=0.8), "FP8": TableEngine(2, closeness=0.8)}
+
+    def contenders(algo: str) -> list[Contender]:
+        def forward_s(role: str, batch: int, tokens: int) -> float:
+            return 0.0 if tokens > 5 else 0.001 if role == "draft" else 0.010  # a prompt is read in no time
+
+        if algo == "NO_QUANT":  # fits nowhere
+            return []
+        return [
+            Contender(name, "draft_target", Untimed(targets[algo], draft, CODEC, eos_token_ids=()), draft, forward_s)
+            for name, draft in drafts.items()
+        ]
+
+    prompts = [("all", (*ids, 5, 6, 7)) for _, ids in PROMPTS]
+    grid = measure_grid(
+        targets,
+        contenders,
+        Question(prompts, 32, None, "auto", max_draft_len=4, batches=(1,)),
+        HELDOUT,
+        max_kl=0.05,
+        rounds=1,
+        progress=lambda *_: None,
+        costs_are="predicted for H200",
+        left_out=["target NO_QUANT: too large"],
+    )
+    assert [one.quant_algo for one in grid.targets] == ["NO_QUANT", "FP8"]
+    assert [(cell.target, cell.draft) for cell in grid.cells] == [("FP8", "NO_QUANT"), ("FP8", "FP8")]
+    assert (grid.costs_are, grid.left_out) == ("predicted for H200", ("target NO_QUANT: too large",))
+    for cell in grid.cells:
+        plain = 32 / (31 * 0.010)
+        assert cell.tokens_per_s.estimate == pytest.approx(plain * cell.speedup.estimate)
+        most = cell.acceptance_length.estimate * 10 / (10 + cell.draft_len)  # but for shorter blocks at the end of a text
+        assert most <= cell.speedup.estimate <= 1.1 * most
+        assert cell.speedup.low < cell.speedup.estimate < cell.speedup.high
+    (cost,) = grid.drafts  # the same draft twice
+    assert (cost.speed.low, cost.speed.high, cost.verdict) == (1.0, 1.0, "makes no difference seen")
 
 
 def test_kl_and_perplexity_are_those_of_the_definition() -> None:

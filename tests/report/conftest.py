@@ -225,6 +225,8 @@ def advised(failing: ValidationReport) -> ValidationReport:
             for algo, kl in (("NO_QUANT", 0.0), ("W8A8_SQ_PER_CHANNEL", 0.002), ("FP8", 0.2))
         ),
         (DraftCost("NO_QUANT", "FP8", 0.01, 0.1, Interval(1.04, 1.01, 1.07), "pays"),),
+        "measured",
+        (),
         0.05,
         60,
         0.95,

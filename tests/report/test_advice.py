@@ -12,7 +12,9 @@ from rich.console import Console
 
 from toolkit.config.schema import SpeculationConfig
 from toolkit.records import Advice, ValidationReport
-from toolkit.report.advice import print_advice
+from toolkit.report.advice import print_advice, print_grid
+from toolkit.report.expected import grid_plot
+from toolkit.report.outlook import outlook_tables
 
 
 def printed(advice: Advice, **how: Any) -> list[str]:
@@ -121,3 +123,22 @@ def test_what_was_served_leads_where_the_prediction_is_not_decided(advice: Advic
     assert any(line.startswith("what was served decides") for line in lines)
     for other, served in ((undecided, advised), (advice, pays)):
         assert not any("decides" in line for line in printed(other, present=SpeculationConfig(), served=served))
+
+
+def test_a_predicted_grid_says_so_wherever_its_speeds_stand(advised: ValidationReport) -> None:
+    assert advised.grid is not None
+    predicted = replace(advised.grid, costs_are="predicted for H200", left_out=("target W8A16: not established",))
+    for grid, count in ((advised.grid, 0), (predicted, 2)):
+        report = replace(advised, grid=grid)
+        console = Console(file=io.StringIO(), width=200)
+        print_grid(grid, console)
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert text.count("speeds and speed-ups predicted for H200") == count
+        assert ("left out: target W8A16: not established" in text) == bool(count)
+        tables = {one.title: one.note for one in outlook_tables(report)}
+        assert sum("predicted for H200" in title for title in tables) == count
+        note = next(note for title, note in tables.items() if title.startswith("Precisions of target and draft"))
+        assert ("intervals of acceptance alone. Left out: target W8A16: not established." in note) == bool(count)
+        plot = grid_plot(report)
+        assert plot is not None and f"best draft length, {grid.costs_are}, one request" in plot.caption

@@ -18,7 +18,7 @@ from toolkit.advise.acceptance import Drafted, Replay, by_domain, expected_token
 from toolkit.advise.cost import QUANTILE, StepCosts
 from toolkit.records import Alpha, Candidate, ScheduleStep, SpeedupPrediction
 
-__all__ = ["CONFIDENCE", "Mode", "alphas", "break_even_alpha", "judge", "schedule_of"]
+__all__ = ["CONFIDENCE", "Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
 
 Floats = NDArray[np.float64]
 
@@ -112,6 +112,14 @@ def best_length(speedups: Mapping[int, float]) -> int:
     """The shortest draft length that is about as good as the best."""
     most = max(speedups.values())
     return min(length for length, speedup in speedups.items() if speedup >= NEAR * most)
+
+
+def text_times(mode: Mode, draft_len: int) -> Floats:
+    """[texts] nanoseconds of every text, one at a time, with so many drafts; 0: plainly."""
+    by_width = replay(mode.drafted, draft_len).steps_by_width
+    step_ns = np.array([mode.costs.step_ns(1, width) for width in range(draft_len + 1)])
+    times: Floats = by_width @ step_ns + mode.costs.prefill_ns[max(mode.costs.prefill_ns) if draft_len else 0]
+    return times
 
 
 def break_even_alpha(length: float, draft_len: int) -> float | None:

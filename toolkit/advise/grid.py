@@ -3,6 +3,9 @@
 Quality is the target's alone: KL to the unquantized target and perplexity, compiled engines teacher-forced over held-out text.
 Speed is really measured, on the same prompts for every cell, at the draft length that the advisor finds for that cell. So two
 cells of a target are paired prompt by prompt and in time, and the ratio of their speeds has an interval of its own.
+
+For hardware that is not here a prompt takes the steps that its text is expected to take, each as long as predicted. Cells are
+paired by the same prompts; their intervals are then of acceptance alone.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.advise.choose import CONFIDENCE
+from toolkit.advise.choose import CONFIDENCE, Mode, text_times
+from toolkit.advise.cost import MEASURED
 from toolkit.advise.observe import Text, teacher_forced
-from toolkit.advise.stage import Contender, Question, advise
+from toolkit.advise.stage import Contender, Question, judged, write
 from toolkit.advise.sweep import paired_ratio
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.records import Advice, Candidate, DraftCost, Grid, GridCell, Interval, TargetQuality
+from toolkit.records import Candidate, DraftCost, Grid, GridCell, Interval, TargetQuality
 
 __all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
 
@@ -33,7 +37,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What was found for one pair of precisions. spent_ns, lengths: draft length -> nanoseconds [rounds, prompts]."""
+    """What was found for one pair of precisions. spent_ns, plain_ns: nanoseconds [rounds, prompts]; predicted, of one round."""
 
     candidate: Candidate
     spent_ns: Floats
@@ -50,9 +54,12 @@ def measure_grid(
     max_kl: float,
     rounds: int,
     progress: Progress,
+    costs_are: str = MEASURED,
+    left_out: Sequence[str] = (),
 ) -> Grid:
     """targets: quant_algo -> engine, the unquantized one among them. contenders: of a target's quant_algo, one per draft, named
-    by the draft's quant_algo. Greedy, one request at a time. max_kl: the gate that a target has to keep to be the best.
+    by the draft's quant_algo; none for a target that is only compared with. Greedy, one request at a time. max_kl: the gate
+    that a target has to keep to be the best. costs_are, left_out: in words, whose costs, and what nobody can serve.
     """
     qualities: dict[str, TargetQuality] = {}
     cells: dict[tuple[str, str], Cell] = {}
@@ -61,15 +68,29 @@ def measure_grid(
         progress(len(qualities), len(targets), f"target {algo}: KL and perplexity")
         qualities[algo] = quality(algo, target, targets[UNQUANTIZED], heldout)
         drafts = contenders(algo)
+        if not drafts:
+            continue
         progress(len(qualities) - 1, len(targets), f"target {algo}: acceptance and cost of every draft")
-        advice = _advised(target, drafts, question)
-        progress(len(qualities) - 1, len(targets), f"target {algo}: speed of every draft")
-        found = _run(drafts, advice, question, rounds)
+        advised = _advised(target, drafts, question)
+        if any(draft.forward_s is None for draft in drafts):
+            progress(len(qualities) - 1, len(targets), f"target {algo}: speed of every draft")
+            found = _run(drafts, {name: candidate for name, (candidate, _) in advised.items()}, question, rounds)
+        else:
+            found = {name: _predicted(candidate, mode) for name, (candidate, mode) in advised.items()}
         cells.update({(algo, name): cell for name, cell in found.items()})
-        costs += [draft_cost(algo, name, cell, found[UNQUANTIZED]) for name, cell in found.items() if name != UNQUANTIZED]
+        quantized = [] if UNQUANTIZED not in found else [name for name in found if name != UNQUANTIZED]
+        costs += [draft_cost(algo, name, found[name], found[UNQUANTIZED]) for name in quantized]
     best = best_cell(cells, qualities, max_kl)
-    rows = tuple(_row(names, cell, best=names == best) for names, cell in cells.items())
-    return Grid(rows, tuple(qualities.values()), tuple(costs), max_kl, len(question.prompts), CONFIDENCE)
+    return Grid(
+        cells=tuple(_row(names, cell, best=names == best) for names, cell in cells.items()),
+        targets=tuple(qualities.values()),
+        drafts=tuple(costs),
+        costs_are=costs_are,
+        left_out=tuple(left_out),
+        max_kl=max_kl,
+        prompts=len(question.prompts),
+        confidence=CONFIDENCE,
+    )
 
 
 def quality(algo: str, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]) -> TargetQuality:
@@ -105,24 +126,40 @@ def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftC
     return DraftCost(target, draft, lost, saved, speed, "pays" if speed.low > 1.0 else seen)
 
 
-def best_cell(cells: Mapping[tuple[str, str], Cell], qualities: Mapping[str, TargetQuality], max_kl: float) -> tuple[str, str]:
-    """The fastest one whose target keeps the gate on KL, judged by its upper bound; the unquantized target always does."""
+def best_cell(
+    cells: Mapping[tuple[str, str], Cell], qualities: Mapping[str, TargetQuality], max_kl: float
+) -> tuple[str, str] | None:
+    """The fastest one whose target keeps the gate on KL, judged by its upper bound; the unquantized target always does. None
+    where no cell is left.
+    """
     kept = {names: cell for names, cell in cells.items() if qualities[names[0]].kl.high <= max_kl or names[0] == UNQUANTIZED}
-    return max(kept, key=lambda names: _speed(kept[names]).estimate)
+    return max(kept, key=lambda names: _speed(kept[names]).estimate, default=None)
 
 
-def _advised(target: StepEngine, drafts: Sequence[Contender], question: Question) -> Advice:
+def _advised(target: StepEngine, drafts: Sequence[Contender], question: Question) -> dict[str, tuple[Candidate, Mode]]:
+    """Every draft at every length, greedy, and what that rests on."""
+
     def no_lookup() -> Any:
         raise AssertionError("the grid compares draft models")
 
-    return advise(
-        target, drafts, question, lookup=no_lookup, probabilities=lambda logits: logits, progress=lambda done, total, what: None
-    )
+    def silent(done: int, total: int | None, what: str) -> None:
+        pass
+
+    texts, found = write(drafts[0].runtime, question, silent), {}
+    for draft in drafts:
+        candidate, (greedy,) = judged(target, draft, question, texts, (1,), no_lookup, lambda logits: logits, silent)
+        found[draft.name] = candidate, greedy
+    return found
 
 
-def _run(drafts: Sequence[Contender], advice: Advice, question: Question, rounds: int) -> dict[str, Cell]:
+def _predicted(candidate: Candidate, mode: Mode) -> Cell:
+    tokens = np.array([len(text.ready) + 1 for text in mode.drafted], dtype=np.float64)
+    spent, plain = (text_times(mode, length)[None] for length in (candidate.draft_len, 0))
+    return Cell(candidate, spent, plain, tokens)
+
+
+def _run(drafts: Sequence[Contender], candidates: Mapping[str, Candidate], question: Question, rounds: int) -> dict[str, Cell]:
     """Every draft at its best length, and plain decoding, prompt by prompt in random order, so that they share slow moments."""
-    candidates = {each.name: each for each in advice.candidates}
     prompts = [ids for _, ids in question.prompts]
     arms = [None, *drafts]
     spent = {arm and arm.name: np.zeros((rounds, len(prompts))) for arm in arms}

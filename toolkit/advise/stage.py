@@ -18,9 +18,9 @@ from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
-__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "advise", "decide"]
+__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "Texts", "advise", "decide", "judged", "write"]
 
-VERSION = 4
+VERSION = 5
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
 SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 
@@ -40,6 +40,10 @@ class Contender:
     runtime: AdvisedRuntime
     draft: StepEngine | None
     forward_s: Callable[[str, int, int], float] | None = None
+
+
+Texts = Mapping[str, Sequence[Text]]
+"""What the target writes: mode -> one text per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,49 +76,78 @@ def advise(
     at question.temperature.
     """
     began = time.monotonic()
-    domains = [domain for domain, _ in question.prompts]
     batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
-    temperatures = {"greedy": 0.0} if question.temperature is None else {"greedy": 0.0, "sampled": question.temperature}
-    texts = {}
-    for mode, temperature in temperatures.items():
-        progress(0, None, f"writing {mode} texts")
-        texts[mode] = _write(contenders[0].runtime, question, temperature)
-    rule = SAMPLED_RULES.get(question.acceptance, question.acceptance)
+    texts = write(contenders[0].runtime, question, progress)
     candidates = []
     for contender in contenders:
-        modes = []
-        for mode, temperature in temperatures.items():
-            progress(0, None, f"{contender.name}: {mode} acceptance")
-            rules = _observe(target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities)
-            doing = "timing" if contender.forward_s is None else "predicting the cost of"
-            progress(0, None, f"{contender.name}: {doing} {mode} steps")
-            serving = "greedy" if mode == "greedy" else rule
-            costs = _costs(contender, question, texts[mode], batches, temperature)
-            modes.append(Mode(mode, serving, rules[serving], rules, costs))
-        candidates.append(judge(contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len))
+        candidates.append(judged(target, contender, question, texts, batches, lookup, probabilities, progress)[0])
     candidates.sort(key=lambda candidate: -candidate.speedup)
     if question.measured_rounds > 0:
         best = next(each for each in contenders if each.name == candidates[0].name)
         progress(0, None, f"{best.name}: running every draft length")
-        candidates[0] = _measured(candidates[0], best, question, temperatures)
+        candidates[0] = _measured(candidates[0], best, question)
     return decide(
         candidates,
         batches,
         own=contenders[0].name,
         costs_are=PREDICTED if contenders[0].forward_s is not None else MEASURED,
         temperature=question.temperature or 0.0,
-        rule=rule,
-        prompts=len(domains),
+        rule=_served_rule(question),
+        prompts=len(question.prompts),
         tokens=sum(len(text.output) for some in texts.values() for text in some),
         seconds=time.monotonic() - began,
     )
 
 
-def _measured(candidate: Candidate, contender: Contender, question: Question, temperatures: Mapping[str, float]) -> Candidate:
+def write(runtime: ServingRuntime, question: Question, progress: Progress) -> Texts:
+    prompts, texts = [ids for _, ids in question.prompts], {}
+    for mode, temperature in _temperatures(question).items():
+        progress(0, None, f"writing {mode} texts")
+        outputs = runtime.write(prompts, question.max_tokens, temperature)
+        texts[mode] = [
+            Text(domain, ids, output, question.max_tokens)
+            for (domain, ids), output in zip(question.prompts, outputs, strict=True)
+        ]
+    return texts
+
+
+def judged(
+    target: StepEngine,
+    contender: Contender,
+    question: Question,
+    texts: Texts,
+    batches: Sequence[int],
+    lookup: Callable[[], Lookup],
+    probabilities: Probabilities,
+    progress: Progress,
+) -> tuple[Candidate, list[Mode]]:
+    """What one way to draft comes to, and what that rests on, mode by mode."""
+    modes = []
+    for mode, temperature in _temperatures(question).items():
+        progress(0, None, f"{contender.name}: {mode} acceptance")
+        rules = _observe(target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities)
+        doing = "timing" if contender.forward_s is None else "predicting the cost of"
+        progress(0, None, f"{contender.name}: {doing} {mode} steps")
+        serving = "greedy" if mode == "greedy" else _served_rule(question)
+        costs = _costs(contender, question, texts[mode], batches, temperature)
+        modes.append(Mode(mode, serving, rules[serving], rules, costs))
+    domains = [domain for domain, _ in question.prompts]
+    return judge(contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len), modes
+
+
+def _temperatures(question: Question) -> dict[str, float]:
+    return {"greedy": 0.0} if question.temperature is None else {"greedy": 0.0, "sampled": question.temperature}
+
+
+def _served_rule(question: Question) -> str:
+    return SAMPLED_RULES.get(question.acceptance, question.acceptance)
+
+
+def _measured(candidate: Candidate, contender: Contender, question: Question) -> Candidate:
     """The candidate with what running gave beside what was predicted."""
     found = {}
     prompts = [ids for _, ids in question.prompts]
-    for mode, temperature in temperatures.items():
+    for mode, temperature in _temperatures(question).items():
         times = sweep(
             contender.runtime,
             contender.drafter,
@@ -186,14 +219,6 @@ def decide(
 
 def _length_at(schedule: Sequence[ScheduleStep], batch: int) -> int:
     return [step.draft_len for step in schedule if step.batch <= batch][-1]
-
-
-def _write(runtime: ServingRuntime, question: Question, temperature: float) -> list[Text]:
-    prompts = [ids for _, ids in question.prompts]
-    outputs = runtime.write(prompts, question.max_tokens, temperature)
-    return [
-        Text(domain, ids, output, question.max_tokens) for (domain, ids), output in zip(question.prompts, outputs, strict=True)
-    ]
 
 
 def _observe(

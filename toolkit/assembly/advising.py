@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.assembly.asked import embedded, embedded_twin, models_of, sampled_rule
 from toolkit.assembly.build import build
-from toolkit.assembly.stages import advised_stages, own_way, stages_of
+from toolkit.assembly.stages import advised_stages, own_way, raise_refused, ready, stages_here
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, ModelConfig, QuantAlgo, TensorRtLlmConfig, TrtEngineConfig
 from toolkit.errors import UsageError
 from toolkit.facts.gpus import Gpu
-from toolkit.pipeline.run import Observer, run_stages, upto
+from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records import Advice, Grid
@@ -99,31 +100,89 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
 
 
 def tune_grid(
-    config: DeploymentConfig, workplace: Workplace, observer: Observer, store: Store, *, fresh: bool = False
+    config: DeploymentConfig,
+    workplace: Workplace,
+    observer: Observer,
+    store: Store,
+    *,
+    gpu: str | None = None,
+    fresh: bool = False,
 ) -> tuple[Grid, Path]:
     """Quantize and compile both models in every precision, measure every pair, publish the grid: (it, its folder).
 
-    Raises UsageError without a draft or calibration text, and what the stages raise.
+    Pairs that the plan refuses are left out. Speeds are measured, or predicted as `tune` predicts costs. Raises UsageError
+    without a draft or calibration text, and what the stages raise.
     """
     from toolkit.quantize.calibrate import split_texts
 
-    engine = embedded(config)  # raises before hours of quantizing: its speeds are measured in this process
     if config.draft is None or config.calibration is None:
         raise UsageError("the grid quantizes target and draft", mend="give the YAML a `draft` and a `calibration` section")
-    engines = {}
+    heldout = split_texts(config.calibration)[1]
+    elsewhere = _gpu_of_costs(config, gpu, measured_rounds=0)
+    if elsewhere is not None and isinstance(config.engine, TensorRtLlmConfig):  # rules judge it as what serves
+        config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"gpu": elsewhere.name})})
+    config = ready(config, download=True)
+    pairs, left_out = _pairs_of(config)
+    wanted = {role: {"NO_QUANT", *(pair[place] for pair in pairs)} for place, role in enumerate(models_of(config))}
+    engines: dict[str, dict[str, Done]] = {role: {} for role in wanted}
+    checkpoints: dict[str, dict[str, Done]] = {role: {} for role in wanted}
     for algo in typing.get_args(QuantAlgo):
-        models = {role: _quantized_as(model, algo) for role, model in models_of(config).items()}
-        stages = upto(stages_of(config.model_copy(update=models), workplace, store.memo), "compile")
-        found = dict(run_stages(stages, store, f"{config.name}.{algo}", observer))
-        engines[algo] = (found["compile/target"], found["compile/draft"])
-    stage = grid_stage(config, engine, store.memo, engines, split_texts(config.calibration)[1])
+        roles = [role for role, algos in wanted.items() if algo in algos]
+        if not roles:
+            continue
+        both = _of_precisions(config, *(algo if role in roles else "NO_QUANT" for role in wanted))
+        found = _run(stages_here(both, workplace, store.memo), store, f"{config.name}.{algo}", observer)
+        for role in roles:
+            engines[role][algo], checkpoints[role][algo] = found[f"compile/{role}"], found[f"quantize/{role}"]
+    stage = grid_stage(
+        config,
+        embedded(embedded_twin(config)),
+        store.memo,
+        engines,
+        heldout,
+        pairs=pairs,
+        left_out=left_out,
+        checkpoints=checkpoints if isinstance(config.engine, TensorRtLlmConfig) else None,
+        gpu=elsewhere,
+    )
     ((_, done),) = run_stages([stage], store, config.name, observer, fresh=["grid"] if fresh else [])
     store.publish({"": done.entry}, workplace.grid(config.name))
     publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.grid(config.name)
 
 
+def _pairs_of(config: DeploymentConfig) -> tuple[list[tuple[str, str]], list[str]]:
+    """(precisions of target and draft that the deployment could have, what is left out and why).
+
+    Raises PlanError where there is nothing unquantized to compare with; it need not fit what serves.
+    """
+    from toolkit.plan.make import make_plan
+
+    reference = make_plan(_of_precisions(config, "NO_QUANT", "NO_QUANT")).judgements
+    raise_refused(config.name, [one for one in reference if ".quantization" in one.path])
+    possible: list[tuple[str, str]] = []
+    reasons: dict[str, set[str]] = {}  # why -> what
+    for target, draft in itertools.product(typing.get_args(QuantAlgo), repeat=2):
+        refused = [one for one in make_plan(_of_precisions(config, target, draft)).judgements if one.severity == "refused"]
+        if not refused:
+            possible.append((target, draft))
+        of_role = {"target": f"target {target}", "draft": f"draft {draft}"}
+        for one in refused:
+            what = of_role.get(one.path.partition(".")[0], f"target {target} with draft {draft}")
+            reasons.setdefault(one.what, set()).add(what)
+    return possible, [f"{', '.join(sorted(what, reverse=True))}: {why}" for why, what in reasons.items()]  # targets first
+
+
+def _of_precisions(config: DeploymentConfig, target: str, draft: str) -> DeploymentConfig:
+    """The same in other precisions; a model in its own is as the YAML has it, so that it is the one that is served."""
+    algos = {"target": target, "draft": draft}
+    return config.model_copy(update={role: _quantized_as(model, algos[role]) for role, model in models_of(config).items()})
+
+
 def _quantized_as(model: ModelConfig, algo: str) -> ModelConfig:
-    kv_cache = model.quantization.kv_cache_quant_algo if algo == "FP8" else None
+    asked = model.quantization
+    if algo == asked.quant_algo != "NO_QUANT":  # which is what all are compared with, whole
+        return model
+    kv_cache = asked.kv_cache_quant_algo if algo == "FP8" else None
     changes = {"quant_algo": algo, "kv_cache_quant_algo": kv_cache}
-    return model.model_copy(update={"quantization": model.quantization.model_copy(update=changes)})
+    return model.model_copy(update={"quantization": asked.model_copy(update=changes)})

@@ -30,8 +30,10 @@ __all__ = [
     "advised_stages",
     "own_way",
     "raise_refused",
+    "ready",
     "refuse_impossible",
     "rehearsal_stages",
+    "stages_here",
     "stages_of",
 ]
 
@@ -43,7 +45,7 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
 
     Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be used.
     """
-    config = _ready(config, download=download)
+    config = ready(config, download=download)
     roles = tuple(models_of(config))
     return [
         pair_stage(config, memo),
@@ -59,7 +61,11 @@ def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestM
     """Up to engines that run in this process: quantized as the deployment is, compiled for the embedded engine whatever it is
     served by. Raises as `stages_of` does.
     """
-    config = _ready(config, download=True)
+    return stages_here(ready(config, download=True), workplace, memo)
+
+
+def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
+    """The same of one that is `ready`, or of its models in another precision, which what serves it may refuse."""
     roles, here = tuple(models_of(config)), embedded_twin(config)
     return [
         pair_stage(config, memo),
@@ -68,7 +74,7 @@ def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestM
     ]
 
 
-def _ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
+def ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
     """The same with folders in the place of hub ids, once nothing is known that refuses it."""
     refuse_impossible(config)
     _check_inputs(config)

@@ -45,8 +45,10 @@ def tune_command(
     from toolkit.progress import displayed
     from toolkit.records import Advice, Grid
 
-    if grid and (drafts or measure or gpu):
-        raise UsageError("--grid measures the YAML's own pair", mend="leave --draft, --measure and --gpu out")
+    if grid and (drafts or measure):
+        raise UsageError(
+            "--grid compares the YAML's own pair, at one draft length each", mend="leave --draft and --measure out"
+        )
     if gpu is not None and measure:
         raise UsageError("--measure runs on this machine, and --gpu names another", mend="leave one of them out")
     loaded, workplace = load(config, overrides), here()
@@ -54,7 +56,7 @@ def tune_command(
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
         found: Advice | Grid
         if grid:
-            found, folder = tune_grid(loaded, workplace, display, store, fresh=fresh)
+            found, folder = tune_grid(loaded, workplace, display, store, gpu=gpu, fresh=fresh)
         else:
             found, folder = tune(
                 loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, gpu=gpu, fresh=fresh

@@ -35,6 +35,9 @@ def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = Tr
 
 def print_grid(grid: Grid, console: Console) -> None:
     """Every pair of precisions, the best one marked; then what each precision does to target and draft."""
+    from rich.text import Text
+
+    speeds = "" if grid.costs_are == MEASURED else f"; speeds and speed-ups {grid.costs_are}"
     cells = [
         (
             "*" if cell.best else "",
@@ -49,7 +52,7 @@ def print_grid(grid: Grid, console: Console) -> None:
         for cell in grid.cells
     ]
     titles = ("", "target", "draft", "alpha, greedy", "length", "tokens/step", "tokens/s", "speed-up over its plain decoding")
-    console.print(_table("pairs, one request at a time", titles, cells, words=titles[:3]))
+    console.print(_table(f"pairs, one request at a time{speeds}", titles, cells, words=titles[:3]))
     of_target = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
     targets = [(one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens)) for one in grid.targets]
     console.print(_table("targets on held-out text", of_target, targets, words=of_target[:1]))
@@ -58,12 +61,16 @@ def print_grid(grid: Grid, console: Console) -> None:
         for one in grid.drafts
     ]
     of_draft = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
-    console.print(_table("what quantizing the draft does", of_draft, drafts, words=("target", "draft", "quantizing the draft")))
+    console.print(
+        _table(f"what quantizing the draft does{speeds}", of_draft, drafts, words=("target", "draft", "quantizing the draft"))
+    )
     console.print(
         f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts} prompts, intervals at "
-        f"{grid.confidence:.0%}",
+        f"{grid.confidence:.0%}" + (", of acceptance alone" if speeds else ""),
         style="dim",
     )
+    for line in grid.left_out:
+        console.print(Text(f"left out: {line}"), highlight=False)
 
 
 def _interval(value: Interval, digits: int) -> str:

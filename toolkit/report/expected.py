@@ -112,7 +112,7 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     return Plot(
         "Precisions of target and draft",
         drawing.render(),
-        "Wide bars: measured speed of each pair at its best draft length, one request at a time; narrow: its "
+        f"Wide bars: speed of each pair at its best draft length, {grid.costs_are}, one request at a time; narrow: its "
         f"{grid.confidence:.0%} interval. Best is the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound.",
         ("grid",),
     )

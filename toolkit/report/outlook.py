@@ -146,9 +146,12 @@ def _cells(grid: Grid) -> Table:
         f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound. {grid.prompts} prompts, one request "
         f"at a time; {grid.confidence:.0%} intervals."
     )
+    if grid.costs_are != MEASURED:
+        note += f" Speeds and speed-ups are {grid.costs_are}, their intervals of acceptance alone."
+    note += "".join(f" Left out: {line}." for line in grid.left_out)
     if not any(cell.best for cell in grid.cells):
         note = f"No target keeps KL {grid.max_kl:g}. {note}"
-    return Table("Precisions of target and draft", columns, rows, ("grid", "alpha"), note)
+    return Table(f"Precisions of target and draft{_whose(grid)}", columns, rows, ("grid", "alpha"), note)
 
 
 def _targets(grid: Grid) -> Table:
@@ -167,7 +170,11 @@ def _drafts(grid: Grid) -> Table:
         for one in grid.drafts
     )
     columns = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
-    return Table("What quantizing the draft costs and saves", columns, rows, ("grid", "alpha"), text=True)
+    return Table(f"What quantizing the draft costs and saves{_whose(grid)}", columns, rows, ("grid", "alpha"), text=True)
+
+
+def _whose(grid: Grid) -> str:
+    return "" if grid.costs_are == MEASURED else f", {grid.costs_are}"
 
 
 def _shown(value: Interval, digits: int) -> str:

@@ -284,7 +284,7 @@ DEFINITIONS |= {
     "grid": Definition(
         "output tokens / time of requests, of every pair of precisions at its best draft length",
         "output tokens, greedy, one request at a time",
-        "time of these requests, in turns with the other pairs",
+        "time of these requests, in turns with the other pairs; or as predicted for the GPU that is named",
         "best: the fastest pair whose target keeps validation.quality.max_kl by the upper bound of its KL",
     ),
     "throughput": LOAD_DEFINITIONS["tokens_per_s"],
