@@ -22,7 +22,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
-from toolkit.records import ValidationReport
+from toolkit.records import ScheduleStep, ValidationReport
 from toolkit.report.render import read_report
 
 __all__ = ["passing"]  # a fixture
@@ -120,6 +120,40 @@ def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicte
     assert max(one.batch for one in advice.candidates[0].predictions) == 64
     assert (folder / "advice.json").is_file()
     assert not workplace.engines(config.name).exists()
+
+
+@pytest.mark.slow
+def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of random models no draft is kept, so nothing is drafted; with other advice the same stages make other engines."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
+    config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"max_draft_len": "auto"})})
+    workplace = Workplace(tmp_path)
+    store = Store(workplace.store)
+    built = build(config, workplace, Silent(), store, until="package")
+    advice = built.stages["tune"].record
+    assert (advice.costs_are, advice.speculate) == ("predicted", False)
+    groups = [name.partition("/")[0] for name in built.stages]
+    assert groups == ["pair", *["quantize"] * 2, *["advised"] * 2, "tune", *["compile"] * 2, "package"]
+    packaged = built.stages["package"].record
+    assert packaged.max_draft_len == 0
+    assert "speculative_config" not in yaml.safe_load((packaged.path / "tensorrt_llm/1/model.yaml").read_text())
+    assert not build(config, workplace, Silent(), store, until="package").changed
+
+    schedule = (ScheduleStep(1, 3), ScheduleStep(4, 1))
+    other = replace(advice, speculate=True, drafter="draft_target", max_draft_len=3, schedule=schedule)
+    finished = {**built.stages, "tune": replace(built.stages["tune"], record=other)}
+    stages = {stage.name: stage for stage in stages_of(config, workplace, store.memo)}
+    for name in ("compile/target", "compile/draft", "package"):
+        (out := tmp_path / "other" / name).mkdir(parents=True)
+        assert stages[name].parts(finished)["config"] != stages[name].parts(built.stages)["config"] or name == "compile/draft"
+        record = stages[name].run(finished, out, lambda done, total, what: None)
+        finished[name] = replace(finished[name], record=record)
+    settings = yaml.safe_load((tmp_path / "other/package/tensorrt_llm/1/model.yaml").read_text())
+    assert settings["speculative_config"]["max_draft_len"] == finished["package"].record.max_draft_len == 3
+    assert settings["speculative_config"]["draft_len_schedule"] == {1: 3, 4: 1}
 
 
 def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:

@@ -41,7 +41,7 @@ def tune_stage(
     *,
     rule: str,
     target: Done | None = None,
-    checkpoints: Mapping[str, Done] | None = None,
+    checkpoints: Callable[[Finished], Mapping[str, Done]] | None = None,
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
 ) -> Stage:
@@ -77,7 +77,7 @@ def tune_stage(
                 **(
                     {}
                     if checkpoints is None
-                    else {"checkpoints": {role: [one.entry.digest] for role, one in checkpoints.items()}}
+                    else {"checkpoints": {role: [one.entry.digest] for role, one in checkpoints(finished).items()}}
                 ),
                 "prompts": digest_file(validation.prompts, memo),
                 "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),

@@ -87,8 +87,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("int8", QWEN3, "smoothquant-families", "Qwen 3 is a family that ModelOpt does not list", "W8A16"),
     ("engine", {**QWEN3, **V021}, "qwen3-min-version", "no Qwen 3", "1.2.1"),
     # measured while building
-    ("pytorch", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "cannot time draft lengths", "toolkit tune"),
-    ("engine", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "in its server alone", "set a number"),
+    ("pytorch", {"speculation__max_draft_len": "auto", "hardware__gpu": "auto"},
+     "toolkit-auto-draft-len", "none is named", "hardware.gpu"),
     # layouts of the embedded engine
     ("torch", {"speculation__draft_len_schedule": {1: 4, 2: 0}, "triton__layout": "bls"},
      "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
@@ -328,6 +328,8 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
+        ("pytorch", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "costs predicted for H200"),
+        ("engine", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "before engines are built"),
         ("pytorch", {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "greatest batch sizes"),
     ],
 )

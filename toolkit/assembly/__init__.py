@@ -8,10 +8,10 @@ to do takes about a second.
 """
 
 from toolkit.assembly.advising import tune, tune_grid
-from toolkit.assembly.asked import embedded, models_of, tp_size_of
+from toolkit.assembly.asked import embedded, models_of, speculation_of, tp_size_of
 from toolkit.assembly.build import Built, build, explain_build
 from toolkit.assembly.making import engine_spec
-from toolkit.assembly.packaging import in_container, speculation_of
+from toolkit.assembly.packaging import in_container
 from toolkit.assembly.replaying import replay_divergence
 from toolkit.assembly.stages import raise_refused, refuse_impossible, rehearsal_stages, stages_of
 from toolkit.assembly.workplace import Workplace

@@ -66,7 +66,7 @@ def tune(
         lambda finished: ways,
         rule=sampled_rule(config),
         target=engines["compile/target"],
-        checkpoints=checkpoints,
+        checkpoints=None if checkpoints is None else lambda finished: checkpoints,
         measured_rounds=measured_rounds,
         gpu=elsewhere,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
+from typing import Any
+
+from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import UsageError
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.facts.versions import VERSIONS
+from toolkit.pipeline.stage import Finished
+from toolkit.records import Advice
 
 __all__ = [
     "embedded",
@@ -13,6 +17,8 @@ __all__ = [
     "measures",
     "models_of",
     "sampled_rule",
+    "settled",
+    "speculation_of",
     "takes_max_concurrency",
     "takes_schedule",
     "tp_size_of",
@@ -76,3 +82,24 @@ def takes_schedule(config: DeploymentConfig) -> bool:
     engine = config.engine
     known = isinstance(engine, TorchEngineConfig) or VERSIONS[engine.tensorrt_llm].draft_len_schedule is not None
     return known and takes_max_concurrency(config)
+
+
+def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
+    """What is served: what the YAML says, or what was found where it says `auto`."""
+    if not measures(config):
+        return config.speculation
+    advice: Advice = finished["tune"].record
+    if not advice.speculate:
+        return config.speculation.model_copy(update={"kind": "none"})
+    by_load = takes_schedule(config)
+    found: dict[str, Any] = {
+        "max_draft_len": advice.max_draft_len,
+        "draft_len_schedule": {step.batch: step.draft_len for step in advice.schedule} if by_load else None,
+        "max_concurrency": None if by_load or not takes_max_concurrency(config) else advice.max_concurrency,
+    }
+    return config.speculation.model_copy(update=found)
+
+
+def settled(config: DeploymentConfig, finished: Finished) -> DeploymentConfig:
+    """The same with what was found in the place of `auto`."""
+    return config.model_copy(update={"speculation": speculation_of(config, finished)})

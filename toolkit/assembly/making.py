@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.assembly.asked import models_of, tp_size_of
+from toolkit.assembly.asked import measures, models_of, settled, tp_size_of
 from toolkit.assembly.keys import engine_fingerprint, spec_parts, versions
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig
@@ -93,22 +93,29 @@ def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> 
 
     kind = config.engine.kind
     loads_draft = kind == "trtllm_pytorch" and role == "target" and config.draft is not None  # with the target, once
-    needs = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
-    spec = engine_spec(config, role)
+    checkpoints = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
+    advised = measures(config) and kind != "torch"  # whose engines serve every draft length up to the longest
+    needs = (*checkpoints, *(("tune",) if advised else ()))
+
+    def spec_of(finished: Finished) -> EngineSpec:
+        return engine_spec(settled(config, finished) if advised else config, role)
 
     def parts(finished: Finished) -> Mapping[str, Any]:
+        spec = spec_of(finished)
+        inputs = {name: finished[need].entry.digest for name, need in zip(("checkpoint", "draft"), checkpoints, strict=False)}
         return {
             "config": {"kind": kind, **spec_parts(spec)},
-            "inputs": {name: finished[need].entry.digest for name, need in zip(("checkpoint", "draft"), needs, strict=False)},
+            "inputs": inputs,
             "fingerprint": engine_fingerprint(kind, spec, workplace.store / ".fingerprints.json"),
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
         _check_prompt_lengths(config)
+        spec = spec_of(finished)
         asked = spec.tensorrt_llm
-        if loads_draft and asked is not None:
+        if loads_draft and asked is not None and asked.speculation != "none":
             asked = replace(asked, draft_dir=finished["quantize/draft"].record.path)
-        return stage.compile_engine(kind, finished[needs[0]].record, replace(spec, tensorrt_llm=asked), out_dir, progress)
+        return stage.compile_engine(kind, finished[checkpoints[0]].record, replace(spec, tensorrt_llm=asked), out_dir, progress)
 
     return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
 

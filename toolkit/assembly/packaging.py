@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.assembly.asked import embedded, measures, takes_schedule
+from toolkit.assembly.asked import embedded, measures, speculation_of
 from toolkit.assembly.keys import SOURCES, versions
-from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngineConfig
+from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import digest_tree
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records import Advice, TritonRepository
+from toolkit.records import TritonRepository
 
-__all__ = ["in_container", "package_stage", "package_trtllm_stage", "speculation_of"]
+__all__ = ["in_container", "package_stage", "package_trtllm_stage"]
 
 SHIPPED_SOURCES = ("client.py", "errors.py", "interfaces.py", "speculative/*.py", "triton/*.py", "facts/triton_tensors.py")
 
@@ -58,20 +58,20 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
     engine, triton = config.engine, config.triton
     assert not isinstance(engine, TorchEngineConfig)
     engines = tuple(f"compile/{role}" for role in roles)
-    placed: dict[str, Any] = {
-        "name": config.name,
-        "gpus_per_node": engine.gpus_per_node,
-        "max_draft_len": config.speculation.longest_draft,
-    }
+    needs = (*engines, "quantize/target", *(["tune"] if measures(config) else []))
+
+    def placed(finished: Finished) -> dict[str, Any]:
+        draft_len = speculation_of(config, finished).longest_draft
+        return {"name": config.name, "gpus_per_node": engine.gpus_per_node, "max_draft_len": draft_len}
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
         memory = {"free_gpu_memory_fraction": engine.free_gpu_memory_fraction, "enable_block_reuse": engine.enable_block_reuse}
         settings = {
             "kind": engine.kind,
-            "speculation": config.speculation.model_dump(mode="json"),
+            "speculation": speculation_of(config, finished).model_dump(mode="json"),
             "triton": triton.model_dump(exclude=where_it_listens),
-            **placed,
+            **placed(finished),
             **memory,
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
@@ -80,10 +80,10 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
         target, *drafts = (finished[need].record for need in engines)
-        draft = drafts[0] if config.speculation.kind == "draft_target" else None
+        draft = drafts[0] if speculation_of(config, finished).kind == "draft_target" else None
         if engine.kind == "trtllm_pytorch":
             args = in_container(read_llm_args(target.path))
-            return package_llmapi(target, draft, args, triton, out_dir, **placed)
+            return package_llmapi(target, draft, args, triton, out_dir, **placed(finished))
         return package_bls(
             target,
             draft,
@@ -93,21 +93,10 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
             enable_block_reuse=engine.enable_block_reuse,
             acceptance=config.speculation.acceptance,
-            **placed,
+            **placed(finished),
         )
 
-    return Stage("package", stage.VERSION, TritonRepository, (*engines, "quantize/target"), parts, run)
-
-
-def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
-    """What is served: what the YAML says, or what was found where it says `auto`."""
-    if not measures(config):
-        return config.speculation
-    advice: Advice = finished["tune"].record
-    if not advice.speculate:
-        return config.speculation.model_copy(update={"kind": "none"})
-    schedule = {step.batch: step.draft_len for step in advice.schedule} if takes_schedule(config) else None
-    return config.speculation.model_copy(update={"max_draft_len": advice.max_draft_len, "draft_len_schedule": schedule})
+    return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
 
 
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:

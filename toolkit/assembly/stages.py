@@ -1,6 +1,8 @@
 """Which stages a deployment has, in their order, and what is refused before the first of them runs.
 
 pair -> quantize/{target,draft} -> compile/{target,draft} -> [tune] -> package -> validate
+
+For TensorRT-LLM what `auto` asks for is found before its engines are made: -> advised/{target,draft} -> tune -> compile/...
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from toolkit.assembly.making import compile_stage, engine_spec, pair_stage, quan
 from toolkit.assembly.packaging import package_stage, package_trtllm_stage
 from toolkit.assembly.validating import validate_stage
 from toolkit.assembly.workplace import Workplace
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TrtEngineConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError
 from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.hashing import DigestMemo
 from toolkit.pipeline.machine import gpus
-from toolkit.pipeline.stage import Finished, Stage
+from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records import CompiledEngine, Judgement
 from toolkit.tuning import Way, tune_stage
 
@@ -46,15 +48,43 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
     Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be used.
     """
     config = ready(config, download=download)
-    roles = tuple(models_of(config))
+    roles, of_torch = tuple(models_of(config)), config.engine.kind == "torch"
+    engines = [compile_stage(config, role, workplace) for role in roles]
     return [
         pair_stage(config, memo),
         *(quantize_stage(config, role, memo) for role in roles),
-        *(compile_stage(config, role, workplace) for role in roles),
-        *([tune_stage(config, embedded(config), memo, own_way(config), rule=sampled_rule(config))] if measures(config) else []),
-        package_stage(config, roles) if config.engine.kind == "torch" else package_trtllm_stage(config, roles),
+        *(engines if of_torch else _advising(config, workplace, memo)),
+        *(_advising(config, workplace, memo) if of_torch else engines),
+        package_stage(config, roles) if of_torch else package_trtllm_stage(config, roles),
         validate_stage(config, roles, workplace, memo),
     ]
+
+
+def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
+    """What finds the draft length where the YAML says `auto`.
+
+    The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a length when they are compiled or loaded, so it
+    is found before: by the same checkpoints on the embedded engine, and costs that are predicted.
+    """
+    from toolkit.plan.make import subject_of
+
+    if not measures(config):
+        return []
+    rule, ways, roles = sampled_rule(config), own_way(config), tuple(models_of(config))
+    if isinstance(config.engine, TorchEngineConfig):
+        return [tune_stage(config, config.engine, memo, ways, rule=rule)]
+
+    def quantized(finished: Finished) -> dict[str, Done]:
+        return {role: finished[f"quantize/{role}"] for role in roles}
+
+    twin, gpu = embedded_twin(config), subject_of(config)[0].gpu
+    tune = tune_stage(config, embedded(twin), memo, ways, rule=rule, checkpoints=quantized, gpu=gpu)
+    tune = replace(tune, needs=(*tune.needs, *(f"quantize/{role}" for role in roles)))
+    return [_renamed(stage, _advised) for stage in (*(compile_stage(twin, role, workplace) for role in roles), tune)]
+
+
+def _advised(name: str) -> str:
+    return name.replace("compile/", "advised/")
 
 
 def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
@@ -98,7 +128,7 @@ def rehearsal_stages(
         compiled = [compile_stage(asked, role, workplace) for role in roles]
         if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
             compiled = [_unbuilt(stage, engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
-        real = [_beside(stage) for stage in (*compiled, package_trtllm_stage(asked, roles))]
+        real = [_renamed(stage, _beside) for stage in (*compiled, package_trtllm_stage(asked, roles))]
     validate = validate_stage(served, roles, workplace, memo, replaced)
     return [
         pair_stage(asked, memo),
@@ -110,11 +140,13 @@ def rehearsal_stages(
     ]
 
 
-def _beside(stage: Stage) -> Stage:
-    """A stage of the real kind of engine, beside the embedded one's of the same name; it sees its own kind's stages alone."""
+def _beside(name: str) -> str:
+    """Of a stage of the real kind of engine, beside the embedded one's of the same name."""
+    return PACKAGE_TRTLLM if name == "package" else f"{name}{REAL_KIND}" if name.startswith("compile/") else name
 
-    def own(name: str) -> str:
-        return PACKAGE_TRTLLM if name == "package" else f"{name}{REAL_KIND}" if name.startswith("compile/") else name
+
+def _renamed(stage: Stage, own: Callable[[str], str]) -> Stage:
+    """The same by the name own(name); what it needs it finds by such names, too."""
 
     def seen(finished: Finished) -> Finished:
         return {**finished, **{need: finished[own(need)] for need in stage.needs}}

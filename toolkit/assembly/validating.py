@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.assembly.asked import measures, models_of
+from toolkit.assembly.asked import measures, models_of, settled, speculation_of
 from toolkit.assembly.keys import SOURCES, versions
-from toolkit.assembly.packaging import speculation_of
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
 from toolkit.interfaces import Progress, StepEngine
@@ -146,7 +145,9 @@ def _measure(
         source, same_precision = _source(config, folders["target"], end_ids)
         with (
             private_folder() as scratch,
-            Servers(repository.path, deployment_of(config), config.triton, scratch, log, progress) as servers,
+            Servers(
+                repository.path, deployment_of(settled(config, finished)), config.triton, scratch, log, progress
+            ) as servers,
         ):
             in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
             watched = _watched(config, repository, lambda: servers.server, progress, against_plain=not in_turns)

@@ -147,7 +147,7 @@ RULES: dict[str, tuple[str, Source]] = {
     "toolkit-draft-is-target": ("speculation pays where a draft forward is cheaper than the target's", OWN),
     "toolkit-even-pipeline": ("TRT-LLM's form is written with equally many layers on each pipeline rank", OWN),
     "toolkit-already-quantized": ("a checkpoint that is quantized already is used as it is, and never quantized again", OWN),
-    "toolkit-auto-draft-len": ("max_draft_len auto is measured on the embedded engine, while it is built", OWN),
+    "toolkit-auto-draft-len": ("max_draft_len auto is found before TensorRT-LLM's engines are made, with predicted costs", OWN),
     "toolkit-engine-flow-load": ("the engine flow's BLS model drafts whatever the load; only LLM() and ours look at it", OWN),
     "toolkit-bls-drafts": ("the BLS model asks a draft model, for as many tokens whatever the load", OWN),
     "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),

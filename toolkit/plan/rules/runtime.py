@@ -61,10 +61,13 @@ def _max_concurrency(subject: Subject) -> Findings:
 
 def _auto_draft_len(subject: Subject) -> Findings:
     if subject.trtllm is not None and subject.speculates and subject.config.speculation.max_draft_len == "auto":
-        what = (
-            f"engine.kind {subject.config.engine.kind} runs in its server alone, so the build cannot time draft lengths on it"
-        )
-        yield refuse("speculation.max_draft_len", what, "set a number; `toolkit tune CONFIG` predicts the best one for its GPU")
+        path = "speculation.max_draft_len"
+        if subject.gpu is None:
+            what = f"costs of engine.kind {subject.config.engine.kind} are predicted for a GPU, and none is named or here"
+            yield refuse(path, what, "set hardware.gpu, or a number")
+        else:
+            what = f"found before engines are built: acceptance on the embedded engine, costs predicted for {subject.gpu.name}"
+            yield Found("adjusted", path, what)
 
 
 def _bls_drafts(subject: Subject) -> Findings:
