@@ -107,6 +107,25 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     assert replace(now.divergence, prompt_index=2, replay=tie.replay) == replace(found.divergence, replay=tie.replay) == tie
 
 
+@pytest.mark.slow
+def test_where_auto_finds_nothing_one_plain_server_is_judged(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of random models no draft is kept. What is served then takes no draft length, and has no other arm."""
+    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling two engines
+    asked = {"speculation": {"max_draft_len": "auto"}, "hardware": {"gpu": "H200", "count": 1}}
+    config = loaded(tmp_path, tiny_pair, **asked)
+    workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
+    packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    report = build(config, workplace, Silent(), store, here=HERE).report
+    assert report is not None and report.advice is not None
+    assert (report.verdict, report.advice.costs_are, report.arms.speculative) == ("PASS", "predicted", None)
+    log = (workplace.report("tiny") / "server.log").read_text(errors="replace")
+    assert re.findall(r"stand-in LLM: (\w+)", log) == ["plain"]
+    assert not build(config, workplace, Silent(), store, here=HERE).changed
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "here", "message"),
     [

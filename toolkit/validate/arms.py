@@ -71,13 +71,17 @@ class Alternating:
 
 @dataclass
 class Sender:
-    """Sends one request at a time, remembers all of them for the counters, and names the prompt where one fails."""
+    """Sends one request at a time, remembers all of them for the counters, and names the prompt where one fails.
+
+    draft_lens: a request may state its draft length. Where none may, the plain arm is what is served without speculation.
+    """
 
     endpoint: Endpoint | Alternating
     max_tokens: int
     on_sent: Callable[[], None] = lambda: None
     mend: str = "Mend or remove this line of the prompts file."  # of a request that is refused
     sent: list[RequestTiming] = field(default_factory=list)
+    draft_lens: bool = True
     _running: tuple[str, Endpoint] | None = None  # of an alternating endpoint: the arm that is there now
 
     def turn_to(self, arm: str) -> Endpoint:
@@ -107,7 +111,7 @@ class Sender:
         """The same of a request that the server may refuse: its words then."""
         from toolkit.client import RequestRefused, ServerUnavailable
 
-        if arm == "plain" and not isinstance(self.endpoint, Alternating):
+        if arm == "plain" and self.draft_lens and not isinstance(self.endpoint, Alternating):
             options["num_draft_tokens"] = 0
         elif arm == "verify":
             options["acceptance"] = "verify_only"

@@ -124,7 +124,7 @@ def validate(
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
-    sender = Sender(endpoint, config.max_tokens, shown.sent)
+    sender = Sender(endpoint, config.max_tokens, shown.sent, draft_lens=can.draft_lens)
     before = counters() if counters is not None else {}
     by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     measured = _measure(sender, prompts, arms, config, shown, by_restarts=by_restarts)
