@@ -141,6 +141,8 @@ def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
     assert packaged.max_draft_len == 0
     assert "speculative_config" not in yaml.safe_load((packaged.path / "tensorrt_llm/1/model.yaml").read_text())
     assert not build(config, workplace, Silent(), store, until="package").changed
+    tune(config, workplace, Silent(), store)  # by the engines that the build has made
+    assert [len(list((workplace.store / group / "target").iterdir())) for group in ("advised", "compile")] == [1, 1]
 
     schedule = (ScheduleStep(1, 3), ScheduleStep(4, 1))
     other = replace(advice, speculate=True, drafter="draft_target", max_draft_len=3, schedule=schedule)

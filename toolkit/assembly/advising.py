@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.assembly.asked import embedded, embedded_twin, models_of, sampled_rule
 from toolkit.assembly.build import build
-from toolkit.assembly.stages import advised_stages, own_way, raise_refused, ready, stages_here
+from toolkit.assembly.stages import TWIN, advised_stages, own_way, raise_refused, ready, stages_here
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, ModelConfig, QuantAlgo, TensorRtLlmConfig, TrtEngineConfig
 from toolkit.errors import UsageError
@@ -77,7 +77,8 @@ def tune(
 
 
 def _run(stages: Sequence[Stage], store: Store, name: str, observer: Observer) -> dict[str, Done]:
-    return dict(run_stages(stages, store, name, observer))
+    """What was found, engines by the names that those of the deployment have."""
+    return {stage.replace(TWIN, "compile/"): done for stage, done in run_stages(stages, store, name, observer)}
 
 
 def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: int) -> Gpu | None:

@@ -29,6 +29,7 @@ from toolkit.tuning import Way, tune_stage
 __all__ = [
     "PACKAGE_TRTLLM",
     "REAL_KIND",
+    "TWIN",
     "advised_stages",
     "own_way",
     "raise_refused",
@@ -39,6 +40,7 @@ __all__ = [
     "stages_of",
 ]
 
+TWIN = "advised/"  # before the role: an engine that tells what another kind of engine would say
 REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
 
 
@@ -77,14 +79,20 @@ def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
     def quantized(finished: Finished) -> dict[str, Done]:
         return {role: finished[f"quantize/{role}"] for role in roles}
 
-    twin, gpu = embedded_twin(config), subject_of(config)[0].gpu
-    tune = tune_stage(config, embedded(twin), memo, ways, rule=rule, checkpoints=quantized, gpu=gpu)
+    engine, gpu = embedded(embedded_twin(config)), subject_of(config)[0].gpu
+    tune = tune_stage(config, engine, memo, ways, rule=rule, checkpoints=quantized, gpu=gpu)
     tune = replace(tune, needs=(*tune.needs, *(f"quantize/{role}" for role in roles)))
-    return [_renamed(stage, _advised) for stage in (*(compile_stage(twin, role, workplace) for role in roles), tune)]
+    return [*_twins(config, workplace), _renamed(tune, _advised)]
+
+
+def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
+    """The models compiled for the embedded engine: by a name of their own where the deployment has other engines."""
+    stages = [compile_stage(embedded_twin(config), role, workplace) for role in models_of(config)]
+    return stages if isinstance(config.engine, TorchEngineConfig) else [_renamed(stage, _advised) for stage in stages]
 
 
 def _advised(name: str) -> str:
-    return name.replace("compile/", "advised/")
+    return name.replace("compile/", TWIN)
 
 
 def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
@@ -96,11 +104,10 @@ def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestM
 
 def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
     """The same of one that is `ready`, or of its models in another precision, which what serves it may refuse."""
-    roles, here = tuple(models_of(config)), embedded_twin(config)
     return [
         pair_stage(config, memo),
-        *(quantize_stage(config, role, memo) for role in roles),
-        *(compile_stage(here, role, workplace) for role in roles),
+        *(quantize_stage(config, role, memo) for role in models_of(config)),
+        *_twins(config, workplace),
     ]
 
 
