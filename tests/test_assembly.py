@@ -15,7 +15,9 @@ import yaml
 from tests.support.stages import Silent, small_stages
 from tests.support.trtllm import place_with_builder
 from tests.test_cli import write_config
-from toolkit.assembly import Workplace, build, explain_build, stages_of
+from toolkit.assembly.build import build, explain_build
+from toolkit.assembly.stages import stages_of
+from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError

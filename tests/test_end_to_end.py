@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
-from toolkit.assembly import Workplace, replay_divergence
+from toolkit.assembly.replaying import replay_divergence
+from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.errors import UsageError
 from toolkit.records import Divergence

@@ -16,7 +16,7 @@ from tests.plan.conftest import config_of
 from tests.support.checkpoints import write_checkpoint
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from tests.test_cli import write_config
-from toolkit.assembly import engine_spec
+from toolkit.assembly.making import engine_spec
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.planning import plan_of

@@ -17,7 +17,9 @@ import yaml
 from tests.support.stages import Silent
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from tests.test_cli import write_config
-from toolkit.assembly import Workplace, build, replay_divergence
+from toolkit.assembly.build import build
+from toolkit.assembly.replaying import replay_divergence
+from toolkit.assembly.workplace import Workplace
 from toolkit.client import Client
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig

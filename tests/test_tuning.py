@@ -16,8 +16,11 @@ from tests.report.conftest import passing
 from tests.support.stages import Silent
 from tests.test_cli import write_config
 from tests.test_reporting import keep
-from toolkit.assembly import Workplace, build, speculation_of, stages_of, tune, tune_grid
-from toolkit.assembly.asked import sampled_rule, takes_max_concurrency, takes_schedule
+from toolkit.assembly.advising import tune, tune_grid
+from toolkit.assembly.asked import sampled_rule, speculation_of, takes_max_concurrency, takes_schedule
+from toolkit.assembly.build import build
+from toolkit.assembly.stages import stages_of
+from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
 from toolkit.errors import UsageError

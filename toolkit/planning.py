@@ -12,7 +12,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from toolkit.assembly import Workplace, engine_spec, in_container, models_of, tp_size_of
+from toolkit.assembly.asked import models_of, tp_size_of
+from toolkit.assembly.making import engine_spec
+from toolkit.assembly.packaging import in_container
+from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS

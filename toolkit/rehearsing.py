@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from toolkit.assembly import Built, Workplace, build, raise_refused, rehearsal_stages
+from toolkit.assembly.build import Built, build
+from toolkit.assembly.stages import raise_refused, rehearsal_stages
+from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig
 from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from toolkit.interfaces import Progress
-from toolkit.pipeline.hashing import digest_tree
 from toolkit.pipeline.run import Observer, run_stages
+from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.pipeline.store import Entry, Store
 from toolkit.records import Advice, Finding, Grid, ValidationReport, from_json
@@ -23,8 +23,6 @@ from toolkit.records import Advice, Finding, Grid, ValidationReport, from_json
 __all__ = ["publish_report"]
 
 VERSION = 1
-SOURCES = Path(__file__).parent
-RENDERERS = ("records.py", "reporting.py", "report/*.py")
 COMMANDS = {"tune": ("advice", "toolkit tune CONFIG"), "grid": ("grid", "toolkit tune CONFIG --grid")}
 
 R = TypeVar("R")
@@ -86,7 +84,7 @@ def _stage(
             "inputs": {
                 "validate": validated.entry.digest,
                 **{stage: found.entry.digest for stage, found in beside.items()},
-                "toolkit_sources": digest_tree(SOURCES, RENDERERS),
+                "toolkit_sources": digest_sources([__name__]),
             },
             "stale": stale,
         }

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TensorRtLlmConfig, TorchEngineConfig
 from toolkit.facts.gpus import Gpu
 from toolkit.interfaces import Progress
-from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine
+from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records import Advice, CompiledEngine, Grid, from_json, to_json
 
@@ -24,10 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Way", "grid_stage", "tune_stage"]
 
-TIMED_SOURCES = ("serving.py", "interfaces.py", "advise/*.py", "engines/*.py", "speculative/*.py")
 GRID_ROUNDS = 2  # of running every cell
-
-SOURCES = Path(__file__).parent
 
 Way = tuple[str, str, Done | None]
 """One way to draft: (name, drafter, compiled draft)."""
@@ -80,7 +78,7 @@ def tune_stage(
                     else {"checkpoints": {role: [one.entry.digest] for role, one in checkpoints(finished).items()}}
                 ),
                 "prompts": digest_file(validation.prompts, memo),
-                "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),
+                "toolkit_sources": digest_sources([__name__]),
             },
             "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
             "machine": machine(),
@@ -235,7 +233,7 @@ def grid_stage(
                 **({} if checkpoints is None else {"checkpoints": digests(checkpoints)}),
                 "prompts": digest_file(validation.prompts, memo),
                 "heldout": digest_value(list(heldout)),
-                "toolkit_sources": digest_tree(SOURCES, TIMED_SOURCES),
+                "toolkit_sources": digest_sources([__name__]),
             },
             "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
             "machine": machine(),

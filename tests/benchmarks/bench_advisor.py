@@ -57,7 +57,8 @@ class Row:
 
 def build_engines(folder: Path) -> Path:
     """Quantize and compile the quickstart pair, as its YAML says."""
-    from toolkit.assembly import Workplace, build
+    from toolkit.assembly.build import build
+    from toolkit.assembly.workplace import Workplace
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
     from toolkit.progress import displayed

@@ -14,12 +14,12 @@ from typing import Any
 
 from toolkit.interfaces import EngineSpec, Fingerprint
 from toolkit.pipeline.files import store_error, write_whole
-from toolkit.pipeline.hashing import digest_tree, digest_value
+from toolkit.pipeline.hashing import digest_value
 from toolkit.pipeline.machine import gpus
+from toolkit.pipeline.sources import digest_sources
 
-__all__ = ["SOURCES", "engine_fingerprint", "spec_parts", "versions"]
+__all__ = ["engine_fingerprint", "spec_parts", "versions"]
 
-SOURCES = Path(__file__).parents[1]
 REMEMBERED = 64  # fingerprints of engine backends
 
 
@@ -53,7 +53,7 @@ def engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
             "torch": versions(["torch"]),
             "compiler": None if status is None else [compiler, status.st_size, status.st_mtime_ns],
             "machine": [*instruction_set(), *gpus()],
-            "sources": digest_tree(SOURCES / "engines", ("*.py", "*.cpp")),
+            "sources": digest_sources(["toolkit.engines.stage"]),
         }
     )
     try:

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.assembly.asked import embedded, measures, speculation_of
-from toolkit.assembly.keys import SOURCES, versions
+from toolkit.assembly.keys import versions
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
-from toolkit.pipeline.hashing import digest_tree
+from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records import TritonRepository
 
 __all__ = ["in_container", "package_stage", "package_trtllm_stage"]
 
-SHIPPED_SOURCES = ("client.py", "errors.py", "interfaces.py", "speculative/*.py", "triton/*.py", "facts/triton_tensors.py")
+# The models are files of ours that are copied into the repository; they import the toolkit where it is served.
+SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", "trtllm")
 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
@@ -34,8 +35,7 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
             "threads": embedded(config).threads,
         }
         inputs = {need: finished[need].entry.digest for need in engines}
-        # The model and the client are files of ours, copied into the repository.
-        inputs["toolkit_sources"] = digest_tree(SOURCES, SHIPPED_SOURCES)
+        inputs["toolkit_sources"] = _sources()
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
@@ -75,7 +75,7 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             **memory,
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
-        inputs["toolkit_sources"] = digest_tree(SOURCES, (*SHIPPED_SOURCES, "facts/versions.py"))  # which container serves it
+        inputs["toolkit_sources"] = _sources()
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
@@ -97,6 +97,10 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
         )
 
     return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+
+
+def _sources() -> str:
+    return digest_sources([__name__, *(f"toolkit.triton.models.{name}.model" for name in SHIPPED_MODELS)])
 
 
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.assembly.asked import measures, models_of, settled, speculation_of
-from toolkit.assembly.keys import SOURCES, versions
+from toolkit.assembly.keys import versions
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree, digest_value
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine, program
+from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records import Quality, StageCost, TritonRepository, ValidationReport, to_json
 from toolkit.serving_trtllm import Servers, abilities_of, deployment_of
@@ -26,18 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_reference", "validate_stage"]
 
-SERVED_SOURCES = (
-    "serving.py",
-    "serving_trtllm.py",
-    "benching.py",
-    "client.py",
-    "interfaces.py",
-    "checkpoints/*",
-    "engines/*",
-    "speculative/*",
-    "triton/*",
-    "validate/*",
-)
 MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
 SWEEP_REQUESTS = 32  # per arm, round and concurrency, unless more are needed to keep it up
@@ -71,9 +60,7 @@ def validate_stage(
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
                 **({"advice": finished["tune"].entry.digest} if measures(config) else {}),  # it stands in the report
-                "toolkit_sources": digest_tree(
-                    SOURCES, [f"{pattern}.py" if "*" in pattern else pattern for pattern in SERVED_SOURCES]
-                ),
+                "toolkit_sources": digest_sources([__name__]),
             },
             "fingerprint": versions([*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]),
             "machine": machine(),

@@ -29,7 +29,7 @@ from toolkit.cli.shared import (
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from toolkit.assembly import Built
+    from toolkit.assembly.build import Built
     from toolkit.config.schema import DeploymentConfig
     from toolkit.records import ValidationReport
 
@@ -103,7 +103,7 @@ def validate_command(
 @app.command()
 def explain(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say per stage whether it would be reused, or which parts of its key have changed."""
-    from toolkit.assembly import explain_build
+    from toolkit.assembly.build import explain_build
     from toolkit.pipeline.store import Store
 
     loaded, workplace = load(config, overrides), here()
@@ -225,7 +225,7 @@ def _as_json(name: str, built: Built) -> dict[str, Any]:
 
 def _replay(file: Path, *, as_json: bool) -> None:
     """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ beyond it."""
-    from toolkit.assembly import replay_divergence
+    from toolkit.assembly.replaying import replay_divergence
 
     say("serving the deployment again for the two requests of this divergence")
     found, now = replay_divergence(file, here())

@@ -17,7 +17,8 @@ from toolkit.errors import PlanError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from toolkit.assembly import Built, Workplace
+    from toolkit.assembly.build import Built
+    from toolkit.assembly.workplace import Workplace
     from toolkit.config.schema import DeploymentConfig
     from toolkit.records import TritonRepository
 
@@ -98,14 +99,14 @@ def placed(config: Path, overrides: list[str] | None) -> Iterator[None]:
 
 def here() -> Workplace:
     """Results go beneath the folder that the command runs in."""
-    from toolkit.assembly import Workplace
+    from toolkit.assembly.workplace import Workplace
 
     return Workplace(Path.cwd())
 
 
 def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
     """`build`, with its progress shown."""
-    from toolkit.assembly import build
+    from toolkit.assembly.build import build
     from toolkit.pipeline.store import Store
     from toolkit.progress import displayed
 
@@ -119,7 +120,7 @@ def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRe
     """The record of what a command will serve, packaged where that is missing. Raises PlanError and UsageError for what cannot
     be served on this machine, before anything is downloaded.
     """
-    from toolkit.assembly import refuse_impossible
+    from toolkit.assembly.stages import refuse_impossible
     from toolkit.serving_trtllm import Machine, check_servable
 
     refuse_impossible(config)

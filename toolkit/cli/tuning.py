@@ -40,7 +40,7 @@ def tune_command(
     debug: Debug = False,
 ) -> None:
     """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
-    from toolkit.assembly import tune, tune_grid
+    from toolkit.assembly.advising import tune, tune_grid
     from toolkit.pipeline.store import Store
     from toolkit.progress import displayed
     from toolkit.records import Advice, Grid

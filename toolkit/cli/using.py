@@ -131,7 +131,7 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     """Build what is missing, load both engines into this process, stream one request."""
     import time
 
-    from toolkit.assembly import embedded, speculation_of
+    from toolkit.assembly.asked import embedded, speculation_of
     from toolkit.interfaces import GenerationRequest, Sampling
     from toolkit.serving import load_runtime
 

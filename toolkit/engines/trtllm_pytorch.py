@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.shape import read_json
+from toolkit.engines.trtllm import load_once
 from toolkit.engines.trtllm.failures import explain_failure
 from toolkit.engines.trtllm.llm_args import faults, llm_args, resolved, write_llm_args
 from toolkit.engines.trtllm.llm_classes import field_disagreements, installed_class, installed_version, refusal
@@ -29,7 +30,7 @@ from toolkit.records import CompiledEngine, Finding, QuantizedCheckpoint, Tensor
 
 __all__ = ["TrtllmPytorchBackend", "load_in_a_process"]
 
-LOADER = Path(__file__).parent / "trtllm" / "load_once.py"
+LOADER = Path(load_once.__file__)
 LOAD_TIMEOUT_S = 3600
 
 

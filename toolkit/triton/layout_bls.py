@@ -15,29 +15,12 @@ from typing import Any
 
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
+from toolkit.pipeline.sources import ROOT, source_files
 from toolkit.triton import contract
 
 __all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_model", "write_models"]
 
 MODELS = Path(__file__).parent / "models"
-PACKAGE = Path(__file__).parents[1]
-# What our models import of the toolkit beside the embedded engine, which needs all of it.
-SHIPPED = (
-    "__init__.py",
-    "errors.py",
-    "interfaces.py",
-    "speculative/__init__.py",
-    "speculative/rounds.py",
-    "speculative/stats.py",
-    "speculative/text.py",
-    "triton/__init__.py",
-    "triton/backend.py",
-    "triton/bls.py",
-    "triton/contract.py",
-    "triton/preprocessing.py",
-    "triton/requests.py",
-    "triton/words.py",
-)
 MOST_INSTANCES = 32  # each is a small process
 TOKENIZER = "tokenizer"  # folder beside the model.py of preprocessing and postprocessing
 TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16"}
@@ -239,14 +222,17 @@ def _add_ours(config: Any) -> None:
         config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
 
 
-def write_model(source: str, version: Path, more: Sequence[str] = ()) -> None:
-    """One of our models with the modules of the toolkit that it needs, `more` than most do."""
+def write_model(source: str, version: Path) -> None:
+    """One of our models with the modules of the toolkit that it imports."""
     version.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(MODELS / source / "model.py", version / "model.py")
-    for relative in (*SHIPPED, *more):
+    models = MODELS.relative_to(ROOT).as_posix()
+    for relative in source_files([f"toolkit.triton.models.{source}.model"]):
+        if relative.startswith(models):
+            continue
         destination = version / "toolkit" / relative
         destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(PACKAGE / relative, destination)
+        shutil.copyfile(ROOT / relative, destination)
 
 
 def write_models(folder: Path, tokenizer_dir: Path) -> None:

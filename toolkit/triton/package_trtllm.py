@@ -23,7 +23,6 @@ from toolkit.triton.repository import link_tree, write_client
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
 
 CANCELLATION_CHECK_PERIOD_MS = 100  # the template's own
-FOR_TRTLLM = ("facts/__init__.py", "facts/triton_tensors.py", "triton/trtllm_tensors.py")
 
 
 def package_bls(
@@ -88,7 +87,7 @@ def package_llmapi(
     log_probs = LOG_PROBS["trtllm_pytorch"].get(built.version, 0)
     _write_yaml(model_yaml(llm_args, triton, log_probs), version / "model.yaml")
     if ours:
-        layout_bls.write_model("trtllm", version, FOR_TRTLLM)
+        layout_bls.write_model("trtllm", version)
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
     world = built.tp_size * built.pp_size
