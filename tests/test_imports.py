@@ -22,7 +22,7 @@ LEVELS = (
     ("planning",),
     ("assembly",),
     ("tuning", "reporting"),
-    ("serving", "serving_trtllm", "progress", "benching"),
+    ("inprocess", "serving_trtllm", "progress", "benching"),
     WORKING,
     ("pipeline",),
     ("client", "checkpoints"),

@@ -1,6 +1,6 @@
 """Where the advisor meets engines and runtime: the `tune` stage, made of compiled engines and the prompt file.
 
-The third composition root beside `assembly`, which puts the stage into the pipeline, and `serving`, whose runtime is measured.
+The third composition root beside `assembly`, which puts the stage into the pipeline, and `inprocess`, whose runtime is measured.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _advise(
     from toolkit.advise.cost import batch_sizes
     from toolkit.advise.stage import Contender, Question, advise
     from toolkit.engines.registry import loader
+    from toolkit.inprocess import MeasuredRuntime, eos_token_ids
     from toolkit.interfaces import Sampling
-    from toolkit.serving import MeasuredRuntime, eos_token_ids
     from toolkit.speculative.acceptance import RULES
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
@@ -262,7 +262,7 @@ def _grid(
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
     from toolkit.advise.stage import Contender, Question
     from toolkit.engines.registry import loader
-    from toolkit.serving import MeasuredRuntime, eos_token_ids
+    from toolkit.inprocess import MeasuredRuntime, eos_token_ids
     from toolkit.speculative.text import TextCodec
 
     load = loader("torch").load

@@ -15,9 +15,9 @@ from tests.support.step_engines import TableEngine
 from toolkit.advise.choose import schedule_of
 from toolkit.advise.cost import StepTimes, batch_sizes
 from toolkit.advise.stage import Contender, Question, advise, decide
+from toolkit.inprocess import MeasuredRuntime
 from toolkit.interfaces import Sampling
 from toolkit.records import Advice, Alpha, Candidate, SpeedupPrediction, from_json, to_json
-from toolkit.serving import MeasuredRuntime
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.sampling import weights
 

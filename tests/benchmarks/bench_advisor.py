@@ -31,10 +31,10 @@ from toolkit.advise.choose import best_length
 from toolkit.advise.stage import Contender, Question, advise
 from toolkit.advise.sweep import paired_ratio, sweep
 from toolkit.engines.registry import loader
+from toolkit.inprocess import MeasuredRuntime, eos_token_ids
 from toolkit.interfaces import StepEngine
 from toolkit.pipeline.texts import read_labels, read_texts
 from toolkit.records import Advice
-from toolkit.serving import MeasuredRuntime, eos_token_ids
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.text import TextCodec
 

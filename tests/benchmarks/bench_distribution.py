@@ -22,7 +22,7 @@ from tests.speculative.test_distribution import with_rule
 from tests.support.runtime_endpoint import RuntimeEndpoint, noise
 from toolkit.config.schema import DistributionGates
 from toolkit.engines.registry import loader
-from toolkit.serving import eos_token_ids
+from toolkit.inprocess import eos_token_ids
 from toolkit.speculative.acceptance import RULES
 from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec

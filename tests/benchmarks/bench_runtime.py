@@ -33,9 +33,9 @@ from tests.support.runtimes import make_request, serve_one
 from toolkit.checkpoints.shape import read_json
 from toolkit.engines.registry import loader
 from toolkit.engines.stage import compile_engine
+from toolkit.inprocess import load_runtime
 from toolkit.interfaces import EngineSpec, RequestStats
 from toolkit.records import QuantizedCheckpoint
-from toolkit.serving import load_runtime
 from toolkit.speculative.decode import SpeculativeRuntime
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"

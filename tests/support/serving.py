@@ -46,7 +46,7 @@ def compile_eager(role: str, checkpoint: Path, out_dir: Path) -> CompiledEngine:
 
 def package_pair(pair: tuple[Path, Path], folder: Path, **triton: Any) -> TritonRepository:
     """A repository of (target, draft) checkpoints in folder/repository."""
-    from toolkit.serving import eos_token_ids
+    from toolkit.inprocess import eos_token_ids
     from toolkit.triton.stage import package
 
     target = compile_eager("target", pair[0], folder / "target")

@@ -21,7 +21,7 @@ SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", 
 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
-    from toolkit.serving import eos_token_ids
+    from toolkit.inprocess import eos_token_ids
     from toolkit.triton import stage
 
     engines = tuple(f"compile/{role}" for role in roles)

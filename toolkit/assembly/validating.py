@@ -209,7 +209,7 @@ def _environment() -> dict[str, str]:
 def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
     """The compiled engines, loaded a second time when they are first asked."""
     from toolkit.engines.registry import loader
-    from toolkit.serving import eos_token_ids
+    from toolkit.inprocess import eos_token_ids
     from toolkit.validate.reference import reference_from_engine
 
     def load(role: str) -> Callable[[], StepEngine]:
@@ -230,8 +230,8 @@ def _source(config: DeploymentConfig, target: Path, end_ids: Sequence[int] | Non
     None where the engine says itself what ends a text.
     """
     from toolkit.checkpoints.quantized import open_checkpoint
+    from toolkit.inprocess import eos_token_ids
     from toolkit.pipeline.machine import memory_bytes
-    from toolkit.serving import eos_token_ids
     from toolkit.validate.reference import reference_from_checkpoint
 
     asked, folder = config.validation.parity.source, config.target.checkpoint

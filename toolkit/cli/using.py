@@ -132,8 +132,8 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     import time
 
     from toolkit.assembly.asked import embedded, speculation_of
+    from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, Sampling
-    from toolkit.serving import load_runtime
 
     if config.engine.kind != "torch":
         what = f"engine.kind {config.engine.kind} runs in its server alone"

@@ -41,7 +41,7 @@ __all__ = [
 
 # Of the packaged files and what they use of the toolkit; written into model.yaml, so that a repository packaged by another
 # version is told apart when it is loaded. Raise it with every change of either: it is the package stage's version, too.
-PACKAGE_VERSION = 4
+PACKAGE_VERSION = 5
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call the first, which calls the rest; the target is MODEL.

@@ -27,8 +27,8 @@ os.environ.pop("LD_LIBRARY_PATH", None)
 
 try:
     from toolkit.errors import RequestError, ToolkitError
+    from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
-    from toolkit.serving import load_runtime
     from toolkit.speculative.decode import QueueFull
     from toolkit.triton.backend import CODES, Metrics, traceback_of
     from toolkit.triton.contract import MODEL, OUTPUTS, PACKAGE_VERSION

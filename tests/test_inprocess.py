@@ -14,9 +14,9 @@ from tests.support.checkpoints import EOS_ID
 from tests.support.runtimes import make_request, serve, serve_one
 from toolkit.engines.stage import compile_engine
 from toolkit.errors import CheckpointError, PairingError, UsageError
+from toolkit.inprocess import eos_token_ids, load_runtime
 from toolkit.interfaces import EngineSpec
 from toolkit.records import QuantizedCheckpoint
-from toolkit.serving import eos_token_ids, load_runtime
 
 
 def build(role: str, checkpoint: Path, out_dir: Path, dtype: str = "float32") -> Path:
