@@ -29,7 +29,7 @@ LEVELS = (
     ("interfaces",),
     ("records",),
     ("config",),
-    ("facts",),
+    ("facts", "resampling"),
     ("errors", "rounding"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

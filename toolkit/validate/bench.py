@@ -34,13 +34,13 @@ from toolkit.records import (
     Finding,
     Ratio,
 )
+from toolkit.resampling import bootstrap_ratio
 from toolkit.validate import metrics
 from toolkit.validate.clients import BadAnswer, Exchange, Transport, read_exchange
 from toolkit.validate.counters import SETTLE_S, client_counts, reconcile, settled
 from toolkit.validate.gates import verdict
 from toolkit.validate.limits import Limit, judge, straddled
 from toolkit.validate.load import constant, poisson, run_closed, run_open, undisturbed, uniquely
-from toolkit.validate.statistics import bootstrap_ratio
 
 __all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "crossover", "run_bench", "speed_ratio", "undecided_speed"]
 

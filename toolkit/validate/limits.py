@@ -15,10 +15,10 @@ import numpy as np
 
 from toolkit.errors import UsageError
 from toolkit.records import BenchArm, BenchPoint, Gate
+from toolkit.resampling import CONFIDENCE, TOO_FEW
 from toolkit.rounding import decimals
 from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.validate.metrics import LATENCIES, PERCENTILES
-from toolkit.validate.statistics import CONFIDENCE, TOO_FEW
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from toolkit.records import Acceptance, Arm, Definition, Interval, Latency, PositionAcceptance, Ratio, Speedup
-from toolkit.validate.statistics import (
+from toolkit.resampling import (
     CONFIDENCE,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,

@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.records import ArmParity, Divergence, MarginBin, Parity
+from toolkit.resampling import CONFIDENCE, clopper_pearson
 from toolkit.validate.classes import judge_gaps
 from toolkit.validate.log_probs import Served, judge_log_probs
 from toolkit.validate.reference import Reference
-from toolkit.validate.statistics import CONFIDENCE, clopper_pearson
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

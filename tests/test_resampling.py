@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.validate.statistics import (
+from toolkit.resampling import (
     bootstrap_percentile,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
