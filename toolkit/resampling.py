@@ -1,7 +1,7 @@
-"""The statistics of a verdict: weighted percentiles, exact bounds on a rate, bootstrap intervals. Pure: arrays in, numbers out.
+"""How sure a measured figure is: weighted percentiles and bootstrap intervals. Pure: arrays in, numbers out.
 
-Intervals are two-sided at CONFIDENCE, bounds one-sided. Resampling takes whole prompts, never single tokens, since the tokens
-of one text share its difficulty; a fixed seed makes a report repeatable from its measurements.
+Intervals are two-sided at CONFIDENCE. Resampling takes whole prompts, never single tokens, since the
+tokens of one text share its difficulty; a fixed seed makes a report repeatable from its measurements.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ __all__ = [
     "bootstrap_percentiles",
     "bootstrap_ratio",
     "bootstrap_ratio_of_sums",
-    "clopper_pearson",
     "percentile",
-    "prompts_needed",
     "unsupported",
 ]
 
@@ -51,35 +49,6 @@ def percentile(values: Sequence[float] | Floats, q: float, weights: Sequence[int
     if weights is not None:
         expanded = np.repeat(expanded, weights)
     return float(np.percentile(expanded, q))
-
-
-def clopper_pearson(events: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Exact one-sided bounds on a rate, each at `confidence`: (lower, upper). Clopper and Pearson 1934.
-
-    Raises ValueError unless 0 <= events <= trials and trials > 0.
-    """
-    from scipy.stats import beta
-
-    if not 0 <= events <= trials or trials == 0:
-        raise ValueError(f"{events} events in {trials} trials")
-    low = 0.0 if events == 0 else float(beta.ppf(1 - confidence, events, trials - events + 1))
-    high = 1.0 if events == trials else float(beta.ppf(confidence, events + 1, trials - events))
-    return low, high
-
-
-def prompts_needed(limit: float, events: int, confidence: float = CONFIDENCE) -> int | None:
-    """Fewest prompts at which `events` divergences still bound the rate by `limit`; None above a million."""
-    if not 0 < limit < 1:
-        return 1 if limit >= 1 else None
-    low, high = events, max(1, events)
-    while clopper_pearson(events, high, confidence)[1] > limit:
-        low, high = high, high * 2
-        if high > 1_000_000:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if clopper_pearson(events, middle, confidence)[1] <= limit else (middle, high)
-    return high
 
 
 def bootstrap_ratio(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
-from toolkit.resampling import clopper_pearson
 from toolkit.validate import metrics
 from toolkit.validate.drafts import shortfall, telling
 from toolkit.validate.gates import (
@@ -22,6 +21,7 @@ from toolkit.validate.gates import (
     speedup_gate,
     verdict,
 )
+from toolkit.validate.proportions import clopper_pearson
 
 
 def parity(prompts: int, near_ties: int) -> Parity:

@@ -24,10 +24,11 @@ from toolkit.records import (
     Speedup,
     StopCheck,
 )
-from toolkit.resampling import TOO_FEW, clopper_pearson, prompts_needed
+from toolkit.resampling import TOO_FEW
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.drafts import TELLING, telling
+from toolkit.validate.proportions import clopper_pearson, prompts_needed
 
 __all__ = [
     "FAIL",

@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.records import ArmParity, Divergence, MarginBin, Parity
-from toolkit.resampling import CONFIDENCE, clopper_pearson
+from toolkit.resampling import CONFIDENCE
 from toolkit.validate.classes import judge_gaps
 from toolkit.validate.log_probs import Served, judge_log_probs
+from toolkit.validate.proportions import clopper_pearson
 from toolkit.validate.reference import Reference
 
 if TYPE_CHECKING:
