@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.resampling import (
-    bootstrap_percentile,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
     bootstrap_ratio,
@@ -71,7 +70,7 @@ def test_percentile_interval_covers_the_truth_about_as_often_as_it_says() -> Non
     truth = -np.log(0.1)  # p90 of the unit exponential
     for _ in range(trials):
         clusters = generator.exponential(size=(100, 3)).tolist()
-        low, high = bootstrap_percentile(clusters, 90)
+        ((low, high),) = bootstrap_percentiles(clusters, (90,))
         covered += low <= truth <= high
     assert covered / trials >= 0.86
 
@@ -80,8 +79,8 @@ def test_percentile_interval_resamples_whole_prompts() -> None:
     """Ten prompts whose samples are all alike carry ten samples' worth of evidence, however often they were measured."""
     generator = np.random.default_rng(3)
     level = generator.exponential(size=40)
-    alike = bootstrap_percentile([[value] * 20 for value in level], 90)
-    independent = bootstrap_percentile([generator.exponential(size=20).tolist() for _ in level], 90)
+    (alike,) = bootstrap_percentiles([[value] * 20 for value in level], (90,))
+    (independent,) = bootstrap_percentiles([generator.exponential(size=20).tolist() for _ in level], (90,))
     assert alike[1] - alike[0] > 2 * (independent[1] - independent[0])
 
 
@@ -89,7 +88,7 @@ def test_percentile_interval_with_weights_is_that_of_repeated_values() -> None:
     clusters = [[1.0, 5.0], [2.0], [7.0, 3.0], [4.0]]
     weights = [[3, 1], [2], [1, 4], [2]]
     repeated = [[v for v, w in zip(c, ws, strict=True) for _ in range(w)] for c, ws in zip(clusters, weights, strict=True)]
-    assert bootstrap_percentile(clusters, 50, weights) == bootstrap_percentile(repeated, 50)
+    assert bootstrap_percentiles(clusters, (50,), weights) == bootstrap_percentiles(repeated, (50,))
 
 
 def crossed(values: np.ndarray) -> list[list[list[tuple[float, int]]]]:
@@ -127,4 +126,4 @@ def test_arms_of_different_shape_are_not_paired() -> None:
 def test_percentiles_at_once_are_those_one_by_one() -> None:
     clusters = [list(row) for row in np.random.default_rng(1).exponential(size=(30, 5))]
     together = bootstrap_percentiles(clusters, (50, 90), seed=4)
-    assert together == (bootstrap_percentile(clusters, 50, seed=4), bootstrap_percentile(clusters, 90, seed=4))
+    assert together == tuple(bootstrap_percentiles(clusters, (q,), seed=4)[0] for q in (50, 90))

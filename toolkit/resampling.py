@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 __all__ = [
     "CONFIDENCE",
     "TOO_FEW",
-    "bootstrap_percentile",
     "bootstrap_percentile_ratios",
     "bootstrap_percentiles",
     "bootstrap_ratio",
@@ -73,18 +72,6 @@ def bootstrap_ratio(
     total = sums.sum(axis=(1, 2))
     low, high = np.percentile(ratios, [tail, 100 - tail])
     return float((total[0] / total[1]) / (total[2] / total[3])), float(low), float(high)
-
-
-def bootstrap_percentile(
-    clusters: Sequence[Sequence[float]],
-    q: float,
-    weights: Sequence[Sequence[int]] | None = None,
-    *,
-    seed: int = 0,
-    confidence: float = CONFIDENCE,
-) -> tuple[float, float]:
-    """`bootstrap_percentiles` of one."""
-    return bootstrap_percentiles(clusters, (q,), weights, seed=seed, confidence=confidence)[0]
 
 
 def bootstrap_percentiles(
