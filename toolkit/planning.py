@@ -69,8 +69,8 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
 
 def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
     """A plan needs no texts, and a build does; but those that are there have to be of use to it."""
+    from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
-    from toolkit.validate.prompts import read_prompts
 
     validation, calibration = config.validation, config.calibration
     wanted: list[tuple[str, str, dict[str, Path | None], Callable[[], object]]] = [

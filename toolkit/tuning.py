@@ -1,6 +1,7 @@
 """Where the advisor meets engines and runtime: the `tune` stage, made of compiled engines and the prompt file.
 
-The third composition root beside `assembly`, which puts the stage into the pipeline, and `inprocess`, whose runtime is measured.
+The third composition root beside `assembly`, which puts the stage into the pipeline, and
+`inprocess`, whose runtime is measured.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.stub import Script, StubServer
-from toolkit.benching import Asked, bench
+from toolkit.bench.run import Asked, bench
 from toolkit.records import BenchArm
 
 TOKENIZER = Path(__file__).parents[2] / "configs/quickstart/target"

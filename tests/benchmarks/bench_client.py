@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from tests.support.stub import Script, StubServer
+from toolkit.bench.arrivals import lag_ns, poisson, run_closed, run_open
+from toolkit.bench.transports import PROTOCOLS, connect, read_exchange
 from toolkit.client import Options
-from toolkit.validate.clients import PROTOCOLS, connect, read_exchange
-from toolkit.validate.load import lag_ns, poisson, run_closed, run_open
 
 CHUNKS, GAP_MS, TOKENS = 8, 5.0, 2
 LIMIT_MS = 2.0

@@ -20,6 +20,7 @@ from pathlib import Path
 from tests.speculative.test_acceptance import accept_by_argmax
 from tests.speculative.test_distribution import with_rule
 from tests.support.runtime_endpoint import RuntimeEndpoint, noise
+from toolkit.bench.prompts import read_prompts
 from toolkit.config.schema import DistributionGates
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
@@ -28,7 +29,6 @@ from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 from toolkit.validate.arms import Sender
 from toolkit.validate.gates import distribution_gate
-from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import reference_from_engine
 from toolkit.validate.sampled import draw_samples, judge_samples
 

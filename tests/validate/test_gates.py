@@ -6,21 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.bench import metrics
+from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
-from toolkit.validate import metrics
 from toolkit.validate.drafts import shortfall, telling
-from toolkit.validate.gates import (
-    check_gates,
-    latency_gates,
-    not_judged,
-    outcome,
-    parity_gate,
-    quality_gates,
-    ratio_gates,
-    speedup_gate,
-    verdict,
-)
+from toolkit.validate.gates import check_gates, latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
 from toolkit.validate.proportions import clopper_pearson
 
 

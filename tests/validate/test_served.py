@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.bench.counters import read_counters
 from toolkit.client import Client, RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.engines.registry import loader
@@ -19,7 +20,6 @@ from toolkit.report.render import read_report, write_report
 from toolkit.speculative.sampling import ExponentialRace
 from toolkit.speculative.text import TextCodec
 from toolkit.triton.server import TritonServer
-from toolkit.validate.counters import read_counters
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference, reference_from_engine
 from toolkit.validate.stage import Endpoint, References, validate

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
+from toolkit.bench.runner import crossover
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import StageError, UsageError
@@ -27,7 +28,6 @@ from toolkit.records import (
     to_json,
 )
 from toolkit.report.figures import next_steps, notes
-from toolkit.validate.bench import crossover
 from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import References, validate
 

@@ -174,8 +174,8 @@ def _device(asked: str) -> str:
 
 def _check_prompt_lengths(config: DeploymentConfig) -> None:
     """Asked before long work and not at every build: it needs the tokenizer. Raises UsageError."""
+    from toolkit.bench.prompts import check_lengths
     from toolkit.checkpoints.tokenizer import load_tokenizer
-    from toolkit.validate.prompts import check_lengths
 
     tokenizer = load_tokenizer(config.target.checkpoint)
     check_lengths(

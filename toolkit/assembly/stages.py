@@ -227,8 +227,8 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
 
 def _check_inputs(config: DeploymentConfig) -> None:
     """Read the small input files now: a bad line in the prompts should not be found after an hour of quantizing."""
+    from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
-    from toolkit.validate.prompts import read_prompts
 
     read_prompts(config.validation.prompts, config.validation.max_prompts)
     if config.calibration is not None:

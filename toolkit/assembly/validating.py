@@ -180,8 +180,8 @@ def _watched(
     against_plain: bool = True,
 ) -> dict[str, Any]:
     """The arguments of `validate` that look at the server itself: its counters, and its speed under load."""
-    from toolkit.benching import sweep
-    from toolkit.validate.counters import read_counters
+    from toolkit.bench.counters import read_counters
+    from toolkit.bench.run import sweep
 
     return {
         "counters": lambda: read_counters(server().metrics_url),

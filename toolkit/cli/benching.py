@@ -172,7 +172,7 @@ def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchR
 
 
 def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:
-    from toolkit.benching import Asked, bench
+    from toolkit.bench.run import Asked, bench
     from toolkit.progress import displayed
 
     with displayed() as display:
@@ -201,8 +201,8 @@ def _finish_bench(run: BenchRun, out: Path | None, *, as_json: bool) -> None:
 
 
 def _compare(a: Path, b: Path, tolerance: float, *, as_json: bool) -> None:
+    from toolkit.bench.compare import compare_runs, read_run
     from toolkit.report.bench import print_comparison
-    from toolkit.validate.compare import compare_runs, read_run
 
     found = compare_runs(read_run(a), read_run(b), tolerance=tolerance)
     if as_json:

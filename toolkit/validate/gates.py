@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from toolkit.bench.verdict import FAIL, INCONCLUSIVE, NOT_JUDGED, PASS, outcome
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import (
     Agreement,
@@ -31,24 +32,17 @@ from toolkit.validate.drafts import TELLING, telling
 from toolkit.validate.proportions import clopper_pearson, prompts_needed
 
 __all__ = [
-    "FAIL",
-    "INCONCLUSIVE",
-    "NOT_JUDGED",
-    "PASS",
     "agreement_gate",
     "check_gates",
     "distribution_gate",
     "latency_gates",
     "not_judged",
-    "outcome",
     "parity_gate",
     "quality_gates",
     "ratio_gates",
     "speedup_gate",
-    "verdict",
 ]
 
-PASS, FAIL, INCONCLUSIVE, NOT_JUDGED = "PASS", "FAIL", "INCONCLUSIVE", "NOT JUDGED"
 WRONG_TOKENS = (
     0.05  # of those where the source is decided, by their upper bound: its own served text is easier than held-out text
 )
@@ -59,19 +53,6 @@ UNTOLD_STEPS = (
     "triton.decoupled: true this is judged"
 )
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
-
-
-def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
-    """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none of it is."""
-    good, bad = (low >= limit, high < limit) if at_least else (high <= limit, low > limit)
-    return PASS if good else FAIL if bad else INCONCLUSIVE
-
-
-def verdict(gates: Iterable[Gate]) -> str:
-    """FAIL if any failed, else INCONCLUSIVE if any is or none was judged, else PASS."""
-    outcomes = {gate.outcome for gate in gates}
-    undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}
-    return FAIL if FAIL in outcomes else INCONCLUSIVE if undecided else PASS
 
 
 def not_judged(gates: Iterable[Gate]) -> list[Gate]:

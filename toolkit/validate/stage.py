@@ -16,6 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from toolkit.bench import metrics
+from toolkit.bench.counters import client_counts, reconcile
+from toolkit.bench.definitions import DEFINITIONS
+from toolkit.bench.prompts import read_prompts
+from toolkit.bench.verdict import INCONCLUSIVE, verdict
 from toolkit.config.schema import LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
@@ -35,7 +40,6 @@ from toolkit.records import (
     StageCost,
     ValidationReport,
 )
-from toolkit.validate import metrics
 from toolkit.validate.arms import (
     ALL,
     ARMS,
@@ -56,19 +60,8 @@ from toolkit.validate.correctness import (
     not_measured,
     planned_requests,
 )
-from toolkit.validate.counters import client_counts, reconcile
-from toolkit.validate.gates import (
-    INCONCLUSIVE,
-    latency_gates,
-    not_judged,
-    parity_gate,
-    quality_gates,
-    ratio_gates,
-    speedup_gate,
-    verdict,
-)
+from toolkit.validate.gates import latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
 from toolkit.validate.parity import unrepeatable
-from toolkit.validate.prompts import read_prompts
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
 
@@ -108,7 +101,7 @@ def validate(
 
     endpoint: a started server's client, `Client(server.grpc_url)`, or one that starts a server per arm. counters: reads the
     server's own counters, for instance
-    `lambda: read_counters(server.metrics_url)` of `toolkit.validate.counters`; None leaves them out, which is reported.
+    `lambda: read_counters(server.metrics_url)` of `toolkit.bench.counters`; None leaves them out, which is reported.
     sweep: measures both arms at these many requests at a time; it is called where config.latency.concurrency has any.
     references: judge the texts; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
     can: what the endpoint knows to do. keep_replay: stores what `toolkit validate --replay` needs of one divergence, and
@@ -197,7 +190,7 @@ def validate(
         environment=dict(environment),
         engines=dict(engines),
         stages=tuple(stages),
-        definitions=metrics.DEFINITIONS,
+        definitions=DEFINITIONS,
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
         replaced=tuple(replaced),

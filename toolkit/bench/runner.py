@@ -20,6 +20,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from toolkit.bench import metrics
+from toolkit.bench.arrivals import constant, poisson, run_closed, run_open, undisturbed, uniquely
+from toolkit.bench.counters import SETTLE_S, client_counts, reconcile, settled
+from toolkit.bench.definitions import DEFINITIONS, LOAD_DEFINITIONS
+from toolkit.bench.limits import Limit, judge, straddled
+from toolkit.bench.transports import BadAnswer, Exchange, Transport, read_exchange
+from toolkit.bench.verdict import verdict
 from toolkit.client import Options, RequestTiming, Statistics
 from toolkit.errors import StageError
 from toolkit.interfaces import Progress
@@ -35,12 +42,6 @@ from toolkit.records import (
     Ratio,
 )
 from toolkit.resampling import bootstrap_ratio
-from toolkit.validate import metrics
-from toolkit.validate.clients import BadAnswer, Exchange, Transport, read_exchange
-from toolkit.validate.counters import SETTLE_S, client_counts, reconcile, settled
-from toolkit.validate.gates import verdict
-from toolkit.validate.limits import Limit, judge, straddled
-from toolkit.validate.load import constant, poisson, run_closed, run_open, undisturbed, uniquely
 
 __all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "crossover", "run_bench", "speed_ratio", "undecided_speed"]
 
@@ -164,7 +165,7 @@ async def run_bench(
             *_together(arms, runner.everything),
         ),
         environment=dict(environment),
-        definitions=metrics.DEFINITIONS | metrics.LOAD_DEFINITIONS,
+        definitions=DEFINITIONS | LOAD_DEFINITIONS,
         requests=tuple(_saved(one, runner.began_ns) for one in runner.everything),
     )
 

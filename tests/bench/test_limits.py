@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.validate.test_metrics import timing
+from tests.bench.test_metrics import timing
+from toolkit.bench import metrics
+from toolkit.bench.limits import judge, parse_goodput, parse_limit, straddled
 from toolkit.errors import UsageError
 from toolkit.records import BenchArm, BenchPoint, Gate, Ratio
-from toolkit.validate import metrics
-from toolkit.validate.limits import judge, parse_goodput, parse_limit, straddled
 
 
 def arm(

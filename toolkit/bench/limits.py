@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.bench.metrics import LATENCIES, PERCENTILES
+from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.errors import UsageError
 from toolkit.records import BenchArm, BenchPoint, Gate
 from toolkit.resampling import CONFIDENCE, TOO_FEW
 from toolkit.rounding import decimals
-from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome
-from toolkit.validate.metrics import LATENCIES, PERCENTILES
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.bench.prompts import read_prompts
 from toolkit.errors import UsageError
-from toolkit.validate.prompts import read_prompts
 
 
 def test_the_first_lines_are_taken_by_prompt_or_else_text(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 
 from tests.support.stub import Script, StubServer
-from toolkit.benching import Asked, bench
+from toolkit.bench.compare import compare_runs, read_run
+from toolkit.bench.limits import parse_limit
+from toolkit.bench.run import Asked, bench
+from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
 from toolkit.errors import StageError, UsageError
 from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Ratio, from_json, to_json
 from toolkit.report.bench import print_run
-from toolkit.validate.bench import crossover, speed_ratio, undecided_speed
-from toolkit.validate.compare import compare_runs, read_run
-from toolkit.validate.limits import parse_limit
 
 CHUNKS = ((2.0, "a", 1), (2.0, "bcd", 3))
 COUNT = 24
@@ -265,7 +265,7 @@ def test_a_sweep_that_shows_nothing_says_so() -> None:
 
 
 def test_a_ratio_with_too_many_failed_pairs_is_not_judged() -> None:
-    from tests.validate.test_metrics import timing
+    from tests.bench.test_metrics import timing
 
     good = [[timing([(10, 1), (20, 3)]) for _ in range(10)]]
     holes = [[None, None, *good[0][2:]]]

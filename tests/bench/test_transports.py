@@ -14,11 +14,8 @@ import grpc
 import pytest
 
 from tests.support.stub import Script, StubServer, openai_events, response_of, triton_outputs
-from toolkit.client import ModelForm, Options, RequestTiming
-from toolkit.errors import StageError, UsageError
-from toolkit.triton.contract import INPUTS
-from toolkit.validate import metrics
-from toolkit.validate.clients import (
+from toolkit.bench import metrics
+from toolkit.bench.transports import (
     PROTOCOLS,
     BadAnswer,
     Exchange,
@@ -29,6 +26,9 @@ from toolkit.validate.clients import (
     connect,
     read_exchange,
 )
+from toolkit.client import ModelForm, Options, RequestTiming
+from toolkit.errors import StageError, UsageError
+from toolkit.triton.contract import INPUTS
 
 MS = 1_000_000
 SCRIPT = Script(chunks=((5, "a", 1), (20, "bcd", 3), (6, "ef", 2)))

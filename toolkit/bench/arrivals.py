@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.bench.timerfd import Alarm
+from toolkit.bench.transports import Exchange, Transport, too_many_files
 from toolkit.errors import UsageError
-from toolkit.validate.alarm import Alarm
-from toolkit.validate.clients import Exchange, Transport, too_many_files
 
 __all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 

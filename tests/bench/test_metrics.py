@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.endpoint import ScriptedEndpoint
+from toolkit.bench import metrics
 from toolkit.client import RequestTiming, Statistics
-from toolkit.validate import metrics
 
 MS = 1_000_000
 

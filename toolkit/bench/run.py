@@ -1,6 +1,6 @@
 """What `toolkit bench` does behind its arguments: connect, choose arms and loads, find the server's counters, run.
 
-It works on any endpoint that `toolkit.validate.clients` can talk to, and needs no YAML of ours.
+It works on any endpoint that `toolkit.bench.transports` can talk to, and needs no YAML of ours.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 
 if TYPE_CHECKING:
+    from toolkit.bench.runner import Arm, Load, Plan
+    from toolkit.bench.transports import Transport
     from toolkit.records import BenchRun
-    from toolkit.validate.bench import Arm, Load, Plan
-    from toolkit.validate.clients import Transport
 
 __all__ = ["Asked", "bench", "sweep"]
 
@@ -106,8 +106,8 @@ def sweep(
 
 
 async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> BenchRun:
-    from toolkit.validate.bench import run_bench
-    from toolkit.validate.clients import connect
+    from toolkit.bench.runner import run_bench
+    from toolkit.bench.transports import connect
 
     transports: list[Transport] = []
     try:
@@ -133,9 +133,9 @@ async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> Benc
 
 
 def _plan(asked: Asked) -> Plan:
-    from toolkit.validate.bench import Plan
-    from toolkit.validate.limits import parse_goodput, parse_limit
-    from toolkit.validate.prompts import read_prompts
+    from toolkit.bench.limits import parse_goodput, parse_limit
+    from toolkit.bench.prompts import read_prompts
+    from toolkit.bench.runner import Plan
 
     prompts = read_prompts(asked.prompts, 1_000_000)
     two = asked.against_plain or asked.baseline is not None
@@ -167,8 +167,8 @@ def _plan(asked: Asked) -> Plan:
 
 
 def _loads(asked: Asked) -> tuple[Load, ...]:
-    from toolkit.validate.bench import Load
-    from toolkit.validate.load import read_trace
+    from toolkit.bench.arrivals import read_trace
+    from toolkit.bench.runner import Load
 
     trace = None if asked.arrivals in ("poisson", "constant") else read_trace(Path(asked.arrivals))
     if (asked.rate is not None or trace is not None) and asked.concurrency:
@@ -183,8 +183,8 @@ def _loads(asked: Asked) -> tuple[Load, ...]:
 
 
 def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
+    from toolkit.bench.runner import Arm
     from toolkit.client import Options
-    from toolkit.validate.bench import Arm
 
     served = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
     if asked.baseline is not None:
@@ -200,7 +200,7 @@ def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
 
 def _counters(url: str, transport: Transport, asked: Asked) -> Callable[[], Mapping[str, float]] | None:
     """A reader of the server's counters, where they can be read. Raises UsageError when a stated address cannot."""
-    from toolkit.validate.counters import read_counters
+    from toolkit.bench.counters import read_counters
 
     address = asked.metrics_url or _metrics_of(url)
     if address is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.benching import Asked, bench
+from toolkit.bench.run import Asked, bench
 from toolkit.triton.server import TritonServer
 
 PROMPTS = [f"def f{number}(x):" for number in range(20)]

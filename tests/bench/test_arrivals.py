@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
+from toolkit.bench.arrivals import constant, lag_ns, poisson, read_trace, run_closed, run_open, uniquely
+from toolkit.bench.transports import Exchange, Go
 from toolkit.errors import StageError, UsageError
-from toolkit.validate.clients import Exchange, Go
-from toolkit.validate.load import constant, lag_ns, poisson, read_trace, run_closed, run_open, uniquely
 
 NS = 1_000_000_000
 

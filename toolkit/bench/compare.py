@@ -10,14 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
+from toolkit.bench import metrics
+from toolkit.bench.runner import SCHEMA_VERSION, speed_ratio
+from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome, verdict
 from toolkit.client import RequestTiming, Statistics
 from toolkit.errors import UsageError
 from toolkit.pipeline.saved import read_saved
 from toolkit.records import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison, Finding, Gate, Ratio, from_json
 from toolkit.resampling import TOO_FEW
-from toolkit.validate import metrics
-from toolkit.validate.bench import SCHEMA_VERSION, speed_ratio
-from toolkit.validate.gates import FAIL, INCONCLUSIVE, PASS, outcome, verdict
 
 __all__ = ["compare_runs", "read_run"]
 

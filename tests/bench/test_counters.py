@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.validate.test_metrics import timing
-from toolkit.validate.counters import client_counts, parse_counters, read_counters, reconcile, settled
+from tests.bench.test_metrics import timing
+from toolkit.bench.counters import client_counts, parse_counters, read_counters, reconcile, settled
 
 PAGE = """# HELP toolkit_requests Requests by outcome
 # TYPE toolkit_requests counter

@@ -1,0 +1,26 @@
+"""Three outcomes: an interval that straddles its limit is INCONCLUSIVE, which is not PASS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from toolkit.records import (
+    Gate,
+)
+
+__all__ = ["FAIL", "INCONCLUSIVE", "NOT_JUDGED", "PASS", "outcome", "verdict"]
+
+PASS, FAIL, INCONCLUSIVE, NOT_JUDGED = "PASS", "FAIL", "INCONCLUSIVE", "NOT JUDGED"
+
+
+def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
+    """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none of it is."""
+    good, bad = (low >= limit, high < limit) if at_least else (high <= limit, low > limit)
+    return PASS if good else FAIL if bad else INCONCLUSIVE
+
+
+def verdict(gates: Iterable[Gate]) -> str:
+    """FAIL if any failed, else INCONCLUSIVE if any is or none was judged, else PASS."""
+    outcomes = {gate.outcome for gate in gates}
+    undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}
+    return FAIL if FAIL in outcomes else INCONCLUSIVE if undecided else PASS
