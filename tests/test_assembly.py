@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from tests.support.cli import write_config
 from tests.support.stages import Silent, small_stages
 from tests.support.trtllm import place_with_builder
-from tests.test_cli import write_config
 from toolkit.assembly.build import build, explain_build
 from toolkit.assembly.stages import stages_of
 from toolkit.assembly.workplace import Workplace

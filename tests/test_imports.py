@@ -22,7 +22,7 @@ LEVELS = (
     ("planning",),
     ("assembly",),
     ("tuning", "reporting"),
-    ("inprocess", "serving_trtllm", "progress"),
+    ("inprocess", "serving_trtllm"),
     WORKING,
     ("bench",),
     ("pipeline",),

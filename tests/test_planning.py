@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tests.plan.conftest import config_of
 from tests.support.checkpoints import write_checkpoint
+from tests.support.cli import write_config
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
-from tests.test_cli import write_config
 from toolkit.assembly.making import engine_spec
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 
 from tests.report.conftest import advised, failing, measured, passing
+from tests.support.reports import keep
 from tests.support.stages import Silent
-from toolkit.interfaces import Progress
-from toolkit.pipeline.run import run_stages
-from toolkit.pipeline.stage import Finished, Stage
 from toolkit.pipeline.store import Store
-from toolkit.records import Advice, Grid, ValidationReport
-from toolkit.report.render import read_report, write_report
+from toolkit.records import ValidationReport
+from toolkit.report.render import read_report
 from toolkit.reporting import publish_report
 
 __all__ = ["advised", "failing", "measured", "passing"]  # fixtures
@@ -41,21 +38,6 @@ COMPARED: dict[str, Any] = {
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
-
-
-def keep(
-    store: Store, stage_name: str, record: Advice | Grid | ValidationReport, parts: Mapping[str, Any], *, name: str = "tiny"
-) -> None:
-    """As the pipeline does it when the stage runs."""
-
-    def run(finished: Finished, out_dir: Path, progress: Progress) -> Any:
-        if isinstance(record, ValidationReport):
-            write_report(record, out_dir)
-            (out_dir / "server.log").write_text("what the server said")
-        return record
-
-    stage = Stage(stage_name, 1, type(record), (), lambda finished: parts, run)
-    assert dict(run_stages([stage], store, name, Silent()))
 
 
 def published(store: Store, tmp_path: Path) -> tuple[ValidationReport, bool]:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.cli import write_config
 from tests.support.stages import Silent
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
-from tests.test_cli import write_config
 from toolkit.assembly.build import build
 from toolkit.assembly.replaying import replay_divergence
 from toolkit.assembly.workplace import Workplace

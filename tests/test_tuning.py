@@ -13,9 +13,9 @@ import yaml
 
 from tests.plan.conftest import config_of
 from tests.report.conftest import passing
+from tests.support.cli import write_config
+from tests.support.reports import keep
 from tests.support.stages import Silent
-from tests.test_cli import write_config
-from tests.test_reporting import keep
 from toolkit.assembly.advising import tune, tune_grid
 from toolkit.assembly.asked import sampled_rule, speculation_of, takes_max_concurrency, takes_schedule
 from toolkit.assembly.build import build

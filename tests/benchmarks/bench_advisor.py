@@ -59,9 +59,9 @@ def build_engines(folder: Path) -> Path:
     """Quantize and compile the quickstart pair, as its YAML says."""
     from toolkit.assembly.build import build
     from toolkit.assembly.workplace import Workplace
+    from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
-    from toolkit.progress import displayed
 
     config, workplace = load_config(ROOT / "configs" / "quickstart.yaml"), Workplace(folder)
     with displayed() as display:

@@ -95,9 +95,9 @@ def deploy(folder: Path, name: str) -> Path:
     """Quantize, compile and package the quickstart pair as the YAML says, but for what the name says. The repository."""
     from toolkit.assembly.build import build
     from toolkit.assembly.workplace import Workplace
+    from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
-    from toolkit.progress import displayed
 
     workplace = Workplace(folder)
     config = load_config(CONFIG, [f"name={name}", *DEPLOYMENTS[name]])

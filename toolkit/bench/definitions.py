@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from toolkit.records import Definition
 from toolkit.resampling import (
     CONFIDENCE,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["DEFINITIONS", "LOAD_DEFINITIONS"]
 

@@ -6,8 +6,8 @@ and errors in a YAML are there at once.
 """
 
 # Importing them registers their commands, in the order of `toolkit --help`.
-from toolkit.cli import starting, building, tuning, using, benching, about  # noqa: F401  # isort: skip
-from toolkit.cli.entry import main
-from toolkit.cli.shared import app
+from toolkit.cli import init, plan, build, validate, explain, report, tune, serve, generate, bench, doctor  # noqa: F401  # isort: skip
+from toolkit.cli.common import app
+from toolkit.cli.main import main
 
 __all__ = ["app", "main"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared import FAILED, Debug, Json, app, show, show_json
-
-if TYPE_CHECKING:
-    pass
+from toolkit.cli.common import FAILED, Debug, Json, app, show, show_json
 
 
 def _print_version(asked: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from toolkit.assembly.build import Built
     from toolkit.assembly.workplace import Workplace
     from toolkit.config.schema import DeploymentConfig
-    from toolkit.records import TritonRepository
+    from toolkit.records import TritonRepository, ValidationReport
 
 __all__ = [
     "FAILED",
@@ -42,6 +42,7 @@ __all__ = [
     "load",
     "packaged_here",
     "placed",
+    "print_report",
     "run_stages",
     "say",
     "show",
@@ -107,8 +108,8 @@ def here() -> Workplace:
 def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
     """`build`, with its progress shown."""
     from toolkit.assembly.build import build
+    from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
-    from toolkit.progress import displayed
 
     workplace = here()
     with displayed() as display:
@@ -157,3 +158,10 @@ def show_json(value: Any) -> None:
 def say(text: str) -> None:
     """Progress, or an error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_report(found: ValidationReport, *, full: bool) -> None:
+    """On the terminal: the verdict and what people look at first; full: all of it."""
+    from toolkit.report import render
+
+    render.print_report(found, console(), full=full)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli import toolkit
 from tests.support.stub import Script, StubServer
-from tests.test_cli import toolkit
 
 
 @pytest.fixture(scope="module")

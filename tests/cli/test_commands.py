@@ -11,60 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.cli import toolkit, write_config
 from tests.support.hub import small_hub
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SHOWS = ("plan", "explain", "report", "doctor", "schema", "version")
 COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHOWS)
-
-
-def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the real command with its output piped."""
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "110", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def write_config(folder: Path, pair: tuple[Path, Path], **sections: Any) -> Path:
-    """A YAML that needs nothing quantized and measures next to nothing."""
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(4)))
-    config: dict[str, Any] = {
-        "name": "tiny",
-        "target": {"checkpoint": str(pair[0])},
-        "draft": {"checkpoint": str(pair[1])},
-        "speculation": {"max_draft_len": 2},
-        "engine": {
-            "mode": "eager",
-            "dtype": "float64",
-            "max_batch_size": 2,
-            "max_input_len": 64,
-            "max_seq_len": 128,
-            "threads": 1,
-        },
-        "validation": {
-            "prompts": "prompts.jsonl",
-            "max_tokens": 6,
-            "rounds": 1,
-            "max_rounds": 1,
-            "parity": {"max_divergence_rate": 0.95, "source": "never"},
-            "distribution": {"enabled": False},
-            "latency": {"min_speedup": None},
-        },
-        **sections,
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(json.dumps(config, indent=1))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +37,7 @@ def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], N
 
 
 def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
-    config = str(Path(__file__).parents[1] / "configs" / "llama70b.yaml")
+    config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
     good = toolkit("plan", config, cwd=tmp_path)
     assert good.returncode == 0 and "llama70b: it can work" in good.stdout
     bad = toolkit("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
@@ -147,7 +102,7 @@ def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: P
 
 
 def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
-    config = str(Path(__file__).parents[1] / "configs" / "llama70b.yaml")
+    config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
     done = toolkit("build", config, "--set", "engine.tp_size=3", "--set", "engine.tensorrt_llm='0.21'", cwd=tmp_path)
     assert done.returncode == 2
     assert "--set engine.tp_size=3: engine.tp_size: the target's 64 attention heads" in done.stderr
@@ -213,7 +168,7 @@ def test_what_this_machine_cannot_serve_is_refused_before_anything_is_fetched(
     command: list[str], said: str, tmp_path: Path
 ) -> None:
     """Nothing of these models is here, so a fetch would fail with other words, after a while."""
-    config = Path(__file__).parents[1] / "configs" / "llama70b.yaml"
+    config = Path(__file__).parents[2] / "configs" / "llama70b.yaml"
     name, *rest = command
     done = toolkit(name, str(config), *rest, cwd=tmp_path, PATH=os.defpath)
     assert done.returncode == 2

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.progress import PlainDisplay, displayed, duration
 from toolkit.pipeline.stage import Done
 from toolkit.pipeline.store import Entry
-from toolkit.progress import PlainDisplay, displayed, duration
 
 
 def done(seconds: float, *, reused: bool = False, peak: int | None = 3 * 2**30) -> Done:

@@ -1,18 +1,14 @@
-"""Before anything runs: `init` writes a first YAML, `plan` says what it will come to."""
+"""`toolkit init`: write a commented YAML for two checkpoints."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared import PIPED_WIDTH, USAGE, Config, Debug, Json, Overrides, app, as_typed, load, show, show_json
+from toolkit.cli.common import Debug, app, as_typed, show
 from toolkit.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()
@@ -66,21 +62,3 @@ def _checkpoint(written: str) -> Path:
             f"no such folder, and no hub id: {written}", mend=f"{mend}Name a folder with a config.json, or OWNER/NAME."
         )
     return path
-
-
-@app.command()
-def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Say whether it can work, what will be changed in silence, what it needs, how fast it can be and what will run."""
-    from toolkit.planning import plan_of
-
-    made = plan_of(load(config, overrides, texts=False))
-    if as_json:
-        show_json(made)
-    else:
-        from rich.console import Console
-
-        from toolkit.report.plan import print_plan
-
-        print_plan(made, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
-    if not made.possible:
-        raise typer.Exit(USAGE)

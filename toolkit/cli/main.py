@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import typer
 from typer.exceptions import TyperException
 
-from toolkit.cli.shared import FAILED, INTERRUPTED, STAGES, USAGE, app, say
+from toolkit.cli.common import FAILED, INTERRUPTED, STAGES, USAGE, app, say
 from toolkit.errors import ToolkitError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 

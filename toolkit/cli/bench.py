@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared import (
+from toolkit.cli.common import (
     VERDICTS,
     Debug,
     Json,
@@ -173,7 +173,7 @@ def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchR
 
 def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:
     from toolkit.bench.run import Asked, bench
-    from toolkit.progress import displayed
+    from toolkit.cli.progress import displayed
 
     with displayed() as display:
         return bench(url, Asked(**asked), progress=display.started("bench"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.shared import Config, Debug, Json, Overrides, Rehash, app, console, here, load, placed, show, show_json
+from toolkit.cli.common import Config, Debug, Json, Overrides, Rehash, app, console, here, load, placed, show, show_json
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def tune_command(
 ) -> None:
     """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
     from toolkit.assembly.advising import tune, tune_grid
+    from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
-    from toolkit.progress import displayed
     from toolkit.records import Advice, Grid
 
     if grid and (drafts or measure):
