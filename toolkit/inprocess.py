@@ -15,7 +15,7 @@ from toolkit.interfaces import GenerationRequest, RequestStats, Sampling, StepEn
 
 if TYPE_CHECKING:
     from toolkit.advise.cost import StepTimes
-    from toolkit.speculative.decode import SpeculativeRuntime
+    from toolkit.speculative.runtime import SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
 
 __all__ = ["MeasuredRuntime", "eos_token_ids", "load_runtime"]
@@ -41,8 +41,8 @@ def load_runtime(
     draft length that the target's engine was not built for, BackendUnavailable.
     """
     from toolkit.engines.registry import loader
-    from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.drafters import NgramDrafter
+    from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
     from toolkit.speculative.text import TextCodec
 
     config = _engine_config(target_dir)
@@ -180,8 +180,8 @@ class MeasuredRuntime:
         return parts[0], parts[1], parts[2], wall - sum(parts)
 
     def _runtime(self, drafter: str, draft_len: int, eos: tuple[int, ...], *, padded: bool = False) -> SpeculativeRuntime:
-        from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
         from toolkit.speculative.drafters import NgramDrafter
+        from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 
         settings = RuntimeSettings(max_draft_len=draft_len, acceptance=self._acceptance, eos_token_ids=eos)
         looked_up = NgramDrafter(self._ngram_size, padded=padded) if drafter == "ngram" else None

@@ -15,7 +15,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store
 from toolkit.planning import plan_of
-from toolkit.rehearse.prepare import Rehearsal, prepare
+from toolkit.standins.prepare import Rehearsal, prepare
 
 __all__ = ["ready", "rehearse"]
 

@@ -25,7 +25,7 @@ from toolkit.config.schema import DistributionGates
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
 from toolkit.speculative.acceptance import RULES
-from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
+from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 from toolkit.validate.arms import Sender
 from toolkit.validate.gates import distribution_gate

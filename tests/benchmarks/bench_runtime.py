@@ -36,7 +36,7 @@ from toolkit.engines.stage import compile_engine
 from toolkit.inprocess import load_runtime
 from toolkit.interfaces import EngineSpec, RequestStats
 from toolkit.records import QuantizedCheckpoint
-from toolkit.speculative.decode import SpeculativeRuntime
+from toolkit.speculative.runtime import SpeculativeRuntime
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 MAX_SEQ_LEN = 1024

@@ -19,7 +19,7 @@ from tests.support.runtimes import assert_idle, make_request, make_runtime, serv
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.interfaces import GenerationRequest
-from toolkit.speculative.decode import SpeculativeRuntime
+from toolkit.speculative.runtime import SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
 PROMPTS, MAX_TOKENS, DRAFT_LENS = 200, 9, (1, 2, 4, 7)

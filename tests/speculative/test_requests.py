@@ -13,7 +13,7 @@ from tests.support.runtimes import Outcome, assert_idle, make_request, make_runt
 from tests.support.step_engines import FailingEngine, TableEngine
 from toolkit.errors import RequestError, UsageError
 from toolkit.interfaces import TokenEvent
-from toolkit.speculative.decode import QueueFull
+from toolkit.speculative.runtime import QueueFull
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "empty prompt": ({"prompt": ()}, "prompt is empty"),

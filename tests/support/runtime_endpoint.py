@@ -15,7 +15,7 @@ import numpy as np
 from tests.support.runtimes import CODEC, serve_one
 from toolkit.client import RequestTiming, Statistics
 from toolkit.interfaces import GenerationRequest, Sampling, StepEngine
-from toolkit.speculative.decode import SpeculativeRuntime
+from toolkit.speculative.runtime import SpeculativeRuntime
 from toolkit.speculative.sampling import ExponentialRace
 from toolkit.validate.reference import Reference, reference_from_engine
 

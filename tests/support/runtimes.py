@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from toolkit.interfaces import GenerationRequest, RequestStats, Sampling, StepEngine, TokenEvent
-from toolkit.speculative.decode import RuntimeSettings, SpeculativeRuntime
+from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
 

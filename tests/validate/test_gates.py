@@ -10,7 +10,7 @@ from toolkit.bench import metrics
 from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
-from toolkit.validate.drafts import shortfall, telling
+from toolkit.validate.draft_check import shortfall, telling
 from toolkit.validate.gates import check_gates, latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
 from toolkit.validate.proportions import clopper_pearson
 

@@ -32,8 +32,8 @@ from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report
 from toolkit.speculative.acceptance import RULES, Greedy
 from toolkit.speculative.drafters import ModelDrafter
+from toolkit.speculative.request_state import Sequence as Running
 from toolkit.speculative.sampling import Floats
-from toolkit.speculative.sequence import Sequence as Running
 from toolkit.speculative.text import TextCodec, TextStream
 from toolkit.validate import diagnose
 from toolkit.validate.replay import Replay, read_replay, replay, write_replay

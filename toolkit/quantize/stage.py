@@ -109,8 +109,8 @@ def _take_over(source: Source, trtllm: Ranks | None, out_dir: Path, progress: Pr
 
 
 def _write_trtllm(calibrated: Calibrated, ranks: Ranks, folder: Path, progress: Progress) -> tuple[Finding, ...]:
-    from toolkit.quantize.trtllm_check import check_trtllm
-    from toolkit.quantize.trtllm_form import write_trtllm
+    from toolkit.quantize.trtllm_format import write_trtllm
+    from toolkit.quantize.trtllm_format_check import check_trtllm
 
     write_trtllm(calibrated, ranks, folder, lambda done: progress(done, ranks.world_size, "writing ranks"))
     progress(0, None, "reading back")
@@ -142,7 +142,7 @@ def _quantize(
 
     # Heavy, and not needed before the calibration text was found good.
     from toolkit.quantize.calibrated import calibrated_from_model
-    from toolkit.quantize.hf_form import write_hf_weights
+    from toolkit.quantize.hf_format import write_hf_weights
     from toolkit.quantize.modelopt import load_model, loudly, quantization_configs, quantize_model, quiet
     from toolkit.quantize.quality import measure, take_tokens
     from toolkit.quantize.readback import capture, read_back

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from toolkit.interfaces import StepEngine
+from toolkit.speculative.request_state import Sequence
 from toolkit.speculative.sampling import argmax, to_host, token_rows
-from toolkit.speculative.sequence import Sequence
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from toolkit.records import Agreement, QuantizationQuality
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
-from toolkit.validate.classes import judge_gaps
 from toolkit.validate.parity import margin_bins
 from toolkit.validate.reference import Reference, text_logits
+from toolkit.validate.severity import judge_gaps
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

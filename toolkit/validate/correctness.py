@@ -22,17 +22,17 @@ from toolkit.records import (
     QuantizationQuality,
     StopCheck,
 )
-from toolkit.validate.again import ask_again
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.arms import ARMS, Abilities, Measured, Sender
 from toolkit.validate.diagnose import diagnose
-from toolkit.validate.drafts import check_drafts
+from toolkit.validate.draft_check import check_drafts
 from toolkit.validate.gates import agreement_gate, check_gates, distribution_gate
 from toolkit.validate.parity import ArmTexts, AskedAgain, Judge, compare, first_difference
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay, replay_of
+from toolkit.validate.requery import ask_again
 from toolkit.validate.sampled import draw_samples, judge_samples
-from toolkit.validate.stops import REQUESTS, check_stops
+from toolkit.validate.stop_check import REQUESTS, check_stops
 from toolkit.validate.two_sample import draw_pairs, judge_pairs
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.records import Agreement, Distribution, Divergence, DraftCheck, Finding, Parity, StopCheck
 from toolkit.validate.agreement import explained_without_first_token
-from toolkit.validate.drafts import shortfall
+from toolkit.validate.draft_check import shortfall
 from toolkit.validate.reference import Reference
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from toolkit.records import (
 from toolkit.resampling import TOO_FEW
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
-from toolkit.validate.drafts import TELLING, telling
+from toolkit.validate.draft_check import TELLING, telling
 from toolkit.validate.proportions import clopper_pearson, prompts_needed
 
 __all__ = [

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from toolkit.validate.classes import SUSPICIOUS, judge_gaps
+from toolkit.validate.severity import SUSPICIOUS, judge_gaps
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 from toolkit.records import ArmParity, Divergence, MarginBin, Parity
 from toolkit.resampling import CONFIDENCE
-from toolkit.validate.classes import judge_gaps
 from toolkit.validate.log_probs import Served, judge_log_probs
 from toolkit.validate.proportions import clopper_pearson
 from toolkit.validate.reference import Reference
+from toolkit.validate.severity import judge_gaps
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

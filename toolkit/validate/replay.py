@@ -15,10 +15,10 @@ from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.saved import read_saved
 from toolkit.records import Divergence, from_json, to_json
-from toolkit.validate.again import ask_again
 from toolkit.validate.arms import ALL, Abilities, Alternating, Endpoint, Sender
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference
+from toolkit.validate.requery import ask_again
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

@@ -5,7 +5,7 @@ load with Triton 2.51, decoupled calls damaged the memory of this process, and s
 requests run at once because there are many instances, as many as the target has room for; Triton queues the others. Plain
 decoding streams by short calls, each continuing the one before.
 
-What a round means is decided in `toolkit.speculative.rounds`, what the tensors mean in `toolkit.triton.bls`; here is only
+What a round means is decided in `toolkit.speculative.bls_loop`, what the tensors mean in `toolkit.triton.bls`; here is only
 Triton's side. Nothing of it depends on which backend serves the engines.
 """
 
@@ -26,7 +26,7 @@ import json
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
-from toolkit.speculative.rounds import DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.text import TextStream
 from toolkit.triton.backend import CODES, Metrics, parameters_of, traceback_of
 from toolkit.triton.bls import (

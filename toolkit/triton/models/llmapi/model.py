@@ -29,7 +29,7 @@ try:
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
-    from toolkit.speculative.decode import QueueFull
+    from toolkit.speculative.runtime import QueueFull
     from toolkit.triton.backend import CODES, Metrics, traceback_of
     from toolkit.triton.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.requests import Answer, Limits, Request, parse

@@ -23,7 +23,7 @@ from toolkit.errors import CheckpointError
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.codes import encode_weight
-from toolkit.quantize.hf_form import SOURCE_DTYPES, fixed_plan
+from toolkit.quantize.hf_format import SOURCE_DTYPES, fixed_plan
 from toolkit.quantize.partition import Part, Ranks, partition
 from toolkit.quantize.source import read_source
 

@@ -23,8 +23,8 @@ from toolkit.quantize.calibrated import Calibrated, calibrated_from_model
 from toolkit.quantize.partition import Ranks
 from toolkit.quantize.source import open_source
 from toolkit.quantize.stage import quantize
-from toolkit.quantize.trtllm_check import check_trtllm
-from toolkit.quantize.trtllm_form import write_trtllm
+from toolkit.quantize.trtllm_format import write_trtllm
+from toolkit.quantize.trtllm_format_check import check_trtllm
 from toolkit.records import QuantizedCheckpoint, TrtllmForm, from_json, to_json
 
 LLAMA3_ROPE = {

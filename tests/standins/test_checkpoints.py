@@ -11,8 +11,8 @@ from toolkit.checkpoints.reader import check_against_shape, read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_json, read_shape
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.subject import splits
-from toolkit.rehearse.checkpoints import LAYERS, next_tokens, scaled_config, write_stand_in
-from toolkit.rehearse.tokenizer import habits_of, merges, num_tokens, write_tokenizer
+from toolkit.standins.checkpoints import LAYERS, next_tokens, scaled_config, write_stand_in
+from toolkit.standins.tokenizer import habits_of, merges, num_tokens, write_tokenizer
 
 LLAMA_1B = "meta-llama/Llama-3.2-1B-Instruct"
 KEPT = (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints.reader import expected_shapes
 from toolkit.checkpoints.shape import FAMILIES, ModelShape, parse_shape
 from toolkit.checkpoints.writer import TensorPlan, write_checkpoint_shards
-from toolkit.rehearse.tokenizer import Habits, merges, num_tokens, write_tokenizer
+from toolkit.standins.tokenizer import Habits, merges, num_tokens, write_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.runtimes import CODEC
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, TokenEvent
-from toolkit.speculative.rounds import DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
 
 PROMPT = tuple(CODEC.encode("ab"))
 END = 257

@@ -14,7 +14,7 @@ from tests.support.modelopt_exports import export_hf
 from toolkit.quantize import modelopt
 from toolkit.quantize.algorithms import ALGORITHMS
 from toolkit.quantize.calibrated import calibrated_from_model
-from toolkit.quantize.hf_form import write_hf_weights
+from toolkit.quantize.hf_format import write_hf_weights
 from toolkit.quantize.source import open_source
 
 CASES = [

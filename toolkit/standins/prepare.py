@@ -26,8 +26,8 @@ from toolkit.config.schema import (
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.pipeline.texts import read_texts
-from toolkit.rehearse.checkpoints import scaled_config, write_stand_in
-from toolkit.rehearse.tokenizer import habits_of, num_tokens
+from toolkit.standins.checkpoints import scaled_config, write_stand_in
+from toolkit.standins.tokenizer import habits_of, num_tokens
 
 __all__ = ["SUFFIX", "Rehearsal", "prepare"]
 

@@ -11,7 +11,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import TorchEngineConfig
 from toolkit.pairing.tokenizers import prove_pair
 from toolkit.pipeline.hashing import DigestMemo
-from toolkit.rehearse.prepare import Rehearsal, prepare
+from toolkit.standins.prepare import Rehearsal, prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

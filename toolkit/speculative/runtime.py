@@ -32,8 +32,8 @@ from toolkit.interfaces import GenerationRequest, StepEngine, TokenEvent
 from toolkit.speculative.acceptance import RULES, RuleFactory, choose_rule, match
 from toolkit.speculative.drafters import Drafter, ModelDrafter
 from toolkit.speculative.limits import Limits, check_engines
+from toolkit.speculative.request_state import OnEvent, Sequence
 from toolkit.speculative.sampling import Floats, argmax, to_host, token_rows
-from toolkit.speculative.sequence import OnEvent, Sequence
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.validate.stops import _fault, stop_words
+from toolkit.validate.stop_check import _fault, stop_words
 
 TEXT = "def read(path): return open(path)"
 
