@@ -15,7 +15,7 @@ from toolkit.assembly.replaying import replay_divergence
 from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.errors import UsageError
-from toolkit.records import Divergence
+from toolkit.records.judged import Divergence
 from toolkit.validate.replay import Replay, write_replay
 
 PROMPTS = ("def read(path):\n", "class Stack:\n", "import os\n", "for i in range(", "# sort the list\n", "return x + ")

@@ -16,7 +16,7 @@ from toolkit.engines.stage import compile_engine
 from toolkit.errors import CheckpointError, PairingError, UsageError
 from toolkit.inprocess import eos_token_ids, load_runtime
 from toolkit.interfaces import EngineSpec
-from toolkit.records import QuantizedCheckpoint
+from toolkit.records.build import QuantizedCheckpoint
 
 
 def build(role: str, checkpoint: Path, out_dir: Path, dtype: str = "float32") -> Path:

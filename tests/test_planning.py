@@ -20,7 +20,8 @@ from toolkit.assembly.making import engine_spec
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.planning import plan_of
-from toolkit.records import Plan, PlannedRun, from_json, to_json
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.plan import Plan, PlannedRun
 from toolkit.report.plan import print_plan
 
 FOLDER = Path(__file__).parents[1] / "configs"

@@ -13,7 +13,7 @@ from tests.report.conftest import advised, failing, measured, passing
 from tests.support.reports import keep
 from tests.support.stages import Silent
 from toolkit.pipeline.store import Store
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
 from toolkit.reporting import publish_report
 

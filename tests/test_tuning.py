@@ -25,7 +25,8 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
-from toolkit.records import ScheduleStep, ValidationReport
+from toolkit.records.advice import ScheduleStep
+from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
 
 __all__ = ["passing"]  # a fixture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.records import CompiledEngine, QuantizedCheckpoint
+    from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = [
     "MOST_PENALTY",

@@ -19,7 +19,7 @@ from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
-from toolkit.records import Judgement, Plan, PlannedRun
+from toolkit.records.plan import Judgement, Plan, PlannedRun
 
 __all__ = ["plan_of"]
 

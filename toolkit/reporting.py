@@ -18,7 +18,10 @@ from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.pipeline.store import Entry, Store
-from toolkit.records import Advice, Finding, Grid, ValidationReport, from_json
+from toolkit.records.advice import Advice, Grid
+from toolkit.records.codec import from_json
+from toolkit.records.measured import Finding
+from toolkit.records.report import ValidationReport
 
 __all__ = ["publish_report"]
 

@@ -19,7 +19,9 @@ from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Done, Finished, Stage
-from toolkit.records import Advice, CompiledEngine, Grid, from_json, to_json
+from toolkit.records.advice import Advice, Grid
+from toolkit.records.build import CompiledEngine
+from toolkit.records.codec import from_json, to_json
 
 if TYPE_CHECKING:
     from toolkit.speculative.text import TextCodec

@@ -17,7 +17,8 @@ from toolkit.advise.cost import StepTimes, batch_sizes
 from toolkit.advise.stage import Contender, Question, advise, decide
 from toolkit.inprocess import MeasuredRuntime
 from toolkit.interfaces import Sampling
-from toolkit.records import Advice, Alpha, Candidate, SpeedupPrediction, from_json, to_json
+from toolkit.records.advice import Advice, Alpha, Candidate, SpeedupPrediction
+from toolkit.records.codec import from_json, to_json
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.sampling import weights
 

@@ -8,7 +8,8 @@ from tests.bench.test_metrics import timing
 from toolkit.bench import metrics
 from toolkit.bench.limits import judge, parse_goodput, parse_limit, straddled
 from toolkit.errors import UsageError
-from toolkit.records import BenchArm, BenchPoint, Gate, Ratio
+from toolkit.records.bench import BenchArm, BenchPoint
+from toolkit.records.measured import Gate, Ratio
 
 
 def arm(

@@ -20,7 +20,9 @@ from toolkit.bench.limits import parse_limit
 from toolkit.bench.run import Asked, bench
 from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
 from toolkit.errors import StageError, UsageError
-from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Ratio, from_json, to_json
+from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.measured import Ratio
 from toolkit.report.bench import print_run
 
 CHUNKS = ((2.0, "a", 1), (2.0, "bcd", 3))

@@ -34,7 +34,7 @@ from toolkit.engines.registry import loader
 from toolkit.inprocess import MeasuredRuntime, eos_token_ids
 from toolkit.interfaces import StepEngine
 from toolkit.pipeline.texts import read_labels, read_texts
-from toolkit.records import Advice
+from toolkit.records.advice import Advice
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.text import TextCodec
 

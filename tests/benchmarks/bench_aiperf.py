@@ -28,7 +28,7 @@ import numpy as np
 
 from tests.support.stub import Script, StubServer
 from toolkit.bench.run import Asked, bench
-from toolkit.records import BenchArm
+from toolkit.records.bench import BenchArm
 
 TOKENIZER = Path(__file__).parents[2] / "configs/quickstart/target"
 SCHEDULE = Script(

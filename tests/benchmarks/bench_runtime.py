@@ -35,7 +35,7 @@ from toolkit.engines.registry import loader
 from toolkit.engines.stage import compile_engine
 from toolkit.inprocess import load_runtime
 from toolkit.interfaces import EngineSpec, RequestStats
-from toolkit.records import QuantizedCheckpoint
+from toolkit.records.build import QuantizedCheckpoint
 from toolkit.speculative.runtime import SpeculativeRuntime
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"

@@ -20,7 +20,7 @@ from toolkit.checkpoints.reader import expected_shapes, read_tensors
 from toolkit.checkpoints.shape import read_shape
 from toolkit.engines.stage import compile_engine
 from toolkit.interfaces import EngineSpec, StepEngine
-from toolkit.records import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = ["compile_checkpoint", "facts", "in_turns", "step", "write_int8", "write_random"]
 

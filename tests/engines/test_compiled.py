@@ -19,7 +19,7 @@ from toolkit.engines.registry import backend, loader
 from toolkit.engines.stage import compile_engine, fingerprint
 from toolkit.errors import BackendUnavailable, CheckpointError, StageError, UsageError
 from toolkit.interfaces import EngineSpec
-from toolkit.records import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 needs_compiler = pytest.mark.skipif(compiler_path() is None, reason="no C++ compiler")
 

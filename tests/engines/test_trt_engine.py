@@ -19,7 +19,8 @@ from toolkit.engines.registry import backend, loader
 from toolkit.errors import BackendUnavailable, CheckpointError, StageError, UsageError
 from toolkit.facts.trtllm_build import ENGINE_INPUTS, VERSIONS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
-from toolkit.records import CompiledEngine, from_json, to_json
+from toolkit.records.build import CompiledEngine
+from toolkit.records.codec import from_json, to_json
 
 
 def spec_of(role: str = "target", *, max_draft_len: int = 4, version: str = "1.2.1", **asked: Any) -> EngineSpec:

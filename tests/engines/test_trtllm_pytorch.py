@@ -20,7 +20,8 @@ from toolkit.engines.trtllm_pytorch import TrtllmPytorchBackend
 from toolkit.errors import CheckpointError, StageError
 from toolkit.facts.llm_args import LLM_ARGS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
-from toolkit.records import CompiledEngine, QuantizedCheckpoint, from_json, to_json
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.codec import from_json, to_json
 
 
 def silent(done: int, total: int | None, what: str) -> None:

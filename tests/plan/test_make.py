@@ -13,7 +13,8 @@ from tests.plan.conftest import config_of
 from toolkit.config.load import load_config
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.make import gpu_named, make_plan
-from toolkit.records import Plan, from_json, to_json
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.plan import Plan
 from toolkit.report.plan import print_plan
 
 FOLDER = Path(__file__).parents[2] / "configs"

@@ -14,7 +14,7 @@ from toolkit.facts.models import CONFIGS
 from toolkit.facts.rules import RULES
 from toolkit.plan.make import make_plan
 from toolkit.plan.resolve import CHECKS, resolve
-from toolkit.records import Judgement
+from toolkit.records.plan import Judgement
 
 SQ, WO, NONE = "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"
 

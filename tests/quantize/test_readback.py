@@ -21,7 +21,7 @@ from toolkit.quantize.checkpoint import finish
 from toolkit.quantize.quality import measure
 from toolkit.quantize.readback import capture, read_back
 from toolkit.quantize.source import Source, open_source
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 SMOOTHQUANT, FP8 = ALGORITHMS["W8A8_SQ_PER_CHANNEL"], ALGORITHMS["FP8"]
 LINEAR = "model.layers.0.mlp.up_proj"

@@ -17,7 +17,8 @@ from toolkit.errors import CheckpointError, UsageError
 from toolkit.quantize.modelopt import load_model, quiet
 from toolkit.quantize.source import open_source
 from toolkit.quantize.stage import fingerprint, quantize
-from toolkit.records import QuantizedCheckpoint, from_json, to_json
+from toolkit.records.build import QuantizedCheckpoint
+from toolkit.records.codec import from_json, to_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FP8, FP8_KV = QuantizationConfig(quant_algo="FP8"), QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")

@@ -25,7 +25,8 @@ from toolkit.quantize.source import open_source
 from toolkit.quantize.stage import quantize
 from toolkit.quantize.trtllm_format import write_trtllm
 from toolkit.quantize.trtllm_format_check import check_trtllm
-from toolkit.records import QuantizedCheckpoint, TrtllmForm, from_json, to_json
+from toolkit.records.build import QuantizedCheckpoint, TrtllmForm
+from toolkit.records.codec import from_json, to_json
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

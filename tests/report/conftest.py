@@ -10,33 +10,22 @@ import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
-from toolkit.records import (
-    Acceptance,
+from toolkit.records.advice import (
     Advice,
     Alpha,
-    BenchArm,
-    BenchPoint,
     Candidate,
-    CompiledEngine,
-    Crossover,
     DraftCost,
     Grid,
     GridCell,
-    Interval,
-    Latency,
-    LayerError,
-    LayerKl,
-    MemoryItem,
-    Quality,
-    QuantizationQuality,
-    Ratio,
     ScheduleStep,
     SpeedupPrediction,
-    StageCost,
-    StageMemory,
     TargetQuality,
-    ValidationReport,
 )
+from toolkit.records.bench import BenchArm, BenchPoint, Crossover
+from toolkit.records.build import CompiledEngine, LayerError, LayerKl, Quality, QuantizationQuality, StageCost
+from toolkit.records.measured import Acceptance, Interval, Latency, Ratio
+from toolkit.records.plan import MemoryItem, StageMemory
+from toolkit.records.report import ValidationReport
 from toolkit.validate.stage import References, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from toolkit.config.schema import SpeculationConfig
-from toolkit.records import Advice, ValidationReport
+from toolkit.records.advice import Advice
+from toolkit.records.report import ValidationReport
 from toolkit.report.advice import print_advice, print_grid
 from toolkit.report.expected import grid_plot
 from toolkit.report.outlook import outlook_tables

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import MISSING, Look, View, find_browser, look
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.html import render_html
 
 WIDTHS = (390, 768, 1280)

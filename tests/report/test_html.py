@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.report.conftest import HOSTILE
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.html import render_html
 
 VOID = {"meta", "br", "img", "input", "link", "hr", "wbr"}

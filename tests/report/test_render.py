@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from toolkit.errors import StageError
-from toolkit.records import REPORT_SCHEMA_VERSION, Finding, Gate, LayerCounts, StageCost, TensorRtLlmBuild, ValidationReport
+from toolkit.records.build import LayerCounts, StageCost, TensorRtLlmBuild
+from toolkit.records.measured import Finding, Gate
+from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.report.cells import Table, number
 from toolkit.report.expected import deployed_draft_len, draft_length_plot
 from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from toolkit.records import REPORT_SCHEMA_VERSION, ValidationReport
+from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.report.render import render_json
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.plots import plots
 from toolkit.report.svg import Drawing, Scale, ticks
 

@@ -11,7 +11,8 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.run import run_stages
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.pipeline.store import Store
-from toolkit.records import Advice, Grid, ValidationReport
+from toolkit.records.advice import Advice, Grid
+from toolkit.records.report import ValidationReport
 from toolkit.report.render import write_report
 
 __all__ = ["keep"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.interfaces import EngineSpec
-from toolkit.records import CompiledEngine, QuantizedCheckpoint, TritonRepository
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint, TritonRepository
 
 MAX_BATCH_SIZE = 4
 MAX_QUEUE_SIZE = 32

@@ -16,7 +16,7 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.run import run_stages
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.pipeline.store import Store
-from toolkit.records import TritonRepository
+from toolkit.records.build import TritonRepository
 
 Pause = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.support.checkpoints import write_byte_tokenizer
 from toolkit.engines.trt_engine import TrtEngineBackend
-from toolkit.records import QuantizedCheckpoint, TrtllmForm
+from toolkit.records.build import QuantizedCheckpoint, TrtllmForm
 
 STAND_IN = Path(__file__).with_name("trtllm_build.py")
 # What `docker run ... IMAGE trtllm-build ARGUMENTS` comes to: the mounts' sources in place of the paths inside.

@@ -21,7 +21,7 @@ import pytest
 from tests.support.serving import package_pair
 from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.errors import ServerError
-from toolkit.records import TritonRepository
+from toolkit.records.build import TritonRepository
 from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
 
 

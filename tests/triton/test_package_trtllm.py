@@ -21,7 +21,7 @@ from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
+from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import model_config
 from toolkit.triton.layout_trtllm import ENGINES
 from toolkit.triton.package_trtllm import package_bls, package_llmapi

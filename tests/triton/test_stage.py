@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
-from toolkit.records import CompiledEngine, TritonRepository
+from toolkit.records.build import CompiledEngine, TritonRepository
 from toolkit.triton import model_config
 from toolkit.triton.contract import INPUTS, METRICS, OUTPUTS
 from toolkit.triton.stage import package

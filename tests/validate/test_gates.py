@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from toolkit.bench import metrics
 from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import Arm, DraftCheck, Gate, Latency, Parity, QuantizationQuality, Ratio, Speedup, StopCheck
+from toolkit.records.build import QuantizationQuality
+from toolkit.records.judged import DraftCheck, Parity, StopCheck
+from toolkit.records.measured import Arm, Gate, Latency, Ratio, Speedup
 from toolkit.validate.draft_check import shortfall, telling
 from toolkit.validate.gates import check_gates, latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
 from toolkit.validate.proportions import clopper_pearson

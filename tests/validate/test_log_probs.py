@@ -19,7 +19,9 @@ from tests.support.trtllm_standin.tensorrt_llm import ASTRAY, LLM, TIE, TIED, Sa
 from toolkit.client import RequestRefused, RequestTiming, Statistics, read_chunk, timing
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import RequestError
-from toolkit.records import Divergence, Quality, ValidationReport
+from toolkit.records.build import Quality
+from toolkit.records.judged import Divergence
+from toolkit.records.report import ValidationReport
 from toolkit.triton.bls import token_log_probs
 from toolkit.triton.requests import Limits, parse
 from toolkit.triton.trtllm_tensors import FORM, Responses, sampling_arguments

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.endpoint import VOCAB, Fault, ScriptedEndpoint, encode, gumbel, shortened
 from toolkit.client import RequestTiming
-from toolkit.records import Divergence, Parity
+from toolkit.records.judged import Divergence, Parity
 from toolkit.validate.parity import ArmTexts, Judge, compare, margin_bins, unrepeatable
 from toolkit.validate.reference import Reference
 

@@ -26,7 +26,10 @@ from toolkit.client import RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress, Sampling
-from toolkit.records import Quality, Speedup, ValidationReport, to_json
+from toolkit.records.build import Quality
+from toolkit.records.codec import to_json
+from toolkit.records.measured import Speedup
+from toolkit.records.report import ValidationReport
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.render import print_report

@@ -19,7 +19,8 @@ from toolkit.client import Client
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.registry import loader
-from toolkit.records import Quality, TritonRepository, ValidationReport
+from toolkit.records.build import Quality, TritonRepository
+from toolkit.records.report import ValidationReport
 from toolkit.speculative.text import TextCodec
 from toolkit.triton.server import TritonServer
 from toolkit.validate import diagnose

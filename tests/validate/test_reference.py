@@ -17,7 +17,7 @@ from tests.support.runtime_endpoint import RuntimeEndpoint
 from tests.support.runtimes import make_runtime
 from tests.support.step_engines import TableEngine
 from toolkit.engines.embedded.engine import open_checkpoint
-from toolkit.records import QuantizationQuality
+from toolkit.records.build import QuantizationQuality
 from toolkit.speculative.text import TextCodec
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.gates import agreement_gate

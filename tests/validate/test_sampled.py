@@ -13,7 +13,8 @@ from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
 from tests.support.runtimes import make_runtime
 from tests.support.step_engines import TableEngine
 from toolkit.config.schema import DistributionGates
-from toolkit.records import Distribution, Finding, Gate
+from toolkit.records.judged import Distribution
+from toolkit.records.measured import Finding, Gate
 from toolkit.speculative.acceptance import RULES
 from toolkit.validate import diagnose
 from toolkit.validate.arms import Sender

@@ -15,7 +15,8 @@ from toolkit.bench.counters import read_counters
 from toolkit.client import Client, RequestTiming
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.engines.registry import loader
-from toolkit.records import Quality, TritonRepository, ValidationReport
+from toolkit.records.build import Quality, TritonRepository
+from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report, write_report
 from toolkit.speculative.sampling import ExponentialRace
 from toolkit.speculative.text import TextCodec

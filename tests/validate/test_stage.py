@@ -15,18 +15,11 @@ from toolkit.bench.runner import crossover
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import StageError, UsageError
-from toolkit.records import (
-    BenchPoint,
-    BenchRun,
-    Finding,
-    Gate,
-    Quality,
-    QuantizationQuality,
-    Ratio,
-    ValidationReport,
-    from_json,
-    to_json,
-)
+from toolkit.records.bench import BenchPoint, BenchRun
+from toolkit.records.build import Quality, QuantizationQuality
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.measured import Finding, Gate, Ratio
+from toolkit.records.report import ValidationReport
 from toolkit.report.figures import next_steps, notes
 from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import References, validate

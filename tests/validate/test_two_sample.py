@@ -17,7 +17,8 @@ from tests.support.runtimes import make_runtime
 from tests.support.step_engines import TableEngine
 from toolkit.client import RequestTiming
 from toolkit.config.schema import DistributionGates
-from toolkit.records import Distribution, Gate
+from toolkit.records.judged import Distribution
+from toolkit.records.measured import Gate
 from toolkit.speculative.acceptance import RULES
 from toolkit.validate import diagnose
 from toolkit.validate.arms import Alternating, Endpoint, Sender

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.advise.acceptance import Drafted, Replay, by_domain, expected_tokens, leviathan_speedup, replay
 from toolkit.advise.cost import QUANTILE, StepCosts
-from toolkit.records import Alpha, Candidate, ScheduleStep, SpeedupPrediction
+from toolkit.records.advice import Alpha, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["CONFIDENCE", "Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.records import StepCost
+from toolkit.records.advice import StepCost
 
 __all__ = [
     "MEASURED",

@@ -25,7 +25,8 @@ from toolkit.advise.observe import Text, teacher_forced
 from toolkit.advise.stage import Contender, Question, judged, write
 from toolkit.advise.sweep import paired_ratio
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.records import Candidate, DraftCost, Grid, GridCell, Interval, TargetQuality
+from toolkit.records.advice import Candidate, DraftCost, Grid, GridCell, TargetQuality
+from toolkit.records.measured import Interval
 
 __all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
 

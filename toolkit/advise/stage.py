@@ -16,7 +16,7 @@ from toolkit.advise.cost import MEASURED, PREDICTED, ServingRuntime, StepCosts, 
 from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
 from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.records import Advice, Candidate, ScheduleStep, SpeedupPrediction
+from toolkit.records.advice import Advice, Candidate, ScheduleStep, SpeedupPrediction
 
 __all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "Texts", "advise", "decide", "judged", "write"]
 

@@ -17,7 +17,7 @@ from toolkit.facts.gpus import Gpu
 from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
-from toolkit.records import Advice, Grid
+from toolkit.records.advice import Advice, Grid
 from toolkit.reporting import publish_report
 from toolkit.tuning import grid_stage, tune_stage
 

@@ -9,7 +9,7 @@ from toolkit.errors import UsageError
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.facts.versions import VERSIONS
 from toolkit.pipeline.stage import Finished
-from toolkit.records import Advice
+from toolkit.records.advice import Advice
 
 __all__ = [
     "embedded",

@@ -15,7 +15,8 @@ from toolkit.errors import UsageError
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
-from toolkit.records import CompiledEngine, ValidationReport
+from toolkit.records.build import CompiledEngine
+from toolkit.records.report import ValidationReport
 from toolkit.reporting import publish_report
 from toolkit.serving_trtllm import Machine, check_servable
 

@@ -20,7 +20,7 @@ from toolkit.interfaces import EngineSpec, Progress, TensorRtLlmSpec
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records import CompiledEngine, PairProof, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine, PairProof, QuantizedCheckpoint
 
 __all__ = ["compile_stage", "engine_spec", "pair_stage", "quantize_stage"]
 

@@ -12,7 +12,7 @@ from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records import TritonRepository
+from toolkit.records.build import TritonRepository
 
 __all__ = ["in_container", "package_stage", "package_trtllm_stage"]
 

@@ -23,7 +23,8 @@ from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.hashing import DigestMemo
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Done, Finished, Stage
-from toolkit.records import CompiledEngine, Judgement
+from toolkit.records.build import CompiledEngine
+from toolkit.records.plan import Judgement
 from toolkit.tuning import Way, tune_stage
 
 __all__ = [

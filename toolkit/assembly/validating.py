@@ -18,7 +18,9 @@ from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine, program
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records import Quality, StageCost, TritonRepository, ValidationReport, to_json
+from toolkit.records.build import Quality, StageCost, TritonRepository
+from toolkit.records.codec import to_json
+from toolkit.records.report import ValidationReport
 from toolkit.serving_trtllm import Servers, abilities_of, deployment_of
 
 if TYPE_CHECKING:

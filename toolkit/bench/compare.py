@@ -16,7 +16,9 @@ from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome, verdict
 from toolkit.client import RequestTiming, Statistics
 from toolkit.errors import UsageError
 from toolkit.pipeline.saved import read_saved
-from toolkit.records import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison, Finding, Gate, Ratio, from_json
+from toolkit.records.bench import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison
+from toolkit.records.codec import from_json
+from toolkit.records.measured import Finding, Gate, Ratio
 from toolkit.resampling import TOO_FEW
 
 __all__ = ["compare_runs", "read_run"]

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import CounterCheck
+from toolkit.records.measured import CounterCheck
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.records import Definition
+from toolkit.records.measured import Definition
 from toolkit.resampling import (
     CONFIDENCE,
 )

@@ -16,7 +16,8 @@ import numpy as np
 from toolkit.bench.metrics import LATENCIES, PERCENTILES
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.errors import UsageError
-from toolkit.records import BenchArm, BenchPoint, Gate
+from toolkit.records.bench import BenchArm, BenchPoint
+from toolkit.records.measured import Gate
 from toolkit.resampling import CONFIDENCE, TOO_FEW
 from toolkit.rounding import decimals
 

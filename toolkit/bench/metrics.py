@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from toolkit.records import Acceptance, Arm, Interval, Latency, PositionAcceptance, Ratio, Speedup
+from toolkit.records.measured import Acceptance, Arm, Interval, Latency, PositionAcceptance, Ratio, Speedup
 from toolkit.resampling import (
     CONFIDENCE,
     bootstrap_percentile_ratios,

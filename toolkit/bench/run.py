@@ -22,7 +22,7 @@ from toolkit.interfaces import Progress
 if TYPE_CHECKING:
     from toolkit.bench.runner import Arm, Load, Plan
     from toolkit.bench.transports import Transport
-    from toolkit.records import BenchRun
+    from toolkit.records.bench import BenchRun
 
 __all__ = ["Asked", "bench", "sweep"]
 

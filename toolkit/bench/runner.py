@@ -30,17 +30,8 @@ from toolkit.bench.verdict import verdict
 from toolkit.client import Options, RequestTiming, Statistics
 from toolkit.errors import StageError
 from toolkit.interfaces import Progress
-from toolkit.records import (
-    BenchArm,
-    BenchEndpoint,
-    BenchPoint,
-    BenchRequest,
-    BenchRun,
-    CounterCheck,
-    Crossover,
-    Finding,
-    Ratio,
-)
+from toolkit.records.bench import BenchArm, BenchEndpoint, BenchPoint, BenchRequest, BenchRun, Crossover
+from toolkit.records.measured import CounterCheck, Finding, Ratio
 from toolkit.resampling import bootstrap_ratio
 
 __all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "crossover", "run_bench", "speed_ratio", "undecided_speed"]

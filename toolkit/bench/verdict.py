@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from toolkit.records import (
-    Gate,
-)
+from toolkit.records.measured import Gate
 
 __all__ = ["FAIL", "INCONCLUSIVE", "NOT_JUDGED", "PASS", "outcome", "verdict"]
 

@@ -28,7 +28,7 @@ from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.config.schema import DeploymentConfig
-    from toolkit.records import BenchRun
+    from toolkit.records.bench import BenchRun
 
 
 @app.command("bench")
@@ -180,7 +180,7 @@ def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:
 
 
 def _finish_bench(run: BenchRun, out: Path | None, *, as_json: bool) -> None:
-    from toolkit.records import to_json
+    from toolkit.records.codec import to_json
 
     text = json.dumps(to_json(run), separators=(",", ":"))
     if out is not None:

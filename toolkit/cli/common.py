@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from toolkit.assembly.build import Built
     from toolkit.assembly.workplace import Workplace
     from toolkit.config.schema import DeploymentConfig
-    from toolkit.records import TritonRepository, ValidationReport
+    from toolkit.records.build import TritonRepository
+    from toolkit.records.report import ValidationReport
 
 __all__ = [
     "FAILED",
@@ -150,7 +151,7 @@ def show(text: str) -> None:
 
 def show_json(value: Any) -> None:
     """A record, a list of them, or what JSON has anyway."""
-    from toolkit.records import to_json
+    from toolkit.records.codec import to_json
 
     show(json.dumps(to_json(value), indent=2))
 

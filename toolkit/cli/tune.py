@@ -12,7 +12,7 @@ from toolkit.cli.common import Config, Debug, Json, Overrides, Rehash, app, cons
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from toolkit.records import ValidationReport
+    from toolkit.records.report import ValidationReport
 
 
 @app.command("tune")
@@ -43,7 +43,7 @@ def tune_command(
     from toolkit.assembly.advising import tune, tune_grid
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
-    from toolkit.records import Advice, Grid
+    from toolkit.records.advice import Advice, Grid
 
     if grid and (drafts or measure):
         raise UsageError(

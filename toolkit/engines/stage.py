@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.engines.registry import backend
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
-from toolkit.records import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 

@@ -32,7 +32,8 @@ from toolkit.engines.trtllm.where import Builder, ContainerBuilder, choose_build
 from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, TensorRtLlmSpec
 from toolkit.pipeline.machine import gpus
-from toolkit.records import CompiledEngine, Finding, LayerCounts, QuantizedCheckpoint, TensorRtLlmBuild
+from toolkit.records.build import CompiledEngine, LayerCounts, QuantizedCheckpoint, TensorRtLlmBuild
+from toolkit.records.measured import Finding
 
 __all__ = ["LOG", "TrtEngineBackend"]
 

@@ -26,7 +26,8 @@ from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, TensorRtLlmSpec
 from toolkit.pipeline.files import link_or_copy
 from toolkit.pipeline.machine import gpus
-from toolkit.records import CompiledEngine, Finding, QuantizedCheckpoint, TensorRtLlmBuild
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint, TensorRtLlmBuild
+from toolkit.records.measured import Finding
 
 __all__ = ["TrtllmPytorchBackend", "load_in_a_process"]
 

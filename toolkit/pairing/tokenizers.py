@@ -20,7 +20,8 @@ from toolkit.errors import PairingError
 from toolkit.pairing.padding import common_vocab_size
 from toolkit.pairing.probes import PROBES
 from toolkit.pipeline.hashing import DigestMemo, digest_tree
-from toolkit.records import Finding, PairProof
+from toolkit.records.build import PairProof
+from toolkit.records.measured import Finding
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,7 +14,7 @@ from toolkit.pipeline.machine import machine, program
 from toolkit.pipeline.memory import PeakMemory
 from toolkit.pipeline.stage import Done, Stage, key_of
 from toolkit.pipeline.store import Entry, Store, Written
-from toolkit.records import to_json
+from toolkit.records.codec import to_json
 
 __all__ = ["Explanation", "Observer", "explain", "run_stages", "upto"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import digest_value
 from toolkit.pipeline.store import Entry
-from toolkit.records import from_json
+from toolkit.records.codec import from_json
 
 __all__ = ["Done", "Finished", "Stage", "key_of"]
 

@@ -21,7 +21,7 @@ from toolkit.plan.memory import judge_memory, memory_of, parameters_in_words
 from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
-from toolkit.records import Judgement, Plan
+from toolkit.records.plan import Judgement, Plan
 
 __all__ = ["gpu_asked_for", "gpu_named", "make_plan", "subject_of"]
 

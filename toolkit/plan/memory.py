@@ -13,7 +13,7 @@ from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import ModelConfig, TorchEngineConfig
 from toolkit.facts.gpus import GPUS
 from toolkit.plan.subject import Subject, max_num_tokens, splits
-from toolkit.records import Judgement, MemoryItem, Serving, StageMemory
+from toolkit.records.plan import Judgement, MemoryItem, Serving, StageMemory
 
 __all__ = [
     "judge_memory",

@@ -12,7 +12,7 @@ from toolkit.config.schema import TorchEngineConfig
 from toolkit.facts.gpus import Gpu
 from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
 from toolkit.plan.subject import Subject
-from toolkit.records import PredictedSpeed, Prediction, StageTime
+from toolkit.records.plan import PredictedSpeed, Prediction, StageTime
 
 __all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_per_step"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from toolkit.plan.rules import judging, precision, runtime, shapes, versions
 from toolkit.plan.rules.found import Check
 from toolkit.plan.subject import Subject
-from toolkit.records import Judgement
+from toolkit.records.plan import Judgement
 
 __all__ = ["CHECKS", "by_severity", "resolve"]
 

@@ -21,7 +21,7 @@ from toolkit.facts.support import SMOOTHQUANT_FAMILIES
 from toolkit.plan.make import make_plan, subject_of
 from toolkit.plan.memory import parameters
 from toolkit.plan.subject import family_of, length_limit
-from toolkit.records import Plan
+from toolkit.records.plan import Plan
 
 __all__ = ["Suggestion", "suggest"]
 

@@ -17,7 +17,7 @@ from toolkit.checkpoints.tokenizer import load_tokenizer
 from toolkit.errors import CheckpointError
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.checkpoint import rope_spellings
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 __all__ = ["check_form", "linear_names", "verdict"]
 

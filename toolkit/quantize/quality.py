@@ -14,7 +14,7 @@ from toolkit.interfaces import Progress
 from toolkit.quantize.modelopt import as_source, quantized_linears
 from toolkit.quantize.single_layers import measure_single_layers
 from toolkit.quantize.source import Source
-from toolkit.records import LayerError, QuantizationQuality
+from toolkit.records.build import LayerError, QuantizationQuality
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.check import linear_names, verdict
 from toolkit.quantize.codes import encode_values, encode_weight, row_parts
 from toolkit.quantize.source import Source, read_source
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 if TYPE_CHECKING:
     from torch import Tensor

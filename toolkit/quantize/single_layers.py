@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.interfaces import Progress
 from toolkit.quantize.modelopt import as_source
 from toolkit.quantize.source import Source
-from toolkit.records import LayerKl
+from toolkit.records.build import LayerKl
 
 if TYPE_CHECKING:
     from torch import Tensor

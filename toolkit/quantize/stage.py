@@ -22,7 +22,8 @@ from toolkit.quantize.check import check_form
 from toolkit.quantize.checkpoint import copy_as_it_is, copy_code, finish, write_configs
 from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
-from toolkit.records import Finding, QuantizationQuality, QuantizedCheckpoint, TrtllmForm
+from toolkit.records.build import QuantizationQuality, QuantizedCheckpoint, TrtllmForm
+from toolkit.records.measured import Finding
 
 if TYPE_CHECKING:
     from toolkit.quantize.calibrated import Calibrated

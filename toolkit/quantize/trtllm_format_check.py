@@ -19,7 +19,7 @@ from toolkit.quantize.codes import row_parts
 from toolkit.quantize.partition import Part, Ranks, partition
 from toolkit.quantize.source import read_source
 from toolkit.quantize.trtllm_format import KV_SCALE_FLOOR, LINEARS, Linear, member_slices, trtllm_dtype
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 if TYPE_CHECKING:
     from torch import Tensor

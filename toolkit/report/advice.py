@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.config.schema import SpeculationConfig
-from toolkit.records import Advice, Candidate, Grid, Interval, SpeedupPrediction, ValidationReport
+from toolkit.records.advice import Advice, Candidate, Grid, SpeedupPrediction
+from toolkit.records.measured import Interval
+from toolkit.records.report import ValidationReport
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from toolkit.records import BenchArm, BenchPoint, BenchRun, Comparison, Finding, Gate, Latency, Ratio
+from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
+from toolkit.records.measured import Finding, Gate, Latency, Ratio
 from toolkit.report.cells import interval
 
 if TYPE_CHECKING:

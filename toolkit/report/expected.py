@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.records import BenchPoint, Candidate, Ratio, Speedup, SpeedupPrediction, StageCost, StageMemory, ValidationReport
+from toolkit.records.advice import Candidate, SpeedupPrediction
+from toolkit.records.bench import BenchPoint
+from toolkit.records.build import StageCost
+from toolkit.records.measured import Ratio, Speedup
+from toolkit.records.plan import StageMemory
+from toolkit.records.report import ValidationReport
 from toolkit.report.advice import deployed
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Drawing, Plot, Scale, ticks
 

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from toolkit.records import (
-    Acceptance,
-    Arm,
-    CompiledEngine,
-    Distribution,
-    DistributionTest,
-    DraftCheck,
-    Gate,
-    Interval,
-    Latency,
-    LayerCounts,
-    MarginBin,
-    Parity,
-    QuantizationQuality,
-    Ratio,
-    Speedup,
-    TensorRtLlmBuild,
-    ValidationReport,
-)
+from toolkit.records.build import CompiledEngine, LayerCounts, QuantizationQuality, TensorRtLlmBuild
+from toolkit.records.judged import Distribution, DistributionTest, DraftCheck, MarginBin, Parity
+from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Latency, Ratio, Speedup
+from toolkit.records.report import ValidationReport
 from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, interval, number, percent, size
 from toolkit.report.expected import measured_peak

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
-from toolkit.records import Definition, ValidationReport
+from toolkit.records.measured import Definition
+from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table, number, percent
 from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, notes, ordered, proviso, shown, tables
 from toolkit.report.plots import Plot, plots

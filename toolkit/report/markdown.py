@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table
 from toolkit.report.figures import gates_table, headline, next_steps, notes, proviso, tables
 

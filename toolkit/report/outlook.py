@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.records import Advice, BenchPoint, Candidate, Grid, Interval, Ratio, Speedup, SpeedupPrediction, ValidationReport
+from toolkit.records.advice import Advice, Candidate, Grid, SpeedupPrediction
+from toolkit.records.bench import BenchPoint
+from toolkit.records.measured import Interval, Ratio, Speedup
+from toolkit.records.report import ValidationReport
 from toolkit.report.advice import MEASURED, at_once, deployed
 from toolkit.report.cells import DASH, Table, interval, number, size
 from toolkit.report.expected import deployed_draft_len, measured_here, measured_peak

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.facts.gpus import PUBLISHED
-from toolkit.records import Judgement, Plan, PlannedRun, Prediction, Serving, StageMemory, StageTime
+from toolkit.records.plan import Judgement, Plan, PlannedRun, Prediction, Serving, StageMemory, StageTime
 
 __all__ = ["print_plan"]
 

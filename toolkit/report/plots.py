@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.records import Acceptance, Arm, Arms, Parity, QuantizationQuality, ValidationReport
+from toolkit.records.build import QuantizationQuality
+from toolkit.records.judged import Parity
+from toolkit.records.measured import Acceptance, Arm, Arms
+from toolkit.records.report import ValidationReport
 from toolkit.report.expected import draft_length_plot, grid_plot, memory_plot, speed_sweep_plot, throughput_sweep_plot
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 

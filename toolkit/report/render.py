@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import StageError
 from toolkit.pipeline.saved import read_saved
-from toolkit.records import REPORT_SCHEMA_VERSION, ValidationReport, from_json, to_json
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 

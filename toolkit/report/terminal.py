@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from toolkit.records import ValidationReport
+from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table
 from toolkit.report.figures import gates_table, headline, next_steps, notes, proviso, tables
 

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.facts.support import LOG_PROBS
-from toolkit.records import CompiledEngine, TensorRtLlmBuild, TritonRepository
+from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton import deploy, layout_bls, model_config
 from toolkit.triton.contract import DRAFT_MODEL, MODEL
 from toolkit.triton.layout_trtllm import Engines, bls_of_engines

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.records import CompiledEngine
+from toolkit.records.build import CompiledEngine
 from toolkit.triton import model_config
 from toolkit.triton.contract import BLS_INPUTS, BLS_OUTPUTS, INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS
 from toolkit.triton.deploy import PORTS, Deployment

@@ -24,7 +24,7 @@ from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.facts.triton_tensors import BLS
 from toolkit.pipeline.files import store_error
-from toolkit.records import CompiledEngine
+from toolkit.records.build import CompiledEngine
 from toolkit.triton import layout_bls, model_config
 from toolkit.triton.contract import (
     BLS_INPUTS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
-from toolkit.records import CompiledEngine, TritonRepository
+from toolkit.records.build import CompiledEngine, TritonRepository
 from toolkit.triton import model_config
 from toolkit.triton.contract import BLS_MODEL, MODEL, PACKAGE_VERSION
 from toolkit.triton.layout_bls import model_configs

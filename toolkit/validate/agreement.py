@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.records import Agreement, QuantizationQuality
+from toolkit.records.build import QuantizationQuality
+from toolkit.records.judged import Agreement
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 from toolkit.validate.parity import margin_bins
 from toolkit.validate.reference import Reference, text_logits

@@ -10,18 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from toolkit.config.schema import ValidationConfig
-from toolkit.records import (
-    Acceptance,
-    Agreement,
-    Distribution,
-    Divergence,
-    DraftCheck,
-    Finding,
-    Gate,
-    Parity,
-    QuantizationQuality,
-    StopCheck,
-)
+from toolkit.records.build import QuantizationQuality
+from toolkit.records.judged import Agreement, Distribution, Divergence, DraftCheck, Parity, StopCheck
+from toolkit.records.measured import Acceptance, Finding, Gate
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.arms import ARMS, Abilities, Measured, Sender
 from toolkit.validate.diagnose import diagnose

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records import Agreement, Distribution, Divergence, DraftCheck, Finding, Parity, StopCheck
+from toolkit.records.judged import Agreement, Distribution, Divergence, DraftCheck, Parity, StopCheck
+from toolkit.records.measured import Finding
 from toolkit.validate.agreement import explained_without_first_token
 from toolkit.validate.draft_check import shortfall
 from toolkit.validate.reference import Reference

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.records import DraftCheck
+from toolkit.records.judged import DraftCheck
 from toolkit.validate.reference import Reference
 
 if TYPE_CHECKING:

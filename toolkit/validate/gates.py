@@ -11,20 +11,9 @@ from dataclasses import replace
 
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, NOT_JUDGED, PASS, outcome
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
-from toolkit.records import (
-    Agreement,
-    Arm,
-    Distribution,
-    DraftCheck,
-    Finding,
-    Gate,
-    Latency,
-    Parity,
-    QuantizationQuality,
-    Ratio,
-    Speedup,
-    StopCheck,
-)
+from toolkit.records.build import QuantizationQuality
+from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, StopCheck
+from toolkit.records.measured import Arm, Finding, Gate, Latency, Ratio, Speedup
 from toolkit.resampling import TOO_FEW
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.records import ArmParity, Divergence, MarginBin, Parity
+from toolkit.records.judged import ArmParity, Divergence, MarginBin, Parity
 from toolkit.resampling import CONFIDENCE
 from toolkit.validate.log_probs import Served, judge_log_probs
 from toolkit.validate.proportions import clopper_pearson

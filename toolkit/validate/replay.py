@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.saved import read_saved
-from toolkit.records import Divergence, from_json, to_json
+from toolkit.records.codec import from_json, to_json
+from toolkit.records.judged import Divergence
 from toolkit.validate.arms import ALL, Abilities, Alternating, Endpoint, Sender
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import DistributionGates
-from toolkit.records import Distribution, DistributionTest
+from toolkit.records.judged import Distribution, DistributionTest
 from toolkit.validate import distribution
 from toolkit.validate.arms import Sender
 from toolkit.validate.reference import Reference, text_logits

@@ -24,22 +24,11 @@ from toolkit.bench.verdict import INCONCLUSIVE, verdict
 from toolkit.config.schema import LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
-from toolkit.records import (
-    REPORT_SCHEMA_VERSION,
-    Acceptance,
-    Arms,
-    BenchRun,
-    CompiledEngine,
-    CounterCheck,
-    Finding,
-    Gate,
-    Parity,
-    Quality,
-    Sampled,
-    Speedup,
-    StageCost,
-    ValidationReport,
-)
+from toolkit.records.bench import BenchRun
+from toolkit.records.build import CompiledEngine, Quality, StageCost
+from toolkit.records.judged import Parity, Sampled
+from toolkit.records.measured import Acceptance, Arms, CounterCheck, Finding, Gate, Speedup
+from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.validate.arms import (
     ALL,
     ARMS,

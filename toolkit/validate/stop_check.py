@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.records import StopCheck
+from toolkit.records.judged import StopCheck
 from toolkit.validate.arms import Sender
 
 if TYPE_CHECKING:

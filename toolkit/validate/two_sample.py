@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.config.schema import DistributionGates
-from toolkit.records import Distribution, DistributionTest
+from toolkit.records.judged import Distribution, DistributionTest
 from toolkit.validate import distribution
 from toolkit.validate.arms import ARMS, Alternating, Sender
 from toolkit.validate.sampled import PROMPTS, TEXTS, continuations

@@ -25,7 +25,7 @@ from toolkit.engines.embedded.toolchain import compiler_path, compiler_version, 
 from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
-from toolkit.records import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = ["TorchBackend"]
 

@@ -19,7 +19,7 @@ from toolkit.checkpoints.quantized import Quantization
 from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec
-from toolkit.records import from_json, to_json
+from toolkit.records.codec import from_json, to_json
 
 __all__ = [
     "CONFIG",

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.checkpoints.shape import read_json
 from toolkit.errors import CheckpointError
-from toolkit.records import QuantizedCheckpoint
+from toolkit.records.build import QuantizedCheckpoint
 
 __all__ = ["TrtLlmCheckpoint", "is_trtllm_form", "open_form"]
 

@@ -18,7 +18,7 @@ from toolkit.engines.trtllm.where import same_version
 from toolkit.errors import CheckpointError, StageError
 from toolkit.facts.trtllm_build import SPECULATIVE_MODES
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 __all__ = ["BuiltEngine", "check_engine", "read_engine", "speculative_mode"]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.facts.trtllm_build import ENGINE_INPUTS, ENGINE_OUTPUTS, HIDDEN_STATES
-from toolkit.records import Finding, LayerCounts
+from toolkit.records.build import LayerCounts
+from toolkit.records.measured import Finding
 
 __all__ = ["count_layers", "inspect_engine", "tensor_findings"]
 

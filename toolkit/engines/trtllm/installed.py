@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from toolkit.engines.trtllm.command import BuildCommand, flags_of
 from toolkit.facts.trtllm_build import Flag
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 __all__ = ["Offered", "flags_of_help", "flags_of_parser", "table_disagreements", "unknown_to_it"]
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from toolkit.facts.llm_args import LLM_ARGS
-from toolkit.records import Finding
+from toolkit.records.measured import Finding
 
 __all__ = ["field_disagreements", "installed_class", "installed_version", "refusal"]
 

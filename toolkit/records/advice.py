@@ -1,0 +1,192 @@
+"""What `tune` finds: acceptance, costs, the choice of a drafter and a length, the grid of precisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.records.measured import Interval
+
+__all__ = [
+    "Advice",
+    "Alpha",
+    "Candidate",
+    "DraftCost",
+    "Grid",
+    "GridCell",
+    "ScheduleStep",
+    "SpeedupPrediction",
+    "StepCost",
+    "TargetQuality",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Alpha:
+    """Probability that a draft token is kept where the target stands before one, averaged over output tokens, with a bootstrap
+    interval over prompts. domain None: all texts. tokens: places that were looked at.
+    """
+
+    rule: str  # greedy | rejection | coupled | sample_match | sample_match_greedy_draft
+    domain: str | None
+    estimate: float
+    low: float
+    high: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Milliseconds of one step for all requests of a batch, the lower quartile of those timed. draft_len 0: plain decoding."""
+
+    batch: int
+    draft_len: int
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedupPrediction:
+    """Speculative / plain tokens per second for one mode of decoding, batch size and draft length, with its bootstrap interval.
+
+    speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 - a^(k+1)) / ((1 - a)(k c +
+    1)), dependence the replayed tokens per step over the formula's, verification what a forward of k + 1 tokens costs beyond
+    one of 1, host the rest: the host's work, prefill, and blocks cut short at the end of a text. measured: where it was run as
+    well.
+    """
+
+    mode: str  # greedy | sampled
+    batch: int
+    draft_len: int
+    acceptance_length: float
+    tokens_per_s: float
+    speedup: float
+    low: float
+    high: float
+    formula: float
+    dependence: float
+    verification: float
+    host: float
+    measured: float | None = None
+    measured_low: float | None = None
+    measured_high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to draft, as the advisor found it. by_place: conditional acceptance at each place of a block, mode -> rates.
+
+    draft_len, speedup, low, high: the best for one request at a time, over all modes; break_even_length is what
+    acceptance_length would have to be there for speculation to cost nothing, break_even_alpha the alpha that gives it.
+    """
+
+    name: str
+    drafter: str  # draft_target | ngram
+    draft_len: int
+    speedup: float
+    low: float
+    high: float
+    acceptance_length: float
+    acceptance_length_low: float
+    acceptance_length_high: float
+    break_even_length: float
+    break_even_alpha: float | None
+    alphas: tuple[Alpha, ...]
+    by_place: dict[str, tuple[float | None, ...]]
+    costs: dict[str, tuple[StepCost, ...]]
+    predictions: tuple[SpeedupPrediction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStep:
+    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are drafted; 0: none."""
+
+    batch: int
+    draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What should be set, and why. candidates: the best first. costs_are: measured, or predicted for a GPU that is not here.
+
+    decided False: the interval of the best candidate's speed-up holds 1, and what is set follows the estimate. own: name of the
+    deployment's own candidate, which need not be the best.
+
+    schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len. max_concurrency: the most requests
+    at once with which speculation was seen to pay; None: it pays at every size tried.
+    """
+
+    speculate: bool
+    decided: bool
+    own: str
+    drafter: str  # draft_target | ngram | none
+    draft: str | None  # name of the best candidate where it is a model
+    max_draft_len: int  # 0: do not speculate
+    schedule: tuple[ScheduleStep, ...]
+    max_concurrency: int | None
+    reason: str
+    costs_are: str
+    temperature: float
+    rule: str
+    prompts: int
+    tokens: int
+    confidence: float
+    seconds: float
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetQuality:
+    """One precision of the target against the unquantized one, on held-out text: KL in nats per token, perplexity."""
+
+    quant_algo: str
+    kl: Interval
+    perplexity: Interval
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GridCell:
+    """One pair of precisions: greedy, one request at a time, at the best draft length of the pair."""
+
+    target: str
+    draft: str
+    alpha: Interval
+    draft_len: int
+    acceptance_length: Interval
+    tokens_per_s: Interval
+    speedup: Interval  # over plain decoding with the same target
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What quantizing the draft does, under one target: shares of alpha lost and of a drafted token's time saved, and the
+    speed against the unquantized draft's.
+    """
+
+    target: str
+    draft: str
+    alpha_lost: float
+    draft_time_saved: float
+    speed: Interval
+    verdict: str  # pays | costs more than it saves | makes no difference seen
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by its upper bound.
+
+    costs_are: measured, or predicted for a GPU by name: so are then speeds and speed-ups, and their intervals are of acceptance
+    alone. left_out: pairs that the deployment cannot have, and why. targets has the unquantized one even where it is left out.
+    """
+
+    cells: tuple[GridCell, ...]
+    targets: tuple[TargetQuality, ...]
+    drafts: tuple[DraftCost, ...]
+    costs_are: str
+    left_out: tuple[str, ...]
+    max_kl: float
+    prompts: int
+    confidence: float

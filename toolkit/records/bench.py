@@ -1,0 +1,137 @@
+"""What `bench` measures at an endpoint, and how two runs of it compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.records.measured import Acceptance, CounterCheck, Definition, Finding, Gate, Latency, Ratio
+
+__all__ = ["BenchArm", "BenchEndpoint", "BenchPoint", "BenchRequest", "BenchRun", "ComparedPoint", "Comparison", "Crossover"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request of a bench, kept so that a saved run can be judged again. Times are ns after the run's start.
+
+    prompt: 16 hex digits of the sent text's sha256. chunks: (arrival, new tokens) as in `RequestTiming`. error: why it failed.
+    """
+
+    point: int
+    arm: str
+    round: int
+    index: int
+    prompt: str
+    due_ns: int | None
+    sent_ns: int
+    ended_ns: int
+    chunks: tuple[tuple[int, int | None], ...]
+    input_tokens: int | None
+    output_tokens: int | None
+    drafted: int | None
+    accepted: int | None
+    verify_steps: int | None
+    finish_reason: str | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchArm:
+    """One arm at one load. tokens_per_s and requests_per_s are of the window, so of all requests together; goodput likewise.
+
+    window_s: from the first request sent (or due) to the last one's end, summed over blocks of requests. *_by_round: the same
+    figure of each round, from which its interval comes. output_tokens None: the server counted none. errors: text -> requests.
+    lag_*: how late sends were behind an open loop's schedule.
+    """
+
+    name: str
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    output_tokens: int | None
+    window_s: float
+    tokens_per_s: float | None
+    requests_per_s: float
+    goodput: float | None
+    tokens_per_s_by_round: tuple[float, ...]
+    requests_per_s_by_round: tuple[float, ...]
+    goodput_by_round: tuple[float, ...]
+    latencies: dict[str, Latency]
+    acceptance: Acceptance
+    lag_p50_ms: float | None
+    lag_p99_ms: float | None
+    lag_max_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPoint:
+    """One load: so many requests at a time, or so many per second. ratios: the last arm's figures over the first arm's."""
+
+    concurrency: int | None
+    rate: float | None
+    rounds: int
+    arms: tuple[BenchArm, ...]
+    ratios: tuple[Ratio, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where the speed-up falls below 1. pays_up_to: the highest concurrency shown to pay, stops_at: the lowest one
+    shown not to; between them nothing is shown. estimate: where the measured ratios cross 1, in between.
+    """
+
+    pays_up_to: int | None
+    stops_at: int | None
+    estimate: float | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEndpoint:
+    """Where an arm's requests went."""
+
+    arm: str
+    address: str
+    protocol: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """A saved run of `toolkit bench`. settings: what was asked for. docs/benchmarking.md explains it."""
+
+    schema_version: int
+    created: str
+    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    gates: tuple[Gate, ...]
+    endpoints: tuple[BenchEndpoint, ...]
+    settings: dict[str, str]
+    points: tuple[BenchPoint, ...]
+    crossover: Crossover | None
+    counters: tuple[CounterCheck, ...]
+    findings: tuple[Finding, ...]
+    environment: dict[str, str]
+    definitions: dict[str, Definition]
+    requests: tuple[BenchRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPoint:
+    """The same load in two saved runs. ratios: B's figures over A's. paired: both sent the same prompts."""
+
+    concurrency: int | None
+    rate: float | None
+    arm: str
+    paired: bool
+    prompts: int
+    ratios: tuple[Ratio, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two saved runs judged: is B slower than A by more than `tolerance` (a share)?"""
+
+    verdict: str
+    gates: tuple[Gate, ...]
+    tolerance: float
+    points: tuple[ComparedPoint, ...]
+    findings: tuple[Finding, ...]

@@ -1,0 +1,185 @@
+"""What the stages up to `package` hand on: pair, checkpoints, engines, repository."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.records.measured import Finding
+
+__all__ = [
+    "CompiledEngine",
+    "LayerCounts",
+    "LayerError",
+    "LayerKl",
+    "PairProof",
+    "Quality",
+    "QuantizationQuality",
+    "QuantizedCheckpoint",
+    "StageCost",
+    "TensorRtLlmBuild",
+    "TritonRepository",
+    "TrtllmForm",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PairProof:
+    """Both checkpoints were read, and their tokenizers and vocabularies are the same by content.
+
+    vocab_size: rows of embedding and LM head that both are built with; the sources' own are target_vocab_size and
+    draft_vocab_size, and rows above vocab_size are padding.
+    """
+
+    target_digest: str  # content digest of the source checkpoint
+    draft_digest: str | None
+    tokenizer_digest: str
+    vocab_size: int
+    target_vocab_size: int
+    draft_vocab_size: int | None
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """Relative Frobenius error of one linear's output (quantized against source) on the held-out text."""
+
+    layer: str
+    relative_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKl:
+    """What one decoder layer alone costs: mean over tokens of KL(source || source with this layer quantized), in nats."""
+
+    layer: str  # model.layers.N
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationQuality:
+    """The quantized model against its source, teacher-forced on held-out text, measured before any export.
+
+    kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99 its 99th percentile; top1_agreement the share of tokens
+    with the same argmax; perplexities are exp of the mean negative log-likelihood of the text's own next tokens. layer_kl is
+    over the first layer_kl_tokens of them.
+    """
+
+    tokens: int
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    source_perplexity: float
+    quantized_perplexity: float
+    layers: tuple[LayerError, ...]
+    layer_kl: tuple[LayerKl, ...]
+    layer_kl_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmForm:
+    """The same checkpoint as `trtllm-build` reads it: config.json and rank{N}.safetensors."""
+
+    path: Path
+    tp_size: int
+    pp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized. trtllm None: that form was not made."""
+
+    role: str  # target | draft
+    path: Path
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    architecture: str
+    vocab_size: int
+    weight_bytes: int
+    quality: QuantizationQuality | None  # None: nothing was quantized here
+    checks: tuple[Finding, ...]
+    trtllm: TrtllmForm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """What TensorRT's own inspector says of a deserialized engine. fused: layers made of several; plugins: by name."""
+
+    layers: int
+    fused: int
+    plugins: dict[str, int]
+    precisions: dict[str, int]  # data type of a layer's first output -> layers; empty where the engine keeps names only
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtLlmBuild:
+    """How an engine for TensorRT-LLM came about, and how much of that a GPU has seen.
+
+    executed and not_executed say in words what ran on a GPU of this machine and what did not.
+    """
+
+    version: str  # that it is for
+    builder: str  # local: PATH | container: IMAGE | none
+    command: tuple[str, ...]  # empty without a build
+    tp_size: int
+    pp_size: int
+    max_num_tokens: int | None
+    checks: tuple[Finding, ...]
+    executed: tuple[str, ...]
+    not_executed: tuple[str, ...]
+    layers: LayerCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledEngine:
+    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages where there are any.
+
+    Of kind trtllm_pytorch: a checkpoint in Hugging Face form with `llm_args.json` beside it.
+    """
+
+    role: str
+    path: Path
+    kind: str  # torch | trt_engine | trtllm_pytorch
+    mode: str  # compiled | eager | engine (trt_engine) | runtime (trtllm_pytorch)
+    dtype: str
+    device: str
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    fp8_compute: str | None  # native | dequantized; None without FP8
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_draft_len: int
+    vocab_size: int
+    weight_bytes: int
+    notes: tuple[str, ...]
+    tensorrt_llm: TensorRtLlmBuild | None = None  # None: of kind torch
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRepository:
+    """A model repository that `tritonserver --model-repository PATH` loads as it is."""
+
+    path: Path
+    layout: str  # llmapi | bls
+    model: str  # the model that clients call
+    decoupled: bool
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What quantization cost. None: that model was not quantized here, or there is no draft."""
+
+    target: QuantizationQuality | None
+    draft: QuantizationQuality | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage took, from its manifest. reused: taken from the store in this build; the figures are of when it ran."""
+
+    stage: str
+    seconds: float
+    peak_memory_bytes: int | None
+    reused: bool

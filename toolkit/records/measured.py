@@ -1,0 +1,179 @@
+"""Figures of a served deployment, what they mean, and the gates that judge them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "Acceptance",
+    "Arm",
+    "Arms",
+    "CounterCheck",
+    "Definition",
+    "Finding",
+    "Gate",
+    "Interval",
+    "Latency",
+    "PositionAcceptance",
+    "Ratio",
+    "Speedup",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked. severity: ok | note (to be known, nothing to be done) | warning | error."""
+
+    check: str
+    severity: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One latency of one arm, in milliseconds. A percentile that the number of samples cannot support is None, and
+    `unsupported` says why under its name (p50 | p90 | p99).
+
+    p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve: the quantiles 0, 1, ... 100
+    percent, for plots. samples counts requests (ttft, tpot, e2e), chunks (icl) or tokens (itl, which is weighted by them).
+    """
+
+    samples: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    p90_low: float | None
+    p90_high: float | None
+    unsupported: dict[str, str]
+    curve: tuple[float, ...]
+    p50_low: float | None = None
+    p50_high: float | None = None
+    p99_low: float | None = None
+    p99_high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm (plain or speculative) at one temperature, one request at a time.
+
+    tokens_per_s = output_tokens / request_time_s, both summed over the requests; tokens_per_s_by_prompt the same per prompt, in
+    the prompts' order. latencies: ttft, tpot, itl, icl, e2e. distinct_4grams: distinct / all 4-grams of output tokens, averaged
+    over requests with at least four tokens; texts that loop score low, and flatter speculation.
+    """
+
+    requests: int
+    output_tokens: int
+    request_time_s: float
+    tokens_per_s: float
+    tokens_per_s_by_prompt: tuple[float, ...]
+    latencies: dict[str, Latency]
+    distinct_4grams: float | None
+    finish_reasons: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """The same deployment without and with speculation. speculative None: the deployment does not speculate."""
+
+    plain: Arm
+    speculative: Arm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A figure of one arm divided by that of another, with its bootstrap interval. estimate None: `reason` says why not."""
+
+    name: str  # ttft_p50, speed, ...
+    estimate: float | None
+    low: float | None
+    high: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and rounds.
+
+    latencies: the same for every percentile of every latency; there, above 1 is slower.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+    prompts: int
+    rounds: int
+    latencies: tuple[Ratio, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PositionAcceptance:
+    """Position i (from 0) of a draft. joint = accepted / drafted; conditional = joint / joint of the position before it."""
+
+    drafted: int
+    accepted: int
+    joint: float | None
+    conditional: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included. None: nothing was drafted.
+
+    alpha: drafts kept / drafts looked at, those behind a rejection left out, with an interval over prompts; None where the
+    server does not count by position.
+    """
+
+    rate: float | None
+    length: float | None
+    drafted: int
+    accepted: int
+    verify_steps: int
+    by_position: tuple[PositionAcceptance, ...]
+    alpha: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a rehearsal, and `draft` where no
+    text tells its steps.
+
+    detail: the reason in words; next_step: what to do unless it passed.
+    """
+
+    name: str
+    outcome: str
+    measured: float | None
+    limit: float | None
+    detail: str
+    next_step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CounterCheck:
+    """A server counter, differenced over the measured window, beside what the client added up itself."""
+
+    name: str
+    client: int
+    server: int | None
+    matches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What a number in the report means."""
+
+    formula: str
+    numerator: str
+    denominator: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its bootstrap interval."""
+
+    estimate: float
+    low: float
+    high: float

@@ -1,0 +1,135 @@
+"""What `plan` says: judgements, memory, predicted speed, and what will run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "Judgement",
+    "MemoryItem",
+    "Plan",
+    "PlannedRun",
+    "PredictedSpeed",
+    "Prediction",
+    "Serving",
+    "StageMemory",
+    "StageTime",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a rule of the plan says of a deployment. rule: id in toolkit.facts.rules; path: the key of the YAML it is about.
+
+    severity: refused (it cannot work; mend says what would) | warning (nobody vouches for it) | adjusted (changed in silence).
+    """
+
+    rule: str
+    severity: str
+    path: str
+    what: str
+    mend: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """A part of a peak, and how it was computed."""
+
+    name: str
+    num_bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What a stage needs at its peak. place: `each GPU` or `the machine`; available_bytes None: not known."""
+
+    stage: str
+    place: str
+    items: tuple[MemoryItem, ...]
+    available_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The KV caches of a deployment. kv_bytes_per_token: of target and draft together, on each GPU; sequences: that fit at
+    max_seq_len at once; draft_share: of the KV memory that is the draft's.
+    """
+
+    kv_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    sequences: int
+    draft_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSpeed:
+    """At one acceptance rate: tokens per target forward, output tokens/s of all requests together, and over plain decoding."""
+
+    acceptance_rate: float
+    draft_len: int
+    tokens_per_step: float
+    tokens_per_s: float | None
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An upper bound by bandwidth and arithmetic. plain_tokens_per_s None: the device is not in the tables.
+
+    cost_ratio: time of a draft forward over that of a target forward. break_even: acceptance rate from which drafting pays.
+    """
+
+    batch_size: int
+    context_tokens: int
+    bound: str  # bandwidth | arithmetic
+    plain_tokens_per_s: float | None
+    cost_ratio: float | None
+    break_even: float | None
+    speculative: tuple[PredictedSpeed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """A rough estimate: an order of magnitude, and what it was made of."""
+
+    stage: str
+    seconds: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Something that a stage will run: a command, word by word, or a call with its arguments.
+
+    place: where, for a reader. Names in capitals stand for what is not known yet.
+    """
+
+    stage: str
+    place: str
+    command: tuple[str, ...] | None = None
+    call: str | None = None
+    arguments: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a deployment before anything runs. summary: what it is, in words. runs: in their order; none where it
+    cannot work.
+    """
+
+    name: str
+    possible: bool
+    summary: dict[str, str]
+    judgements: tuple[Judgement, ...]
+    memory: tuple[StageMemory, ...]
+    serving: Serving | None
+    predictions: tuple[Prediction, ...]
+    times: tuple[StageTime, ...]
+    runs: tuple[PlannedRun, ...] = ()

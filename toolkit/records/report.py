@@ -1,0 +1,55 @@
+"""The report of a validated deployment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.records.advice import Advice, Grid
+from toolkit.records.bench import BenchPoint, Crossover
+from toolkit.records.build import CompiledEngine, Quality, StageCost
+from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, Sampled, StopCheck
+from toolkit.records.measured import Acceptance, Arms, CounterCheck, Definition, Finding, Gate, Speedup
+from toolkit.records.plan import StageMemory
+
+__all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
+
+REPORT_SCHEMA_VERSION = 8  # of report.json: raised when a key comes, goes away or changes its meaning
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """The verdict and everything it rests on. docs/report.md explains the JSON.
+
+    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
+    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
+    rehearsal, in words, what stood in for what; empty for a real deployment. memory: the plan's, beside which `stages` hold
+    what was measured. advice: of `tune`, in the build or since, if it looked at these engines; grid: likewise.
+    """
+
+    schema_version: int
+    name: str
+    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    gates: tuple[Gate, ...]
+    arms: Arms
+    speedup: Speedup | None
+    acceptance: Acceptance | None
+    parity: Parity | None
+    sampled: Sampled
+    agreements: tuple[Agreement, ...]
+    draft_check: DraftCheck | None
+    stop_check: StopCheck | None
+    distribution: Distribution | None
+    quality: Quality
+    counters: tuple[CounterCheck, ...]
+    findings: tuple[Finding, ...]
+    environment: dict[str, str]
+    engines: dict[str, CompiledEngine]
+    stages: tuple[StageCost, ...]
+    definitions: dict[str, Definition]
+    loads: tuple[BenchPoint, ...] = ()
+    crossover: Crossover | None = None
+    replaced: tuple[str, ...] = ()
+    memory: tuple[StageMemory, ...] = ()
+    advice: Advice | None = None
+    grid: Grid | None = None
+    plain_arm: str = "request"  # a request's parameter, or "restarts": a server without speculation, in turns with the other
