@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.checkpoints import write_pair
 from tests.support.serving import add_bls_variant, package_pair
 from toolkit.records.build import TritonRepository
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
 
 # No test is timed: what takes a millisecond takes 200 on a machine that is busy with something else.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -36,8 +36,8 @@ from toolkit.client import (
     summarise,
 )
 from toolkit.resampling import bootstrap_ratio
-from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, LOG_PROB_INPUTS, OUTPUTS
+from toolkit.triton.package import model_config
+from toolkit.triton.tensors.contract import INPUTS, LOG_PROB_INPUTS, OUTPUTS
 
 MS = 1_000_000
 TYPES = {"TYPE_STRING": "BYTES", "TYPE_INT32": "INT32", "TYPE_INT64": "INT64", "TYPE_FP32": "FP32"}

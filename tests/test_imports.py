@@ -38,7 +38,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ROOTS = {
     f"triton/models/{model}/model.py" for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
 }
-ALONE = {"client.py", "triton/supervise.py"}
+ALONE = {"client.py", "triton/process/supervise.py"}
 HEAVY = ("torch", "transformers", "modelopt", "tritonclient", "scipy", "numpy", "pydantic", "tokenizers", "grpc", "rich")
 
 
@@ -86,9 +86,10 @@ def test_imports_point_down(file: Path) -> None:
 def test_the_check_finds_an_import_that_points_up(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text(
-        "from toolkit import cli\nimport toolkit.assembly\ndef f():\n    from toolkit.triton.server import TritonServer\n"
+        "from toolkit import cli\nimport toolkit.assembly\n"
+        "def f():\n    from toolkit.triton.process.server import TritonServer\n"
     )
-    assert list(imported(file)) == [("toolkit.cli", 1), ("toolkit.assembly", 2), ("toolkit.triton.server", 4)]
+    assert list(imported(file)) == [("toolkit.cli", 1), ("toolkit.assembly", 2), ("toolkit.triton.process.server", 4)]
 
 
 def loaded_by(code: str, modules: tuple[str, ...], *arguments: str) -> list[str]:

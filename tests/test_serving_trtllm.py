@@ -26,9 +26,9 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.serving_trtllm import Machine, check_servable, served_here
-from toolkit.triton import model_config
-from toolkit.triton.on_this_machine import render_here
-from toolkit.triton.server import sweep
+from toolkit.triton.package import model_config
+from toolkit.triton.process.localize import render_here
+from toolkit.triton.process.server import sweep
 
 STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1")
@@ -195,7 +195,7 @@ def test_a_machine_with_everything_serves_every_kind(tiny_pair: tuple[Path, Path
 
 
 def test_a_rendering_names_this_machine_s_folders(tmp_path: Path) -> None:
-    from tests.triton.test_package_trtllm import llmapi
+    from tests.triton.package.test_trtllm import llmapi
 
     packaged = llmapi(tmp_path).path
     before = {file: file.read_bytes() for file in packaged.rglob("*.*") if file.is_file()}
@@ -215,9 +215,9 @@ def test_a_rendering_names_this_machine_s_folders(tmp_path: Path) -> None:
 
 
 def test_the_engines_of_a_bls_rendering_are_found(tmp_path: Path) -> None:
-    from tests.triton.test_package_trtllm import engine
+    from tests.triton.package.test_trtllm import engine
     from toolkit.config.schema import TritonConfig
-    from toolkit.triton.package_trtllm import package_bls
+    from toolkit.triton.package.trtllm import package_bls
 
     pair = [engine(tmp_path / "engines", role, "trt_engine") for role in ("target", "draft")]
     record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)

@@ -170,7 +170,7 @@ def _loading(config: DeploymentConfig) -> PlannedRun:
 
 def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
     from toolkit.serving_trtllm import deployment_of
-    from toolkit.triton.deploy import docker_run, launch_command
+    from toolkit.triton.package.deploy import docker_run, launch_command
 
     deployment = deployment_of(config)
     if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
@@ -184,7 +184,7 @@ def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
 
 
 def _serving_here(config: DeploymentConfig) -> Iterator[PlannedRun]:
-    from toolkit.triton.server import server_arguments
+    from toolkit.triton.process.server import server_arguments
 
     arguments = server_arguments(HERE.repository(config.name), config.triton)
     yield PlannedRun("serve", "this machine", command=("tritonserver", *arguments))

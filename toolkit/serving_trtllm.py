@@ -24,8 +24,8 @@ from toolkit.pipeline.machine import gpus
 
 if TYPE_CHECKING:
     from toolkit.client import Client
-    from toolkit.triton.deploy import Deployment
-    from toolkit.triton.server import Launch, TritonServer
+    from toolkit.triton.package.deploy import Deployment
+    from toolkit.triton.process.server import Launch, TritonServer
     from toolkit.validate.arms import Abilities
 
 __all__ = ["Machine", "Servers", "abilities_of", "check_servable", "deployment_of", "served_here"]
@@ -101,7 +101,7 @@ def _image(deployment: Deployment) -> str:
 
 
 def deployment_of(config: DeploymentConfig) -> Deployment:
-    from toolkit.triton.deploy import Deployment
+    from toolkit.triton.package.deploy import Deployment
 
     engine = config.engine
     assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
@@ -122,8 +122,8 @@ def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig
 
     Raises ServerError where it does not start.
     """
-    from toolkit.triton.on_this_machine import render_here
-    from toolkit.triton.server import TritonServer, private_folder
+    from toolkit.triton.process.localize import render_here
+    from toolkit.triton.process.server import TritonServer, private_folder
 
     with ExitStack() as open_until:
         if isinstance(config.engine, TorchEngineConfig):
@@ -137,8 +137,8 @@ def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig
 
 def _launch_of(deployment: Deployment) -> Launch:
     """What launch.sh does in the container, for a repository that lies elsewhere."""
-    from toolkit.triton.deploy import started_here
-    from toolkit.triton.server import Workspace, launch_command
+    from toolkit.triton.package.deploy import started_here
+    from toolkit.triton.process.server import Workspace, launch_command
 
     def launch(repository: Path, workspace: Workspace, config: TritonConfig) -> tuple[list[str], dict[str, str]]:
         command, environment = launch_command(repository, workspace, config)
@@ -199,8 +199,8 @@ class Servers:
     def start(self, arm: str) -> Client:
         """End the running server, serve this arm, and return a client of it. Raises ServerError."""
         from toolkit.client import Client
-        from toolkit.triton.on_this_machine import render_here
-        from toolkit.triton.server import TritonServer
+        from toolkit.triton.process.localize import render_here
+        from toolkit.triton.process.server import TritonServer
 
         launch = _launch_of(self.deployment)
         self._running.close()

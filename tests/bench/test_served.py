@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.bench.run import Asked, bench
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
 
 PROMPTS = [f"def f{number}(x):" for number in range(20)]
 

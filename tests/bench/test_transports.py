@@ -28,7 +28,7 @@ from toolkit.bench.transports import (
 )
 from toolkit.client import ModelForm, Options, RequestTiming
 from toolkit.errors import StageError, UsageError
-from toolkit.triton.contract import INPUTS
+from toolkit.triton.tensors.contract import INPUTS
 
 MS = 1_000_000
 SCRIPT = Script(chunks=((5, "a", 1), (20, "bcd", 3), (6, "ef", 2)))

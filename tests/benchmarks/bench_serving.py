@@ -34,8 +34,8 @@ import numpy as np
 import yaml
 
 from toolkit.client import Client, Options, read_prompts
-from toolkit.triton.contract import MODEL
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
+from toolkit.triton.tensors.contract import MODEL
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"

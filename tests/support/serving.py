@@ -47,7 +47,7 @@ def compile_eager(role: str, checkpoint: Path, out_dir: Path) -> CompiledEngine:
 def package_pair(pair: tuple[Path, Path], folder: Path, **triton: Any) -> TritonRepository:
     """A repository of (target, draft) checkpoints in folder/repository."""
     from toolkit.inprocess import eos_token_ids
-    from toolkit.triton.stage import package
+    from toolkit.triton.package.embedded import package
 
     target = compile_eager("target", pair[0], folder / "target")
     draft = compile_eager("draft", pair[1], folder / "draft")
@@ -58,7 +58,7 @@ def package_pair(pair: tuple[Path, Path], folder: Path, **triton: Any) -> Triton
 
 def add_bls_variant(repository: Path, name: str, parameters: dict[str, str]) -> None:
     """A second BLS model with other parameters, on the same engines."""
-    from toolkit.triton import model_config
+    from toolkit.triton.package import model_config
 
     shutil.copytree(repository / "tensorrt_llm_bls", repository / name)
     config = model_config.read(repository / name / "config.pbtxt")

@@ -275,7 +275,7 @@ def model_config() -> dict[str, Any]:
     """As Triton's HTTP gives it: of a packaged repository."""
     from google.protobuf import json_format
 
-    from toolkit.triton import model_config as packaged
+    from toolkit.triton.package import model_config as packaged
 
     found: dict[str, Any] = json_format.MessageToDict(packaged.build(decoupled=True), preserving_proto_field_name=True)
     return found

@@ -22,7 +22,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from tests.support.serving import MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_SEQ_LEN
 from toolkit.client import Client, Options, RequestRefused
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
 
 PROMPTS = tuple(f"def f{number}(x): return {'x' * (number % 7)}" for number in range(16))
 CASES = [

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from tests.support.serving import package_pair
 from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.errors import ServerError
 from toolkit.records.build import TritonRepository
-from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
+from toolkit.triton.process.server import TritonServer, Workspace, find_server, launch_command, sweep
 
 
 def free_ports(count: int) -> list[int]:
@@ -127,15 +129,28 @@ def test_a_repository_that_is_not_decoupled_answers_once(tiny_pair: tuple[Path, 
             assert answer[0].decode() == "def f" + completion.text
 
 
-def test_a_repository_of_another_version_is_refused(tiny_repository: TritonRepository, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["llmapi", "bls"])
+def test_a_repository_of_another_version_is_to_be_packaged_again(
+    layout: str, tiny_repository: TritonRepository, tmp_path: Path
+) -> None:
+    """Its models import the toolkit by names that modules no longer have, so nothing is started."""
     repository = tmp_path / "old"
-    shutil.copytree(tiny_repository.path, repository)
-    path = repository / "tensorrt_llm" / "1" / "model.yaml"
-    path.write_text(re.sub(r"package_version: \d+", "package_version: 0", path.read_text()))
-    with pytest.raises(ServerError) as failed, TritonServer(repository):
+    if layout == "llmapi":
+        shutil.copytree(tiny_repository.path, repository)
+        path = repository / "tensorrt_llm" / "1" / "model.yaml"
+        path.write_text(re.sub(r"package_version: \d+", "package_version: 4", path.read_text()))
+    else:
+        path = repository / "tensorrt_llm_bls" / "config.pbtxt"
+        config = model_config_pb2.ModelConfig(name="tensorrt_llm_bls")
+        config.parameters["package_version"].string_value = "4"
+        path.parent.mkdir(parents=True)
+        path.write_text(text_format.MessageToString(config))
+    with pytest.raises(ServerError, match=f"package version 4, and .*{path.name}") as failed, TritonServer(repository):
         pass
-    assert "this repository has package version 0" in failed.value.log_tail
-    assert "package it again" in failed.value.log_tail
+    assert failed.value.mend == "Package it again: toolkit package CONFIG."
+    by_hand = [sys.executable, "-m", "toolkit.triton.launch", str(repository)]
+    done = subprocess.run(by_hand, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "Package it again" in done.stderr
 
 
 def test_a_server_that_goes_away_is_said_so(tiny_repository: TritonRepository) -> None:

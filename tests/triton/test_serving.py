@@ -21,8 +21,8 @@ import pytest
 
 from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_QUEUE_SIZE, MAX_SEQ_LEN
 from toolkit.client import Client, Completion, Options, RequestRefused
-from toolkit.triton.contract import METRICS
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
+from toolkit.triton.tensors.contract import METRICS
 
 PROMPTS = tuple(f"def f{number}(x): return {'x' * (number % 7)}" for number in range(40))
 LONG = MAX_SEQ_LEN - 40

@@ -22,9 +22,9 @@ from toolkit.errors import RequestError
 from toolkit.records.build import Quality
 from toolkit.records.judged import Divergence
 from toolkit.records.report import ValidationReport
-from toolkit.triton.bls import token_log_probs
-from toolkit.triton.requests import Limits, parse
-from toolkit.triton.trtllm_tensors import FORM, Responses, sampling_arguments
+from toolkit.triton.tensors.bls import token_log_probs
+from toolkit.triton.tensors.requests import Limits, parse
+from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, sampling_arguments
 from toolkit.validate.arms import Alternating
 from toolkit.validate.log_probs import judge_log_probs, least_change
 from toolkit.validate.replay import Replay, replay

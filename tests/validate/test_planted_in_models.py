@@ -22,7 +22,7 @@ from toolkit.engines.registry import loader
 from toolkit.records.build import Quality, TritonRepository
 from toolkit.records.report import ValidationReport
 from toolkit.speculative.text import TextCodec
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
 from toolkit.validate import diagnose
 from toolkit.validate.reference import reference_from_engine
 from toolkit.validate.stage import Endpoint, Reference, References, validate

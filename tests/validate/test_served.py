@@ -20,7 +20,7 @@ from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report, write_report
 from toolkit.speculative.sampling import ExponentialRace
 from toolkit.speculative.text import TextCodec
-from toolkit.triton.server import TritonServer
+from toolkit.triton.process.server import TritonServer
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference, reference_from_engine
 from toolkit.validate.stage import Endpoint, References, validate

@@ -22,7 +22,7 @@ SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     from toolkit.inprocess import eos_token_ids
-    from toolkit.triton import stage
+    from toolkit.triton.package.embedded import VERSION, package
 
     engines = tuple(f"compile/{role}" for role in roles)
     needs = (*engines, "tune") if measures(config) else engines
@@ -43,17 +43,17 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
         speculation = speculation_of(config, finished)
         draft = drafts[0] if speculation.kind == "draft_target" else None
         threads, end_ids = embedded(config).threads, eos_token_ids(target.path)
-        return stage.package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
+        return package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
 
-    return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+    return Stage("package", VERSION, TritonRepository, needs, parts, run)
 
 
 def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an engine does not hold."""
     from toolkit.checkpoints.shape import read_shape
     from toolkit.engines.trtllm.llm_args import read_llm_args
-    from toolkit.triton import stage
-    from toolkit.triton.package_trtllm import package_bls, package_llmapi
+    from toolkit.triton.package.embedded import VERSION
+    from toolkit.triton.package.trtllm import package_bls, package_llmapi
 
     engine, triton = config.engine, config.triton
     assert not isinstance(engine, TorchEngineConfig)
@@ -96,7 +96,7 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             **placed(finished),
         )
 
-    return Stage("package", stage.VERSION, TritonRepository, needs, parts, run)
+    return Stage("package", VERSION, TritonRepository, needs, parts, run)
 
 
 def _sources() -> str:
@@ -106,6 +106,6 @@ def _sources() -> str:
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of LLM() with the places that both models have where the repository is served."""
     from toolkit.engines.trtllm.llm_args import resolved
-    from toolkit.triton.layout_trtllm import ENGINES
+    from toolkit.triton.package.layout_trtllm import ENGINES
 
     return resolved(llm_args, f"{ENGINES}/target", f"{ENGINES}/draft")

@@ -62,7 +62,7 @@ def _embedded(found: Replay, config: DeploymentConfig, repository: Path, engines
 
 def _trtllm(found: Replay, config: DeploymentConfig, repository: Path) -> Replayed:
     """The arms judge one another by their log-probabilities, as far as the server tells them."""
-    from toolkit.triton.server import private_folder
+    from toolkit.triton.process.server import private_folder
     from toolkit.validate.arms import Alternating
     from toolkit.validate.replay import replay
 

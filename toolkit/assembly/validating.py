@@ -24,7 +24,7 @@ from toolkit.records.report import ValidationReport
 from toolkit.serving_trtllm import Servers, abilities_of, deployment_of
 
 if TYPE_CHECKING:
-    from toolkit.triton.server import TritonServer
+    from toolkit.triton.process.server import TritonServer
     from toolkit.validate.reference import Reference
 
 __all__ = ["engine_reference", "validate_stage"]
@@ -92,7 +92,7 @@ def _measure(
     from toolkit.pipeline.memory import PeakMemory
     from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
-    from toolkit.triton.server import TritonServer, private_folder
+    from toolkit.triton.process.server import TritonServer, private_folder
     from toolkit.validate.replay import write_replay
     from toolkit.validate.stage import Alternating, References, validate
 

@@ -30,7 +30,7 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """List what works on this machine and what is missing, each with its mend."""
     from toolkit.engines.embedded.toolchain import compiler_path
     from toolkit.plan.doctor import diagnose
-    from toolkit.triton.server import find_libpython, find_server
+    from toolkit.triton.process.server import find_libpython, find_server
 
     def server() -> tuple[Path, Path | None]:
         install = find_server()

@@ -2,6 +2,7 @@
 
 This is what `launch.sh` beside the models runs, in systemd, a container or a terminal: the same command, environment and
 supervisor as those of `TritonServer`, but nobody's child. An entry point like the CLI, so it prints and exits.
+It stays where it is: packaged repositories name it, also those that have to be told that they are outdated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.triton.server import Workspace, launch_command, supervised
+from toolkit.triton.process.server import Workspace, launch_command, supervised
 
 __all__ = ["main"]
 

@@ -5,8 +5,8 @@ load with Triton 2.51, decoupled calls damaged the memory of this process, and s
 requests run at once because there are many instances, as many as the target has room for; Triton queues the others. Plain
 decoding streams by short calls, each continuing the one before.
 
-What a round means is decided in `toolkit.speculative.bls_loop`, what the tensors mean in `toolkit.triton.bls`; here is only
-Triton's side. Nothing of it depends on which backend serves the engines.
+What a round means is decided in `toolkit.speculative.bls_loop`, what the tensors mean in
+`toolkit.triton.tensors.bls`; here is only Triton's side. Nothing of it depends on which backend serves the engines.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
 from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.text import TextStream
-from toolkit.triton.backend import CODES, Metrics, parameters_of, traceback_of
-from toolkit.triton.bls import (
+from toolkit.triton.tensors.backend import CODES, Metrics, parameters_of, traceback_of
+from toolkit.triton.tensors.bls import (
     BlsAnswer,
     BlsRequest,
     Prepared,
@@ -39,9 +39,9 @@ from toolkit.triton.bls import (
     shaped,
     token_log_probs,
 )
-from toolkit.triton.contract import PACKAGE_VERSION
-from toolkit.triton.requests import Limits
-from toolkit.triton.words import unpack
+from toolkit.triton.tensors.contract import PACKAGE_VERSION
+from toolkit.triton.tensors.requests import Limits
+from toolkit.triton.tensors.word_lists import unpack
 
 WATCH_NS = 50_000_000  # between two looks at whether the client is still there: each costs about 0.1 ms
 PREPARED = ("INPUT_ID", "OUT_END_ID", "OUT_PAD_ID", "STOP_WORDS_IDS", "BAD_WORDS_IDS", "EMBEDDING_BIAS")

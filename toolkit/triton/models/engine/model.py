@@ -20,8 +20,8 @@ try:
     from toolkit.engines.registry import loader
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.speculative.executor import Call, Executor, Output
-    from toolkit.triton.backend import CODES, folder_of, parameters_of, traceback_of
-    from toolkit.triton.engine_tensors import EngineRequest, arrays_of, parse_engine
+    from toolkit.triton.tensors.backend import CODES, folder_of, parameters_of, traceback_of
+    from toolkit.triton.tensors.engine_tensors import EngineRequest, arrays_of, parse_engine
 except ImportError as error:
     import sys
 

@@ -3,7 +3,7 @@
 Who does what. Triton calls `execute`, which checks a request, submits it and returns at once. One thread runs the speculative
 runtime and sends what it produces (about 0.1 ms a response; a thread of its own for the sending was no faster, and fell behind
 the runtime on a busy machine, so that chunks arrived late and in heaps). One watches for clients that went away and keeps the
-metrics. All thinking about requests is in `toolkit.triton.requests`; here is only Triton's side.
+metrics. All thinking about requests is in `toolkit.triton.tensors.requests`; here is only Triton's side.
 
 A fault of one request is answered to that request, and the server goes on. If the runtime itself breaks, every open request is
 answered with the reason, and later ones are refused with it.
@@ -30,9 +30,9 @@ try:
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
     from toolkit.speculative.runtime import QueueFull
-    from toolkit.triton.backend import CODES, Metrics, traceback_of
-    from toolkit.triton.contract import MODEL, OUTPUTS, PACKAGE_VERSION
-    from toolkit.triton.requests import Answer, Limits, Request, parse
+    from toolkit.triton.tensors.backend import CODES, Metrics, traceback_of
+    from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
+    from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
 except ImportError as error:
     import sys
 

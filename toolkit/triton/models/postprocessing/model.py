@@ -13,7 +13,7 @@ os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this p
 
 from toolkit.errors import ToolkitError
 from toolkit.speculative.text import TextCodec
-from toolkit.triton.backend import folder_of, parameters_of
+from toolkit.triton.tensors.backend import folder_of, parameters_of
 
 
 class TritonPythonModel:

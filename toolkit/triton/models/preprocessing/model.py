@@ -13,8 +13,8 @@ os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this p
 
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.speculative.text import TextCodec
-from toolkit.triton.backend import folder_of, parameters_of
-from toolkit.triton.preprocessing import Preprocessor
+from toolkit.triton.tensors.backend import folder_of, parameters_of
+from toolkit.triton.tensors.preprocessing import Preprocessor
 
 
 class TritonPythonModel:

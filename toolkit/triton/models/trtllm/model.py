@@ -18,9 +18,9 @@ import triton_python_backend_utils as pb_utils
 import yaml
 
 from toolkit.errors import RequestError
-from toolkit.triton.backend import CODES, folder_of, traceback_of
-from toolkit.triton.requests import Limits, Request, parse
-from toolkit.triton.trtllm_tensors import FORM, Responses, output_types, sampling_arguments
+from toolkit.triton.tensors.backend import CODES, folder_of, traceback_of
+from toolkit.triton.tensors.requests import Limits, Request, parse
+from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, output_types, sampling_arguments
 
 WATCH_S = 0.1  # between two looks at whether the client is still there
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.versions import NEW_NAMES, VERSIONS
-from toolkit.triton import contract
-from toolkit.triton.layout_bls import Bls, EngineModel, settings_of
+from toolkit.triton.package.layout_bls import Bls, EngineModel, settings_of
+from toolkit.triton.tensors import contract
 
 __all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from toolkit.errors import StageError
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
-from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL, MODEL
-from toolkit.triton.layout_trtllm import REPOSITORY
+from toolkit.triton.package.layout_trtllm import REPOSITORY
+from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 
 __all__ = [
     "Deployment",

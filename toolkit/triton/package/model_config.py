@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StageError
-from toolkit.triton.contract import INPUTS, MODEL, OUTPUTS, STREAM_TEXT, STREAM_TEXT_PARAMETER
+from toolkit.triton.tensors.contract import INPUTS, MODEL, OUTPUTS, STREAM_TEXT, STREAM_TEXT_PARAMETER
 
 __all__ = ["build", "build_trtllm", "read", "render", "write"]
 
@@ -39,7 +39,7 @@ def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
     from tritonclient.grpc import model_config_pb2 as pb
 
     from toolkit.facts.triton_tensors import LLMAPI
-    from toolkit.triton.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS
+    from toolkit.triton.tensors.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS
 
     config = pb.ModelConfig(name=MODEL, backend="python", max_batch_size=0)
     for fact in LLMAPI.inputs:

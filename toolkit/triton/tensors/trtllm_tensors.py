@@ -17,8 +17,8 @@ from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.triton.contract import INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS, TensorSpec
-from toolkit.triton.requests import Form, Request
+from toolkit.triton.tensors.contract import INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS, TensorSpec
+from toolkit.triton.tensors.requests import Form, Request
 
 __all__ = [
     "FORM",

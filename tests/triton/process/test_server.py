@@ -17,8 +17,8 @@ import pytest
 
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
-from toolkit.triton import server as server_module
-from toolkit.triton.server import TritonServer, Workspace, find_server, launch_command, sweep
+from toolkit.triton.process import server as server_module
+from toolkit.triton.process.server import TritonServer, Workspace, find_server, launch_command, sweep
 
 CONFIG = """
 name: "tiny"
@@ -187,7 +187,7 @@ def test_a_model_whose_process_dies_stops_the_server(repository: Callable[[str],
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_killed_parent(repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals) -> None:
     program = (
-        "import sys, tempfile, time; from pathlib import Path; from toolkit.triton.server import TritonServer\n"
+        "import sys, tempfile, time; from pathlib import Path; from toolkit.triton.process.server import TritonServer\n"
         "server = TritonServer(Path(sys.argv[1])); server.start(); print(server.pid, flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "TMPDIR": str(own_tmp)}

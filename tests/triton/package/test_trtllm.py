@@ -22,19 +22,19 @@ from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
 from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
-from toolkit.triton import model_config
-from toolkit.triton.layout_trtllm import ENGINES
-from toolkit.triton.package_trtllm import package_bls, package_llmapi
-from toolkit.triton.requests import Request
-from toolkit.triton.server import TritonServer
-from toolkit.triton.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS, sampling_arguments, token_log_probs, verify_steps
+from toolkit.triton.package import model_config
+from toolkit.triton.package.layout_trtllm import ENGINES
+from toolkit.triton.package.trtllm import package_bls, package_llmapi
+from toolkit.triton.process.server import TritonServer
+from toolkit.triton.tensors.requests import Request
+from toolkit.triton.tensors.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS, sampling_arguments, token_log_probs, verify_steps
 
 ARGS = {
     "model": f"{ENGINES}/target",
     "max_batch_size": 4,
     "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": f"{ENGINES}/draft"},
 }
-STANDIN = Path(__file__).parents[1] / "support" / "trtllm_standin" / "tensorrt_llm"
+STANDIN = Path(__file__).parents[2] / "support" / "trtllm_standin" / "tensorrt_llm"
 
 
 def engine(folder: Path, role: str, kind: str, tp_size: int = 1) -> CompiledEngine:

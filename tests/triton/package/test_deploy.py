@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from toolkit.errors import StageError
-from toolkit.triton.deploy import (
+from toolkit.triton.package.deploy import (
     Deployment,
     compose,
     docker_run,

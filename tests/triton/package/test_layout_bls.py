@@ -13,9 +13,10 @@ from tritonclient.grpc import model_config_pb2 as pb
 from tests.support.checkpoints import write_byte_tokenizer
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
-from toolkit.triton import contract, model_config
-from toolkit.triton.layout_bls import model_configs, write_models
-from toolkit.triton.layout_trtllm import Engines, bls_of_engines, ranks_of
+from toolkit.triton.package import model_config
+from toolkit.triton.package.layout_bls import model_configs, write_models
+from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines, ranks_of
+from toolkit.triton.tensors import contract
 
 FACTS = {
     "preprocessing": PREPROCESSING,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
-from toolkit.triton.words import pack
+from toolkit.triton.tensors.word_lists import pack
 
 __all__ = ["Encoder", "Preprocessor"]
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
-from toolkit.triton.requests import Answer, Form, Limits, Request, parse
-from toolkit.triton.words import pack
+from toolkit.triton.tensors.requests import Answer, Form, Limits, Request, parse
+from toolkit.triton.tensors.word_lists import pack
 
 __all__ = ["BlsAnswer", "BlsRequest", "Prepared", "engine_inputs", "parse_bls", "preprocessing_inputs", "token_log_probs"]
 

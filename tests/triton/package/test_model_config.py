@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from toolkit.errors import StageError
-from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, OUTPUTS
+from toolkit.triton.package import model_config
+from toolkit.triton.tensors.contract import INPUTS, OUTPUTS
 
 # The tensors of TensorRT-LLM 1.2.1, triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt: name, type, dims, optional.
 TEMPLATE_INPUTS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.triton import model_config
-from toolkit.triton.layout_trtllm import REPOSITORY
+from toolkit.triton.package import model_config
+from toolkit.triton.package.layout_trtllm import REPOSITORY
 
 __all__ = ["render_here"]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import MOST_PENALTY, Sampling
-from toolkit.triton.words import unpack
+from toolkit.triton.tensors.word_lists import unpack
 
 __all__ = ["EngineRequest", "arrays_of", "parse_engine"]
 

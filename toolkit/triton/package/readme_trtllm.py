@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.records.build import CompiledEngine
-from toolkit.triton import model_config
-from toolkit.triton.contract import BLS_INPUTS, BLS_OUTPUTS, INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS
-from toolkit.triton.deploy import PORTS, Deployment
-from toolkit.triton.layout_trtllm import REPOSITORY
+from toolkit.triton.package import model_config
+from toolkit.triton.package.deploy import PORTS, Deployment
+from toolkit.triton.package.layout_trtllm import REPOSITORY
+from toolkit.triton.tensors.contract import BLS_INPUTS, BLS_OUTPUTS, INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS
 
 __all__ = ["write_readme"]
 

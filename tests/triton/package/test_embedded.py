@@ -14,9 +14,9 @@ import yaml
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records.build import CompiledEngine, TritonRepository
-from toolkit.triton import model_config
-from toolkit.triton.contract import INPUTS, METRICS, OUTPUTS
-from toolkit.triton.stage import package
+from toolkit.triton.package import model_config
+from toolkit.triton.package.embedded import package
+from toolkit.triton.tensors.contract import INPUTS, METRICS, OUTPUTS
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.facts.support import LOG_PROBS
 from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
-from toolkit.triton import deploy, layout_bls, model_config
-from toolkit.triton.contract import DRAFT_MODEL, MODEL
-from toolkit.triton.layout_trtllm import Engines, bls_of_engines
-from toolkit.triton.readme_trtllm import write_readme
-from toolkit.triton.repository import link_tree, write_client
+from toolkit.triton.package import deploy, layout_bls, model_config
+from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines
+from toolkit.triton.package.readme_trtllm import write_readme
+from toolkit.triton.package.repository import link_tree, write_client
+from toolkit.triton.tensors.contract import DRAFT_MODEL, MODEL
 
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
 

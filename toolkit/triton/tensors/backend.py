@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.triton.contract import METRICS
+from toolkit.triton.tensors.contract import METRICS
 
 __all__ = ["CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
 

@@ -16,11 +16,11 @@ from typing import Any
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
 from toolkit.pipeline.sources import ROOT, source_files
-from toolkit.triton import contract
+from toolkit.triton.tensors import contract
 
 __all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_model", "write_models"]
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "models"
 MOST_INSTANCES = 32  # each is a small process
 TOKENIZER = "tokenizer"  # folder beside the model.py of preprocessing and postprocessing
 TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16"}
@@ -69,7 +69,7 @@ def settings_of(
     log_probs: str,
     vocab_size: int | None = None,
 ) -> dict[str, str]:
-    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see `toolkit.triton.bls`."""
+    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see `toolkit.triton.tensors.bls`."""
     return {
         "log_probs": log_probs,
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),

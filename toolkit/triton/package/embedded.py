@@ -9,10 +9,10 @@ from typing import Any
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
 from toolkit.records.build import CompiledEngine, TritonRepository
-from toolkit.triton import model_config
-from toolkit.triton.contract import BLS_MODEL, MODEL, PACKAGE_VERSION
-from toolkit.triton.layout_bls import model_configs
-from toolkit.triton.repository import bls_of, model_settings, write_repository
+from toolkit.triton.package import model_config
+from toolkit.triton.package.layout_bls import model_configs
+from toolkit.triton.package.repository import bls_of, model_settings, write_repository
+from toolkit.triton.tensors.contract import BLS_MODEL, MODEL, PACKAGE_VERSION
 
 __all__ = ["VERSION", "package"]
 

@@ -25,8 +25,8 @@ from toolkit.errors import StageError
 from toolkit.facts.triton_tensors import BLS
 from toolkit.pipeline.files import store_error
 from toolkit.records.build import CompiledEngine
-from toolkit.triton import layout_bls, model_config
-from toolkit.triton.contract import (
+from toolkit.triton.package import layout_bls, model_config
+from toolkit.triton.tensors.contract import (
     BLS_INPUTS,
     BLS_MODEL,
     BLS_OUTPUTS,
@@ -40,8 +40,8 @@ from toolkit.triton.contract import (
 
 __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repository"]
 
-MODEL_SOURCE = Path(__file__).parent / "models" / "llmapi" / "model.py"
-ENGINE_SOURCE = Path(__file__).parent / "models" / "engine" / "model.py"
+MODEL_SOURCE = Path(__file__).parents[1] / "models" / "llmapi" / "model.py"
+ENGINE_SOURCE = Path(__file__).parents[1] / "models" / "engine" / "model.py"
 CANCELLATION_CHECK_PERIOD_MS = 50  # each look at a request costs about 0.1 ms of the model's process
 
 

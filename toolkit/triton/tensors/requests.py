@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import MOST_PENALTY, RequestStats, Sampling, TokenEvent
-from toolkit.triton.contract import INPUTS
+from toolkit.triton.tensors.contract import INPUTS
 
 __all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import RequestStats, Sampling, TokenEvent
-from toolkit.triton.requests import Answer, Limits, Request, parse
+from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
 
 LIMITS = Limits(decoupled=True, max_draft_len=4)
 STATS = RequestStats(

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,8 +36,9 @@ from typing import IO
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.interfaces import Progress
-from toolkit.triton import model_config, supervise
-from toolkit.triton.contract import BLS_MODEL, DRAFT_MODEL
+from toolkit.triton.package import model_config
+from toolkit.triton.process import supervise
+from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, PACKAGE_VERSION
 
 __all__ = [
     "Launch",
@@ -57,6 +59,7 @@ EXIT_TIMEOUT_S = 5  # how long a stopping server waits for requests in flight
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 PORT_ATTEMPTS = 3
 LOG_LINES = 40
+PACKAGED_VERSION = re.compile(r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)')  # YAML, pbtxt
 # Waiting OpenMP threads sleep. On two cores, target forwards of the quickstart pair (INT8, 1 token, 2 threads): 0.60 ms at best
 # with either policy, but at the median of a busy machine 1.0 to 1.7 ms spinning and 0.66 ms sleeping; ACTIVE made served tokens
 # 2.5 times slower. What the environment states wins.
@@ -162,9 +165,11 @@ def launch_command(
 ) -> tuple[list[str], dict[str, str]]:
     """(command, environment) that serve `repository` on loopback. A config with ports of 0 leaves Triton's defaults.
 
-    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend.
+    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend, ServerError for a repository
+    of another package version.
     """
     config = config or TritonConfig()
+    _check_package_version(repository)
     install = find_server()
     command = [str(install.binary), *server_arguments(repository, config)]
     command.append(f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-")
@@ -188,6 +193,15 @@ def launch_command(
     if not Path("/dev/nvidiactl").exists():
         command.append("--allow-gpu-metrics=false")
     return command, environment
+
+
+def _check_package_version(repository: Path) -> None:
+    """Models that are packaged import the toolkit by the names that its modules had then."""
+    for file in (*repository.glob("*/1/model.yaml"), *repository.glob("*/config.pbtxt")):
+        stated = PACKAGED_VERSION.search(file.read_text(encoding="utf-8", errors="replace"))
+        if stated is not None and int(stated["version"]) != PACKAGE_VERSION:
+            what = f"this repository has package version {stated['version']}, and this toolkit serves {PACKAGE_VERSION}"
+            raise ServerError(f"{what}: {file}", mend="Package it again: toolkit package CONFIG.")
 
 
 def server_arguments(repository: Path, config: TritonConfig) -> list[str]:

@@ -1,0 +1,1 @@
+"""What is written: model repositories for `tritonserver`, and how they are launched elsewhere."""
