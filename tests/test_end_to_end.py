@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
-from toolkit.assembly.replaying import replay_divergence
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.errors import UsageError
 from toolkit.records.judged import Divergence
 from toolkit.validate.replay import Replay, write_replay
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.replay import replay_divergence
 
 PROMPTS = ("def read(path):\n", "class Stack:\n", "import os\n", "for i in range(", "# sort the list\n", "return x + ")
 

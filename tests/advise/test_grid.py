@@ -13,9 +13,9 @@ from tests.support.step_engines import TableEngine
 from toolkit.advise.cost import StepTimes
 from toolkit.advise.grid import measure_grid, quality
 from toolkit.advise.stage import Contender, Question
-from toolkit.inprocess import MeasuredRuntime
 from toolkit.records.advice import Grid
 from toolkit.records.codec import from_json, to_json
+from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 PROMPTS = [("all", (1 + index % 30, 2, 3 + index % 7)) for index in range(24)]
 HELDOUT = [[(seed * 7 + index * index) % 40 for index in range(30)] for seed in range(8)]

@@ -15,12 +15,12 @@ from tests.support.step_engines import TableEngine
 from toolkit.advise.choose import schedule_of
 from toolkit.advise.cost import StepTimes, batch_sizes
 from toolkit.advise.stage import Contender, Question, advise, decide
-from toolkit.inprocess import MeasuredRuntime
 from toolkit.interfaces import Sampling
 from toolkit.records.advice import Advice, Alpha, Candidate, SpeedupPrediction
 from toolkit.records.codec import from_json, to_json
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.sampling import weights
+from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 TEMPERATURE = 0.9
 PROMPTS = [("even" if index % 2 == 0 else "odd", (1 + index % 30, 2, 3 + index % 7)) for index in range(48)]

@@ -31,12 +31,13 @@ from toolkit.advise.choose import best_length
 from toolkit.advise.stage import Contender, Question, advise
 from toolkit.advise.sweep import paired_ratio, sweep
 from toolkit.engines.registry import loader
-from toolkit.inprocess import MeasuredRuntime, eos_token_ids
+from toolkit.inprocess import eos_token_ids
 from toolkit.interfaces import StepEngine
 from toolkit.pipeline.texts import read_labels, read_texts
 from toolkit.records.advice import Advice
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.text import TextCodec
+from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 ROOT = Path(__file__).parents[2]
 BATCHES, LENGTHS, MAX_TOKENS = (1, 2, 4), range(9), 64
@@ -57,11 +58,11 @@ class Row:
 
 def build_engines(folder: Path) -> Path:
     """Quantize and compile the quickstart pair, as its YAML says."""
-    from toolkit.assembly.build import build
-    from toolkit.assembly.workplace import Workplace
     from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
+    from toolkit.workflows.build import build
+    from toolkit.workflows.folders import Workplace
 
     config, workplace = load_config(ROOT / "configs" / "quickstart.yaml"), Workplace(folder)
     with displayed() as display:

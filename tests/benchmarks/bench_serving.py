@@ -93,11 +93,11 @@ def ratio_interval(above: Arm, below: Arm, prompts: int) -> tuple[float, float, 
 
 def deploy(folder: Path, name: str) -> Path:
     """Quantize, compile and package the quickstart pair as the YAML says, but for what the name says. The repository."""
-    from toolkit.assembly.build import build
-    from toolkit.assembly.workplace import Workplace
     from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
+    from toolkit.workflows.build import build
+    from toolkit.workflows.folders import Workplace
 
     workplace = Workplace(folder)
     config = load_config(CONFIG, [f"name={name}", *DEPLOYMENTS[name]])

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.assembly import packaging, validating
 from toolkit.pipeline.sources import ROOT, digest_sources, imported_modules, source_files
+from toolkit.workflows.stages import package, validate
 
-MODELS = tuple(f"toolkit.triton.models.{name}.model" for name in packaging.SHIPPED_MODELS)
+MODELS = tuple(f"toolkit.triton.models.{name}.model" for name in package.SHIPPED_MODELS)
 STAGES = {
-    "package": (packaging.__name__, *MODELS),
-    "validate": (validating.__name__,),
-    "tune": ("toolkit.tuning",),
-    "report": ("toolkit.reporting",),
+    "package": (package.__name__, *MODELS),
+    "validate": (validate.__name__,),
+    "tune": ("toolkit.workflows.stages.tune",),
+    "report": ("toolkit.workflows.report",),
 }
 OURS = {
     ".".join(["toolkit", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
@@ -108,5 +108,5 @@ def test_a_changed_source_changes_the_keys_of_the_stages_that_depend_on_it(
 def test_what_decides_a_verdict_is_in_the_key_of_validate() -> None:
     files = source_files(STAGES["validate"])
     decisive = ("records/report.py", "rounding.py", "validate/gates.py", "triton/process/server.py")
-    assert {"assembly/validating.py", *decisive} <= set(files)
+    assert {"workflows/stages/validate.py", *decisive} <= set(files)
     assert not any(name.startswith(("cli/", "quantize/", "standins/")) for name in files)

@@ -206,7 +206,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
 
 
 def test_every_rule_has_its_code_under_its_id() -> None:
-    elsewhere = {"memory", "batch-fits", "shape-needed", "toolkit-texts"}  # memory.py, make.py, assembly/
+    elsewhere = {"memory", "batch-fits", "shape-needed", "toolkit-texts"}  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
     assert not set(CHECKS) & elsewhere
 

@@ -1,6 +1,6 @@
 """The advisor: texts of the target, acceptance and cost of every candidate, a ranking, and what should be set.
 
-It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`; `toolkit.assembly` brings both.
+It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`; `toolkit.workflows` brings both.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _api_key(name: str | None) -> str | None:
 
 def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchRun:
     """Package what is missing, serve it on free ports, measure it."""
-    from toolkit.serving_trtllm import served_here
+    from toolkit.workflows.serve import served_here
 
     packaged = packaged_here(config)
     repository = here().repository(config.name)

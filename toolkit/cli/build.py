@@ -29,8 +29,8 @@ from toolkit.cli.common import (
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from toolkit.assembly.build import Built
     from toolkit.config.schema import DeploymentConfig
+    from toolkit.workflows.build import Built
 
 
 @app.command("build")
@@ -112,7 +112,7 @@ def _rehearse_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), r
     """Say what is replaced, then run."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
-    from toolkit.rehearsing import ready, rehearse
+    from toolkit.workflows.rehearse import ready, rehearse
 
     workplace = here()
     rehearsal = ready(config, workplace)

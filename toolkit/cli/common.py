@@ -17,11 +17,11 @@ from toolkit.errors import PlanError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from toolkit.assembly.build import Built
-    from toolkit.assembly.workplace import Workplace
     from toolkit.config.schema import DeploymentConfig
     from toolkit.records.build import TritonRepository
     from toolkit.records.report import ValidationReport
+    from toolkit.workflows.build import Built
+    from toolkit.workflows.folders import Workplace
 
 __all__ = [
     "FAILED",
@@ -101,16 +101,16 @@ def placed(config: Path, overrides: list[str] | None) -> Iterator[None]:
 
 def here() -> Workplace:
     """Results go beneath the folder that the command runs in."""
-    from toolkit.assembly.workplace import Workplace
+    from toolkit.workflows.folders import Workplace
 
     return Workplace(Path.cwd())
 
 
 def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
     """`build`, with its progress shown."""
-    from toolkit.assembly.build import build
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
+    from toolkit.workflows.build import build
 
     workplace = here()
     with displayed() as display:
@@ -122,8 +122,8 @@ def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRe
     """The record of what a command will serve, packaged where that is missing. Raises PlanError and UsageError for what cannot
     be served on this machine, before anything is downloaded.
     """
-    from toolkit.assembly.stages import refuse_impossible
-    from toolkit.serving_trtllm import Machine, check_servable
+    from toolkit.workflows.serve import Machine, check_servable
+    from toolkit.workflows.stages.sequence import refuse_impossible
 
     refuse_impossible(config)
     check_servable(config, Machine(), judged=False)

@@ -75,9 +75,9 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
     """Build what is missing, load both engines into this process, stream one request."""
     import time
 
-    from toolkit.assembly.asked import embedded, speculation_of
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, Sampling
+    from toolkit.workflows.deployment import embedded, speculation_of
 
     if config.engine.kind != "torch":
         what = f"engine.kind {config.engine.kind} runs in its server alone"

@@ -12,7 +12,7 @@ from toolkit.cli.common import PIPED_WIDTH, USAGE, Config, Debug, Json, Override
 @app.command()
 def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say whether it can work, what will be changed in silence, what it needs, how fast it can be and what will run."""
-    from toolkit.planning import plan_of
+    from toolkit.workflows.plan import plan_of
 
     made = plan_of(load(config, overrides, texts=False))
     if as_json:

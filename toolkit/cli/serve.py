@@ -35,7 +35,7 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
     """
     import threading
 
-    from toolkit.serving_trtllm import served_here
+    from toolkit.workflows.serve import served_here
 
     loaded = load(config, overrides)
     with placed(config, overrides):

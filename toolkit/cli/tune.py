@@ -40,10 +40,10 @@ def tune_command(
     debug: Debug = False,
 ) -> None:
     """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
-    from toolkit.assembly.advising import tune, tune_grid
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
     from toolkit.records.advice import Advice, Grid
+    from toolkit.workflows.tune import tune, tune_grid
 
     if grid and (drafts or measure):
         raise UsageError(
@@ -64,8 +64,8 @@ def tune_command(
     if as_json:
         show_json(found)
         return
-    from toolkit.assembly.asked import takes_max_concurrency, takes_schedule
     from toolkit.report.advice import print_advice, print_grid
+    from toolkit.workflows.deployment import takes_max_concurrency, takes_schedule
 
     if isinstance(found, Grid):
         print_grid(found, console())

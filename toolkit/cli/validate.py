@@ -54,7 +54,7 @@ def validate_command(
 
 def _replay(file: Path, *, as_json: bool) -> None:
     """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ beyond it."""
-    from toolkit.assembly.replaying import replay_divergence
+    from toolkit.workflows.replay import replay_divergence
 
     say("serving the deployment again for the two requests of this divergence")
     found, now = replay_divergence(file, here())

@@ -1,6 +1,6 @@
 """What a stage is to the pipeline: a name, what its key is made of, and a function that fills a folder.
 
-The pipeline knows nothing of what stages do, and stages nothing of the pipeline: `toolkit.assembly` writes one `Stage` around
+The pipeline knows nothing of what stages do, and stages nothing of the pipeline: `toolkit.workflows` writes one `Stage` around
 each stage function.
 """
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.assembly.asked import embedded, measures, speculation_of
-from toolkit.assembly.keys import versions
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import TritonRepository
+from toolkit.workflows.deployment import embedded, measures, speculation_of
+from toolkit.workflows.stages.keys import versions
 
 __all__ = ["in_container", "package_stage", "package_trtllm_stage"]
 

@@ -12,6 +12,7 @@ from toolkit.pipeline.stage import Finished
 from toolkit.records.advice import Advice
 
 __all__ = [
+    "check_prompt_lengths",
     "embedded",
     "embedded_twin",
     "measures",
@@ -103,3 +104,17 @@ def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationC
 def settled(config: DeploymentConfig, finished: Finished) -> DeploymentConfig:
     """The same with what was found in the place of `auto`."""
     return config.model_copy(update={"speculation": speculation_of(config, finished)})
+
+
+def check_prompt_lengths(config: DeploymentConfig) -> None:
+    """Asked before long work and not at every build: it needs the tokenizer. Raises UsageError."""
+    from toolkit.bench.prompts import check_lengths
+    from toolkit.checkpoints.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.target.checkpoint)
+    check_lengths(
+        config.validation.prompts,
+        config.validation.max_prompts,
+        lambda prompt: tokenizer.encode(prompt).ids,
+        config.engine.max_input_len,
+    )

@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from toolkit.assembly.asked import models_of, tp_size_of
-from toolkit.assembly.making import engine_spec
-from toolkit.assembly.packaging import in_container
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
+from toolkit.workflows.deployment import models_of, tp_size_of
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.stages.compile import engine_spec
+from toolkit.workflows.stages.package import in_container
 
 __all__ = ["plan_of"]
 
@@ -169,8 +169,8 @@ def _loading(config: DeploymentConfig) -> PlannedRun:
 
 
 def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
-    from toolkit.serving_trtllm import deployment_of
     from toolkit.triton.package.deploy import docker_run, launch_command
+    from toolkit.workflows.serve import deployment_of
 
     deployment = deployment_of(config)
     if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:

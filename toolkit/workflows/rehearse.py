@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from toolkit.assembly.build import Built, build
-from toolkit.assembly.stages import raise_refused, rehearsal_stages
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig
 from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store
-from toolkit.planning import plan_of
 from toolkit.standins.prepare import Rehearsal, prepare
+from toolkit.workflows.build import Built, build
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.plan import plan_of
+from toolkit.workflows.stages.sequence import raise_refused, rehearsal_stages
 
 __all__ = ["ready", "rehearse"]
 

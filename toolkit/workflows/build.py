@@ -6,10 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.assembly.asked import models_of
-from toolkit.assembly.making import engine_spec
-from toolkit.assembly.stages import PACKAGE_TRTLLM, REAL_KIND, refuse_impossible, stages_of
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TrtEngineConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
@@ -17,8 +13,12 @@ from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.build import CompiledEngine
 from toolkit.records.report import ValidationReport
-from toolkit.reporting import publish_report
-from toolkit.serving_trtllm import Machine, check_servable
+from toolkit.workflows.deployment import models_of
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.report import publish_report
+from toolkit.workflows.serve import Machine, check_servable
+from toolkit.workflows.stages.compile import engine_spec
+from toolkit.workflows.stages.sequence import PACKAGE_TRTLLM, REAL_KIND, refuse_impossible, stages_of
 
 __all__ = ["Built", "build", "explain_build"]
 

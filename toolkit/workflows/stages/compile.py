@@ -1,91 +1,23 @@
-"""The stages that make engines, and what each one's key is made of.
-
-pair -> quantize/{target,draft} -> compile/{target,draft}
-"""
+"""The stage `compile`: a quantized checkpoint becomes an engine of the kind that the YAML names."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.assembly.asked import measures, models_of, settled, tp_size_of
-from toolkit.assembly.keys import engine_fingerprint, spec_parts, versions
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig
-from toolkit.errors import CheckpointError, StoreError, UsageError
+from toolkit.errors import UsageError
 from toolkit.interfaces import EngineSpec, Progress, TensorRtLlmSpec
-from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records.build import CompiledEngine, PairProof, QuantizedCheckpoint
+from toolkit.records.build import CompiledEngine
+from toolkit.workflows.deployment import check_prompt_lengths, measures, models_of, settled
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.stages.keys import engine_fingerprint, spec_parts
 
-__all__ = ["compile_stage", "engine_spec", "pair_stage", "quantize_stage"]
-
-
-def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
-    from toolkit.pairing.recorded import check_recorded_digests
-    from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
-
-    tp_size = tp_size_of(config)
-
-    def parts(finished: Finished) -> Mapping[str, Any]:
-        patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
-        try:
-            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in models_of(config).items()}
-        except StoreError as error:
-            raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
-        for model in models_of(config).values():
-            check_recorded_digests(model.checkpoint, memo)
-        return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": versions(["tokenizers"])}
-
-    def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
-        draft = None if config.draft is None else config.draft.checkpoint
-        return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size)
-
-    return Stage("pair", 2, PairProof, (), parts, run)
-
-
-def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
-    from toolkit.quantize import stage
-    from toolkit.quantize.checkpoint import CODE
-
-    model = models_of(config)[role]
-    calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
-    engine = config.engine
-    trtllm = stage.Ranks(engine.tp_size, engine.pp_size) if engine.kind == "trt_engine" else None
-
-    def parts(finished: Finished) -> Mapping[str, Any]:
-        proof = finished["pair"].record
-        inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
-        settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
-        settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
-        if model.trust_remote_code:
-            inputs["code"] = digest_tree(model.checkpoint, CODE, memo)
-        if calibration is not None:
-            inputs["dataset"] = digest_file(calibration.dataset, memo)
-            inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
-            settings["calibration"] = calibration.model_dump(exclude={"dataset", "heldout"})
-        return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
-
-    def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
-        _check_prompt_lengths(config)
-        vocab_size = finished["pair"].record.vocab_size
-        return stage.quantize(
-            role,
-            model.checkpoint,
-            model.quantization,
-            calibration,
-            out_dir,
-            progress,
-            vocab_size=vocab_size,
-            trtllm=trtllm,
-            with_code=model.trust_remote_code,
-        )
-
-    return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
+__all__ = ["compile_stage", "engine_spec"]
 
 
 def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage:
@@ -110,7 +42,7 @@ def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> 
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
-        _check_prompt_lengths(config)
+        check_prompt_lengths(config)
         spec = spec_of(finished)
         asked = spec.tensorrt_llm
         if loads_draft and asked is not None and asked.speculation != "none":
@@ -170,17 +102,3 @@ def _device(asked: str) -> str:
     if asked == "cuda" and not gpus():
         raise UsageError("engine.device is cuda, and this machine has no NVIDIA GPU", mend="set engine.device: auto")
     return asked
-
-
-def _check_prompt_lengths(config: DeploymentConfig) -> None:
-    """Asked before long work and not at every build: it needs the tokenizer. Raises UsageError."""
-    from toolkit.bench.prompts import check_lengths
-    from toolkit.checkpoints.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.target.checkpoint)
-    check_lengths(
-        config.validation.prompts,
-        config.validation.max_prompts,
-        lambda prompt: tokenizer.encode(prompt).ids,
-        config.engine.max_input_len,
-    )

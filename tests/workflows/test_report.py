@@ -15,7 +15,7 @@ from tests.support.stages import Silent
 from toolkit.pipeline.store import Store
 from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
-from toolkit.reporting import publish_report
+from toolkit.workflows.report import publish_report
 
 __all__ = ["advised", "failing", "measured", "passing"]  # fixtures
 

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.assembly.asked import measures, models_of, settled, speculation_of
-from toolkit.assembly.keys import versions
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
@@ -21,7 +18,10 @@ from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import Quality, StageCost, TritonRepository
 from toolkit.records.codec import to_json
 from toolkit.records.report import ValidationReport
-from toolkit.serving_trtllm import Servers, abilities_of, deployment_of
+from toolkit.workflows.deployment import measures, models_of, settled, speculation_of
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.serve import Servers, abilities_of, deployment_of
+from toolkit.workflows.stages.keys import versions
 
 if TYPE_CHECKING:
     from toolkit.triton.process.server import TritonServer

@@ -15,16 +15,16 @@ import yaml
 from tests.support.cli import write_config
 from tests.support.stages import Silent, small_stages
 from tests.support.trtllm import place_with_builder
-from toolkit.assembly.build import build, explain_build
-from toolkit.assembly.stages import stages_of
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
-from toolkit.planning import plan_of
-from toolkit.serving_trtllm import Machine
+from toolkit.workflows.build import build, explain_build
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.plan import plan_of
+from toolkit.workflows.serve import Machine
+from toolkit.workflows.stages.sequence import stages_of
 
 
 @pytest.fixture

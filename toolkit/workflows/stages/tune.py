@@ -1,8 +1,4 @@
-"""Where the advisor meets engines and runtime: the `tune` stage, made of compiled engines and the prompt file.
-
-The third composition root beside `assembly`, which puts the stage into the pipeline, and
-`inprocess`, whose runtime is measured.
-"""
+"""The stage `tune`, and `grid`: the advisor over compiled engines and the prompt file."""
 
 from __future__ import annotations
 
@@ -110,12 +106,13 @@ def _advise(
     from toolkit.advise.cost import batch_sizes
     from toolkit.advise.stage import Contender, Question, advise
     from toolkit.engines.registry import loader
-    from toolkit.inprocess import MeasuredRuntime, eos_token_ids
+    from toolkit.inprocess import eos_token_ids
     from toolkit.interfaces import Sampling
     from toolkit.speculative.acceptance import RULES
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
     from toolkit.speculative.text import TextCodec
+    from toolkit.workflows.measured_runtime import MeasuredRuntime
 
     validation, speculation, target_dir = config.validation, config.speculation, compiled.path
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
@@ -265,8 +262,9 @@ def _grid(
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
     from toolkit.advise.stage import Contender, Question
     from toolkit.engines.registry import loader
-    from toolkit.inprocess import MeasuredRuntime, eos_token_ids
+    from toolkit.inprocess import eos_token_ids
     from toolkit.speculative.text import TextCodec
+    from toolkit.workflows.measured_runtime import MeasuredRuntime
 
     load = loader("torch").load
     targets = {algo: load(found.path, threads=engine.threads) for algo, found in compiled["target"].items()}

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from toolkit.assembly.asked import embedded
-from toolkit.assembly.validating import engine_reference
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
 from toolkit.errors import StageError, UsageError
-from toolkit.serving_trtllm import Machine, Servers, abilities_of, check_servable, deployment_of, served_here
+from toolkit.workflows.deployment import embedded
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.serve import Machine, Servers, abilities_of, check_servable, deployment_of, served_here
+from toolkit.workflows.stages.validate import engine_reference
 
 if TYPE_CHECKING:
     from toolkit.validate.replay import Replay, Replayed

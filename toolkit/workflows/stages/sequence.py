@@ -12,11 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.assembly.asked import embedded, embedded_twin, measures, models_of, sampled_rule
-from toolkit.assembly.making import compile_stage, engine_spec, pair_stage, quantize_stage
-from toolkit.assembly.packaging import package_stage, package_trtllm_stage
-from toolkit.assembly.validating import validate_stage
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError
 from toolkit.interfaces import EngineSpec, Progress
@@ -25,7 +20,14 @@ from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement
-from toolkit.tuning import Way, tune_stage
+from toolkit.workflows.deployment import embedded, embedded_twin, measures, models_of, sampled_rule
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.stages.compile import compile_stage, engine_spec
+from toolkit.workflows.stages.package import package_stage, package_trtllm_stage
+from toolkit.workflows.stages.pair import pair_stage
+from toolkit.workflows.stages.quantize import quantize_stage
+from toolkit.workflows.stages.tune import Way, tune_stage
+from toolkit.workflows.stages.validate import validate_stage
 
 __all__ = [
     "PACKAGE_TRTLLM",

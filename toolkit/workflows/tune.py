@@ -7,10 +7,6 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.assembly.asked import embedded, embedded_twin, models_of, sampled_rule
-from toolkit.assembly.build import build
-from toolkit.assembly.stages import TWIN, advised_stages, own_way, raise_refused, ready, stages_here
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.schema import DeploymentConfig, ModelConfig, QuantAlgo, TensorRtLlmConfig, TrtEngineConfig
 from toolkit.errors import UsageError
 from toolkit.facts.gpus import Gpu
@@ -18,8 +14,12 @@ from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.advice import Advice, Grid
-from toolkit.reporting import publish_report
-from toolkit.tuning import grid_stage, tune_stage
+from toolkit.workflows.build import build
+from toolkit.workflows.deployment import embedded, embedded_twin, models_of, sampled_rule
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.report import publish_report
+from toolkit.workflows.stages.sequence import TWIN, advised_stages, own_way, raise_refused, ready, stages_here
+from toolkit.workflows.stages.tune import grid_stage, tune_stage
 
 __all__ = ["tune", "tune_grid"]
 

@@ -16,11 +16,6 @@ from tests.report.conftest import passing
 from tests.support.cli import write_config
 from tests.support.reports import keep
 from tests.support.stages import Silent
-from toolkit.assembly.advising import tune, tune_grid
-from toolkit.assembly.asked import sampled_rule, speculation_of, takes_max_concurrency, takes_schedule
-from toolkit.assembly.build import build
-from toolkit.assembly.stages import stages_of
-from toolkit.assembly.workplace import Workplace
 from toolkit.config.load import load_config
 from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
 from toolkit.errors import UsageError
@@ -28,6 +23,11 @@ from toolkit.pipeline.store import Store
 from toolkit.records.advice import ScheduleStep
 from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
+from toolkit.workflows.build import build
+from toolkit.workflows.deployment import sampled_rule, speculation_of, takes_max_concurrency, takes_schedule
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.stages.sequence import stages_of
+from toolkit.workflows.tune import tune, tune_grid
 
 __all__ = ["passing"]  # a fixture
 

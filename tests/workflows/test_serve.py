@@ -17,18 +17,18 @@ import yaml
 from tests.support.cli import write_config
 from tests.support.stages import Silent
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
-from toolkit.assembly.build import build
-from toolkit.assembly.replaying import replay_divergence
-from toolkit.assembly.workplace import Workplace
 from toolkit.client import Client
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
-from toolkit.serving_trtllm import Machine, check_servable, served_here
 from toolkit.triton.package import model_config
 from toolkit.triton.process.localize import render_here
 from toolkit.triton.process.server import sweep
+from toolkit.workflows.build import build
+from toolkit.workflows.folders import Workplace
+from toolkit.workflows.replay import replay_divergence
+from toolkit.workflows.serve import Machine, check_servable, served_here
 
 STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1")

@@ -1,0 +1,41 @@
+"""The stage `pair`: proof that draft and target belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import CheckpointError, StoreError
+from toolkit.interfaces import Progress
+from toolkit.pipeline.hashing import DigestMemo, digest_tree
+from toolkit.pipeline.stage import Finished, Stage
+from toolkit.records.build import PairProof
+from toolkit.workflows.deployment import models_of, tp_size_of
+from toolkit.workflows.stages.keys import versions
+
+__all__ = ["pair_stage"]
+
+
+def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
+    from toolkit.pairing.recorded import check_recorded_digests
+    from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
+
+    tp_size = tp_size_of(config)
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
+        try:
+            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in models_of(config).items()}
+        except StoreError as error:
+            raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
+        for model in models_of(config).values():
+            check_recorded_digests(model.checkpoint, memo)
+        return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": versions(["tokenizers"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
+        draft = None if config.draft is None else config.draft.checkpoint
+        return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size)
+
+    return Stage("pair", 2, PairProof, (), parts, run)

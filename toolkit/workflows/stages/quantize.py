@@ -1,0 +1,57 @@
+"""The stage `quantize`: a checkpoint in the precision that the YAML asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import DeploymentConfig
+from toolkit.interfaces import Progress
+from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
+from toolkit.pipeline.stage import Finished, Stage
+from toolkit.records.build import QuantizedCheckpoint
+from toolkit.workflows.deployment import check_prompt_lengths, models_of
+
+__all__ = ["quantize_stage"]
+
+
+def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
+    from toolkit.quantize import stage
+    from toolkit.quantize.checkpoint import CODE
+
+    model = models_of(config)[role]
+    calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
+    engine = config.engine
+    trtllm = stage.Ranks(engine.tp_size, engine.pp_size) if engine.kind == "trt_engine" else None
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        proof = finished["pair"].record
+        inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
+        settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
+        settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
+        if model.trust_remote_code:
+            inputs["code"] = digest_tree(model.checkpoint, CODE, memo)
+        if calibration is not None:
+            inputs["dataset"] = digest_file(calibration.dataset, memo)
+            inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
+            settings["calibration"] = calibration.model_dump(exclude={"dataset", "heldout"})
+        return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
+        check_prompt_lengths(config)
+        vocab_size = finished["pair"].record.vocab_size
+        return stage.quantize(
+            role,
+            model.checkpoint,
+            model.quantization,
+            calibration,
+            out_dir,
+            progress,
+            vocab_size=vocab_size,
+            trtllm=trtllm,
+            with_code=model.trust_remote_code,
+        )
+
+    return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
