@@ -9,6 +9,8 @@ from toolkit.resampling import (
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
     bootstrap_ratio,
+    bootstrap_ratio_of_sums,
+    bootstrap_unpaired_ratio,
     percentile,
     unsupported,
 )
@@ -47,6 +49,48 @@ def test_ratio_is_of_sums_and_repeatable() -> None:
     assert first[0] == pytest.approx(tokens[0].sum() / times[0].sum() / (tokens[1].sum() / times[1].sum()))
     assert first[1] < first[0] < first[2]
     assert first == bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=3)
+
+
+def test_a_draw_of_nothing_but_failed_prompts_is_left_out() -> None:
+    """Of three prompts one failed, which counts as no tokens in no time: one draw in 27 has nothing to divide."""
+    tokens, times = np.array([[0.0, 64.0, 64.0]]), np.array([[0.0, 1.0, 2.0]])
+    estimate, low, high = bootstrap_ratio((tokens, tokens), (times, 2 * times))
+    assert (estimate, low, high) == (2.0, 2.0, 2.0)
+
+
+def test_an_answer_without_tokens_costs_an_interval_nothing_but_its_rarest_draws() -> None:
+    """One of four prompts gave no token plainly: one draw in 256 is of that prompt alone, and infinite."""
+    tokens = np.full((2, 1, 4), 64.0)
+    tokens[1, 0, 0] = 0.0
+    estimate, low, high = bootstrap_ratio((tokens[0], tokens[1]), (np.ones((1, 4)), np.ones((1, 4))))
+    assert 1.0 <= low <= estimate == pytest.approx(4 / 3)
+    assert np.isfinite(high)
+
+
+def test_a_ratio_of_sums_is_of_pairs_whether_in_one_round_or_in_many() -> None:
+    """Arms that differ by a factor alone have that ratio without spread; a round more without news changes nothing."""
+    times = np.random.default_rng(4).lognormal(0, 1, size=12)
+    assert bootstrap_ratio_of_sums(1.5 * times, times) == pytest.approx((1.5, 1.5, 1.5))
+    counts = np.arange(1.0, 13.0)
+    assert bootstrap_ratio_of_sums(times, counts) == bootstrap_ratio_of_sums([times], [counts])
+    assert bootstrap_ratio_of_sums(times[:0], counts[:0]) == pytest.approx((np.nan,) * 3, nan_ok=True)
+
+
+def test_a_ratio_of_sums_is_as_uncertain_as_its_rounds_are() -> None:
+    """Two rounds of which one was three times slower for one arm alone: every prompt agrees, the rounds do not."""
+    times = np.ones((2, 30))
+    slow = times * [[1.0], [3.0]]
+    assert bootstrap_ratio_of_sums(slow, times) == pytest.approx((2.0, 1.0, 3.0))
+
+
+def test_arms_that_share_nothing_are_drawn_on_their_own() -> None:
+    """What both have in common cancels when paired, and not otherwise."""
+    times = np.random.default_rng(4).lognormal(0, 1, size=(1, 40))
+    tokens = np.full((1, 40), 64.0)
+    paired = bootstrap_ratio((tokens, tokens), (times, 2 * times))
+    alone = bootstrap_unpaired_ratio((tokens[0], tokens[0, :30]), (times[0], 2 * times[0, :30]))
+    assert paired == pytest.approx((2.0, 2.0, 2.0))
+    assert alone[1] < 1.6 and alone[2] > 2.4
 
 
 def test_ratio_interval_covers_the_truth_about_as_often_as_it_says() -> None:

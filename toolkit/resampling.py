@@ -1,7 +1,10 @@
-"""How sure a measured figure is: weighted percentiles and bootstrap intervals. Pure: arrays in, numbers out.
+"""How sure a measured figure is: percentiles, and bootstrap intervals of all that is measured.
 
-Intervals are two-sided at CONFIDENCE. Resampling takes whole prompts, never single tokens, since the
-tokens of one text share its difficulty; a fixed seed makes a report repeatable from its measurements.
+Pure: arrays in, numbers out. Whole prompts are drawn, never single tokens, since the tokens of one
+text share its difficulty. Rounds are drawn too, independently of the prompts, and both are crossed,
+so that neither a lucky prompt nor a quiet round is taken for the rule (Owen 2007, the pigeonhole
+bootstrap; errs on the wide side). Intervals are percentile intervals, two-sided at CONFIDENCE; a
+fixed seed makes a report repeatable from its measurements.
 """
 
 from __future__ import annotations
@@ -20,58 +23,135 @@ __all__ = [
     "bootstrap_percentiles",
     "bootstrap_ratio",
     "bootstrap_ratio_of_sums",
+    "bootstrap_unpaired_ratio",
+    "interval",
     "percentile",
+    "resampled",
+    "times_drawn",
     "unsupported",
 ]
 
 Floats = NDArray[np.float64]
-Samples: TypeAlias = Sequence[Sequence[Sequence[tuple[float, int]]]]  # [round][prompt] -> (value, weight) of every sample
+Counts = NDArray[np.int64]
+Estimate: TypeAlias = tuple[float, float, float]  # (estimate, low end, high end)
+# [round][prompt] -> (value, weight) of every sample
+Samples: TypeAlias = Sequence[Sequence[Sequence[tuple[float, int]]]]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-BEYOND = 10  # samples that have to lie beyond a percentile before we print it: 20 for p50, 100 for p90, 1000 for p99
-BATCH = 2_000_000  # most numbers of one vectorised resampling batch
+PERCENTILE_RESAMPLES = 1000  # each adds up all samples in order, which takes longer than a sum
+BEYOND = 10  # samples beyond a percentile that we print: p50 needs 20, p90 100, p99 1000
+BATCH_NUMBERS = 2_000_000  # at most, of one vectorised batch of resamples
 
-
-TOO_FEW = " needs "  # is in every reason that `unsupported` gives, and in no other for which there is no figure
+# Is in every reason that `unsupported` gives, and in no other for which there is no figure.
+TOO_FEW = " needs "
 
 
 def unsupported(samples: int, q: float) -> str | None:
     """Why `samples` cannot support percentile q (in percent), or None when they can."""
     needed = math.ceil(BEYOND / (1 - q / 100) - 1e-9)
-    return None if samples >= needed else f"{samples} samples; p{q:g} needs {needed}, so that {BEYOND} lie beyond it"
+    if samples >= needed:
+        return None
+    return f"{samples} samples; p{q:g} needs {needed}, so that {BEYOND} lie beyond it"
 
 
 def percentile(values: Sequence[float] | Floats, q: float, weights: Sequence[int] | None = None) -> float:
-    """numpy's linear percentile of values, each repeated by its weight. q in percent; values must not be empty."""
+    """numpy's linear percentile of values, each repeated by its weight.
+
+    q in percent; values must not be empty.
+    """
     expanded = np.asarray(values, dtype=np.float64)
     if weights is not None:
         expanded = np.repeat(expanded, weights)
     return float(np.percentile(expanded, q))
 
 
-def bootstrap_ratio(
-    tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
-    """(estimate, low, high) of (tokens[0] / times[0]) / (tokens[1] / times[1]), each summed first.
+# What every bootstrap is made of.
 
-    All four arrays are [rounds, prompts], and an entry of arm 0 pairs with the same entry of arm 1. Prompts and rounds are
-    resampled independently of one another and crossed, so that neither a lucky prompt nor a quiet round is taken for the rule
-    (Owen 2007, the pigeonhole bootstrap; errs on the wide side). Percentile interval.
+
+def times_drawn(generator: np.random.Generator, count: int, resamples: int = RESAMPLES) -> Counts:
+    """[resamples, count]: how often each of `count` things is drawn, of `count` draws."""
+    return generator.multinomial(count, np.full(count, 1 / count), size=resamples)
+
+
+def resampled(generator: np.random.Generator, values: Floats, resamples: int = RESAMPLES) -> Floats:
+    """[resamples, len(values)]: the values themselves, as many as there are, with replacement."""
+    drawn: Floats = values[generator.integers(len(values), size=(resamples, len(values)))]
+    return drawn
+
+
+def interval(figures: Floats) -> tuple[float, float]:
+    """The ends of the percentile interval of a figure that was computed from every resample.
+
+    A resample that left nothing to compute from is NaN, and is left out; both ends are NaN where
+    none is left.
     """
-    sums = np.stack(
-        [np.asarray(a, dtype=np.float64) for a in (tokens[0], times[0], tokens[1], times[1])]
-    )  # [4, rounds, prompts]
-    _, rounds, prompts = sums.shape
+    known = figures[~np.isnan(figures)]
+    if len(known) == 0:
+        return math.nan, math.nan
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(known, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+# Ratios of sums.
+
+
+def bootstrap_ratio_of_sums(above: Any, below: Any, *, seed: int = 0) -> Estimate:
+    """sum(above) / sum(below), NaN where there is nothing below.
+
+    Both are [prompts], or [rounds, prompts]; an entry of one belongs to the same entry of the
+    other, and they are drawn together.
+    """
+    if np.sum(below) == 0:
+        return math.nan, math.nan, math.nan
+    totals, drawn = _crossed_sums((above, below), seed)
+    # A draw of nothing but prompts without anything below has nothing above, and counts as 0.
+    low, high = interval(drawn[0] / np.maximum(drawn[1], 1e-300))
+    return float(totals[0] / totals[1]), low, high
+
+
+def bootstrap_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0) -> Estimate:
+    """(tokens[0] / times[0]) / (tokens[1] / times[1]), each summed first.
+
+    All four arrays are [rounds, prompts]; an entry of arm 0 pairs with the same entry of arm 1, and
+    they are drawn together.
+    """
+    totals, drawn = _crossed_sums((tokens[0], times[0], tokens[1], times[1]), seed)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing but prompts that failed
+        ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
+    low, high = interval(ratios)
+    return float((totals[0] / totals[1]) / (totals[2] / totals[3])), low, high
+
+
+def bootstrap_unpaired_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0) -> Estimate:
+    """The same of arms that share nothing: the answers of each are drawn on their own.
+
+    An answer is a unit here, whatever its prompt and round; tokens[arm] and times[arm] are
+    [answers of that arm].
+    """
     generator = np.random.default_rng(seed)
-    round_weights = generator.multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES)
-    prompt_weights = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
-    resampled = np.einsum("br,krp,bp->kb", round_weights, sums, prompt_weights, optimize=True)
-    ratios = (resampled[0] / resampled[1]) / (resampled[2] / resampled[3])
-    tail = 100 * (1 - confidence) / 2
-    total = sums.sum(axis=(1, 2))
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return float((total[0] / total[1]) / (total[2] / total[3])), float(low), float(high)
+    rates, drawn_rates = [], []
+    for arm_tokens, arm_times in zip(tokens, times, strict=True):
+        sums = np.stack([np.asarray(a, dtype=np.float64) for a in (arm_tokens, arm_times)])
+        drawn = times_drawn(generator, sums.shape[1]) @ sums.T  # [resamples, 2]
+        rates.append(sums[0].sum() / sums[1].sum())
+        drawn_rates.append(drawn[:, 0] / drawn[:, 1])
+    low, high = interval(drawn_rates[0] / drawn_rates[1])
+    return float(rates[0] / rates[1]), low, high
+
+
+def _crossed_sums(arrays: Sequence[Any], seed: int) -> tuple[Floats, Floats]:
+    """(sums, resampled sums) of k arrays that share prompts and rounds: [k] and [k, resamples]."""
+    stacked = np.stack([np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in arrays])
+    _, rounds, prompts = stacked.shape
+    generator = np.random.default_rng(seed)
+    of_rounds, of_prompts = times_drawn(generator, rounds), times_drawn(generator, prompts)
+    drawn = np.einsum("br,krp,bp->kb", of_rounds, stacked, of_prompts, optimize=True)
+    return stacked.sum(axis=(1, 2)), drawn
+
+
+# Percentiles.
 
 
 def bootstrap_percentiles(
@@ -80,19 +160,19 @@ def bootstrap_percentiles(
     weights: Sequence[Sequence[int]] | None = None,
     *,
     seed: int = 0,
-    confidence: float = CONFIDENCE,
 ) -> tuple[tuple[float, float], ...]:
-    """The bootstrap intervals of percentiles qs over values grouped by prompt: whole groups are drawn, with replacement.
+    """The intervals of percentiles qs over values grouped by prompt: whole groups are drawn.
 
     A resampled percentile is the smallest value that q percent of the weight does not exceed.
     """
     values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
     owner = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
-    weight = np.ones(len(values)) if weights is None else np.concatenate([np.asarray(w, dtype=np.float64) for w in weights])
-    generator = np.random.default_rng(seed)
-    drawn = generator.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), size=RESAMPLES // 2)
-    found = _resampled_percentiles(values, weight, qs, lambda part: drawn[part][:, owner])
-    return tuple(_interval(row, confidence) for row in found)
+    weight = np.ones(len(values))
+    if weights is not None:
+        weight = np.concatenate([np.asarray(group, dtype=np.float64) for group in weights])
+    drawn = times_drawn(np.random.default_rng(seed), len(clusters), PERCENTILE_RESAMPLES)
+    figures = _resampled_percentiles(values, weight, qs, lambda part: drawn[part][:, owner])
+    return tuple(interval(row) for row in figures)
 
 
 def bootstrap_percentile_ratios(
@@ -102,13 +182,11 @@ def bootstrap_percentile_ratios(
     *,
     paired: bool = True,
     seed: int = 0,
-    confidence: float = CONFIDENCE,
 ) -> tuple[tuple[float, float], ...]:
-    """The bootstrap intervals of percentile(first) / percentile(second) for every q.
+    """The intervals of percentile(first) / percentile(second) for every q.
 
-    Samples are [round][prompt] lists of (value, weight). As in `bootstrap_ratio`, prompts and rounds are drawn independently
-    and crossed. paired: both arms ran the same prompts in the same rounds, so both get the same draw; what they share cancels.
-    An interval that a percentile of zero is in the denominator of is not finite.
+    paired: both arms ran the same prompts in the same rounds, so both get the same draw; what they
+    share cancels. An interval is NaN where a percentile of zero was in a denominator.
     """
     generator = np.random.default_rng(seed)
     draws = [_crossed_draw(generator, first), _crossed_draw(generator, second)]
@@ -116,73 +194,51 @@ def bootstrap_percentile_ratios(
         if (len(first), len(first[0])) != (len(second), len(second[0])):
             raise ValueError("arms of different rounds or prompts cannot be paired")
         draws[1] = draws[0]
-    resampled = [
+    arms = [
         _resampled_percentiles(*_flat(samples, rounds, prompts, qs))
         for samples, (rounds, prompts) in zip((first, second), draws, strict=True)
     ]
-    with np.errstate(divide="ignore", invalid="ignore"):  # percentiles of zero, for those who divide by them
-        ratios = [above / below for above, below in zip(*resampled, strict=True)]
-    return tuple(_interval(ratio, confidence) for ratio in ratios)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a percentile of zero
+        ratios = [above / below for above, below in zip(*arms, strict=True)]
+    return tuple((math.nan, math.nan) if np.isinf(ratio).any() else interval(ratio) for ratio in ratios)
 
 
-def _flat(samples: Samples, rounds: Any, prompts: Any, qs: Sequence[float]) -> tuple[Any, Any, Any, Any]:
-    """What `_resampled_percentiles` takes, for samples and how often their rounds and prompts are drawn."""
-    flat = [(r, p, v, w) for r, one in enumerate(samples) for p, group in enumerate(one) for v, w in group]
+def _flat(samples: Samples, rounds: Counts, prompts: Counts, qs: Sequence[float]) -> tuple[Any, Any, Any, Any]:
+    """What `_resampled_percentiles` takes, for samples and how often their rounds and prompts are
+    drawn.
+    """
+    flat = [(r, p, value, weight) for r, row in enumerate(samples) for p, group in enumerate(row) for value, weight in group]
     of_round, of_prompt, values, weights = (np.asarray(column) for column in zip(*flat, strict=True))
 
-    def times_drawn(part: slice) -> Any:
+    def times_drawn_of(part: slice) -> Any:
         return rounds[part][:, of_round] * prompts[part][:, of_prompt]
 
-    return values.astype(np.float64), weights.astype(np.float64), qs, times_drawn
+    return values.astype(np.float64), weights.astype(np.float64), qs, times_drawn_of
 
 
-def _crossed_draw(generator: np.random.Generator, samples: Samples) -> tuple[Any, Any]:
-    """How often each round and each prompt is drawn: two arrays, [resamples, rounds] and [resamples, prompts]."""
-    counts = (len(samples), len(samples[0]))
-    return tuple(generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES // 2) for n in counts)  # type: ignore[return-value]
+def _crossed_draw(generator: np.random.Generator, samples: Samples) -> tuple[Counts, Counts]:
+    """How often each round and each prompt is drawn."""
+    rounds = times_drawn(generator, len(samples), PERCENTILE_RESAMPLES)
+    return rounds, times_drawn(generator, len(samples[0]), PERCENTILE_RESAMPLES)
 
 
 def _resampled_percentiles(
-    values: Floats, weight: Floats, qs: Sequence[float], times_drawn: Callable[[slice], Any]
+    values: Floats, weight: Floats, qs: Sequence[float], times_drawn_of: Callable[[slice], Any]
 ) -> list[Floats]:
-    """Percentiles of values whose weights are multiplied by how often each was drawn; one row per q.
+    """Percentiles of values, weighted by weight and by how often each was drawn; one row per q.
 
-    A draw that left nothing has no percentile, and is left out: few prompts, each of them without a sample in some round.
+    A draw that left nothing has no percentile: few prompts, each without a sample in some round.
     """
     order = np.argsort(values, kind="stable")
     values, weight = values[order], weight[order]
-    found: list[list[Floats]] = [[] for _ in qs]
-    step = max(1, BATCH // len(values))
-    for start in range(0, RESAMPLES // 2, step):
-        cumulative = np.cumsum(times_drawn(slice(start, start + step))[:, order] * weight, axis=1)
+    rows: list[list[Floats]] = [[] for _ in qs]
+    step = max(1, BATCH_NUMBERS // len(values))
+    for start in range(0, PERCENTILE_RESAMPLES, step):
+        part = slice(start, start + step)
+        cumulative = np.cumsum(times_drawn_of(part)[:, order] * weight, axis=1)
         total = cumulative[:, -1:]
-        for row, q in zip(found, qs, strict=True):
-            reached = np.argmax((cumulative >= total * (q / 100) - 1e-9) & (cumulative > 0), axis=1)
+        for row, q in zip(rows, qs, strict=True):
+            is_reached = (cumulative >= total * (q / 100) - 1e-9) & (cumulative > 0)
+            reached = np.argmax(is_reached, axis=1)
             row.append(np.where(total[:, 0] > 0, values[reached], np.nan))
-    return [np.concatenate(row) for row in found]
-
-
-def _interval(resampled: Floats, confidence: float) -> tuple[float, float]:
-    tail = 100 * (1 - confidence) / 2
-    if not np.isfinite(resampled[~np.isnan(resampled)]).all() or np.isnan(resampled).all():
-        return math.nan, math.nan
-    low, high = np.nanpercentile(resampled, [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def bootstrap_ratio_of_sums(
-    pairs: Sequence[tuple[float, float]], *, seed: int = 0, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
-    """(estimate, low, high) of sum(first) / sum(second) over pairs, one per prompt, which are drawn whole. Percentile
-    interval.
-    """
-    counts = np.asarray(pairs, dtype=np.float64)
-    if len(counts) == 0 or counts[:, 1].sum() == 0:
-        return math.nan, math.nan, math.nan
-    generator = np.random.default_rng(seed)
-    weights = generator.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=RESAMPLES)
-    sums = weights @ counts
-    ratios = sums[:, 0] / np.maximum(sums[:, 1], 1e-300)
-    tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return float(counts[:, 0].sum() / counts[:, 1].sum()), float(low), float(high)
+    return [np.concatenate(row) for row in rows]

@@ -29,12 +29,13 @@ import torch
 
 from toolkit.advise.choose import best_length
 from toolkit.advise.stage import Contender, Question, advise
-from toolkit.advise.sweep import paired_ratio, sweep
+from toolkit.advise.sweep import sweep
 from toolkit.engines.registry import loader
 from toolkit.inprocess import eos_token_ids
 from toolkit.interfaces import StepEngine
 from toolkit.pipeline.texts import read_labels, read_texts
 from toolkit.records.advice import Advice
+from toolkit.resampling import bootstrap_ratio_of_sums
 from toolkit.speculative.drafters import Lookup
 from toolkit.speculative.text import TextCodec
 from toolkit.workflows.measured_runtime import MeasuredRuntime
@@ -127,7 +128,7 @@ def main() -> int:
         ratio = (1.0, 1.0, 1.0)
         if chosen != best:
             again = run(runtime, prompts, batch, (chosen, best), PAIRED_ROUNDS)
-            ratio = paired_ratio(again[best], again[chosen])
+            ratio = bootstrap_ratio_of_sums(again[best], again[chosen])
         measured = {length: total[0] / spent for length, spent in total.items()}
         rows.append(Row(batch, chosen, best, ratio, predicted, measured))
         print(f"batch {batch}: advisor {chosen}, sweep {best}; choice / best {ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})")

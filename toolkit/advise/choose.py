@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from toolkit.advise.acceptance import Drafted, Replay, by_domain, expected_tokens, leviathan_speedup, replay
 from toolkit.advise.cost import QUANTILE, StepCosts
 from toolkit.records.advice import Alpha, Candidate, ScheduleStep, SpeedupPrediction
+from toolkit.resampling import interval, resampled, times_drawn
 
-__all__ = ["CONFIDENCE", "Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
+__all__ = ["Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
 
 Floats = NDArray[np.float64]
 
-CONFIDENCE = 0.95
 RESAMPLES = 1000
 FEWEST_TEXTS = 5  # of a domain; resampling fewer says nothing about its spread
 NEAR = 0.995  # of the best: among draft lengths that good the shortest is taken, since long blocks make latency vary more
@@ -59,9 +59,9 @@ def judge(
                 logs.append(np.log(ratios))
             overall[batch, length] = np.exp(np.mean(logs, axis=0))
     best = best_length({length: float(overall[1, length][0]) for length in lengths})
-    low, high = _interval(overall[1, best])
+    low, high = interval(overall[1, best])
     acceptance_lengths = np.mean([replays[mode.name, best].acceptance_lengths(draws.prompts) for mode in modes], axis=0)
-    length_low, length_high = _interval(acceptance_lengths)
+    length_low, length_high = interval(acceptance_lengths)
     even = float(np.mean([mode.costs.step_ns(1, best) / mode.costs.step_ns(1, 0) for mode in modes]))
     return Candidate(
         name=name,
@@ -151,7 +151,7 @@ def alphas(modes: Sequence[Mode], domains: Sequence[str], prompt_weights: Floats
                 weights = prompt_weights[:, some]
                 drawn = weights @ counts[some]
                 ratios = (weights @ sums[some])[drawn > 0] / drawn[drawn > 0]
-                low, high = _interval(ratios)
+                low, high = interval(ratios)
                 found.append(Alpha(rule, domain, float(sums[some].sum() / total), low, high, int(total)))
     return found
 
@@ -160,8 +160,7 @@ class _Draws:
     """Bootstrap weights. Row 0 is the sample itself, so that every array computed from them begins with the estimate."""
 
     def __init__(self, prompts: int, seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
+        drawn = times_drawn(np.random.default_rng(seed), prompts, RESAMPLES)
         self.prompts: Floats = np.concatenate([np.ones((1, prompts)), drawn]).astype(np.float64)  # [1 + RESAMPLES, prompts]
         self._seed = seed
         self._costs: dict[int, Floats] = {}
@@ -170,8 +169,7 @@ class _Draws:
         """What a step costs, from resampled step times; the same array gives the same draws."""
         known = self._costs.get(id(samples))
         if known is None:
-            generator = np.random.default_rng(self._seed + 1)
-            drawn = samples[generator.integers(len(samples), size=(RESAMPLES, len(samples)))]
+            drawn = resampled(np.random.default_rng(self._seed + 1), samples, RESAMPLES)
             known = self._costs[id(samples)] = np.concatenate(
                 [[np.quantile(samples, QUANTILE)], np.quantile(drawn, QUANTILE, axis=1)]
             )
@@ -187,7 +185,7 @@ def _predict(
     prefill = costs.prefill_ns[max(costs.prefill_ns)]
     spent_ns = _time(ours, costs, batch, draws, prefill)
     ratios = plain_ns / spent_ns
-    low, high = _interval(ratios)
+    low, high = interval(ratios)
     texts = np.concatenate([text.alpha for text in mode.drafted]) if mode.drafted else np.empty(0)
     alpha = float(np.nanmean(texts)) if np.count_nonzero(~np.isnan(texts)) else 0.0
     one, many = costs.row(batch, 0), costs.row(batch, length)
@@ -231,12 +229,6 @@ def _conditional(outcome: Replay) -> tuple[float | None, ...]:
     drafted, accepted = outcome.drafted_by_place.sum(axis=0), outcome.accepted_by_place.sum(axis=0)
     reached = np.minimum(np.concatenate([drafted[:1], accepted[:-1]]), drafted)
     return tuple(float(kept / tried) if tried > 0 else None for kept, tried in zip(accepted, reached, strict=True))
-
-
-def _interval(values: Floats) -> tuple[float, float]:
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(values, [tail, 100 - tail])
-    return float(low), float(high)
 
 
 def _geometric(values: Sequence[float]) -> float:

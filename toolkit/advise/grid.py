@@ -19,21 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.advise.choose import CONFIDENCE, Mode, text_times
+from toolkit.advise.choose import Mode, text_times
 from toolkit.advise.cost import MEASURED
 from toolkit.advise.observe import Text, teacher_forced
 from toolkit.advise.stage import Contender, Question, judged, write
-from toolkit.advise.sweep import paired_ratio
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records.advice import Candidate, DraftCost, Grid, GridCell, TargetQuality
 from toolkit.records.measured import Interval
+from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 
 __all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
 
 Floats = NDArray[np.float64]
 
 UNQUANTIZED = "NO_QUANT"
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +98,26 @@ def quality(algo: str, target: StepEngine, source: StepEngine, texts: Sequence[S
     divergence, surprise, counts = [], [], []
     for ids in texts:
         text = Text("", tuple(ids[:1]), tuple(ids[1:]), len(ids))
-        kl, nll, place = 0.0, 0.0, 1
+        kl_sum, nll_sum, place = 0.0, 0.0, 1
         passes = [teacher_forced(engine, text) for engine in dict.fromkeys((source, target))]  # one where both are the same
         for reference, *others in zip(*passes, strict=True):
             rows = others[0] if others else reference
             wanted, given = _log_softmax(reference), _log_softmax(rows)
             following = np.array(text.output[place : place + len(rows)], dtype=np.int64)
-            kl += float((np.exp(wanted) * (wanted - given)).sum())
-            nll -= float(given[np.arange(len(rows)), following].sum())
+            kl_sum += float((np.exp(wanted) * (wanted - given)).sum())
+            nll_sum -= float(given[np.arange(len(rows)), following].sum())
             place += len(rows)
-        divergence.append(kl)
-        surprise.append(nll)
+        divergence.append(kl_sum)
+        surprise.append(nll_sum)
         counts.append(place - 1)
-    weight = np.array(counts, dtype=np.float64)
-    kl_mean = _ratio(np.array(divergence), weight)
-    nll_mean = _ratio(np.array(surprise), weight)
-    perplexity = Interval(*(float(np.exp(value)) for value in (nll_mean.estimate, nll_mean.low, nll_mean.high)))
-    return TargetQuality(algo, kl_mean, perplexity, int(weight.sum()))
+    kl = Interval(*bootstrap_ratio_of_sums(divergence, counts))
+    perplexity = Interval(*(float(np.exp(nll)) for nll in bootstrap_ratio_of_sums(surprise, counts)))
+    return TargetQuality(algo, kl, perplexity, sum(counts))
 
 
 def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftCost:
     """Whether quantizing the draft pays: acceptance lost and draft time saved, at each cell's best length, and the speed."""
-    speed = Interval(*paired_ratio(unquantized.spent_ns, cell.spent_ns))  # the target writes the same texts for both
+    speed = Interval(*bootstrap_ratio_of_sums(unquantized.spent_ns, cell.spent_ns))  # the target writes the same texts for both
     lost = 1.0 - _step(cell)[0] / _step(unquantized)[0]
     saved = 1.0 - _step(cell)[1] / _step(unquantized)[1]
     seen = "costs more than it saves" if speed.high < 1.0 else "makes no difference seen"
@@ -187,7 +184,7 @@ def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
             cell.candidate.acceptance_length, cell.candidate.acceptance_length_low, cell.candidate.acceptance_length_high
         ),
         tokens_per_s=_speed(cell),
-        speedup=Interval(*paired_ratio(cell.plain_ns, cell.spent_ns)),
+        speedup=Interval(*bootstrap_ratio_of_sums(cell.plain_ns, cell.spent_ns)),
         best=best,
     )
 
@@ -200,16 +197,7 @@ def _step(cell: Cell) -> tuple[float, float]:
 
 
 def _speed(cell: Cell) -> Interval:
-    return _ratio(cell.tokens, cell.spent_ns.mean(axis=0) / 1e9)
-
-
-def _ratio(above: Floats, below: Floats) -> Interval:
-    """Sum over sum, with the bootstrap interval over texts."""
-    generator = np.random.default_rng(0)
-    drawn = generator.multinomial(len(above), np.full(len(above), 1 / len(above)), size=RESAMPLES)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile((drawn @ above) / (drawn @ below), [tail, 100 - tail])
-    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+    return Interval(*bootstrap_ratio_of_sums(cell.tokens, cell.spent_ns.mean(axis=0) / 1e9))
 
 
 def _log_softmax(logits: NDArray[Any]) -> Floats:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from toolkit.advise.acceptance import RULES, Drafted
-from toolkit.advise.choose import CONFIDENCE, Mode, judge, schedule_of
+from toolkit.advise.choose import Mode, judge, schedule_of
 from toolkit.advise.cost import MEASURED, PREDICTED, ServingRuntime, StepCosts, batch_sizes, measure, predicted
 from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
-from toolkit.advise.sweep import RunningRuntime, paired_ratio, sweep
+from toolkit.advise.sweep import RunningRuntime, sweep
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records.advice import Advice, Candidate, ScheduleStep, SpeedupPrediction
+from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 
 __all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "Texts", "advise", "decide", "judged", "write"]
 
@@ -158,7 +159,8 @@ def _measured(candidate: Candidate, contender: Contender, question: Question) ->
             temperature=temperature,
             rounds=question.measured_rounds,
         )
-        found.update({(mode, length): paired_ratio(times[0], spent) for length, spent in times.items()})
+        for length, spent in times.items():
+            found[mode, length] = bootstrap_ratio_of_sums(times[0], spent)
 
     def with_run(prediction: SpeedupPrediction) -> SpeedupPrediction:
         if prediction.batch != 1:

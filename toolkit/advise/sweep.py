@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RunningRuntime", "paired_ratio", "sweep"]
+__all__ = ["RunningRuntime", "sweep"]
 
 Floats = NDArray[Any]
 
-RESAMPLES = 2000
 GROUP = 4  # prompts of a group per request that is served at once: long enough that the ends of a group weigh little
 
 
@@ -57,17 +56,3 @@ def sweep(
             for length in order:
                 times[length][number, index] = runtime.serve_ns(drafter, group, length, max_tokens, temperature, batch=batch)
     return times
-
-
-def paired_ratio(before: Floats, after: Floats, *, confidence: float = 0.95, seed: int = 0) -> tuple[float, float, float]:
-    """(estimate, low, high) of the sum of `before` over that of `after`, pairs drawn with replacement: groups and rounds
-    crossed.
-    """
-    generator = np.random.default_rng(seed)
-    rounds, groups = before.shape
-    by_round = generator.multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES)
-    by_group = generator.multinomial(groups, np.full(groups, 1 / groups), size=RESAMPLES)
-    ratios = np.einsum("br,rg,bg->b", by_round, before, by_group) / np.einsum("br,rg,bg->b", by_round, after, by_group)
-    tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return float(before.sum() / after.sum()), float(low), float(high)

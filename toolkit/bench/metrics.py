@@ -218,26 +218,27 @@ def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Inte
     """Maximum likelihood of alpha where every draft is kept alike and on its own: a geometric distribution, cut off at the
     draft length. A draft is looked at where all before it were kept; blocks of one length are looked at alike.
     """
-    pairs: list[tuple[float, float]] = []
+    accepted: list[int] = []
+    looked_at: list[float] = []
     for positions in by_prompt:
-        reached = (1.0, *(one.joint or 0.0 for one in positions))
-        looked_at = sum(one.drafted * before for one, before in zip(positions, reached, strict=False))
-        pairs.append((float(sum(one.accepted for one in positions)), looked_at))
-    if not any(looked_at for _, looked_at in pairs):
+        reached = (1.0, *(place.joint or 0.0 for place in positions))
+        accepted.append(sum(place.accepted for place in positions))
+        looked_at.append(sum(place.drafted * before for place, before in zip(positions, reached, strict=False)))
+    if not any(looked_at):
         return None
-    estimate, low, high = bootstrap_ratio_of_sums(pairs, seed=seed)
+    estimate, low, high = bootstrap_ratio_of_sums(accepted, looked_at, seed=seed)
     return Interval(estimate, low, min(1.0, high))
 
 
 def _alpha_of_totals(by_prompt: Iterable[Sequence[Statistics]], block: float, seed: int) -> Interval | None:
     """The same where drafts are not counted by position: the alpha under which a block keeps as many as it does on average."""
-    pairs = [
-        (float(sum(one.accepted or 0 for one in group)), float(sum(one.verify_steps or 0 for one in group)))
-        for group in by_prompt
-    ]
-    if not any(steps for _, steps in pairs):
+    groups = list(by_prompt)
+    accepted = [sum(answer.accepted or 0 for answer in group) for group in groups]
+    steps = [sum(answer.verify_steps or 0 for answer in group) for group in groups]
+    if not any(steps):
         return None
-    return Interval(*(_alpha_that_keeps(kept, block) for kept in bootstrap_ratio_of_sums(pairs, seed=seed)))
+    kept = bootstrap_ratio_of_sums(accepted, steps, seed=seed)
+    return Interval(*(_alpha_that_keeps(figure, block) for figure in kept))
 
 
 def _alpha_that_keeps(kept: float, block: float) -> float:

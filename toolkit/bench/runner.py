@@ -32,7 +32,7 @@ from toolkit.errors import StageError
 from toolkit.interfaces import Progress
 from toolkit.records.bench import BenchArm, BenchEndpoint, BenchPoint, BenchRequest, BenchRun, Crossover
 from toolkit.records.measured import CounterCheck, Finding, Ratio
-from toolkit.resampling import bootstrap_ratio
+from toolkit.resampling import bootstrap_ratio, bootstrap_unpaired_ratio
 
 __all__ = ["SCHEMA_VERSION", "Arm", "Load", "Plan", "crossover", "run_bench", "speed_ratio", "undecided_speed"]
 
@@ -354,20 +354,18 @@ def _not_judged(failed: int, total: int, answered: Sequence[RequestTiming]) -> s
 
 
 def _unpaired_speed(first: metrics.Answers, second: metrics.Answers, seed: int) -> Ratio:
-    """Rates of each arm are drawn on their own; both intervals together make that of the ratio."""
-    generator = np.random.default_rng(seed)
-    resampled, estimates = [], []
+    """The same where nothing pairs: neither prompts nor rounds are shared."""
+    tokens, times = [], []
     for arm in (first, second):
-        flat = [one for row in arm for one in row]
-        answered = [one for one in flat if one is not None]
-        if (reason := _not_judged(len(flat) - len(answered), len(flat), answered)) is not None:
+        requests = [request for row in arm for request in row]
+        answered = [request for request in requests if request is not None]
+        failed = len(requests) - len(answered)
+        if (reason := _not_judged(failed, len(requests), answered)) is not None:
             return Ratio("speed", None, None, None, reason)
-        tokens, times = (np.array([getattr(one, name) for one in answered], float) for name in ("output_tokens", "e2e_ns"))
-        drawn = generator.multinomial(len(answered), np.full(len(answered), 1 / len(answered)), size=2000)
-        resampled.append((drawn @ tokens) / (drawn @ times))
-        estimates.append(tokens.sum() / times.sum())
-    low, high = np.percentile(resampled[0] / resampled[1], [2.5, 97.5])
-    return Ratio("speed", float(estimates[0] / estimates[1]), float(low), float(high))
+        tokens.append([request.output_tokens for request in answered])
+        times.append([request.e2e_ns for request in answered])
+    estimate, low, high = bootstrap_unpaired_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=seed)
+    return Ratio("speed", estimate, low, high)
 
 
 def crossover(points: Sequence[BenchPoint]) -> Crossover | None:

@@ -65,12 +65,13 @@ def agreement(
                 worst = (gap, f"{where}: the reference's number {rank + 1}, {gap:.4f} logits below its best")
         on_prompt(index + 1)
     decided = np.asarray(margins) >= (np.inf if decided_margin is None else decided_margin)
-    rate, low, high = bootstrap_ratio_of_sums(per_prompt, seed=seed)
+    agreeing_tokens, tokens = [agreed for agreed, _ in per_prompt], [count for _, count in per_prompt]
+    rate, low, high = bootstrap_ratio_of_sums(agreeing_tokens, tokens, seed=seed)
     return Agreement(
         against=against,
         prompts=len(texts),
-        tokens=sum(tokens for _, tokens in per_prompt),
-        agreeing=sum(agreed for agreed, _ in per_prompt),
+        tokens=sum(tokens),
+        agreeing=sum(agreeing_tokens),
         rate=rate,
         rate_low=low,
         rate_high=high,
