@@ -38,3 +38,8 @@ def test_prompts_needed_is_the_smallest_number(limit: float, events: int) -> Non
 
 def test_no_number_of_prompts_proves_a_rate_of_zero() -> None:
     assert prompts_needed(0.0, 0) is None
+
+
+def test_prompts_are_counted_up_to_a_million() -> None:
+    assert prompts_needed(3e-6, 0) == 998_576
+    assert prompts_needed(2.9e-6, 0) is None
