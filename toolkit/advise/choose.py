@@ -123,14 +123,21 @@ def text_times(mode: Mode, draft_len: int) -> Floats:
 
 
 def break_even_alpha(length: float, draft_len: int) -> float | None:
-    """The alpha with expected_tokens(alpha, draft_len) = length; None where not even acceptance of all drafts reaches it."""
+    """The alpha with expected_tokens(alpha, draft_len) = length.
+
+    None where not even acceptance of all drafts reaches it; 0 where a step without drafts does.
+    """
+    from scipy.optimize import brentq
+
     if length > draft_len + 1:
         return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, draft_len) < length else (low, middle)
-    return high
+    if length <= 1.0:
+        return 0.0
+
+    def beyond(alpha: float) -> float:
+        return expected_tokens(alpha, draft_len) - length
+
+    return float(brentq(beyond, 0.0, 1.0))
 
 
 def alphas(modes: Sequence[Mode], domains: Sequence[str], prompt_weights: Floats) -> list[Alpha]:

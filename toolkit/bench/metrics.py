@@ -242,12 +242,17 @@ def _alpha_of_totals(by_prompt: Iterable[Sequence[Statistics]], block: float, se
 
 
 def _alpha_that_keeps(kept: float, block: float) -> float:
-    """Solves alpha + alpha^2 + ... + alpha^block = kept."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        alpha = (low + high) / 2
-        low, high = (alpha, high) if alpha * (1 - alpha**block) / (1 - alpha) < kept else (low, alpha)
-    return high
+    """Solves alpha + alpha^2 + ... + alpha^block = kept; block need not be a whole number."""
+    from scipy.optimize import brentq
+
+    if kept >= block:
+        return 1.0
+
+    def beyond(alpha: float) -> float:
+        total = block if alpha == 1.0 else alpha * (1 - alpha**block) / (1 - alpha)
+        return total - kept
+
+    return float(brentq(beyond, 0.0, 1.0))
 
 
 def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:

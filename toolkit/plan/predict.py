@@ -31,7 +31,10 @@ def tokens_per_step(acceptance_rate: float, draft_len: int) -> float:
 
 
 def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) -> float | None:
-    """The acceptance rate from which drafting pays, by bisection; None where even full acceptance does not."""
+    """The acceptance rate from which drafting pays; None where even full acceptance does not.
+
+    The bisection is our own, since scipy takes longer to import than `toolkit plan` may take.
+    """
     needed = (draft_len * draft_s + verify_s) / plain_s
     if needed >= draft_len + 1:
         return None
