@@ -34,6 +34,7 @@ import numpy as np
 import yaml
 
 from toolkit.client import Client, Options, read_prompts
+from toolkit.resampling import bootstrap_ratio
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import MODEL
 
@@ -68,9 +69,8 @@ class Arm:
         self.tokens.append(tokens)
         self.seconds.append(seconds)
 
-    def rate(self, runs: Sequence[int] | None = None) -> float:
-        chosen = range(len(self.tokens)) if runs is None else runs
-        return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
+    def rate(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
 
 
 def distinct_4_grams(texts: Sequence[tuple[int, ...]]) -> float:
@@ -80,15 +80,14 @@ def distinct_4_grams(texts: Sequence[tuple[int, ...]]) -> float:
 
 
 def ratio_interval(above: Arm, below: Arm, prompts: int) -> tuple[float, float, float]:
-    """above / below in tokens per second with a 95 % bootstrap interval over prompts (all rounds of a prompt stay together)."""
-    generator = np.random.default_rng(0)
-    ratios = []
-    for _ in range(2000):
-        drawn = generator.integers(0, prompts, prompts)
-        runs = [i for prompt in drawn for i in range(prompt, len(above.tokens), prompts)]
-        ratios.append(above.rate(runs) / below.rate(runs))
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return above.rate() / below.rate(), float(low), float(high)
+    """above / below in tokens per second, with its interval over prompts (all rounds of a prompt stay together)."""
+
+    def by_prompt(figures: Sequence[float]) -> Any:  # [1, prompts]
+        return np.reshape(figures, (-1, prompts)).sum(axis=0, keepdims=True)
+
+    arms = (above, below)
+    tokens, seconds = ([by_prompt(getattr(arm, name)) for arm in arms] for name in ("tokens", "seconds"))
+    return bootstrap_ratio((tokens[0], tokens[1]), (seconds[0], seconds[1]))
 
 
 def deploy(folder: Path, name: str) -> Path:
