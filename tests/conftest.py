@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# As the command line does, and before anything loads OpenMP: threads that spin while they wait slow a busy machine to a crawl.
+# As the command line does, and before anything loads OpenMP: threads that spin while they wait slow
+# a busy machine to a crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from tests.support.serving import add_bls_variant, package_pair
 from toolkit.records.build import TritonRepository
 from toolkit.triton.process.server import TritonServer
 
-# No test is timed: what takes a millisecond takes 200 on a machine that is busy with something else.
+# No test is timed: what takes a millisecond takes 200 on a machine that is busy with something
+# else.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -26,13 +28,23 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it")
-    parser.addoption("--screenshots", type=Path, help="keep what tests/report/test_browser.py sees in this folder")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write tests/golden/ anew instead of comparing with it",
+    )
+    parser.addoption(
+        "--screenshots",
+        type=Path,
+        help="keep what tests/report/test_browser.py sees in this folder",
+    )
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """compare(file name, text): the text is the reviewed one in tests/golden/; --update-golden writes it there."""
+    """compare(file name, text): the text is the reviewed one in tests/golden/; --update-golden
+    writes it there.
+    """
 
     def compare(name: str, text: str) -> None:
         if request.config.getoption("--update-golden"):
@@ -49,17 +61,25 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_repository(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> TritonRepository:
-    """The tiny pair, packaged: eager float64 engines, so that results do not depend on the batch."""
+def tiny_repository(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> TritonRepository:
+    """The tiny pair, packaged: eager float64 engines, so that results do not depend on the
+    batch.
+    """
     return package_pair(tiny_pair, tmp_path_factory.mktemp("tiny_repository"))
 
 
 @pytest.fixture(scope="session")
-def tiny_bls_server(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The same pair in the bls layout, one server for the whole run. Beside its BLS model there are others on the same engines,
-    named by what they do otherwise: they take no time to load.
+def tiny_bls_server(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """The same pair in the bls layout, one server for the whole run. Beside its BLS model there are
+    others on the same engines, named by what they do otherwise: they take no time to load.
     """
-    repository = package_pair(tiny_pair, tmp_path_factory.mktemp("tiny_bls"), layout="bls", on_draft_failure="plain")
+    repository = package_pair(
+        tiny_pair, tmp_path_factory.mktemp("tiny_bls"), layout="bls", on_draft_failure="plain"
+    )
     variants = {
         "strict": {"on_draft_failure": "error"},
         "lost_draft": {"tensorrt_llm_draft_model_name": "nowhere", "on_draft_failure": "error"},

@@ -1,4 +1,6 @@
-"""The client against a scripted gRPC server: what it sends, what it makes of the answers, and its arithmetic on times."""
+"""The client against a scripted gRPC server: what it sends, what it makes of the answers, and
+its arithmetic on times.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Script(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         self.requests.append(next(requests))
-        context.add_callback(lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set())
+        context.add_callback(
+            lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set()
+        )
         for step in self.script:
             if isinstance(step, grpc.StatusCode):
                 context.abort(step, "on purpose")
@@ -127,9 +131,20 @@ def test_every_option_and_question_is_an_input_of_the_model() -> None:
 
 def test_a_request_holds_what_was_asked_and_nothing_else(serve: Callable[..., Any]) -> None:
     client, service = serve(*STREAM)
-    list(client.stream("héllo", Options(max_tokens=4), seed=2**63, stop=("x", "y"), num_draft_tokens=0, request_id="me"))
+    list(
+        client.stream(
+            "héllo",
+            Options(max_tokens=4),
+            seed=2**63,
+            stop=("x", "y"),
+            num_draft_tokens=0,
+            request_id="me",
+        )
+    )
     (request,) = service.requests
-    sent = dict(zip([tensor.name for tensor in request.inputs], request.raw_input_contents, strict=True))
+    sent = dict(
+        zip([tensor.name for tensor in request.inputs], request.raw_input_contents, strict=True)
+    )
     assert request.id == "me"
     assert set(sent) == {
         *(
@@ -167,9 +182,15 @@ def test_chunks_arrive_with_tokens_and_statistics_at_the_end(serve: Callable[...
 
 
 def test_generate_gives_the_one_answer(serve: Callable[..., Any]) -> None:
-    client, _ = serve(answer(text_output=["abc"], output_ids=[1, 2, 3], num_output_tokens=[3], **STATISTICS))
+    client, _ = serve(
+        answer(text_output=["abc"], output_ids=[1, 2, 3], num_output_tokens=[3], **STATISTICS)
+    )
     completion = client.generate("x")
-    assert (completion.text, completion.token_ids, completion.finish_reason) == ("abc", (1, 2, 3), "length")
+    assert (completion.text, completion.token_ids, completion.finish_reason) == (
+        "abc",
+        (1, 2, 3),
+        "length",
+    )
     assert completion.statistics.input_tokens == 3
 
 
@@ -180,10 +201,18 @@ def test_a_model_that_repeats_its_text_is_understood(serve: Callable[..., Any]) 
     for tensor in [tensor for tensor in config.input if tensor.name not in known]:
         config.input.remove(tensor)
     script = [answer(text_output=[text]) for text in ("a", "ab", "abc")]
-    client, service = serve(*script, answer(text_output=["abc"], finish_reason=["length"]), config=config)
+    client, service = serve(
+        *script, answer(text_output=["abc"], finish_reason=["length"]), config=config
+    )
     assert [chunk.text for chunk in client.stream("x")] == ["a", "b", "c", ""]
-    assert {tensor.name for tensor in service.requests[0].inputs} == {"text_input", "streaming", "return_finish_reason"}
-    with pytest.raises(RequestRefused, match="no input 'num_draft_tokens', so num_draft_tokens cannot be set"):
+    assert {tensor.name for tensor in service.requests[0].inputs} == {
+        "text_input",
+        "streaming",
+        "return_finish_reason",
+    }
+    with pytest.raises(
+        RequestRefused, match="no input 'num_draft_tokens', so num_draft_tokens cannot be set"
+    ):
         client.generate("x", num_draft_tokens=0)
     (timing,) = client.measure(["x"])
     assert (timing.text, timing.output_tokens, timing.tpot_ns) == ("abc", None, None)
@@ -199,7 +228,11 @@ def test_an_error_of_the_server_is_a_refusal_with_its_text(serve: Callable[..., 
 
 
 def test_a_dead_model_process_is_no_refusal_of_the_request(serve: Callable[..., Any]) -> None:
-    client, _ = serve(service_pb2.ModelStreamInferResponse(error_message="Stub process 'tensorrt_llm_0_0' is not healthy."))
+    client, _ = serve(
+        service_pb2.ModelStreamInferResponse(
+            error_message="Stub process 'tensorrt_llm_0_0' is not healthy."
+        )
+    )
     with pytest.raises(ServerUnavailable, match="the model's process has died"):
         list(client.stream("x"))
 
@@ -219,7 +252,9 @@ def test_closing_a_stream_cancels_it_on_the_server(serve: Callable[..., Any]) ->
         (grpc.StatusCode.INTERNAL, "on purpose"),
     ],
 )
-def test_a_stream_that_breaks_is_told_apart_from_a_refusal(serve: Callable[..., Any], step: Any, message: str) -> None:
+def test_a_stream_that_breaks_is_told_apart_from_a_refusal(
+    serve: Callable[..., Any], step: Any, message: str
+) -> None:
     client, _ = serve(STREAM[0], step)
     kind = ServerUnavailable if step == grpc.StatusCode.UNAVAILABLE else RequestRefused
     with pytest.raises(kind, match=message):
@@ -258,7 +293,9 @@ def test_measured_times_follow_the_schedule(serve: Callable[..., Any]) -> None:
         assert timing.ttft_ns is not None
         assert timing.e2e_ns is not None
         assert timing.ttft_ns >= 50 * MS
-        assert timing.e2e_ns >= 150 * MS  # the gap between two chunks has no lower bound: the first may arrive late
+        assert (
+            timing.e2e_ns >= 150 * MS
+        )  # the gap between two chunks has no lower bound: the first may arrive late
         assert timing.text == "abc"
         assert timing.token_ids == (1, 2, 3)
 
@@ -308,9 +345,18 @@ def test_a_port_that_does_not_exist_is_refused_and_nobody_is_called() -> None:
 
 def test_the_script_without_tritonclient_says_what_to_install(tmp_path: Path) -> None:
     script = shutil.copyfile(client_module.__file__, tmp_path / "validate_latency.py")
-    done = subprocess.run([sys.executable, "-S", script], env={}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", script],
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
-    assert done.stderr.startswith("validate_latency.py needs tritonclient and numpy (No module named ")
+    assert done.stderr.startswith(
+        "validate_latency.py needs tritonclient and numpy (No module named "
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -338,7 +384,9 @@ def test_prompts_are_read_from_json_lines_and_text(tmp_path: Path) -> None:
         (None, "a.jsonl: cannot be read: No such file"),
     ],
 )
-def test_prompts_that_cannot_be_used_end_the_program_with_a_line(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_used_end_the_program_with_a_line(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "a.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -346,7 +394,9 @@ def test_prompts_that_cannot_be_used_end_the_program_with_a_line(content: bytes 
         read_prompts(file)
 
 
-def test_the_program_measures_both_arms(serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_measures_both_arms(
+    serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     client, service = serve(*STREAM)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     arguments = ["--url", client.url, "--prompts", str(tmp_path / "p.jsonl"), "--rounds", "1"]
@@ -360,7 +410,12 @@ def test_the_program_measures_both_arms(serve: Callable[..., Any], tmp_path: Pat
     assert client_module.main(arguments) == 0
     table = capsys.readouterr().out
     assert "tokens_per_s" in table
-    assert re.search(r"^speed-up \d+\.\d\dx, 95% interval \d.* over 2 prompts x 1 rounds, one request at a time$", table, re.M)
+    assert re.search(
+        r"^speed-up \d+\.\d\dx, 95% interval \d.* over 2 prompts x 1 rounds, one request at a"
+        r" time$",
+        table,
+        re.M,
+    )
     assert client_module.main(["--url", "127.0.0.1:9", *arguments[2:]]) == 3
     assert "cannot be reached" in capsys.readouterr().err
 
@@ -376,7 +431,10 @@ def test_the_interval_is_the_one_of_a_build() -> None:
     generator = np.random.default_rng(5)
     shape = (3, 16)
     tokens, ns = generator.integers(1, 64, (2, *shape)), generator.integers(1, 9, (2, *shape)) * MS
-    arms = [[[timed(int(tokens[arm, r, p]), int(ns[arm, r, p])) for p in range(16)] for r in range(3)] for arm in (0, 1)]
+    arms = [
+        [[timed(int(tokens[arm, r, p]), int(ns[arm, r, p])) for p in range(16)] for r in range(3)]
+        for arm in (0, 1)
+    ]
     found = speedup(arms[1], arms[0])
     assert found == pytest.approx(bootstrap_ratio((tokens[0], tokens[1]), (ns[0], ns[1])))
     assert found[1] < found[0] < found[2]
@@ -384,7 +442,9 @@ def test_the_interval_is_the_one_of_a_build() -> None:
 
 def test_requests_without_an_end_are_left_out_of_the_speed_up() -> None:
     plain = [[timed(10, 20 * MS), timed(10, 20 * MS)]]
-    assert speedup(plain, [[timed(10, 10 * MS), timed(99, MS, ended=False)]]) == pytest.approx((2.0, 2.0, 2.0))
+    assert speedup(plain, [[timed(10, 10 * MS), timed(99, MS, ended=False)]]) == pytest.approx(
+        (2.0, 2.0, 2.0)
+    )
     assert speedup(plain, [[timed(10, MS, ended=False)] * 2]) is None
     assert speedup([], []) is None
 
@@ -398,7 +458,11 @@ def test_requests_without_an_end_are_left_out_of_the_speed_up() -> None:
         ("a", {"seed": 2**70}, "seed cannot be sent as UINT64"),
     ],
 )
-def test_what_a_tensor_cannot_hold_is_refused_and_not_bent(prompt: str, options: dict[str, Any], named: str) -> None:
-    form = ModelForm({spec.name: spec.dtype.removeprefix("TYPE_") for spec in INPUTS}, cumulative=False)
+def test_what_a_tensor_cannot_hold_is_refused_and_not_bent(
+    prompt: str, options: dict[str, Any], named: str
+) -> None:
+    form = ModelForm(
+        {spec.name: spec.dtype.removeprefix("TYPE_") for spec in INPUTS}, cumulative=False
+    )
     with pytest.raises(RequestRefused, match=named):
         form.request("m", prompt, Options(**options), "", streaming=True)

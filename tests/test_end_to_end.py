@@ -1,4 +1,6 @@
-"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged deployment out, by the real CLI."""
+"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged
+deployment out, by the real CLI.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,28 @@ from toolkit.validate.replay import Replay, write_replay
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.replay import replay_divergence
 
-PROMPTS = ("def read(path):\n", "class Stack:\n", "import os\n", "for i in range(", "# sort the list\n", "return x + ")
+PROMPTS = (
+    "def read(path):\n",
+    "class Stack:\n",
+    "import os\n",
+    "for i in range(",
+    "# sort the list\n",
+    "return x + ",
+)
 
 
 def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[str, Any]) -> Path:
-    """A YAML with its data files. The random pair cannot pay, so latency is measured here and not gated."""
-    lines = [{"text": f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times and more"} for i in range(12)]
+    """A YAML with its data files. The random pair cannot pay, so latency is measured here and
+    not gated.
+    """
+    lines = [
+        {"text": f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times and more"}
+        for i in range(12)
+    ]
     (folder / "calib.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+    )
     quantization = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
     config: dict[str, Any] = {
         "name": "tiny",
@@ -33,13 +49,20 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
         "draft": {"checkpoint": str(draft), "quantization": quantization},
         "calibration": {"dataset": "calib.jsonl", "calib_size": 8, "calib_max_seq_length": 64},
         "speculation": {"max_draft_len": 3},
-        "engine": {"kind": "torch", "mode": "eager", "max_batch_size": 4, "max_input_len": 64, "max_seq_len": 160},
+        "engine": {
+            "kind": "torch",
+            "mode": "eager",
+            "max_batch_size": 4,
+            "max_input_len": 64,
+            "max_seq_len": 160,
+        },
         "validation": {
             "prompts": "prompts.jsonl",
             "max_tokens": 12,
             "rounds": 1,
             "max_rounds": 1,
-            # The calibration text is nothing like the prompts, which the unquantized model would hold against this one.
+            # The calibration text is nothing like the prompts, which the unquantized model would
+            # hold against this one.
             "parity": {"max_divergence_rate": 0.9, "source": "never"},
             "distribution": {"effect": 0.15},  # tokens enough for that are drawn in seconds
             "quality": {"max_kl": 5.0},
@@ -54,7 +77,12 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
 
 def toolkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments], cwd=cwd, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-m", "toolkit", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
 
 
@@ -82,22 +110,33 @@ def write_divergence(folder: Path, config: Path) -> str:
     return str(folder / write_replay(folder / "replay", found))
 
 
-def test_a_replay_of_what_cannot_be_judged_here_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    file, workplace = tmp_path / write_divergence(tmp_path, write_deployment(tmp_path, *tiny_pair)), Workplace(tmp_path)
+def test_a_replay_of_what_cannot_be_judged_here_is_refused(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file, workplace = (
+        tmp_path / write_divergence(tmp_path, write_deployment(tmp_path, *tiny_pair)),
+        Workplace(tmp_path),
+    )
     with pytest.raises(UsageError, match="'tiny' is not built here"):
         replay_divergence(file, workplace)
     workplace.repository("tiny").mkdir(parents=True)
     (workplace.engines("tiny") / "target").mkdir(parents=True)
-    (workplace.engines("tiny") / "target" / "config.json").write_text('{"pretrained_config": {}}')  # TensorRT-LLM's
+    (workplace.engines("tiny") / "target" / "config.json").write_text(
+        '{"pretrained_config": {}}'
+    )  # TensorRT-LLM's
     with pytest.raises(UsageError, match="'tiny' has no engine of kind torch here"):
         replay_divergence(file, workplace)
     file.write_text(file.read_text().replace('"kind": "torch"', '"kind": "flashlight"'))
-    with pytest.raises(UsageError, match=r"the deployment in this replay file is none(.|\n)*flashlight"):
+    with pytest.raises(
+        UsageError, match=r"the deployment in this replay file is none(.|\n)*flashlight"
+    ):
         replay_divergence(file, workplace)
 
 
 @pytest.mark.slow
-def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     config = write_deployment(tmp_path, *tiny_pair)
     first = toolkit("build", str(config), cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -123,17 +162,37 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(tiny_p
     again = toolkit("validate", "--replay", write_divergence(tmp_path, config), cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "then  output token 4: broken, a token nobody knows" in again.stdout
-    assert "now   identical" in again.stdout and "the texts are not those of the file" in again.stdout
+    assert (
+        "now   identical" in again.stdout and "the texts are not those of the file" in again.stdout
+    )
 
 
 ODD_PAIRS = {
     "qwen2-f16-shards": (
-        {"family": "qwen2", "dtype": "float16", "max_shard_size": "60KB", "num_attention_heads": 6, "num_key_value_heads": 3},
-        {"family": "llama", "dtype": "float32", "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+        {
+            "family": "qwen2",
+            "dtype": "float16",
+            "max_shard_size": "60KB",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+        },
+        {
+            "family": "llama",
+            "dtype": "float32",
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+        },
     ),
     "qwen3-odd-heads": (
         {"family": "qwen3", "dtype": "float32", "head_dim": 32, "tie_word_embeddings": True},
-        {"family": "mistral", "dtype": "bfloat16", "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24},
+        {
+            "family": "mistral",
+            "dtype": "bfloat16",
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+        },
     ),
 }
 
@@ -144,7 +203,9 @@ def test_checkpoints_that_differ_in_all_but_the_tokenizer_work(name: str, tmp_pa
     target_options, draft_options = ODD_PAIRS[name]
     eos = [257, 10]  # several EOS ids
     target = write_checkpoint(tmp_path / "target", seed=3, eos_token_id=eos, **target_options)
-    draft = write_checkpoint(tmp_path / "draft", seed=4, eos_token_id=eos, num_hidden_layers=1, **draft_options)
+    draft = write_checkpoint(
+        tmp_path / "draft", seed=4, eos_token_id=eos, num_hidden_layers=1, **draft_options
+    )
     for folder in (target, draft):
         (folder / "generation_config.json").unlink(missing_ok=True)
     config = write_deployment(tmp_path, target, draft)
@@ -155,11 +216,20 @@ def test_checkpoints_that_differ_in_all_but_the_tokenizer_work(name: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(tmp_path: Path) -> None:
-    """Qwen2.5's habit: the target has more rows than the draft over the same tokens; another chat template is worth a word."""
+def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(
+    tmp_path: Path,
+) -> None:
+    """Qwen2.5's habit: the target has more rows than the draft over the same tokens; another
+    chat template is worth a word.
+    """
     target = write_checkpoint(tmp_path / "target", family="qwen2", seed=5, vocab_size=320)
     draft = write_checkpoint(
-        tmp_path / "draft", family="qwen2", seed=6, vocab_size=272, num_hidden_layers=1, tie_word_embeddings=True
+        tmp_path / "draft",
+        family="qwen2",
+        seed=6,
+        vocab_size=272,
+        num_hidden_layers=1,
+        tie_word_embeddings=True,
     )
     (draft / "chat_template.jinja").write_text("{{ messages[0].content }}")
     config = write_deployment(tmp_path, target, draft)
@@ -167,14 +237,28 @@ def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(tm
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "build/reports/tiny/report.json").read_text())
     assert report["verdict"] == "PASS"
-    assert {role: engine["vocab_size"] for role, engine in report["engines"].items()} == {"target": 272, "draft": 272}
-    said = {finding["check"]: finding for finding in report["findings"] if finding["severity"] == "warning"}
+    assert {role: engine["vocab_size"] for role, engine in report["engines"].items()} == {
+        "target": 272,
+        "draft": 272,
+    }
+    said = {
+        finding["check"]: finding
+        for finding in report["findings"]
+        if finding["severity"] == "warning"
+    }
     assert said["vocabulary"]["detail"].startswith("the target's 320 rows are trimmed to 272")
     assert said["chat template"]["detail"] == "differs; prompts are formatted with the target's"
-    assert "the target's 320 rows are trimmed to 272" in (tmp_path / "build/reports/tiny/report.md").read_text()
+    assert (
+        "the target's 320 rows are trimmed to 272"
+        in (tmp_path / "build/reports/tiny/report.md").read_text()
+    )
     [proof] = (tmp_path / "build/store/pair").glob("*/record.json")
     record = json.loads(proof.read_text())["record"]
-    assert (record["target_vocab_size"], record["draft_vocab_size"], record["vocab_size"]) == (320, 272, 272)
+    assert (record["target_vocab_size"], record["draft_vocab_size"], record["vocab_size"]) == (
+        320,
+        272,
+        272,
+    )
 
 
 def test_generated_files_are_left_out_of_git() -> None:

@@ -13,8 +13,20 @@ from toolkit.pipeline.sources import imported_modules
 
 ROOT = Path(__file__).parents[1] / "toolkit"
 
-# docs/architecture.md draws this arrow. A package may import those on lower levels, and itself; on its own level nothing.
-WORKING = ("plan", "pairing", "quantize", "engines", "speculative", "triton", "validate", "report", "advise", "standins")
+# docs/architecture.md draws this arrow. A package may import those on lower levels, and itself; on
+# its own level nothing.
+WORKING = (
+    "plan",
+    "pairing",
+    "quantize",
+    "engines",
+    "speculative",
+    "triton",
+    "validate",
+    "report",
+    "advise",
+    "standins",
+)
 LEVELS = (
     ("cli",),
     ("workflows",),
@@ -28,16 +40,31 @@ LEVELS = (
     ("errors", "rounding"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-# Programs that run inside or beside the server: composition roots of their own, and files that must stand alone.
+# Programs that run inside or beside the server: composition roots of their own, and files that must
+# stand alone.
 ROOTS = {"__main__.py"} | {
-    f"triton/models/{model}/model.py" for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
+    f"triton/models/{model}/model.py"
+    for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
 }
 ALONE = {"client.py", "triton/process/supervise.py"}
-HEAVY = ("torch", "transformers", "modelopt", "tritonclient", "scipy", "numpy", "pydantic", "tokenizers", "grpc", "rich")
+HEAVY = (
+    "torch",
+    "transformers",
+    "modelopt",
+    "tritonclient",
+    "scipy",
+    "numpy",
+    "pydantic",
+    "tokenizers",
+    "grpc",
+    "rich",
+)
 
 
 def imported(file: Path) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import of ours, wherever it stands; those for the type checker alone are left out."""
+    """(module, line) of every import of ours, wherever it stands; those for the type checker
+    alone are left out.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)
@@ -50,10 +77,18 @@ def imported(file: Path) -> Iterator[tuple[str, int]]:
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "toolkit" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "toolkit"
+                else [node.module]
+            )
             yield from ((name, node.lineno) for name in names if name.startswith("toolkit."))
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.startswith("toolkit."))
+            yield from (
+                (alias.name, node.lineno)
+                for alias in node.names
+                if alias.name.startswith("toolkit.")
+            )
 
 
 def part_of(file: Path) -> str:
@@ -87,7 +122,10 @@ def test_imports_point_down() -> None:
 
 def test_no_module_is_reached_from_what_it_imports() -> None:
     """No circle, not even through an import inside a function."""
-    names = {f"toolkit.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}": file for file in SOURCES}
+    names = {
+        f"toolkit.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}": file
+        for file in SOURCES
+    }
     graph = {name: set(imported_modules(file, names)) - {name} for name, file in names.items()}
     while leaves := {name for name, below in graph.items() if not below}:
         graph = {name: below - leaves for name, below in graph.items() if name not in leaves}
@@ -100,12 +138,19 @@ def test_the_check_finds_an_import_that_points_up(tmp_path: Path) -> None:
         "from toolkit import cli\nimport toolkit.workflows\n"
         "def f():\n    from toolkit.triton.process.server import TritonServer\n"
     )
-    assert list(imported(file)) == [("toolkit.cli", 1), ("toolkit.workflows", 2), ("toolkit.triton.process.server", 4)]
+    assert list(imported(file)) == [
+        ("toolkit.cli", 1),
+        ("toolkit.workflows", 2),
+        ("toolkit.triton.process.server", 4),
+    ]
 
 
 def loaded_by(code: str, modules: tuple[str, ...], *arguments: str) -> list[str]:
     """Which of `modules` are loaded after running `code` in a fresh interpreter."""
-    program = f"import sys, json\n{code}\nprint(json.dumps([name for name in {modules!r} if name in sys.modules]))"
+    program = (
+        f"import sys, json\n{code}\nprint(json.dumps([name for name in {modules!r} if name in"
+        " sys.modules]))"
+    )
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
@@ -146,5 +191,9 @@ def test_a_plan_imports_nothing_heavier_than_pydantic_and_rich() -> None:
 
 def test_modules_say_what_they_are_for() -> None:
     texts = {file: file.read_text(encoding="utf-8") for file in SOURCES}
-    silent = [file for file, text in texts.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    silent = [
+        file
+        for file, text in texts.items()
+        if text.strip() and not ast.get_docstring(ast.parse(text))
+    ]
     assert silent == []

@@ -32,16 +32,26 @@ def build(role: str, checkpoint: Path, out_dir: Path, dtype: str = "float32") ->
         quality=None,
         checks=(),
     )
-    limits: dict[str, Any] = {"max_batch_size": 2, "max_input_len": 40, "max_seq_len": 96, "mode": "eager", "dtype": dtype}
+    limits: dict[str, Any] = {
+        "max_batch_size": 2,
+        "max_input_len": 40,
+        "max_seq_len": 96,
+        "mode": "eager",
+        "dtype": dtype,
+    }
     spec = EngineSpec(role=role, max_draft_len=3 if role == "target" else 0, **limits)
     compile_engine("torch", record, spec, out_dir, lambda done, total, what: None)
     return out_dir
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def engines(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("engines")
-    return build("target", tiny_pair[0], folder / "target"), build("draft", tiny_pair[1], folder / "draft")
+    return build("target", tiny_pair[0], folder / "target"), build(
+        "draft", tiny_pair[1], folder / "draft"
+    )
 
 
 def copy(engine: Path, tmp_path: Path) -> Path:
@@ -66,7 +76,9 @@ def test_engine_directories_become_a_runtime_that_speaks(engines: tuple[Path, Pa
     runtime.close()
 
 
-def test_without_a_draft_or_with_draft_length_0_decoding_is_plain(engines: tuple[Path, Path]) -> None:
+def test_without_a_draft_or_with_draft_length_0_decoding_is_plain(
+    engines: tuple[Path, Path],
+) -> None:
     for draft, draft_len in ((None, 3), (engines[1], 0)):
         runtime = load_runtime(engines[0], draft, max_draft_len=draft_len)
         assert runtime.settings.max_draft_len == 0
@@ -77,19 +89,32 @@ def test_without_a_draft_or_with_draft_length_0_decoding_is_plain(engines: tuple
 def test_prompt_lookup_serves_what_plain_decoding_does(
     tiny_pair: tuple[Path, Path], tmp_path: Path, temperature: float
 ) -> None:
-    """Without a draft engine; greedy, and seeded under `coupled`, the texts are the same, and in float64 to the last one."""
+    """Without a draft engine; greedy, and seeded under `coupled`, the texts are the same, and in
+    float64 to the last one.
+    """
     target = build("target", tiny_pair[0], tmp_path / "target", dtype="float64")
-    looked_up = load_runtime(target, None, max_draft_len=4, ngram_size=3, draft_len_schedule=[(1, 4), (2, 1)])
+    looked_up = load_runtime(
+        target, None, max_draft_len=4, ngram_size=3, draft_len_schedule=[(1, 4), (2, 1)]
+    )
     plain = load_runtime(target, None)
     prompt = tuple(plain.codec.encode("one two one two one two one"))
-    sampling = {"temperature": temperature} if temperature == 0.0 else {"temperature": temperature, "seed": 3}
-    requests = [make_request(prompt[: len(prompt) - index], 32, str(index), **sampling) for index in range(4)]
+    sampling = (
+        {"temperature": temperature}
+        if temperature == 0.0
+        else {"temperature": temperature, "seed": 3}
+    )
+    requests = [
+        make_request(prompt[: len(prompt) - index], 32, str(index), **sampling)
+        for index in range(4)
+    ]
     served = serve(looked_up, requests)
     assert [each.ids for each in served] == [each.ids for each in serve(plain, requests)]
     assert sum(each.stats.drafted for each in served) > 0
 
 
-def test_a_draft_with_another_tokenizer_is_refused(engines: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_refused(
+    engines: tuple[Path, Path], tmp_path: Path
+) -> None:
     foreign = copy(engines[1], tmp_path)
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -127,13 +152,17 @@ def test_a_folder_that_is_no_engine_is_refused(engines: tuple[Path, Path], tmp_p
 def test_eos_ids_are_read_where_they_stand(
     tmp_path: Path, generation: dict[str, Any] | None, model: list[int], expected: tuple[int, ...]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"toolkit": {"shape": {"eos_token_ids": model}}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"toolkit": {"shape": {"eos_token_ids": model}}})
+    )
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert eos_token_ids(tmp_path) == expected
 
 
-def test_a_model_without_generation_config_still_knows_its_eos(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_model_without_generation_config_still_knows_its_eos(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_pair[0], tmp_path / "source")
     (source / "generation_config.json").unlink()
     assert eos_token_ids(build("target", source, tmp_path / "engine")) == (EOS_ID,)

@@ -1,4 +1,5 @@
-"""A typed client of the served model, over gRPC: generate, stream, measure. It is also a program that measures latency.
+"""A typed client of the served model, over gRPC: generate, stream, measure. It is also a program
+that measures latency.
 
     with Client("localhost:8001") as client:
         print(client.generate("def read_config(path):", max_tokens=32).text)
@@ -7,11 +8,13 @@
 
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
 
-Self-contained on purpose: it needs `tritonclient[grpc]` and numpy, and is shipped as `validate_latency.py` beside a repository.
-It asks the server which tensors the model has and what a chunk of text holds, so it also talks to TensorRT-LLM's own `llmapi`
-model, with what that one offers. Every request has a gRPC stream of its own, so that it can be cancelled alone.
+Self-contained on purpose: it needs `tritonclient[grpc]` and numpy, and is shipped as
+`validate_latency.py` beside a repository. It asks the server which tensors the model has and what a
+chunk of text holds, so it also talks to TensorRT-LLM's own `llmapi` model, with what that one
+offers. Every request has a gRPC stream of its own, so that it can be cancelled alone.
 
-Times are integer nanoseconds of this process's monotonic clock. Tokens are counted by the server and never guessed from chunks.
+Times are integer nanoseconds of this process's monotonic clock. Tokens are counted by the server
+and never guessed from chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ try:
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 except (ImportError, RuntimeError) as missing:  # RuntimeError: tritonclient without its gRPC part
     if __name__ == "__main__":
-        sys.exit(f"{Path(__file__).name} needs tritonclient and numpy ({missing}): pip install 'tritonclient[grpc]' numpy")
+        sys.exit(
+            f"{Path(__file__).name} needs tritonclient and numpy ({missing}): pip install"
+            " 'tritonclient[grpc]' numpy"
+        )
     raise
 
 __all__ = [
@@ -53,7 +59,8 @@ __all__ = [
 RESAMPLES = 2000
 MAX_PORT = 65535  # gRPC wraps a larger one, and calls somebody else
 
-# Option -> tensor. The options of a request, then what is asked for with every request where the model offers it.
+# Option -> tensor. The options of a request, then what is asked for with every request where the
+# model offers it.
 TENSORS = {
     "max_tokens": "sampling_param_max_tokens",
     "temperature": "sampling_param_temperature",
@@ -68,7 +75,8 @@ TENSORS = {
     "timeout_ms": "timeout_ms",
     "log_probs": "return_log_probs",
 }
-# How TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates spell what they have of these: without the prefix, or thus.
+# How TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates spell what they have of these:
+# without the prefix, or thus.
 PREFIX = "sampling_param_"
 SPELLINGS = {
     "sampling_param_stop": "stop_words",
@@ -85,7 +93,10 @@ ALWAYS = (
     "return_num_output_tokens",
     "return_speculation_stats",
 )
-MODELS = ("tensorrt_llm_bls", "tensorrt_llm")  # what clients call: in the bls layout, which has both, and in llmapi
+MODELS = (
+    "tensorrt_llm_bls",
+    "tensorrt_llm",
+)  # what clients call: in the bls layout, which has both, and in llmapi
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "INT32": np.int32,
@@ -109,7 +120,9 @@ class ServerUnavailable(ClientError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a request may state; None leaves it to the server. num_draft_tokens 0 decodes plainly; temperature 0 is greedy."""
+    """What a request may state; None leaves it to the server. num_draft_tokens 0 decodes
+    plainly; temperature 0 is greedy.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -127,7 +140,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The server's figures of one request; None where it does not give one. The last three are one per output token."""
+    """The server's figures of one request; None where it does not give one. The last three are
+    one per output token.
+    """
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -144,7 +159,9 @@ class Statistics:
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     log_probs: tuple[float, ...] | None = None  # of the token itself
-    next_best: tuple[int, ...] | None = None  # the likeliest of the other tokens, and its log-probability
+    next_best: tuple[int, ...] | None = (
+        None  # the likeliest of the other tokens, and its log-probability
+    )
     next_best_log_probs: tuple[float, ...] | None = None
 
     @property
@@ -155,15 +172,20 @@ class Statistics:
     @property
     def acceptance_length(self) -> float | None:
         """Tokens per verify step, the bonus token included: 1 + accepted / verify_steps."""
-        return 1 + self.accepted / self.verify_steps if self.accepted is not None and self.verify_steps else None
+        return (
+            1 + self.accepted / self.verify_steps
+            if self.accepted is not None and self.verify_steps
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one response added. text and token_ids are new in it; output_tokens counts all of the request's so far.
+    """What one response added. text and token_ids are new in it; output_tokens counts all of the
+    request's so far.
 
-    The last chunk of a request has finish_reason and statistics. text may be empty while a partial character or the beginning
-    of a stop word is held back.
+    The last chunk of a request has finish_reason and statistics. text may be empty while a partial
+    character or the beginning of a stop word is held back.
     """
 
     text: str
@@ -188,10 +210,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """One measured request. chunks: (received_ns, new tokens) of every response that carried tokens, in order.
+    """One measured request. chunks: (received_ns, new tokens) of every response that carried
+    tokens, in order.
 
-    A server that counts no tokens gives chunks of None tokens, one per response with text. due_ns: when an open loop meant to
-    send the request, and what it is timed from; None in a closed loop, which is timed from the sending.
+    A server that counts no tokens gives chunks of None tokens, one per response with text. due_ns:
+    when an open loop meant to send the request, and what it is timed from; None in a closed loop,
+    which is timed from the sending.
     """
 
     prompt: str
@@ -231,20 +255,30 @@ class RequestTiming:
     @property
     def icl_ns(self) -> tuple[int, ...]:
         """Gaps between chunks, as a reader sees them."""
-        return tuple(later - earlier for (earlier, _), (later, _) in zip(self.chunks, self.chunks[1:], strict=False))
+        return tuple(
+            later - earlier
+            for (earlier, _), (later, _) in zip(self.chunks, self.chunks[1:], strict=False)
+        )
 
     @property
     def itl(self) -> tuple[tuple[int, int], ...]:
-        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a percentile.
+        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a
+        percentile.
 
         Empty where the server did not say how many tokens a chunk carries.
         """
         gaps = zip(self.icl_ns, self.chunks[1:], strict=True)
-        return tuple((round(gap / tokens), tokens) for gap, (_, tokens) in gaps if tokens is not None)
+        return tuple(
+            (round(gap / tokens), tokens) for gap, (_, tokens) in gaps if tokens is not None
+        )
 
 
-def timing(prompt: str, received: Sequence[Chunk], sent_ns: int, due_ns: int | None = None) -> RequestTiming:
-    """The measurements of a whole answer. Tokens are the server's count; where it keeps none, chunks are those with text."""
+def timing(
+    prompt: str, received: Sequence[Chunk], sent_ns: int, due_ns: int | None = None
+) -> RequestTiming:
+    """The measurements of a whole answer. Tokens are the server's count; where it keeps none,
+    chunks are those with text.
+    """
     counted = any(chunk.output_tokens is not None for chunk in received)
     chunks: list[tuple[int, int | None]] = []
     before = 0
@@ -267,10 +301,12 @@ def timing(prompt: str, received: Sequence[Chunk], sent_ns: int, due_ns: int | N
 
 
 class Client:
-    """A connection to one served model. Close it, or use it in a `with`; usable from several threads at once.
+    """A connection to one served model. Close it, or use it in a `with`; usable from several
+    threads at once.
 
-    timeout_s bounds every call, so that a server that hangs does not hang its clients; it is no deadline for the server, which
-    `timeout_ms` is. model None: `tensorrt_llm_bls` where the server has it, else `tensorrt_llm`.
+    timeout_s bounds every call, so that a server that hangs does not hang its clients; it is no
+    deadline for the server, which `timeout_ms` is. model None: `tensorrt_llm_bls` where the server
+    has it, else `tensorrt_llm`.
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 300.0) -> None:
@@ -281,7 +317,10 @@ class Client:
         if port.isdecimal() and int(port) > MAX_PORT:
             raise ServerUnavailable(f"{url}: there is no such port")
         local = url.rsplit(":", 1)[0] in ("localhost", "127.0.0.1", "[::1]")
-        options = [("grpc.max_receive_message_length", -1), *([("grpc.enable_http_proxy", 0)] if local else [])]
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            *([("grpc.enable_http_proxy", 0)] if local else []),
+        ]
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._form: ModelForm | None = None
@@ -289,7 +328,12 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -302,24 +346,55 @@ class Client:
 
     def _is_ready(self, model: str) -> bool:
         try:
-            return bool(self._stub.ModelReady(service_pb2.ModelReadyRequest(name=model), timeout=self.timeout_s).ready)
+            return bool(
+                self._stub.ModelReady(
+                    service_pb2.ModelReadyRequest(name=model), timeout=self.timeout_s
+                ).ready
+            )
         except grpc.RpcError:
             return False
 
-    def generate(self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any) -> Completion:
-        """The whole completion. overrides are fields of Options. Raises RequestRefused, ServerUnavailable."""
-        (chunk,) = self._call(prompt, dataclasses.replace(options or Options(), **overrides), request_id, streaming=False)
+    def generate(
+        self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any
+    ) -> Completion:
+        """The whole completion. overrides are fields of Options. Raises RequestRefused,
+        ServerUnavailable.
+        """
+        (chunk,) = self._call(
+            prompt,
+            dataclasses.replace(options or Options(), **overrides),
+            request_id,
+            streaming=False,
+        )
         statistics = chunk.statistics or Statistics()
-        return Completion(chunk.text, chunk.token_ids, chunk.finish_reason, chunk.stop_reason, statistics)
+        return Completion(
+            chunk.text, chunk.token_ids, chunk.finish_reason, chunk.stop_reason, statistics
+        )
 
-    def stream(self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any) -> Iterator[Chunk]:
-        """Chunks as they arrive. Closing the iterator, or leaving its loop for good, cancels the request on the server."""
-        return self._call(prompt, dataclasses.replace(options or Options(), **overrides), request_id, streaming=True)
+    def stream(
+        self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any
+    ) -> Iterator[Chunk]:
+        """Chunks as they arrive. Closing the iterator, or leaving its loop for good, cancels the
+        request on the server.
+        """
+        return self._call(
+            prompt,
+            dataclasses.replace(options or Options(), **overrides),
+            request_id,
+            streaming=True,
+        )
 
     def measure(
-        self, prompts: Iterable[str], options: Options | None = None, *, concurrency: int = 1, **overrides: Any
+        self,
+        prompts: Iterable[str],
+        options: Options | None = None,
+        *,
+        concurrency: int = 1,
+        **overrides: Any,
     ) -> list[RequestTiming]:
-        """Stream every prompt and time it, `concurrency` at a time in a closed loop. Results are in the prompts' order."""
+        """Stream every prompt and time it, `concurrency` at a time in a closed loop. Results are
+        in the prompts' order.
+        """
         asked = dataclasses.replace(options or Options(), **overrides)
         self._model_form()
         if concurrency == 1:
@@ -335,15 +410,21 @@ class Client:
         if self._form is None:
             try:
                 model = self.model or MODELS[0 if self._is_ready(MODELS[0]) else -1]
-                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=self.timeout_s)
+                answer = self._stub.ModelConfig(
+                    service_pb2.ModelConfigRequest(name=model), timeout=self.timeout_s
+                )
             except grpc.RpcError as error:
                 raise self._translated(error) from error
             self.model, self._form = model, ModelForm.of(answer.config)
         return self._form
 
-    def _call(self, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Iterator[Chunk]:
+    def _call(
+        self, prompt: str, options: Options, request_id: str, *, streaming: bool
+    ) -> Iterator[Chunk]:
         form = self._model_form()
-        request = form.request(self.model or MODELS[-1], prompt, options, request_id, streaming=streaming)
+        request = form.request(
+            self.model or MODELS[-1], prompt, options, request_id, streaming=streaming
+        )
         call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
         text = ""
         chunk: Chunk | None = None
@@ -374,21 +455,27 @@ class Client:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServerUnavailable(f"{self.url}: no answer within {self.timeout_s:g} s")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return ServerUnavailable(f"{self.url}: the server cannot be reached or went away ({details})")
-        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):  # gRPC's own word, of this side
+            return ServerUnavailable(
+                f"{self.url}: the server cannot be reached or went away ({details})"
+            )
+        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(
+            details
+        ):  # gRPC's own word, of this side
             return ServerUnavailable(f"{self.url}: what came is no answer of Triton's ({details})")
         return self._refused(str(details))
 
     def _refused(self, words: str) -> ClientError:
-        if words.startswith("Stub process") and "is not healthy" in words:  # Triton's, of every request from then on
+        if (
+            words.startswith("Stub process") and "is not healthy" in words
+        ):  # Triton's, of every request from then on
             return ServerUnavailable(f"{self.url}: the model's process has died ({words})")
         return RequestRefused(words)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What the served model understands: its inputs (name -> Triton's type), whether a chunk repeats the text before it, and
-    whether tensors have a batch dimension of one in front.
+    """What the served model understands: its inputs (name -> Triton's type), whether a chunk
+    repeats the text before it, and whether tensors have a batch dimension of one in front.
     """
 
     inputs: dict[str, str]
@@ -401,7 +488,8 @@ class ModelForm:
         from tritonclient.grpc import model_config_pb2
 
         inputs = {
-            tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_") for tensor in config.input
+            tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+            for tensor in config.input
         }
         if "streaming" in inputs:  # the llmapi template
             cumulative = config.parameters["stream_text"].string_value != "delta"
@@ -410,7 +498,9 @@ class ModelForm:
         return cls(inputs, cumulative, config.max_batch_size > 0)
 
     def values(self, prompt: str, options: Options, *, streaming: bool) -> dict[str, Any]:
-        """Input -> value of a request, in the model's spelling. Raises RequestRefused for an option that it does not have."""
+        """Input -> value of a request, in the model's spelling. Raises RequestRefused for an
+        option that it does not have.
+        """
         values: dict[str, Any] = {"text_input": prompt}
         if (name := self._spelled("streaming")) is not None:
             values[name] = streaming
@@ -419,17 +509,27 @@ class ModelForm:
             if value is None:
                 continue
             if (name := self._spelled(tensor)) is None:
-                raise RequestRefused(f"the served model has no input {tensor!r}, so {option} cannot be set")
+                raise RequestRefused(
+                    f"the served model has no input {tensor!r}, so {option} cannot be set"
+                )
             values[name] = value
-        return values | {name: True for tensor in ALWAYS if (name := self._spelled(tensor)) is not None}
+        return values | {
+            name: True for tensor in ALWAYS if (name := self._spelled(tensor)) is not None
+        }
 
-    def request(self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool) -> Any:
-        """The ModelInferRequest message. Raises RequestRefused, also for a value that the input's type cannot hold."""
+    def request(
+        self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool
+    ) -> Any:
+        """The ModelInferRequest message. Raises RequestRefused, also for a value that the
+        input's type cannot hold.
+        """
         request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
         for name, value in self.values(prompt, options, streaming=streaming).items():
             items = list(value) if isinstance(value, (list, tuple)) else [value]
             dtype = "BYTES" if self.inputs[name] == "STRING" else self.inputs[name]
-            request.inputs.add(name=name, datatype=dtype, shape=[1, len(items)] if self.batched else [len(items)])
+            request.inputs.add(
+                name=name, datatype=dtype, shape=[1, len(items)] if self.batched else [len(items)]
+            )
             try:
                 request.raw_input_contents.append(_encode(items, self.inputs[name]))
             except (UnicodeEncodeError, OverflowError) as error:
@@ -445,7 +545,9 @@ def _encode(items: Sequence[Any], dtype: str) -> bytes:
     if dtype == "STRING":
         texts = [item if isinstance(item, bytes) else str(item).encode("utf-8") for item in items]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    if dtype.removeprefix("U").startswith("INT"):  # numpy < 2 would keep the low bits of what does not fit
+    if dtype.removeprefix("U").startswith(
+        "INT"
+    ):  # numpy < 2 would keep the low bits of what does not fit
         limits = np.iinfo(NUMPY_TYPES[dtype])
         for item in items:
             if not limits.min <= item <= limits.max:
@@ -469,7 +571,9 @@ def decode(response: Any) -> dict[str, list[Any]]:
 
 
 def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
-    """A response's outputs (name -> values) as a chunk; `text` is what is new in it. TypeError: a count that is no number."""
+    """A response's outputs (name -> values) as a chunk; `text` is what is new in it. TypeError:
+    a count that is no number.
+    """
 
     def first(name: str) -> Any:
         return values[name][0] if name in values else None
@@ -492,7 +596,9 @@ def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chu
 
 
 def read_statistics(values: dict[str, list[Any]]) -> Statistics:
-    """The server's figures in the outputs of a last response. TypeError: a count that is no number."""
+    """The server's figures in the outputs of a last response. TypeError: a count that is no
+    number.
+    """
     return Statistics(
         input_tokens=_count(values, "num_input_tokens"),
         output_tokens=_count(values, "num_output_tokens"),
@@ -537,9 +643,13 @@ def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | Non
 
 
 def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
-    """Figures of requests run one at a time: output tokens per second of request time, percentiles in ms, acceptance."""
+    """Figures of requests run one at a time: output tokens per second of request time,
+    percentiles in ms, acceptance.
+    """
 
-    def percentile(values: Sequence[int], q: float, weights: Sequence[int] | None = None) -> float | None:
+    def percentile(
+        values: Sequence[int], q: float, weights: Sequence[int] | None = None
+    ) -> float | None:
         if not values:
             return None
         expanded = np.repeat(values, weights) if weights is not None else np.asarray(values)
@@ -555,7 +665,9 @@ def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
         "e2e": ([t.e2e_ns for t in done if t.e2e_ns is not None], None),
     }
     tokens, elapsed = sum(t.output_tokens or 0 for t in done), sum(t.e2e_ns or 0 for t in done)
-    drafted, accepted = (sum(getattr(t.statistics, name) or 0 for t in done) for name in ("drafted", "accepted"))
+    drafted, accepted = (
+        sum(getattr(t.statistics, name) or 0 for t in done) for name in ("drafted", "accepted")
+    )
     steps = sum(t.statistics.verify_steps or 0 for t in done)
     figures: dict[str, float | None] = {"requests": len(done), "output_tokens": tokens}
     figures["tokens_per_s"] = tokens / elapsed * 1e9 if elapsed else None
@@ -574,16 +686,22 @@ def _is_counted(timing: RequestTiming) -> bool:
 def speedup(
     plain: Sequence[Sequence[RequestTiming]], speculative: Sequence[Sequence[RequestTiming]]
 ) -> tuple[float, float, float] | None:
-    """(estimate, low, high) of speculative over plain tokens/s, with the ends of its 95 % interval; None without output.
+    """(estimate, low, high) of speculative over plain tokens/s, with the ends of its 95 % interval;
+    None without output.
 
-    Both are [round][prompt], the same prompts in the same order. Prompts and rounds are drawn independently with replacement
-    and crossed, which is the interval of a build's report: neither a lucky prompt nor a quiet round is taken for the rule.
+    Both are [round][prompt], the same prompts in the same order. Prompts and rounds are drawn
+    independently with replacement and crossed, which is the interval of a build's report: neither a
+    lucky prompt nor a quiet round is taken for the rule.
     """
     if not plain or not plain[0]:
         return None
 
-    def counts(arm: Sequence[Sequence[RequestTiming]]) -> Any:  # [2, rounds, prompts]: tokens, then times
-        done = [[(t.output_tokens, t.e2e_ns) if _is_counted(t) else (0, 0) for t in row] for row in arm]
+    def counts(
+        arm: Sequence[Sequence[RequestTiming]],
+    ) -> Any:  # [2, rounds, prompts]: tokens, then times
+        done = [
+            [(t.output_tokens, t.e2e_ns) if _is_counted(t) else (0, 0) for t in row] for row in arm
+        ]
         return np.moveaxis(np.asarray(done, dtype=np.float64), -1, 0)
 
     sums = np.concatenate([counts(speculative), counts(plain)])
@@ -591,18 +709,27 @@ def speedup(
     if not total.all():
         return None
     generator = np.random.default_rng(0)
-    rounds, prompts = (generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES) for count in sums.shape[1:])
+    rounds, prompts = (
+        generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+        for count in sums.shape[1:]
+    )
     drawn = np.einsum("br,krp,bp->kb", rounds, sums, prompts, optimize=True)
-    with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing but prompts that failed
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # a draw of nothing but prompts that failed
         ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
     low, high = np.nanpercentile(ratios, [2.5, 97.5])
     return float((total[0] / total[1]) / (total[2] / total[3])), float(low), float(high)
 
 
 def read_prompts(path: Path) -> list[str]:
-    """JSON Lines with a `prompt` (or `text`) string per line, or plain text with a prompt per line."""
+    """JSON Lines with a `prompt` (or `text`) string per line, or plain text with a prompt per
+    line.
+    """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # and no more: U+2028 may stand inside a string
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # and no more: U+2028 may stand inside a string
     except OSError as error:
         raise SystemExit(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -629,11 +756,22 @@ def read_prompts(path: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure a served model: speculative and plain decoding, interleaved, one stream."
+        description=(
+            "Measure a served model: speculative and plain decoding, interleaved, one stream."
+        )
     )
-    parser.add_argument("--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint")
-    parser.add_argument("--model", help="default: tensorrt_llm_bls where it is served, else tensorrt_llm")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines with a `prompt` per line, or text lines")
+    parser.add_argument(
+        "--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint"
+    )
+    parser.add_argument(
+        "--model", help="default: tensorrt_llm_bls where it is served, else tensorrt_llm"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        help="JSON Lines with a `prompt` per line, or text lines",
+    )
     parser.add_argument("--max-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -651,12 +789,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for timings in rounds.values():
                     timings.append([])
                 for prompt in prompts:
-                    for arm in ("plain", "speculative") if number % 2 == 0 else ("speculative", "plain"):
-                        rounds[arm][-1] += client.measure([prompt], options, num_draft_tokens=drafting[arm])
+                    for arm in (
+                        ("plain", "speculative") if number % 2 == 0 else ("speculative", "plain")
+                    ):
+                        rounds[arm][-1] += client.measure(
+                            [prompt], options, num_draft_tokens=drafting[arm]
+                        )
     except ClientError as error:
         print(error, file=sys.stderr)
         return 3
-    figures = {arm: summarise([timing for row in timings for timing in row]) for arm, timings in rounds.items()}
+    figures = {
+        arm: summarise([timing for row in timings for timing in row])
+        for arm, timings in rounds.items()
+    }
     found = speedup(rounds["plain"], rounds["speculative"])
     if asked.json:
         estimate, interval = (None, None) if found is None else (found[0], found[1:])
@@ -664,7 +809,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"{'':20}{'plain':>14}{'speculative':>14}")
     for name in figures["plain"]:
-        cells = ["-" if (value := figures[arm][name]) is None else f"{value:,.3f}".rstrip("0").rstrip(".") for arm in rounds]
+        cells = [
+            (
+                "-"
+                if (value := figures[arm][name]) is None
+                else f"{value:,.3f}".rstrip("0").rstrip(".")
+            )
+            for arm in rounds
+        ]
         print(f"{name:20}{cells[0]:>14}{cells[1]:>14}")
     over = f"over {len(prompts)} prompts x {asked.rounds} rounds, one request at a time"
     if found is None:

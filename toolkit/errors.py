@@ -1,19 +1,20 @@
-"""The tree of exceptions. Each builds its text from typed arguments and keeps them, so callers branch on fields.
+"""The tree of exceptions. Each builds its text from typed arguments and keeps them, so callers
+branch on fields.
 
     ToolkitError                 what was wrong, where, how to mend it; exit code on the class
     +-- ConfigError      (2)     one or more faults of a YAML file, with positions
-    |   +-- PlanError    (2)     a sound file that asks for what cannot work
-    +-- UsageError       (2)     a command or argument that cannot work
-    +-- CheckpointError  (2)     a checkpoint that is missing, foreign, damaged or contradicts itself
-    +-- PairingError     (2)     draft and target do not belong together
-    +-- StageError       (3)     a stage started and failed
-    |   +-- StoreError   (3)     the store could not be read or written (disk full, permission, damaged entry)
-    |   +-- ServerError  (3)     tritonserver did not start, died or hung; carries the end of its log
-    +-- BackendUnavailable (3)   a library or program that is needed is not installed
-    +-- RequestError     (2)     one generation request cannot be served; the server goes on
+    |   +-- PlanError    (2)     a sound file that asks for what cannot work +-- UsageError
+    (2)     a command or argument that cannot work +-- CheckpointError  (2)     a checkpoint that is
+    missing, foreign, damaged or contradicts itself +-- PairingError     (2)     draft and target do
+    not belong together +-- StageError       (3)     a stage started and failed
+    |   +-- StoreError   (3)     the store could not be read or written (disk full, permission,
+    damaged entry)
+    |   +-- ServerError  (3)     tritonserver did not start, died or hung; carries the end of its
+    log +-- BackendUnavailable (3)   a library or program that is needed is not installed +--
+    RequestError     (2)     one generation request cannot be served; the server goes on
 
-A failed gate is no exception: it is an outcome in the report, and the CLI turns the verdict into an exit code.
-Only the CLI prints errors and chooses exit codes.
+A failed gate is no exception: it is an outcome in the report, and the CLI turns the verdict into an
+exit code. Only the CLI prints errors and chooses exit codes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class ToolkitError(Exception):
 
     exit_code = 3
 
-    def __init__(self, what: str, *, where: str | Path | None = None, mend: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | Path | None = None, mend: str | None = None
+    ) -> None:
         self.what = what
         self.where = None if where is None else str(where)
         self.mend = mend
@@ -55,7 +58,8 @@ class ToolkitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault in a config file. line and column count from 1; excerpt is the source line, width the caret's length.
+    """One fault in a config file. line and column count from 1; excerpt is the source line, width
+    the caret's length.
 
     origin: the command-line argument that it stands in, where it is not in the file.
     """
@@ -71,11 +75,17 @@ class Fault:
 
     def render(self, file: str) -> str:
         position = "" if self.line is None else f":{self.line}:{self.column or 1}"
-        lines = [f"{self.origin or file}{position}: {self.path + ': ' if self.path else ''}{self.message}"]
+        lines = [
+            f"{self.origin or file}{position}:"
+            f" {self.path + ': ' if self.path else ''}{self.message}"
+        ]
         if self.excerpt is not None and self.line is not None:
             number = str(self.line)
             lines.append(f"  {number} | {self.excerpt}")
-            lines.append(f"  {' ' * len(number)} | {' ' * ((self.column or 1) - 1)}{'^' * max(1, self.width)}")
+            lines.append(
+                f"  {' ' * len(number)} |"
+                f" {' ' * ((self.column or 1) - 1)}{'^' * max(1, self.width)}"
+            )
         if self.mend is not None:
             lines.append(f"  {self.mend}")
         return "\n".join(lines)
@@ -115,7 +125,9 @@ class RequestError(ToolkitError):
 class StageError(ToolkitError):
     """A stage that started and failed. `stage` names it."""
 
-    def __init__(self, stage: str, what: str, *, where: str | Path | None = None, mend: str | None = None) -> None:
+    def __init__(
+        self, stage: str, what: str, *, where: str | Path | None = None, mend: str | None = None
+    ) -> None:
         self.stage = stage
         super().__init__(what, where=where, mend=mend)
 
@@ -140,10 +152,14 @@ class ServerError(StageError):
 
 
 class BackendUnavailable(ToolkitError):
-    """Something that is needed is not installed. `name` is the library or program, `extra` the extra that brings it."""
+    """Something that is needed is not installed. `name` is the library or program, `extra` the
+    extra that brings it.
+    """
 
     def __init__(self, name: str, *, extra: str | None = None, mend: str | None = None) -> None:
         self.name = name
         self.extra = extra
-        remedy = mend or (f"pip install --editable '.[{extra}]' in the toolkit's checkout" if extra else None)
+        remedy = mend or (
+            f"pip install --editable '.[{extra}]' in the toolkit's checkout" if extra else None
+        )
         super().__init__(f"{name} is not available", mend=remedy)

@@ -1,4 +1,6 @@
-"""What runs in the server process, behind `toolkit generate` and under the advisor: engines in, a speculative runtime out."""
+"""What runs in the server process, behind `toolkit generate` and under the advisor: engines in,
+a speculative runtime out.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ def load_runtime(
     draft_len_schedule: Sequence[tuple[int, int]] = (),
     ngram_size: int | None = None,
 ) -> SpeculativeRuntime:
-    """Load both engines and what they need to serve text: the tokenizer and EOS ids that lie in the target's directory.
+    """Load both engines and what they need to serve text: the tokenizer and EOS ids that lie in the
+    target's directory.
 
-    threads: of the forwards, for the whole process; None leaves torch's own choice. ngram_size: draft by prompt lookup over
-    ends of the text of up to this length, instead of a draft engine. Without either, or with max_draft_len 0, requests are
-    decoded plainly. draft_len_schedule: (running requests, draft length) pairs, each holding from that many requests on. Raises
-    CheckpointError for a directory that is no engine, PairingError for engines that do not belong together, UsageError for a
-    draft length that the target's engine was not built for, BackendUnavailable.
+    threads: of the forwards, for the whole process; None leaves torch's own choice. ngram_size:
+    draft by prompt lookup over ends of the text of up to this length, instead of a draft engine.
+    Without either, or with max_draft_len 0, requests are decoded plainly. draft_len_schedule:
+    (running requests, draft length) pairs, each holding from that many requests on. Raises
+    CheckpointError for a directory that is no engine, PairingError for engines that do not belong
+    together, UsageError for a draft length that the target's engine was not built for,
+    BackendUnavailable.
     """
     from toolkit.engines.registry import loader
     from toolkit.speculative.drafters import NgramDrafter
@@ -49,7 +54,8 @@ def load_runtime(
         draft = torch_loader.load(draft_dir, threads=threads)
         if draft.vocab_size != target.vocab_size:
             raise PairingError(
-                f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of {target.vocab_size}",
+                f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of"
+                f" {target.vocab_size}",
                 where=draft_dir,
                 mend="Build both from checkpoints with the same tokenizer.",
             )
@@ -66,8 +72,8 @@ def load_runtime(
 
 
 def eos_token_ids(engine_dir: Path) -> tuple[int, ...]:
-    """The ids that end a text: one, several or none. generation_config.json's, else those of the model's own config.json, which
-    the engine keeps with the model's shape.
+    """The ids that end a text: one, several or none. generation_config.json's, else those of the
+    model's own config.json, which the engine keeps with the model's shape.
     """
     generation = engine_dir / "generation_config.json"
     ids = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -79,12 +85,16 @@ def eos_token_ids(engine_dir: Path) -> tuple[int, ...]:
 def _engine_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
     if "toolkit" not in config:
-        raise CheckpointError("is not an engine directory of this toolkit", where=directory, mend="Run toolkit build.")
+        raise CheckpointError(
+            "is not an engine directory of this toolkit", where=directory, mend="Run toolkit build."
+        )
     return config
 
 
 def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
-    """The build has proven the pair; here only that these two directories are still of one vocabulary, token by token."""
+    """The build has proven the pair; here only that these two directories are still of one
+    vocabulary, token by token.
+    """
     from tokenizers import Tokenizer
 
     vocabularies = [
@@ -93,7 +103,9 @@ def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
         if (directory / "tokenizer.json").is_file()
     ]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
-        differing = min(token_id for _, token_id in vocabularies[0].items() ^ vocabularies[1].items())
+        differing = min(
+            token_id for _, token_id in vocabularies[0].items() ^ vocabularies[1].items()
+        )
         raise PairingError(
             f"its tokenizer differs from the target's, first at id {differing}",
             where=draft_dir,

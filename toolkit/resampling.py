@@ -55,7 +55,9 @@ def unsupported(samples: int, q: float) -> str | None:
     return f"{samples} samples; p{q:g} needs {needed}, so that {BEYOND} lie beyond it"
 
 
-def percentile(values: Sequence[float] | Floats, q: float, weights: Sequence[int] | None = None) -> float:
+def percentile(
+    values: Sequence[float] | Floats, q: float, weights: Sequence[int] | None = None
+) -> float:
     """numpy's linear percentile of values, each repeated by its weight.
 
     q in percent; values must not be empty.
@@ -118,13 +120,17 @@ def bootstrap_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: in
     they are drawn together.
     """
     totals, drawn = _crossed_sums((tokens[0], times[0], tokens[1], times[1]), seed)
-    with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing but prompts that failed
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # a draw of nothing but prompts that failed
         ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
     low, high = interval(ratios)
     return float((totals[0] / totals[1]) / (totals[2] / totals[3])), low, high
 
 
-def bootstrap_unpaired_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0) -> Estimate:
+def bootstrap_unpaired_ratio(
+    tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0
+) -> Estimate:
     """The same of arms that share nothing: the answers of each are drawn on their own.
 
     An answer is a unit here, whatever its prompt and round; tokens[arm] and times[arm] are
@@ -200,15 +206,26 @@ def bootstrap_percentile_ratios(
     ]
     with np.errstate(divide="ignore", invalid="ignore"):  # a percentile of zero
         ratios = [above / below for above, below in zip(*arms, strict=True)]
-    return tuple((math.nan, math.nan) if np.isinf(ratio).any() else interval(ratio) for ratio in ratios)
+    return tuple(
+        (math.nan, math.nan) if np.isinf(ratio).any() else interval(ratio) for ratio in ratios
+    )
 
 
-def _flat(samples: Samples, rounds: Counts, prompts: Counts, qs: Sequence[float]) -> tuple[Any, Any, Any, Any]:
+def _flat(
+    samples: Samples, rounds: Counts, prompts: Counts, qs: Sequence[float]
+) -> tuple[Any, Any, Any, Any]:
     """What `_resampled_percentiles` takes, for samples and how often their rounds and prompts are
     drawn.
     """
-    flat = [(r, p, value, weight) for r, row in enumerate(samples) for p, group in enumerate(row) for value, weight in group]
-    of_round, of_prompt, values, weights = (np.asarray(column) for column in zip(*flat, strict=True))
+    flat = [
+        (r, p, value, weight)
+        for r, row in enumerate(samples)
+        for p, group in enumerate(row)
+        for value, weight in group
+    ]
+    of_round, of_prompt, values, weights = (
+        np.asarray(column) for column in zip(*flat, strict=True)
+    )
 
     def times_drawn_of(part: slice) -> Any:
         return rounds[part][:, of_round] * prompts[part][:, of_prompt]

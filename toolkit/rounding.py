@@ -1,4 +1,6 @@
-"""How figures are printed: bytes in the unit that suits, and decimals enough to see on which side of a limit a figure lies."""
+"""How figures are printed: bytes in the unit that suits, and decimals enough to see on which
+side of a limit a figure lies.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ MOST = 6  # what is still equal then is a tie to anybody
 
 
 def decimals(values: Iterable[float], limit: float | None, least: int = 2) -> int:
-    """The fewest, from `least` on, with which no value that differs from the limit is printed as the limit."""
+    """The fewest, from `least` on, with which no value that differs from the limit is printed as
+    the limit.
+    """
     if limit is None:
         return least
     different = [value for value in values if value != limit]

@@ -1,4 +1,6 @@
-"""Acceptance without a speculative run: formulas against enumeration, the replay against the runtime, the paper's tables."""
+"""Acceptance without a speculative run: formulas against enumeration, the replay against the
+runtime, the paper's tables.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,20 @@ TABLE_2 = [
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
-def test_table_1_of_leviathan_is_reproduced(alpha: float, gamma: int, operations: float, speed: float) -> None:
+def test_table_1_of_leviathan_is_reproduced(
+    alpha: float, gamma: int, operations: float, speed: float
+) -> None:
     assert leviathan_speedup(alpha, gamma, 0.0) == pytest.approx(speed, abs=0.0051)
     assert leviathan_operations(alpha, gamma, 0.0) == pytest.approx(operations, abs=0.0051)
 
 
 @pytest.mark.parametrize(("gamma", "alpha", "c", "predicted"), TABLE_2)
-def test_table_2_of_leviathan_is_reproduced(gamma: int, alpha: float, c: float, predicted: float) -> None:
-    """To the digits that the paper gives: alpha and c have two, and move the result by up to 0.1."""
+def test_table_2_of_leviathan_is_reproduced(
+    gamma: int, alpha: float, c: float, predicted: float
+) -> None:
+    """To the digits that the paper gives: alpha and c have two, and move the result by up to
+    0.1.
+    """
     assert leviathan_speedup(alpha, gamma, c) == pytest.approx(predicted, abs=0.1)
 
 
@@ -81,7 +89,9 @@ def test_coupled_probability_agrees_with_races() -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_keeping_given_the_token_averages_to_alpha(seed: int) -> None:
-    """The law behind the replay, for every rule, by enumeration: sum over x of p(x) * kept(x) = alpha."""
+    """The law behind the replay, for every rule, by enumeration: sum over x of p(x) * kept(x) =
+    alpha.
+    """
     random = np.random.default_rng(seed)
     p, q = random.dirichlet(np.ones(5)), random.dirichlet(np.ones(5))
     given_token = rule_probabilities(np.tile(p, (5, 1)), np.tile(q, (5, 1)), np.arange(5))
@@ -95,12 +105,16 @@ def test_replay_of_equal_independent_acceptance_is_the_formula() -> None:
     long = drafted_by_model(np.full(6000, 0.7), np.full(6000, 0.7), 8, 6001)
     for draft_len in (1, 3, 8):
         outcome = replay([long], draft_len)
-        assert outcome.tokens.sum() / outcome.steps.sum() == pytest.approx(expected_tokens(0.7, draft_len), rel=2e-3)
+        assert outcome.tokens.sum() / outcome.steps.sum() == pytest.approx(
+            expected_tokens(0.7, draft_len), rel=2e-3
+        )
         assert outcome.acceptance_length == pytest.approx(expected_tokens(0.7, draft_len), rel=2e-3)
 
 
 def test_acceptance_lengths_are_of_the_texts_that_are_weighted() -> None:
-    texts = [drafted_by_model(np.full(60, alpha), np.full(60, alpha), 3, 61) for alpha in (0.9, 0.4)]
+    texts = [
+        drafted_by_model(np.full(60, alpha), np.full(60, alpha), 3, 61) for alpha in (0.9, 0.4)
+    ]
     both, twice = replay(texts, 3), replay([texts[0], *texts], 3)
     lengths = both.acceptance_lengths(np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]))
     assert lengths[0] == both.acceptance_length
@@ -110,7 +124,9 @@ def test_acceptance_lengths_are_of_the_texts_that_are_weighted() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=24), st.integers(1, 5), st.integers(0, 4))
 def test_replay_counts_every_token_once(kept: list[float], draft_len: int, unused: int) -> None:
-    """Every token is a kept draft or the one that a step adds; the last step of a text may end in a kept draft."""
+    """Every token is a kept draft or the one that a step adds; the last step of a text may end
+    in a kept draft.
+    """
     text = drafted_by_model(np.array(kept), np.array(kept), 5, len(kept) + 1 + unused)
     outcome = replay([text], draft_len)
     made = float(outcome.accepted_by_place.sum() + outcome.steps.sum())
@@ -120,13 +136,23 @@ def test_replay_counts_every_token_once(kept: list[float], draft_len: int, unuse
     assert outcome.steps_by_width.sum() == pytest.approx(outcome.steps.sum())
 
 
-def greedy_texts(target: TableEngine, draft: TableEngine, prompts: list[list[int]], tokens: int) -> list[Drafted]:
+def greedy_texts(
+    target: TableEngine, draft: TableEngine, prompts: list[list[int]], tokens: int
+) -> list[Drafted]:
     runtime = make_runtime(target)
-    outcomes = serve(runtime, [make_request(p, tokens, str(i), temperature=0.0) for i, p in enumerate(prompts)])
+    outcomes = serve(
+        runtime, [make_request(p, tokens, str(i), temperature=0.0) for i, p in enumerate(prompts)]
+    )
     texts = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         ids = prompt + outcome.ids
-        logits = torch.cat([draft.forward([0], torch.tensor([ids[i : i + 8]])).clone() for i in range(0, len(ids), 8)], 1)
+        logits = torch.cat(
+            [
+                draft.forward([0], torch.tensor([ids[i : i + 8]])).clone()
+                for i in range(0, len(ids), 8)
+            ],
+            1,
+        )
         draft.rewind([0], [0])
         proposed = logits[0].argmax(-1).numpy()[len(prompt) : len(ids) - 1]
         kept = (proposed == np.array(outcome.ids[1:])).astype(float)
@@ -136,7 +162,9 @@ def greedy_texts(target: TableEngine, draft: TableEngine, prompts: list[list[int
 
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 6])
 def test_greedy_replay_is_the_run(draft_len: int) -> None:
-    """Steps, drafted and accepted tokens by place, text by text, are what the runtime counts when it really speculates."""
+    """Steps, drafted and accepted tokens by place, text by text, are what the runtime counts
+    when it really speculates.
+    """
     prompts = [[1 + i, 2, 3 + i] for i in range(8)]
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     outcome = replay(greedy_texts(target, draft, prompts, 24), draft_len)
@@ -148,7 +176,9 @@ def test_greedy_replay_is_the_run(draft_len: int) -> None:
     assert outcome.steps.tolist() == [s.verify_steps for s in stats]
     assert outcome.drafted_by_place.tolist() == [list(s.drafted_by_position) for s in stats]
     assert outcome.accepted_by_place.tolist() == [list(s.accepted_by_position) for s in stats]
-    assert 0.2 < outcome.accepted_by_place.sum() / outcome.drafted_by_place.sum() < 0.95  # or nothing was tested
+    assert (
+        0.2 < outcome.accepted_by_place.sum() / outcome.drafted_by_place.sum() < 0.95
+    )  # or nothing was tested
 
 
 def test_lookup_drafts_are_kept_where_the_text_repeats() -> None:

@@ -1,4 +1,6 @@
-"""The grid over small engines: quality against the unquantized target, the best cell, and what quantizing a draft costs."""
+"""The grid over small engines: quality against the unquantized target, the best cell, and what
+quantizing a draft costs.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,27 @@ from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 PROMPTS = [("all", (1 + index % 30, 2, 3 + index % 7)) for index in range(24)]
 HELDOUT = [[(seed * 7 + index * index) % 40 for index in range(30)] for seed in range(8)]
-DRAFT_MS = {"NO_QUANT": 2.0, "FP8": 1.9, "W8A16": 1.0}  # FP8 saves little time here, W8A16 half of it
+DRAFT_MS = {
+    "NO_QUANT": 2.0,
+    "FP8": 1.9,
+    "W8A16": 1.0,
+}  # FP8 saves little time here, W8A16 half of it
 
 
 class Scripted(MeasuredRuntime):
-    """Real texts and real runs; a step costs 10 ms for the target and what DRAFT_MS says per draft token."""
+    """Real texts and real runs; a step costs 10 ms for the target and what DRAFT_MS says per
+    draft token.
+    """
 
     draft_ms = 0.0
 
     def time_steps(
-        self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
+        self,
+        drafter: str,
+        prompts: Sequence[Sequence[int]],
+        draft_len: int,
+        temperature: float,
+        steps: int,
     ) -> StepTimes:
         draft = int(1e6 * self.draft_ms * draft_len)
         return StepTimes((draft,) * steps, (int(1e7),) * steps, (0,) * steps, (0,))
@@ -44,14 +57,26 @@ class Scripted(MeasuredRuntime):
         batch: int,
     ) -> int:
         chosen = drafter if draft_len > 0 else "none"
-        stats = [each for _, each in self.run(chosen, prompts, draft_len, max_tokens, temperature, batch=batch)]
-        return int(sum(1e7 * each.verify_steps + 1e6 * self.draft_ms * each.drafted for each in stats) + 1)
+        stats = [
+            each
+            for _, each in self.run(
+                chosen, prompts, draft_len, max_tokens, temperature, batch=batch
+            )
+        ]
+        return int(
+            sum(1e7 * each.verify_steps + 1e6 * self.draft_ms * each.drafted for each in stats) + 1
+        )
 
 
 @pytest.fixture(scope="module")
 def grid() -> Grid:
-    """The draft in FP8 agrees with the target much less than unquantized; W8A16 agrees as well and is twice as fast."""
-    targets = {"NO_QUANT": TableEngine(1, closeness=0.8), "FP8": TableEngine(1, closeness=0.8, sharpness=2.02)}
+    """The draft in FP8 agrees with the target much less than unquantized; W8A16 agrees as well
+    and is twice as fast.
+    """
+    targets = {
+        "NO_QUANT": TableEngine(1, closeness=0.8),
+        "FP8": TableEngine(1, closeness=0.8, sharpness=2.02),
+    }
     drafts = {name: TableEngine(2, closeness=0.5 if name == "FP8" else 0.8) for name in DRAFT_MS}
 
     def contenders(algo: str) -> list[Contender]:
@@ -63,11 +88,15 @@ def grid() -> Grid:
         return found
 
     question = Question(PROMPTS, 32, None, "auto", max_draft_len=4, batches=(1,), rounds=1, steps=4)
-    return measure_grid(targets, contenders, question, HELDOUT, max_kl=0.05, rounds=1, progress=lambda *_: None)
+    return measure_grid(
+        targets, contenders, question, HELDOUT, max_kl=0.05, rounds=1, progress=lambda *_: None
+    )
 
 
 def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
-    assert {(cell.target, cell.draft) for cell in grid.cells} == {(t, d) for t in ("NO_QUANT", "FP8") for d in DRAFT_MS}
+    assert {(cell.target, cell.draft) for cell in grid.cells} == {
+        (t, d) for t in ("NO_QUANT", "FP8") for d in DRAFT_MS
+    }
     assert from_json(Grid, to_json(grid)) == grid
     lengths = [cell.acceptance_length for cell in grid.cells]
     assert all(1.0 <= one.low < one.estimate < one.high <= 5.0 for one in lengths)
@@ -87,24 +116,39 @@ def test_the_best_cell_is_the_fastest_that_keeps_quality(grid: Grid) -> None:
     assert best.tokens_per_s.estimate == max(cell.tokens_per_s.estimate for cell in grid.cells)
 
 
-def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_acceptance_come_to() -> None:
-    """Nothing is timed; texts of a table engine never end early, so a step's tokens over its time are the speed."""
+def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_acceptance_come_to() -> (
+    None
+):
+    """Nothing is timed; texts of a table engine never end early, so a step's tokens over its
+    time are the speed.
+    """
 
     class Untimed(MeasuredRuntime):
         def serve_ns(self, *args: Any, **more: Any) -> int:
             raise AssertionError("nothing is run for its time where speeds are predicted")
 
-    targets = {"NO_QUANT": TableEngine(1, closeness=0.8), "FP8": TableEngine(1, closeness=0.8, sharpness=2.02)}
+    targets = {
+        "NO_QUANT": TableEngine(1, closeness=0.8),
+        "FP8": TableEngine(1, closeness=0.8, sharpness=2.02),
+    }
     drafts = {"NO_QUANT": TableEngine(2, closeness=0.8), "FP8": TableEngine(2, closeness=0.8)}
 
     def contenders(algo: str) -> list[Contender]:
         def forward_s(role: str, batch: int, tokens: int) -> float:
-            return 0.0 if tokens > 5 else 0.001 if role == "draft" else 0.010  # a prompt is read in no time
+            return (
+                0.0 if tokens > 5 else 0.001 if role == "draft" else 0.010
+            )  # a prompt is read in no time
 
         if algo == "NO_QUANT":  # fits nowhere
             return []
         return [
-            Contender(name, "draft_target", Untimed(targets[algo], draft, CODEC, eos_token_ids=()), draft, forward_s)
+            Contender(
+                name,
+                "draft_target",
+                Untimed(targets[algo], draft, CODEC, eos_token_ids=()),
+                draft,
+                forward_s,
+            )
             for name, draft in drafts.items()
         ]
 
@@ -121,12 +165,20 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
         left_out=["target NO_QUANT: too large"],
     )
     assert [one.quant_algo for one in grid.targets] == ["NO_QUANT", "FP8"]
-    assert [(cell.target, cell.draft) for cell in grid.cells] == [("FP8", "NO_QUANT"), ("FP8", "FP8")]
-    assert (grid.costs_are, grid.left_out) == ("predicted for H200", ("target NO_QUANT: too large",))
+    assert [(cell.target, cell.draft) for cell in grid.cells] == [
+        ("FP8", "NO_QUANT"),
+        ("FP8", "FP8"),
+    ]
+    assert (grid.costs_are, grid.left_out) == (
+        "predicted for H200",
+        ("target NO_QUANT: too large",),
+    )
     for cell in grid.cells:
         plain = 32 / (31 * 0.010)
         assert cell.tokens_per_s.estimate == pytest.approx(plain * cell.speedup.estimate)
-        most = cell.acceptance_length.estimate * 10 / (10 + cell.draft_len)  # but for shorter blocks at the end of a text
+        most = (
+            cell.acceptance_length.estimate * 10 / (10 + cell.draft_len)
+        )  # but for shorter blocks at the end of a text
         assert most <= cell.speedup.estimate <= 1.1 * most
         assert cell.speedup.low < cell.speedup.estimate < cell.speedup.high
     (cost,) = grid.drafts  # the same draft twice
@@ -144,7 +196,9 @@ def test_kl_and_perplexity_are_those_of_the_definition() -> None:
     for ids in HELDOUT:
         rows = []
         for engine in (source, other):
-            logits = torch.cat([engine.forward([0], torch.tensor([[token]])).clone() for token in ids[:-1]], dim=1)[0]
+            logits = torch.cat(
+                [engine.forward([0], torch.tensor([[token]])).clone() for token in ids[:-1]], dim=1
+            )[0]
             engine.rewind([0], [0])
             rows.append(torch.log_softmax(logits[1:], dim=-1))
         divergence.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))

@@ -1,4 +1,6 @@
-"""The advisor end to end over small engines: what it finds agrees with running, and it says no where no is right."""
+"""The advisor end to end over small engines: what it finds agrees with running, and it says no
+where no is right.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from toolkit.speculative.sampling import weights
 from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 TEMPERATURE = 0.9
-PROMPTS = [("even" if index % 2 == 0 else "odd", (1 + index % 30, 2, 3 + index % 7)) for index in range(48)]
+PROMPTS = [
+    ("even" if index % 2 == 0 else "odd", (1 + index % 30, 2, 3 + index % 7)) for index in range(48)
+]
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -32,15 +36,20 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 class Scripted(MeasuredRuntime):
-    """Writes and runs for real; step times are as told, in ms: the target 10 and 1 per draft token, the draft `draft_ms` per
-    token, every further request of a batch `crowd_ms` per verified token.
+    """Writes and runs for real; step times are as told, in ms: the target 10 and 1 per draft token,
+    the draft `draft_ms` per token, every further request of a batch `crowd_ms` per verified token.
     """
 
     draft_ms = 0.5
     crowd_ms = 0.0
 
     def time_steps(
-        self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
+        self,
+        drafter: str,
+        prompts: Sequence[Sequence[int]],
+        draft_len: int,
+        temperature: float,
+        steps: int,
     ) -> StepTimes:
         draft = int(1e6 * self.draft_ms * draft_len) if drafter == "draft_target" else 0
         verify = int(1e6 * (10 + draft_len + self.crowd_ms * (len(prompts) - 1) * (draft_len + 1)))
@@ -53,8 +62,18 @@ def run(draft: TableEngine, kind: type[MeasuredRuntime] = Scripted, **changes: f
     for name, value in changes.items():
         setattr(runtime, name, value)
     question = Question(PROMPTS, 48, TEMPERATURE, "auto", max_draft_len=5, rounds=1, steps=4)
-    contenders = [Contender("model", "draft_target", runtime, draft), Contender("ngram", "ngram", runtime, None)]
-    return advise(target, contenders, question, lookup=lambda: Lookup(3), probabilities=probabilities, progress=lambda *_: None)
+    contenders = [
+        Contender("model", "draft_target", runtime, draft),
+        Contender("ngram", "ngram", runtime, None),
+    ]
+    return advise(
+        target,
+        contenders,
+        question,
+        lookup=lambda: Lookup(3),
+        probabilities=probabilities,
+        progress=lambda *_: None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +91,19 @@ def test_a_good_cheap_draft_is_chosen_and_the_advice_survives_json(good: Advice)
     assert (good.drafter, good.draft) == ("draft_target", "model")
     assert good.max_draft_len >= 1
     assert good.candidates[0].low > 1.0
-    tokens = "1 draft token " if good.candidates[0].draft_len == 1 else f"{good.candidates[0].draft_len} draft tokens "
+    tokens = (
+        "1 draft token "
+        if good.candidates[0].draft_len == 1
+        else f"{good.candidates[0].draft_len} draft tokens "
+    )
     assert f"with {tokens}for one request at a time" in good.reason
     assert from_json(Advice, to_json(good)) == good
 
 
 def test_the_chosen_length_is_the_best_of_running_them_all(good: Advice) -> None:
-    """Counts of real runs under the scripted costs: no other length is better by more than 1 % for one request at a time."""
+    """Counts of real runs under the scripted costs: no other length is better by more than 1 %
+    for one request at a time.
+    """
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
     prompts = [ids for _, ids in PROMPTS]
@@ -94,7 +119,10 @@ def test_alpha_agrees_with_running(good: Advice, rule: str) -> None:
     """Accepted and rejected drafts of a real run give alpha too; both intervals have to meet."""
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=(), acceptance=rule)
-    stats = [each for _, each in runtime.run("draft_target", [ids for _, ids in PROMPTS], 1, 48, TEMPERATURE)]
+    stats = [
+        each
+        for _, each in runtime.run("draft_target", [ids for _, ids in PROMPTS], 1, 48, TEMPERATURE)
+    ]
     accepted, drafted = sum(each.accepted for each in stats), sum(each.drafted for each in stats)
     measured = accepted / drafted  # the maximum likelihood of blocks of one draft
     spread = 1.96 * (measured * (1 - measured) / drafted) ** 0.5
@@ -113,17 +141,23 @@ def test_greedy_alpha_is_what_a_run_of_one_draft_counts_at_the_same_places(good:
 
 def test_predictions_split_into_their_causes(good: Advice) -> None:
     for prediction in good.candidates[0].predictions:
-        parts = prediction.formula * prediction.dependence * prediction.verification * prediction.host
+        parts = (
+            prediction.formula * prediction.dependence * prediction.verification * prediction.host
+        )
         assert parts == pytest.approx(prediction.speedup)
         assert prediction.low <= prediction.speedup <= prediction.high
 
 
 def test_a_random_draft_is_refused_with_the_break_even() -> None:
-    """Weights that have nothing to do with the target's, timed for real: its forwards cost as much as the target's."""
+    """Weights that have nothing to do with the target's, timed for real: its forwards cost as
+    much as the target's.
+    """
     draft = TableEngine(99, closeness=0.0)
     target = TableEngine(1, closeness=0.8)
     runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
-    question = Question(PROMPTS[:12], 24, TEMPERATURE, "auto", max_draft_len=3, batches=(1, 2), rounds=2, steps=4)
+    question = Question(
+        PROMPTS[:12], 24, TEMPERATURE, "auto", max_draft_len=3, batches=(1, 2), rounds=2, steps=4
+    )
     advice = advise(
         target,
         [Contender("random", "draft_target", runtime, draft)],
@@ -140,7 +174,9 @@ def test_a_random_draft_is_refused_with_the_break_even() -> None:
 
 
 def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
-    """Verifying costs more and more per token as requests are added: the lengths fall, and end at 0."""
+    """Verifying costs more and more per token as requests are added: the lengths fall, and end
+    at 0.
+    """
     advice = run(TableEngine(2, closeness=0.8), crowd_ms=4.0)
     lengths = [step.draft_len for step in advice.schedule]
     assert advice.speculate
@@ -152,12 +188,23 @@ def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
 
 
 def test_noise_is_no_reason_against_speculation(good: Advice) -> None:
-    """The interval holds 1 and the estimate lies above: it is set as estimated, and said to be undecided."""
-    facts: dict[str, Any] = {"own": "model", "costs_are": "measured", "temperature": TEMPERATURE, "rule": "rejection"}
+    """The interval holds 1 and the estimate lies above: it is set as estimated, and said to be
+    undecided.
+    """
+    facts: dict[str, Any] = {
+        "own": "model",
+        "costs_are": "measured",
+        "temperature": TEMPERATURE,
+        "rule": "rejection",
+    }
     facts |= {"prompts": len(PROMPTS), "tokens": 1000, "seconds": 1.0}
     best = good.candidates[0]
     sure, noisy = (decide([one], (1, 2), **facts) for one in (best, replace(best, low=0.8)))
-    worse = decide([replace(best, speedup=0.97, low=0.8, high=1.2, predictions=slower(best, 0.5))], (1, 2), **facts)
+    worse = decide(
+        [replace(best, speedup=0.97, low=0.8, high=1.2, predictions=slower(best, 0.5))],
+        (1, 2),
+        **facts,
+    )
     assert (sure.speculate, sure.decided) == (True, True)
     assert (noisy.speculate, noisy.decided) == (True, False)
     assert noisy.max_draft_len == best.draft_len
@@ -167,7 +214,10 @@ def test_noise_is_no_reason_against_speculation(good: Advice) -> None:
 
 
 def slower(candidate: Candidate, factor: float) -> tuple[SpeedupPrediction, ...]:
-    return tuple(replace(one, speedup=factor * one.speedup, low=factor * one.low) for one in candidate.predictions)
+    return tuple(
+        replace(one, speedup=factor * one.speedup, low=factor * one.low)
+        for one in candidate.predictions
+    )
 
 
 def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
@@ -177,20 +227,43 @@ def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
 
 
 def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> None:
-    """Steps counted by really running, times what a step is told to cost: prediction and run then agree."""
+    """Steps counted by really running, times what a step is told to cost: prediction and run
+    then agree.
+    """
 
     class Clocked(Scripted):
         def serve_ns(
-            self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, *args: Any, batch: int, **more: Any
+            self,
+            drafter: str,
+            prompts: Sequence[Sequence[int]],
+            draft_len: int,
+            *args: Any,
+            batch: int,
+            **more: Any,
         ) -> int:
-            stats = [each for _, each in self.run(drafter if draft_len else "none", prompts, draft_len, *args, batch=batch)]
+            stats = [
+                each
+                for _, each in self.run(
+                    drafter if draft_len else "none", prompts, draft_len, *args, batch=batch
+                )
+            ]
             steps = sum(each.verify_steps for each in stats)
             verified = sum(each.drafted for each in stats)
             return int(steps * 10.1e6 + verified * 1.5e6 + len(prompts) * 1e6)
 
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = Clocked(target, draft, CODEC, eos_token_ids=())
-    question = Question(PROMPTS, 48, None, "auto", max_draft_len=3, batches=(1,), rounds=1, steps=4, measured_rounds=1)
+    question = Question(
+        PROMPTS,
+        48,
+        None,
+        "auto",
+        max_draft_len=3,
+        batches=(1,),
+        rounds=1,
+        steps=4,
+        measured_rounds=1,
+    )
     advice = advise(
         target,
         [Contender("model", "draft_target", runtime, draft)],
@@ -210,7 +283,9 @@ def test_batch_sizes_double_up_to_the_largest() -> None:
 
 
 def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
-    """A forward costs its batch and tokens in milliseconds above a floor of 10, a tenth of that for the draft."""
+    """A forward costs its batch and tokens in milliseconds above a floor of 10, a tenth of that
+    for the draft.
+    """
 
     class Untimed(MeasuredRuntime):
         def time_steps(self, *args: Any, **more: Any) -> StepTimes:
@@ -223,7 +298,10 @@ def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
     runtime = Untimed(target, draft, CODEC, eos_token_ids=())
     advice = advise(
         target,
-        [Contender("model", "draft_target", runtime, draft, forward_s), Contender("ngram", "ngram", runtime, None, forward_s)],
+        [
+            Contender("model", "draft_target", runtime, draft, forward_s),
+            Contender("ngram", "ngram", runtime, None, forward_s),
+        ],
         Question(PROMPTS[:12], 24, None, "auto", max_draft_len=3, batches=(1, 4)),
         lookup=lambda: Lookup(3),
         probabilities=probabilities,
@@ -238,8 +316,13 @@ def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
 
 
 def test_the_advice_agrees_with_the_interval_that_it_prints(good: Advice) -> None:
-    """One request at a time: the modes' own lower ends, each below 1, do not overrule the interval over both of them."""
+    """One request at a time: the modes' own lower ends, each below 1, do not overrule the
+    interval over both of them.
+    """
     best = good.candidates[0]
     wide = tuple(replace(one, low=0.97) if one.batch == 1 else one for one in best.predictions)
     assert schedule_of(replace(best, predictions=wide), (1, 2))[0].draft_len == best.draft_len
-    assert schedule_of(replace(best, low=0.99, predictions=slower(best, 0.5)), (1, 2))[0].draft_len == 0
+    assert (
+        schedule_of(replace(best, low=0.99, predictions=slower(best, 0.5)), (1, 2))[0].draft_len
+        == 0
+    )

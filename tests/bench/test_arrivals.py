@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from toolkit.bench.arrivals import constant, lag_ns, poisson, read_trace, run_closed, run_open, uniquely
+from toolkit.bench.arrivals import (
+    constant,
+    lag_ns,
+    poisson,
+    read_trace,
+    run_closed,
+    run_open,
+    uniquely,
+)
 from toolkit.bench.transports import Exchange, Go
 from toolkit.errors import StageError, UsageError
 
@@ -20,7 +28,9 @@ NS = 1_000_000_000
 
 
 class Held:
-    """A transport that takes as many seconds as the request says, and knows how many are on their way."""
+    """A transport that takes as many seconds as the request says, and knows how many are on
+    their way.
+    """
 
     protocol = model = address = "held"
 
@@ -56,7 +66,11 @@ def test_constant_arrivals_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0.5\n1\n\n2.25\n", '{"timestamp": 500}\n{"timestamp": 1000, "input_length": 3}\n{"timestamp": 2250}\n']
+    "text",
+    [
+        "0.5\n1\n\n2.25\n",
+        '{"timestamp": 500}\n{"timestamp": 1000, "input_length": 3}\n{"timestamp": 2250}\n',
+    ],
 )
 def test_traces_start_at_their_first_arrival(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace").write_text(text)
@@ -78,7 +92,9 @@ def test_traces_start_at_their_first_arrival(tmp_path: Path, text: str) -> None:
     ],
     ids=range(9),
 )
-def test_a_trace_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, line: str) -> None:
+def test_a_trace_that_cannot_be_used_is_refused_with_its_line(
+    tmp_path: Path, text: str, line: str
+) -> None:
     (tmp_path / "trace").write_text(text)
     with pytest.raises(UsageError, match=f"trace{line}: "):
         read_trace(tmp_path / "trace")

@@ -40,7 +40,11 @@ def metrics_url() -> Iterator[str]:
 
 
 def test_samples_are_summed_over_labels() -> None:
-    assert parse_counters(PAGE) == {"toolkit_requests": 7.0, "toolkit_output_tokens": 1500.0, "nv_cpu_utilization": 0.25}
+    assert parse_counters(PAGE) == {
+        "toolkit_requests": 7.0,
+        "toolkit_output_tokens": 1500.0,
+        "nv_cpu_utilization": 0.25,
+    }
 
 
 def test_a_metrics_page_is_read_over_http(metrics_url: str) -> None:
@@ -85,15 +89,21 @@ def test_what_was_counted_for_other_models_is_left_out() -> None:
 
 def test_counts_that_still_come_in_are_waited_for() -> None:
     pages = iter([5, 5, 6, 6, 6, 6, 6, 6, 6, 99])
-    found = settled(lambda: {"toolkit_requests": next(pages)}, still_s=0.5, sleep=lambda seconds: None)
+    found = settled(
+        lambda: {"toolkit_requests": next(pages)}, still_s=0.5, sleep=lambda seconds: None
+    )
     assert found == {"toolkit_requests": 6}
     restless = iter(range(1000))
     assert (
-        settled(lambda: {"toolkit_requests": next(restless)}, settle_s=1.0, sleep=lambda seconds: None)["toolkit_requests"]
+        settled(
+            lambda: {"toolkit_requests": next(restless)}, settle_s=1.0, sleep=lambda seconds: None
+        )["toolkit_requests"]
         == 10
     )
     clock = iter(range(1000))
-    assert settled(lambda: {"process_seconds": next(clock)}, still_s=0.3, sleep=lambda seconds: None) == {"process_seconds": 3}
+    assert settled(
+        lambda: {"process_seconds": next(clock)}, still_s=0.3, sleep=lambda seconds: None
+    ) == {"process_seconds": 3}
 
 
 def test_each_server_is_asked_for_the_counters_that_it_has() -> None:
@@ -102,6 +112,11 @@ def test_each_server_is_asked_for_the_counters_that_it_has() -> None:
         "vllm:request_success_total": 7,
         "vllm:generation_tokens_total": 21,
     }
-    assert client_counts(timings, known=["nv_inference_request_success", "x"]) == {"nv_inference_request_success": 7}
-    assert client_counts(timings, known=["toolkit_requests"]) == {"toolkit_requests": 7, "toolkit_output_tokens": 21}
+    assert client_counts(timings, known=["nv_inference_request_success", "x"]) == {
+        "nv_inference_request_success": 7
+    }
+    assert client_counts(timings, known=["toolkit_requests"]) == {
+        "toolkit_requests": 7,
+        "toolkit_output_tokens": 21,
+    }
     assert client_counts(timings, known=[]) == {}

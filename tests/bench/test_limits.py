@@ -13,7 +13,11 @@ from toolkit.records.measured import Gate, Ratio
 
 
 def arm(
-    requests: int = 120, *, counted: bool = True, failed: int = 0, rounds: tuple[float, ...] = (100.0, 101.0, 99.0)
+    requests: int = 120,
+    *,
+    counted: bool = True,
+    failed: int = 0,
+    rounds: tuple[float, ...] = (100.0, 101.0, 99.0),
 ) -> BenchArm:
     timings = [[timing([(100 + i % 7, 1), (140 + i % 7, 2), (190, 1)])] for i in range(requests)]
     latencies = metrics.latencies(timings)
@@ -72,11 +76,23 @@ def test_a_percentile_of_too_few_requests_says_how_many_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["itl_p90<=10", "tpot_p50<=10", "tokens_per_s>=1", "goodput>=1", "speed>=0.1", "ttft_p50_ratio<=9"]
+    "text",
+    [
+        "itl_p90<=10",
+        "tpot_p50<=10",
+        "tokens_per_s>=1",
+        "goodput>=1",
+        "speed>=0.1",
+        "ttft_p50_ratio<=9",
+    ],
 )
 def test_a_gate_on_what_was_not_measured_fails_and_says_so(text: str) -> None:
     gate = judged(text, arm(counted=False))
-    assert gate.outcome == "FAIL" and gate.detail.startswith("not measured: ") and gate.next_step is not None
+    assert (
+        gate.outcome == "FAIL"
+        and gate.detail.startswith("not measured: ")
+        and gate.next_step is not None
+    )
 
 
 def test_failed_requests_fail_the_run_unless_allowed() -> None:
@@ -88,7 +104,9 @@ def test_failed_requests_fail_the_run_unless_allowed() -> None:
 
 
 def test_when_everything_failed_no_latency_passes() -> None:
-    dead = replace(arm(failed=0), requests=9, failed=9, errors={"refused": 9}, latencies=metrics.latencies([]))
+    dead = replace(
+        arm(failed=0), requests=9, failed=9, errors={"refused": 9}, latencies=metrics.latencies([])
+    )
     assert judged("ttft_p50<=1e6", dead).outcome == "FAIL"
     assert "no request was answered" in judged("ttft_p50<=1e6", dead).detail
 
@@ -98,7 +116,9 @@ def test_ratios_are_judged_by_their_interval() -> None:
     assert judged("speed>=1.3", ratios=(speed,)).outcome == "PASS"
     assert judged("speed>=1.5", ratios=(speed,)).outcome == "INCONCLUSIVE"
     assert judged("speed>=1.7", ratios=(speed,)).outcome == "FAIL"
-    few = Ratio("ttft_p99", None, None, None, "60 samples; p99 needs 1000, so that 10 lie beyond it")
+    few = Ratio(
+        "ttft_p99", None, None, None, "60 samples; p99 needs 1000, so that 10 lie beyond it"
+    )
     assert judged("ttft_p99_ratio<=1", ratios=(few,)).outcome == "INCONCLUSIVE"
     gone = Ratio("speed", None, None, None, "9 of 9 requests failed")
     assert judged("speed>=0.1", ratios=(gone,)).outcome == "FAIL"
@@ -109,7 +129,8 @@ def test_one_round_has_no_spread_to_judge_a_throughput_by() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ttft<=3", "ttft_p95<=3", "speed>1", "speed", "", "latency<=3", "ttft_p50<=.", "ttft_p50<=-3"]
+    "text",
+    ["ttft<=3", "ttft_p95<=3", "speed>1", "speed", "", "latency<=3", "ttft_p50<=.", "ttft_p50<=-3"],
 )
 def test_what_is_no_limit_is_refused_with_the_names(text: str) -> None:
     with pytest.raises(UsageError) as caught:

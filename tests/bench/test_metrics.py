@@ -16,7 +16,11 @@ MS = 1_000_000
 
 
 def timing(
-    chunks: list[tuple[int, int]], *, sent_ms: int = 0, tokens: int | None = None, **statistics: object
+    chunks: list[tuple[int, int]],
+    *,
+    sent_ms: int = 0,
+    tokens: int | None = None,
+    **statistics: object,
 ) -> RequestTiming:
     """chunks: (ms, tokens)."""
     count = sum(n for _, n in chunks) if tokens is None else tokens
@@ -81,8 +85,22 @@ def test_supported_percentiles_are_numpys_and_lie_in_their_interval() -> None:
 
 
 def test_acceptance_sums_before_it_divides() -> None:
-    long = timing([(1, 9)], drafted=40, accepted=10, verify_steps=10, drafted_by_position=(10, 10), accepted_by_position=(7, 3))
-    short = timing([(1, 2)], drafted=2, accepted=2, verify_steps=1, drafted_by_position=(1, 1), accepted_by_position=(1, 1))
+    long = timing(
+        [(1, 9)],
+        drafted=40,
+        accepted=10,
+        verify_steps=10,
+        drafted_by_position=(10, 10),
+        accepted_by_position=(7, 3),
+    )
+    short = timing(
+        [(1, 2)],
+        drafted=2,
+        accepted=2,
+        verify_steps=1,
+        drafted_by_position=(1, 1),
+        accepted_by_position=(1, 1),
+    )
     acceptance = metrics.acceptance([long, short])
     assert acceptance.rate == pytest.approx(12 / 42)
     assert acceptance.length == pytest.approx(1 + 12 / 11)
@@ -99,14 +117,18 @@ def test_alpha_from_counts_undoes_truncation_within_its_interval() -> None:
     for prompt in range(60):
         kept = np.cumprod(generator.random((50, 4)) < 0.7, axis=1).sum(axis=0).tolist()
         counts = {"drafted": 200, "accepted": sum(kept), "verify_steps": 50}
-        one = timing([(1, 9)], **counts, drafted_by_position=(50,) * 4, accepted_by_position=tuple(kept))
+        one = timing(
+            [(1, 9)], **counts, drafted_by_position=(50,) * 4, accepted_by_position=tuple(kept)
+        )
         requests.append(dataclasses.replace(one, prompt=f"prompt {prompt}"))
     found = metrics.acceptance(requests)
     assert found.rate == pytest.approx(0.44, abs=0.02) and found.alpha is not None
     assert found.alpha.low < 0.7 < found.alpha.high
     assert found.alpha.estimate == pytest.approx(0.7, abs=0.02)
     assert found.alpha.high - found.alpha.low < 0.05
-    repeated = metrics.acceptance(requests * 5).alpha  # rounds repeat the prompts, and tell nothing new
+    repeated = metrics.acceptance(
+        requests * 5
+    ).alpha  # rounds repeat the prompts, and tell nothing new
     assert repeated == found.alpha
 
 
@@ -122,7 +144,10 @@ def test_alpha_of_totals_alone_agrees_with_that_of_positions() -> None:
     assert found.rate is None and found.alpha is not None
     assert found.alpha.low < 0.7 < found.alpha.high < found.alpha.low + 0.05
     assert metrics.acceptance(requests).alpha is None  # of blocks of unknown length
-    drafted = [dataclasses.replace(one, statistics=dataclasses.replace(one.statistics, drafted=200)) for one in requests]
+    drafted = [
+        dataclasses.replace(one, statistics=dataclasses.replace(one.statistics, drafted=200))
+        for one in requests
+    ]
     assert metrics.acceptance(drafted).alpha == found.alpha
 
 
@@ -157,7 +182,9 @@ def test_loops_have_few_distinct_4grams() -> None:
 
 
 def test_scripted_speedup_is_measured_exactly() -> None:
-    """Prefill of 5 ms and 63 tokens more: plain 2 ms each, speculative 3 ms per step of 5, 3 and 4 tokens in turn."""
+    """Prefill of 5 ms and 63 tokens more: plain 2 ms each, speculative 3 ms per step of 5, 3 and
+    4 tokens in turn.
+    """
     endpoint = ScriptedEndpoint()
     prompts = [f"prompt {i}" for i in range(10)]
     plain = endpoint.measure(prompts, temperature=0.0, max_tokens=64, num_draft_tokens=0)
@@ -169,14 +196,24 @@ def test_scripted_speedup_is_measured_exactly() -> None:
 
 
 def test_every_figure_has_a_definition() -> None:
-    shown = {*metrics.LATENCIES, "tokens_per_s", "speedup", "acceptance_rate", "acceptance_length", "parity", "kl_mean"}
+    shown = {
+        *metrics.LATENCIES,
+        "tokens_per_s",
+        "speedup",
+        "acceptance_rate",
+        "acceptance_length",
+        "parity",
+        "kl_mean",
+    }
     assert shown <= set(DEFINITIONS)
     assert all(one.formula and one.numerator for one in DEFINITIONS.values())
 
 
 def test_every_supported_percentile_has_its_interval() -> None:
     waits = np.random.default_rng(0).integers(1, 500, size=(25, 40))
-    ttft = metrics.arm([[timing([(int(wait), 1)]) for wait in row] for row in waits]).latencies["ttft"]
+    ttft = metrics.arm([[timing([(int(wait), 1)]) for wait in row] for row in waits]).latencies[
+        "ttft"
+    ]
     for q in (50, 90, 99):
         low, value, high = (getattr(ttft, f"p{q}{end}") for end in ("_low", "", "_high"))
         assert value == pytest.approx(np.percentile(waits, q))
@@ -189,7 +226,9 @@ def test_ratios_of_latencies_are_per_percentile_and_absent_with_the_reason() -> 
     found = {one.name: one for one in metrics.latency_ratios(slow, fast)}
     for name in ("ttft_p50", "e2e_p50", "tpot_p50", "itl_p50", "icl_p50"):
         assert (found[name].estimate, found[name].low, found[name].high) == pytest.approx((2, 2, 2))
-    assert found["ttft_p99"].estimate is None and "p99 needs 1000" in (found["ttft_p99"].reason or "")
+    assert found["ttft_p99"].estimate is None and "p99 needs 1000" in (
+        found["ttft_p99"].reason or ""
+    )
 
 
 def test_a_percentile_of_zero_divides_nothing() -> None:
@@ -197,11 +236,18 @@ def test_a_percentile_of_zero_divides_nothing() -> None:
     apart = [[timing([(10, 1), (12, 3)]) for _ in range(25)]]
     ratio = next(one for one in metrics.latency_ratios(apart, at_once) if one.name == "icl_p50")
     assert ratio.estimate is None and "at once" in (ratio.reason or "")
-    assert next(one for one in metrics.latency_ratios(at_once, apart) if one.name == "icl_p50").estimate == 0.0
+    assert (
+        next(
+            one for one in metrics.latency_ratios(at_once, apart) if one.name == "icl_p50"
+        ).estimate
+        == 0.0
+    )
 
 
 def test_percentiles_that_are_zero_in_both_arms_have_no_ratio() -> None:
-    """The draws in which both are zero are left out of the interval; those that remain are no reason for an estimate."""
+    """The draws in which both are zero are left out of the interval; those that remain are no
+    reason for an estimate.
+    """
     gaps = [0] * 13 + [2] * 12
     rows = [[timing([(10, 1), (10 + gap, 3)]) for gap in gaps]]
     ratio = next(one for one in metrics.latency_ratios(rows, rows) if one.name == "icl_p50")
@@ -210,9 +256,15 @@ def test_percentiles_that_are_zero_in_both_arms_have_no_ratio() -> None:
 
 def test_failed_requests_are_missing_from_a_ratio_and_break_nothing() -> None:
     rounds = [[timing([(10, 1)]) for _ in range(25)]]
-    ratio = next(one for one in metrics.latency_ratios([[None, *rounds[0][1:]]], rounds) if one.name == "ttft_p50")
+    ratio = next(
+        one
+        for one in metrics.latency_ratios([[None, *rounds[0][1:]]], rounds)
+        if one.name == "ttft_p50"
+    )
     assert ratio.estimate == 1.0
-    gone = next(one for one in metrics.latency_ratios([[None] * 25], rounds) if one.name == "ttft_p50")
+    gone = next(
+        one for one in metrics.latency_ratios([[None] * 25], rounds) if one.name == "ttft_p50"
+    )
     assert (gone.estimate, gone.reason) == (None, "no samples")
 
 
@@ -223,8 +275,14 @@ def test_goodput_counts_requests_that_meet_every_limit() -> None:
     single = timing([(10, 1)])
     requests = [good, late, stalled, single, None]
     assert metrics.goodput(requests, {"ttft": 50}, 2.0) == 1.5
-    assert metrics.goodput(requests, {"ttft": 50, "itl": 30}, 2.0) == 1.0  # one token has no gap that is too long
-    uncounted = RequestTiming("p", "ab", (), None, 0, ((5 * MS, None), (9 * MS, None)), Statistics())
+    assert (
+        metrics.goodput(requests, {"ttft": 50, "itl": 30}, 2.0) == 1.0
+    )  # one token has no gap that is too long
+    uncounted = RequestTiming(
+        "p", "ab", (), None, 0, ((5 * MS, None), (9 * MS, None)), Statistics()
+    )
     assert metrics.goodput([uncounted], {"ttft": 50}, 1.0) == 1.0
-    assert metrics.goodput([uncounted], {"ttft": 50, "tpot": 30}, 1.0) == 0.0  # not known is not met
+    assert (
+        metrics.goodput([uncounted], {"ttft": 50, "tpot": 30}, 1.0) == 0.0
+    )  # not known is not met
     assert metrics.goodput(requests, {"e2e": 1000}, 0.0) == 0.0

@@ -1,4 +1,6 @@
-"""A whole run against a stub endpoint over HTTP: arms, rounds, loads, counters, and endpoints that fail."""
+"""A whole run against a stub endpoint over HTTP: arms, rounds, loads, counters, and endpoints
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,21 @@ def finding(found: BenchRun | Comparison, check: str) -> str:
     return " | ".join(one.detail for one in found.findings if one.check == check)
 
 
-def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoint(stub: StubServer, prompts: Path) -> None:
+def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoint(
+    stub: StubServer, prompts: Path
+) -> None:
     before = len(stub.log())
     found = run(stub, prompts, against_plain=True, rounds=2, max_rounds=2, gates=("speed>=1.5",))
     (point,) = found.points
     assert [arm.name for arm in point.arms] == ["plain", "speculative"]
-    assert all((arm.requests, arm.failed, arm.output_tokens) == (2 * COUNT, 0, 8 * COUNT) for arm in point.arms)
+    assert all(
+        (arm.requests, arm.failed, arm.output_tokens) == (2 * COUNT, 0, 8 * COUNT)
+        for arm in point.arms
+    )
     speed = point.ratios[0]
-    assert speed.estimate is not None and 1.8 < speed.estimate < 4.2  # 16 ms against 4, and what the wire costs
+    assert (
+        speed.estimate is not None and 1.8 < speed.estimate < 4.2
+    )  # 16 ms against 4, and what the wire costs
     measured = stub.log()[before + 2 * 2 :]
     drafts = [entry["asked"].get("num_draft_tokens") for entry in measured]
     assert len(measured) == 4 * COUNT
@@ -73,7 +82,9 @@ def test_arms_take_turns_on_the_same_prompts_and_the_ratio_is_that_of_the_endpoi
     assert [a["prompt"] for a, _ in pairs[:COUNT]] != [f"prompt {i}" for i in range(COUNT)]
 
 
-def test_no_prompt_is_sent_twice_by_an_arm_and_the_warm_up_is_left_out(stub: StubServer, prompts: Path) -> None:
+def test_no_prompt_is_sent_twice_by_an_arm_and_the_warm_up_is_left_out(
+    stub: StubServer, prompts: Path
+) -> None:
     before = len(stub.log())
     found = run(stub, prompts, rounds=2, warm_up=3)
     sent = [entry["prompt"] for entry in stub.log()[before:]]
@@ -113,7 +124,9 @@ def test_a_trace_is_played(stub: StubServer, prompts: Path, tmp_path: Path) -> N
     assert [at - due[0] for at in due] == [0, 10_000_000, 10_000_000, 100_000_000]
 
 
-def test_rounds_are_added_until_the_limit_while_a_gate_is_undecided(stub: StubServer, prompts: Path) -> None:
+def test_rounds_are_added_until_the_limit_while_a_gate_is_undecided(
+    stub: StubServer, prompts: Path
+) -> None:
     """p90 takes 100 samples, so 24 a round are enough in the fifth; p99 never is."""
     decided = run(stub, prompts, rounds=1, max_rounds=7, gates=("e2e_p90<=4000",))
     assert (decided.points[0].rounds, decided.verdict) == (5, "PASS")
@@ -122,24 +135,43 @@ def test_rounds_are_added_until_the_limit_while_a_gate_is_undecided(stub: StubSe
 
 
 def test_a_sweep_has_a_point_per_concurrency(stub: StubServer, prompts: Path) -> None:
-    found = run(stub, prompts, against_plain=True, concurrency=(1, 4), rounds=1, max_rounds=1, gates=("speed>=1.2",))
+    found = run(
+        stub,
+        prompts,
+        against_plain=True,
+        concurrency=(1, 4),
+        rounds=1,
+        max_rounds=1,
+        gates=("speed>=1.2",),
+    )
     assert [point.concurrency for point in found.points] == [1, 4]
     assert [gate.name for gate in found.gates] == ["errors@1", "speed@1", "errors@4", "speed@4"]
     single, four = (point.arms[-1].tokens_per_s for point in found.points)
     assert single is not None and four is not None and four > 1.5 * single
-    assert found.crossover is not None and (found.crossover.pays_up_to, found.crossover.stops_at) == (4, None)
+    assert found.crossover is not None and (
+        found.crossover.pays_up_to,
+        found.crossover.stops_at,
+    ) == (4, None)
 
 
 def test_two_endpoints_are_measured_in_turns(stub: StubServer, prompts: Path) -> None:
-    with StubServer(Script(chunks=tuple((12.0, text, tokens) for _, text, tokens in CHUNKS))) as slow:
+    with StubServer(
+        Script(chunks=tuple((12.0, text, tokens) for _, text, tokens in CHUNKS))
+    ) as slow:
         found = run(stub, prompts, baseline=slow.http, rounds=1, max_rounds=1)
     assert [one.arm for one in found.endpoints] == ["baseline", "served"]
-    assert found.points[0].ratios[0].estimate is not None and found.points[0].ratios[0].estimate > 1.5
+    assert (
+        found.points[0].ratios[0].estimate is not None and found.points[0].ratios[0].estimate > 1.5
+    )
 
 
-def test_saved_runs_are_read_back_equal_and_compared(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
+def test_saved_runs_are_read_back_equal_and_compared(
+    stub: StubServer, prompts: Path, tmp_path: Path
+) -> None:
     first, second = run(stub, prompts, rounds=2), run(stub, prompts, rounds=2)
-    with StubServer(Script(chunks=tuple((20.0, text, tokens) for _, text, tokens in CHUNKS))) as slow:
+    with StubServer(
+        Script(chunks=tuple((20.0, text, tokens) for _, text, tokens in CHUNKS))
+    ) as slow:
         third = run(slow, prompts, rounds=1)
     (tmp_path / "a.json").write_text(json.dumps(to_json(first)))
     assert read_run(tmp_path / "a.json") == first == from_json(BenchRun, to_json(first))
@@ -149,11 +181,15 @@ def test_saved_runs_are_read_back_equal_and_compared(stub: StubServer, prompts: 
     assert worse.verdict == "FAIL" and worse.points[0].paired
     assert next(gate for gate in worse.gates if gate.name.startswith("speed")).outcome == "FAIL"
     better = compare_runs(third, first)
-    assert better.verdict == "PASS" and "B is better" in " ".join(gate.detail for gate in better.gates)
+    assert better.verdict == "PASS" and "B is better" in " ".join(
+        gate.detail for gate in better.gates
+    )
     assert "two runs at two times" in finding(same, "design")
 
 
-def test_a_run_that_somebody_has_cut_is_refused(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
+def test_a_run_that_somebody_has_cut_is_refused(
+    stub: StubServer, prompts: Path, tmp_path: Path
+) -> None:
     whole = to_json(run(stub, prompts, rounds=2, max_rounds=2))
     assert len(whole["requests"]) == 2 * COUNT
     for wrong in (
@@ -167,7 +203,9 @@ def test_a_run_that_somebody_has_cut_is_refused(stub: StubServer, prompts: Path,
             read_run(tmp_path / "cut.json")
 
 
-def test_runs_on_other_prompts_are_compared_unpaired(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
+def test_runs_on_other_prompts_are_compared_unpaired(
+    stub: StubServer, prompts: Path, tmp_path: Path
+) -> None:
     first = run(stub, prompts)
     other = run(stub, write(tmp_path, [f"another {i}" for i in range(COUNT)]))
     found = compare_runs(first, other, tolerance=4.0)
@@ -180,7 +218,9 @@ def test_runs_without_a_load_in_common_are_not_compared(stub: StubServer, prompt
         compare_runs(run(stub, prompts), run(stub, prompts, concurrency=(2,)))
 
 
-def test_a_run_that_fails_more_often_does_not_win(stub: StubServer, prompts: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_more_often_does_not_win(
+    stub: StubServer, prompts: Path, tmp_path: Path
+) -> None:
     good = run(stub, prompts)
     texts = [f"prompt {i}" for i in range(COUNT - 2)] + ["fault:die 1", "fault:garbage 2"]
     found = compare_runs(good, run(stub, write(tmp_path, texts)), tolerance=9.0)
@@ -188,7 +228,9 @@ def test_a_run_that_fails_more_often_does_not_win(stub: StubServer, prompts: Pat
     assert next(gate for gate in found.gates if gate.name.startswith("errors")).outcome == "FAIL"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema_version": 1}', '{"schema_version": 99}', "not json"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"schema_version": 1}', '{"schema_version": 99}', "not json"]
+)
 def test_a_file_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UsageError, match=r"x\.json: ") as caught:
@@ -196,8 +238,12 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
     assert caught.value.mend
 
 
-@pytest.mark.parametrize("fault", ["refuse", "stall", "die", "garbage", "fewer", "down", "more", "endless"])
-def test_an_endpoint_with_a_fault_never_passes(stub: StubServer, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["refuse", "stall", "die", "garbage", "fewer", "down", "more", "endless"]
+)
+def test_an_endpoint_with_a_fault_never_passes(
+    stub: StubServer, tmp_path: Path, fault: str
+) -> None:
     prompts = write(tmp_path, [*(f"fine {i}" for i in range(COUNT)), f"fault:{fault} x"])
     found = run(stub, prompts, gates=("e2e_p50<=4000",), timeout_s=0.5)
     assert found.verdict == "FAIL"
@@ -206,7 +252,9 @@ def test_an_endpoint_with_a_fault_never_passes(stub: StubServer, tmp_path: Path,
 
 
 def test_an_endpoint_that_answers_nothing_is_an_error(stub: StubServer, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="no request of the warm-up was answered; the first: refused"):
+    with pytest.raises(
+        StageError, match="no request of the warm-up was answered; the first: refused"
+    ):
         run(stub, write(tmp_path, [f"fault:refuse {i}" for i in range(5)]), requests=3)
 
 
@@ -231,14 +279,20 @@ def test_a_server_without_counts_fails_a_gate_on_them(stub: StubServer, tmp_path
         ({"metrics_url": "http://127.0.0.1:9/metrics"}, "counters cannot be read"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(stub: StubServer, prompts: Path, asked: dict[str, Any], words: str) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    stub: StubServer, prompts: Path, asked: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         run(stub, prompts, **asked)
 
 
 def test_no_more_rounds_are_run_than_are_allowed(stub: StubServer, prompts: Path) -> None:
     found = run(stub, prompts, against_plain=True, max_rounds=2, requests=2)
-    assert (found.settings["rounds"], found.settings["max_rounds"], found.points[0].rounds) == ("2", "2", 2)
+    assert (found.settings["rounds"], found.settings["max_rounds"], found.points[0].rounds) == (
+        "2",
+        "2",
+        2,
+    )
 
 
 def test_an_empty_prompts_file_is_refused(stub: StubServer, tmp_path: Path) -> None:
@@ -248,11 +302,15 @@ def test_an_empty_prompts_file_is_refused(stub: StubServer, tmp_path: Path) -> N
 
 def level(concurrency: int, estimate: float, half: float) -> BenchPoint:
     no_arms: tuple[BenchArm, ...] = ()
-    return BenchPoint(concurrency, None, 3, no_arms, (Ratio("speed", estimate, estimate - half, estimate + half),))
+    return BenchPoint(
+        concurrency, None, 3, no_arms, (Ratio("speed", estimate, estimate - half, estimate + half),)
+    )
 
 
 def test_the_crossover_lies_between_what_was_shown() -> None:
-    found = crossover([level(1, 1.6, 0.1), level(2, 1.25, 0.1), level(4, 1.05, 0.1), level(8, 0.8, 0.1)])
+    found = crossover(
+        [level(1, 1.6, 0.1), level(2, 1.25, 0.1), level(4, 1.05, 0.1), level(8, 0.8, 0.1)]
+    )
     assert found is not None
     assert (found.pays_up_to, found.stops_at) == (2, 8)
     assert found.estimate is not None and 4 < found.estimate < 8
@@ -277,25 +335,37 @@ def test_a_ratio_with_too_many_failed_pairs_is_not_judged() -> None:
     assert speed_ratio(good, good, paired=False).estimate == 1.0
 
 
-def test_a_speed_that_is_not_decided_is_said_where_no_gate_asks(stub: StubServer, prompts: Path) -> None:
+def test_a_speed_that_is_not_decided_is_said_where_no_gate_asks(
+    stub: StubServer, prompts: Path
+) -> None:
     found = run(stub, prompts, against_plain=True, rounds=1, max_rounds=1)
     assert finding(found, "speed") == ""  # the stub's plain arm is four times as slow
     (point,) = found.points
     near = replace(point, ratios=(Ratio("speed", 1.02, 0.95, 1.1),))
     (said,) = undecided_speed([near], ())
-    assert "speculative is not shown to be faster or slower than plain (0.950 to 1.100)" in said.detail
+    assert (
+        "speculative is not shown to be faster or slower than plain (0.950 to 1.100)" in said.detail
+    )
     assert list(undecided_speed([near], [parse_limit("speed>=1.2")])) == []
 
 
 def test_chunks_that_came_together_are_no_latency_and_said_to_be_none(prompts: Path) -> None:
     """One read of the socket holds them all, as HTTP delivers them from a fast server."""
-    with StubServer(Script(chunks=((0.0, "a", 1), (0.0, "b", 1), (0.0, "c", 1), (0.0, "d", 1)), at_once=True)) as stub:
+    with StubServer(
+        Script(chunks=((0.0, "a", 1), (0.0, "b", 1), (0.0, "c", 1), (0.0, "d", 1)), at_once=True)
+    ) as stub:
         found = run(stub, prompts)
-    assert "came together with the one before" in finding(found, "streaming") and "gRPC" in finding(found, "streaming")
+    assert "came together with the one before" in finding(found, "streaming") and "gRPC" in finding(
+        found, "streaming"
+    )
     console = Console(file=io.StringIO(), width=160)
     print_run(found, console)
     assert isinstance(console.file, io.StringIO)
-    lines = {line.split(" p50")[0]: line for line in console.file.getvalue().splitlines() if " p50/p90/p99 ms" in line}
+    lines = {
+        line.split(" p50")[0]: line
+        for line in console.file.getvalue().splitlines()
+        if " p50/p90/p99 ms" in line
+    }
     assert lines["itl"].split()[-5] == "-" and "0.00" not in lines["itl"]
     assert re.search(r"\d", lines["e2e"].partition("ms")[2])
     assert "no limit but on errors was asked for" in console.file.getvalue()

@@ -15,7 +15,9 @@ PROMPTS = [f"def f{number}(x):" for number in range(20)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["triton-grpc", "triton-http"])
-def test_a_served_pair_is_measured_and_its_counters_agree(tiny_server: TritonServer, tmp_path: Path, protocol: str) -> None:
+def test_a_served_pair_is_measured_and_its_counters_agree(
+    tiny_server: TritonServer, tmp_path: Path, protocol: str
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     url = tiny_server.grpc_url if protocol == "triton-grpc" else f"http://{tiny_server.http_url}"
@@ -33,7 +35,11 @@ def test_a_served_pair_is_measured_and_its_counters_agree(tiny_server: TritonSer
     )
     found = bench(url, asked)
     plain, speculative = found.points[0].arms
-    assert [(gate.name, gate.outcome) for gate in found.gates] == [("errors", "PASS"), ("ttft_p50", "PASS"), ("speed", "PASS")]
+    assert [(gate.name, gate.outcome) for gate in found.gates] == [
+        ("errors", "PASS"),
+        ("ttft_p50", "PASS"),
+        ("speed", "PASS"),
+    ]
     assert (plain.failed, speculative.failed) == (0, 0)
     assert plain.output_tokens is not None and plain.output_tokens <= 8 * len(PROMPTS)
     assert plain.acceptance.drafted == 0 and speculative.acceptance.drafted > 0

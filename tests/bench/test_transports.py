@@ -1,4 +1,6 @@
-"""Every protocol against an endpoint whose schedule and counts are known, and with each fault that an endpoint can have."""
+"""Every protocol against an endpoint whose schedule and counts are known, and with each fault
+that an endpoint can have.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,20 @@ def url(stub: StubServer, protocol: str) -> str:
 
 
 def ask(
-    where: str, prompt: str = "hello", *, protocol: str = "auto", max_tokens: int = 64, timeout_s: float = 5.0, **options: Any
+    where: str,
+    prompt: str = "hello",
+    *,
+    protocol: str = "auto",
+    max_tokens: int = 64,
+    timeout_s: float = 5.0,
+    **options: Any,
 ) -> RequestTiming:
     async def one() -> RequestTiming:
         transport = await connect(where, protocol=protocol, timeout_s=timeout_s)
         try:
-            exchange = await transport.exchange(transport.prepare(prompt, Options(max_tokens=max_tokens, **options)))
+            exchange = await transport.exchange(
+                transport.prepare(prompt, Options(max_tokens=max_tokens, **options))
+            )
             return read_exchange(transport, prompt, exchange, max_tokens)
         finally:
             await transport.close()
@@ -61,7 +71,9 @@ def ask(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_times_and_tokens_are_those_of_the_endpoint(stub: StubServer, protocol: str) -> None:
-    """The endpoint's own clock says when it wrote each chunk: TTFT, TPOT, ITL, ICL and e2e follow from that."""
+    """The endpoint's own clock says when it wrote each chunk: TTFT, TPOT, ITL, ICL and e2e
+    follow from that.
+    """
     got = ask(url(stub, protocol), f"{protocol} on schedule", protocol=protocol)
     (said,) = [entry for entry in stub.log() if entry["prompt"] == f"{protocol} on schedule"]
     wrote = [at for at, _ in said["written"]]
@@ -100,7 +112,9 @@ def frames(protocol: str, fault: str = "", usage: str = "continuous") -> list[by
     if protocol == "triton-grpc":
         return [response_of(one) for one in triton_outputs(SCRIPT, fault)]
     if protocol == "triton-http":
-        return [b"data: " + json.dumps(one).encode() + b"\n\n" for one in triton_outputs(SCRIPT, fault)]
+        return [
+            b"data: " + json.dumps(one).encode() + b"\n\n" for one in triton_outputs(SCRIPT, fault)
+        ]
     return openai_events(SCRIPT, fault, protocol == "openai-chat", usage)
 
 
@@ -121,9 +135,13 @@ def test_figures_of_a_known_schedule_are_exact(protocol: str) -> None:
     assert (opened.ttft_ns, opened.e2e_ns, opened.tpot_ns) == (11 * MS, 37 * MS, closed.tpot_ns)
 
 
-@pytest.mark.parametrize("protocol", [protocol for protocol in PROTOCOLS if protocol != "triton-grpc"])  # which has frames
+@pytest.mark.parametrize(
+    "protocol", [protocol for protocol in PROTOCOLS if protocol != "triton-grpc"]
+)  # which has frames
 def test_an_event_may_arrive_in_pieces_and_two_at_once(protocol: str) -> None:
-    """Chunks that arrive together have one time; no chunk is lost, and none has the time of half of it."""
+    """Chunks that arrive together have one time; no chunk is lost, and none has the time of half
+    of it.
+    """
     one, two, three = frames(protocol)
     arrived = [(1 * MS, one[:9]), (2 * MS, one[9:] + two + three[:5]), (3 * MS, three[5:])]
     got = read_exchange(bare(protocol), "p", Exchange(0, 0, arrived), 64)
@@ -148,11 +166,18 @@ def test_every_fault_of_an_endpoint_is_a_failed_request_that_says_so(
     stub: StubServer, protocol: str, fault: str, words: str
 ) -> None:
     with pytest.raises(BadAnswer, match=words):
-        ask(url(stub, protocol), f"fault:{fault} x", protocol=protocol, timeout_s=0.3 if fault == "stall" else 5.0)
+        ask(
+            url(stub, protocol),
+            f"fault:{fault} x",
+            protocol=protocol,
+            timeout_s=0.3 if fault == "stall" else 5.0,
+        )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_server_that_counts_nothing_leaves_tokens_unknown_and_times_known(stub: StubServer, protocol: str) -> None:
+def test_a_server_that_counts_nothing_leaves_tokens_unknown_and_times_known(
+    stub: StubServer, protocol: str
+) -> None:
     """Three chunks are not three tokens."""
     got = ask(url(stub, protocol), "fault:silent x", protocol=protocol)
     assert got.output_tokens is None and got.tpot_ns is None and got.itl == ()
@@ -162,14 +187,18 @@ def test_a_server_that_counts_nothing_leaves_tokens_unknown_and_times_known(stub
 
 
 def test_a_total_alone_gives_tpot_and_no_itl() -> None:
-    arrived = list(zip((15 * MS, 35 * MS, 41 * MS), frames("openai-chat", usage="total"), strict=True))
+    arrived = list(
+        zip((15 * MS, 35 * MS, 41 * MS), frames("openai-chat", usage="total"), strict=True)
+    )
     got = read_exchange(bare("openai-chat"), "p", Exchange(10 * MS, 0, arrived), 64)
     assert (got.output_tokens, got.tpot_ns, got.itl) == (6, 26 * MS // 5, ())
     assert got.icl_ns == (20 * MS, 6 * MS)
 
 
 def test_token_ids_of_chunks_are_counted() -> None:
-    arrived = list(zip((15 * MS, 35 * MS, 41 * MS), frames("openai-completions", usage="ids"), strict=True))
+    arrived = list(
+        zip((15 * MS, 35 * MS, 41 * MS), frames("openai-completions", usage="ids"), strict=True)
+    )
     got = read_exchange(bare("openai-completions"), "p", Exchange(10 * MS, 0, arrived), 64)
     assert [tokens for _, tokens in got.chunks] == TOKENS
 
@@ -190,10 +219,17 @@ def test_token_ids_of_chunks_are_counted() -> None:
 def test_json_that_is_no_completion_is_garbage(wrong: bytes) -> None:
     one, *rest = frames("openai-chat")
     with pytest.raises(BadAnswer, match="garbage"):
-        read_exchange(bare("openai-chat"), "p", Exchange(0, 0, [(1, one + wrong), *((2, data) for data in rest)]), 64)
+        read_exchange(
+            bare("openai-chat"),
+            "p",
+            Exchange(0, 0, [(1, one + wrong), *((2, data) for data in rest)]),
+            64,
+        )
 
 
-@pytest.mark.parametrize("name", ["num_output_tokens", "output_ids", "total_draft_tokens", "drafted_by_position"])
+@pytest.mark.parametrize(
+    "name", ["num_output_tokens", "output_ids", "total_draft_tokens", "drafted_by_position"]
+)
 def test_a_count_that_is_no_number_is_garbage(name: str) -> None:
     *most, last = frames("triton-http")
     wrong = json.dumps({**json.loads(last.removeprefix(b"data: ")), name: "3"}).encode()
@@ -205,7 +241,12 @@ def test_a_count_that_is_no_number_is_garbage(name: str) -> None:
 def test_a_stream_that_ends_inside_an_event_is_broken() -> None:
     *most, last = frames("openai-chat")
     with pytest.raises(BadAnswer, match="inside an event"):
-        read_exchange(bare("openai-chat"), "p", Exchange(0, 0, [*((1, data) for data in most), (2, last[:-3])]), 64)
+        read_exchange(
+            bare("openai-chat"),
+            "p",
+            Exchange(0, 0, [*((1, data) for data in most), (2, last[:-3])]),
+            64,
+        )
 
 
 def test_nothing_at_all_is_no_answer() -> None:
@@ -236,7 +277,11 @@ def test_options_are_sent_in_the_endpoints_words(stub: StubServer) -> None:
     ask(stub.http, "options", protocol="triton-http", temperature=0.5, num_draft_tokens=0)
     ask(stub.http, "options", protocol="openai-chat", temperature=0.5, seed=3)
     triton, openai = [entry["asked"] for entry in stub.log() if entry["prompt"] == "options"]
-    assert (triton["sampling_param_temperature"], triton["num_draft_tokens"], triton["streaming"]) == (0.5, 0, True)
+    assert (
+        triton["sampling_param_temperature"],
+        triton["num_draft_tokens"],
+        triton["streaming"],
+    ) == (0.5, 0, True)
     assert (openai["temperature"], openai["seed"], openai["max_tokens"]) == (0.5, 3, 64)
     with pytest.raises(UsageError, match="no num_draft_tokens"):
         ask(stub.http, protocol="openai-chat", num_draft_tokens=0)
@@ -367,7 +412,9 @@ def test_a_grpc_stream_that_ends_before_its_request_is_sent_is_a_failure() -> No
     async def go() -> str | None:
         server, sent = grpc.aio.server(), asyncio.Event()
         handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(ends)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
+        )
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         transport = GrpcTransport(address, "m", 5.0, FORM, grpc.aio.insecure_channel(address))
@@ -386,7 +433,9 @@ def test_a_redirected_request_is_timed_from_its_first_sending() -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(2**16):
             at.append(time.monotonic_ns())
-            moved = b"HTTP/1.1 307 Moved\r\nLocation: /v1/chat/completions\r\nContent-Length: 0\r\n\r\n"
+            moved = (
+                b"HTTP/1.1 307 Moved\r\nLocation: /v1/chat/completions\r\nContent-Length: 0\r\n\r\n"
+            )
             writer.write(ANSWER if len(at) > 1 else moved)
 
     async def use(transport: OpenAiTransport) -> None:

@@ -26,9 +26,15 @@ def main(names: list[str]) -> int:
         print(f"\n=== {name}", flush=True)
         began = time.monotonic()
         code = subprocess.run(
-            [sys.executable, "-m", f"tests.benchmarks.bench_{name}"], cwd=FOLDER.parents[1], check=False
+            [sys.executable, "-m", f"tests.benchmarks.bench_{name}"],
+            cwd=FOLDER.parents[1],
+            check=False,
         ).returncode
-        print(f"--- {name}: {'done' if code == 0 else f'exit code {code}'} after {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"--- {name}: {'done' if code == 0 else f'exit code {code}'} after"
+            f" {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         if code != 0:
             failed.append(name)
     if failed:

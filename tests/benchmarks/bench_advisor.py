@@ -1,13 +1,17 @@
-"""The advisor's draft length against the best of an exhaustive sweep, at three batch sizes, and what either took to find.
+"""The advisor's draft length against the best of an exhaustive sweep, at three batch sizes, and
+what either took to find.
 
-The quickstart pair, INT8, greedy. The advisor answers first, for all batch sizes at once. Then every length is really run at
-every batch size, interleaved. Where both name different lengths (0: plain decoding), these two are run again in pairs, and the
-ratio of their speeds is what counts. On a draft of random weights the advisor has to say that speculation does not pay. Good:
-the interval of the ratio reaches 0.97 at every batch size, and the advisor took at most a tenth of the sweep's time.
+The quickstart pair, INT8, greedy. The advisor answers first, for all batch sizes at once. Then
+every length is really run at every batch size, interleaved. Where both name different lengths (0:
+plain decoding), these two are run again in pairs, and the ratio of their speeds is what counts. On
+a draft of random weights the advisor has to say that speculation does not pay. Good: the interval
+of the ratio reaches 0.97 at every batch size, and the advisor took at most a tenth of the sweep's
+time.
 
     python -m tests.benchmarks.bench_advisor [--engines DIR] [--prompts 64] [--rounds 3]
 
---engines: a folder with engine directories `target` and `draft` of the pair; without it they are built in a temporary folder.
+--engines: a folder with engine directories `target` and `draft` of the pair; without it they are
+built in a temporary folder.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ PAIRED_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size: the advisor's length, the sweep's, and the speed of the one over the other, re-measured in pairs."""
+    """One batch size: the advisor's length, the sweep's, and the speed of the one over the
+    other, re-measured in pairs.
+    """
 
     batch: int
     chosen: int
@@ -80,11 +86,18 @@ class RandomDraft:
         self.max_seq_len, self.max_step_tokens = engine.max_seq_len, engine.max_step_tokens
         self.rewind, self.length = engine.rewind, engine.length
 
-    def forward(self, slots: list[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
-        return torch.rand(self._engine.forward(slots, tokens, last_only=last_only).shape, generator=self._generator)
+    def forward(
+        self, slots: list[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
+        return torch.rand(
+            self._engine.forward(slots, tokens, last_only=last_only).shape,
+            generator=self._generator,
+        )
 
 
-def ask(target: StepEngine, draft: StepEngine, runtime: MeasuredRuntime, question: Question) -> Advice:
+def ask(
+    target: StepEngine, draft: StepEngine, runtime: MeasuredRuntime, question: Question
+) -> Advice:
     return advise(
         target,
         [Contender("draft", "draft_target", runtime, draft)],
@@ -102,13 +115,27 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=3)
     asked = arguments.parse_args()
     with ExitStack() as stack:
-        engines = asked.engines or build_engines(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        target, draft = (loader("torch").load(engines / role, threads=1) for role in ("target", "draft"))
-        codec, eos = TextCodec.from_file(engines / "target" / "tokenizer.json"), eos_token_ids(engines / "target")
+        engines = asked.engines or build_engines(
+            Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        )
+        target, draft = (
+            loader("torch").load(engines / role, threads=1) for role in ("target", "draft")
+        )
+        codec, eos = (
+            TextCodec.from_file(engines / "target" / "tokenizer.json"),
+            eos_token_ids(engines / "target"),
+        )
     file = ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
-    labels, texts = read_labels(file, "domain", "all", asked.prompts), read_texts(file, "prompt", limit=asked.prompts)
-    prompts = [(label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)]
-    question = Question(prompts, MAX_TOKENS, None, "auto", max_draft_len=LENGTHS[-1], batches=BATCHES)
+    labels, texts = (
+        read_labels(file, "domain", "all", asked.prompts),
+        read_texts(file, "prompt", limit=asked.prompts),
+    )
+    prompts = [
+        (label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
+    ]
+    question = Question(
+        prompts, MAX_TOKENS, None, "auto", max_draft_len=LENGTHS[-1], batches=BATCHES
+    )
     runtime = MeasuredRuntime(target, draft, codec, eos_token_ids=eos)
     runtime.run("draft_target", [ids for _, ids in prompts[:8]], 4, MAX_TOKENS, 0.0)  # warm
 
@@ -121,7 +148,11 @@ def main() -> int:
 
     rows = []
     for batch in BATCHES:
-        predicted = {each.draft_len: each.speedup for each in advice.candidates[0].predictions if each.batch == batch}
+        predicted = {
+            each.draft_len: each.speedup
+            for each in advice.candidates[0].predictions
+            if each.batch == batch
+        }
         chosen = best_length({0: 1.0, **predicted})
         total = {length: float(spent.sum()) for length, spent in times[batch].items()}
         best = min(total, key=total.__getitem__)
@@ -131,17 +162,28 @@ def main() -> int:
             ratio = bootstrap_ratio_of_sums(again[best], again[chosen])
         measured = {length: total[0] / spent for length, spent in total.items()}
         rows.append(Row(batch, chosen, best, ratio, predicted, measured))
-        print(f"batch {batch}: advisor {chosen}, sweep {best}; choice / best {ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})")
+        print(
+            f"batch {batch}: advisor {chosen}, sweep {best}; choice / best {ratio[0]:.3f}"
+            f" ({ratio[1]:.3f} to {ratio[2]:.3f})"
+        )
         print("  length     " + "".join(f"{length:8}" for length in predicted))
         print("  predicted  " + "".join(f"{speedup:8.2f}" for speedup in predicted.values()))
         print("  measured   " + "".join(f"{measured[length]:8.2f}" for length in predicted))
 
     noise = RandomDraft(draft)
-    refused = ask(target, noise, MeasuredRuntime(target, noise, codec, eos_token_ids=eos), replace(question, batches=(1,)))
+    refused = ask(
+        target,
+        noise,
+        MeasuredRuntime(target, noise, codec, eos_token_ids=eos),
+        replace(question, batches=(1,)),
+    )
     print(f"random draft: {refused.reason}")
     share = advised_s / swept_s
     good = all(row.ratio[2] >= 0.97 for row in rows) and share <= 0.1 and not refused.speculate
-    print(f"advisor {advised_s:.1f} s, sweep {swept_s:.1f} s: {share:.1%}; {'good' if good else 'not good'}")
+    print(
+        f"advisor {advised_s:.1f} s, sweep {swept_s:.1f} s: {share:.1%};"
+        f" {'good' if good else 'not good'}"
+    )
     line = {
         "benchmark": "advisor",
         "rows": [asdict(row) for row in rows],
@@ -156,7 +198,11 @@ def main() -> int:
 
 
 def run(
-    runtime: MeasuredRuntime, prompts: list[tuple[str, tuple[int, ...]]], batch: int, lengths: Sequence[int], rounds: int
+    runtime: MeasuredRuntime,
+    prompts: list[tuple[str, tuple[int, ...]]],
+    batch: int,
+    lengths: Sequence[int],
+    rounds: int,
 ) -> dict[int, np.ndarray]:
     return sweep(
         runtime,

@@ -1,12 +1,15 @@
 """Does the load client keep its schedule? Lag of sends behind it in an open loop, per protocol.
 
-A stub endpoint in a process of its own answers every request with 8 chunks, 5 ms apart; requests arrive as a Poisson process at
-500/s. Lag is the time from when a request was due to when it was handed to the network. Good: p99 under 2 ms on 2 cores.
-Beside it, the time by which the client saw chunks later than the stub wrote them, which is what it adds to a latency.
+A stub endpoint in a process of its own answers every request with 8 chunks, 5 ms apart; requests
+arrive as a Poisson process at 500/s. Lag is the time from when a request was due to when it was
+handed to the network. Good: p99 under 2 ms on 2 cores. Beside it, the time by which the client saw
+chunks later than the stub wrote them, which is what it adds to a latency.
 
-On a machine that others use too, a real-time priority takes them out of the picture (as root): chrt -f 10 python -m ...
+On a machine that others use too, a real-time priority takes them out of the picture (as root): chrt
+-f 10 python -m ...
 
-    python -m tests.benchmarks.bench_client [--rate 500] [--seconds 10] [--protocols triton-grpc ...]
+    python -m tests.benchmarks.bench_client [--rate 500] [--seconds 10] [--protocols triton-grpc
+    ...]
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ async def measure(stub: StubServer, protocol: str, rate: float, seconds: float) 
         options = Options(max_tokens=CHUNKS * TOKENS)
         prompts = [f"{protocol} prompt {i}" for i in range(count)]
         requests = [transport.prepare(prompt, options) for prompt in prompts]
-        await run_closed(transport, [transport.prepare(f"warm {i}", options) for i in range(200)], 50)
+        await run_closed(
+            transport, [transport.prepare(f"warm {i}", options) for i in range(200)], 50
+        )
         before = resource.getrusage(resource.RUSAGE_SELF)
         exchanges, due = await run_open(transport, requests, poisson(rate, count))
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -65,12 +70,16 @@ async def measure(stub: StubServer, protocol: str, rate: float, seconds: float) 
         "lag_max_ms": float(lag.max()),
         "seen_after_written_p50_ms": float(np.percentile(seen, 50)) / MS,
         "seen_after_written_p99_ms": float(np.percentile(seen, 99)) / MS,
-        "client_cores": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / window_s,
+        "client_cores": (
+            (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / window_s
+        ),
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=500.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
@@ -78,19 +87,29 @@ def main() -> int:
     script = Script(chunks=tuple((GAP_MS, f"word{i} ", TOKENS) for i in range(CHUNKS)))
     rows = []
     print(f"{asked.rate:g} requests/s, {CHUNKS} chunks each, {os.cpu_count()} cores; ms")
-    print(f"{'':20}{'lag p50':>9}{'p99':>8}{'max':>8}   {'seen p50':>9}{'p99':>8}{'cores':>8}   requests/s")
+    print(
+        f"{'':20}{'lag p50':>9}{'p99':>8}{'max':>8}   {'seen p50':>9}{'p99':>8}{'cores':>8}  "
+        " requests/s"
+    )
     for protocol in asked.protocols:
         with StubServer(script) as stub:
             row = asyncio.run(measure(stub, protocol, asked.rate, asked.seconds))
         rows.append(row)
         print(
-            f"{protocol:20}{row['lag_p50_ms']:9.2f}{row['lag_p99_ms']:8.2f}{row['lag_max_ms']:8.2f}   "
-            f"{row['seen_after_written_p50_ms']:9.2f}{row['seen_after_written_p99_ms']:8.2f}{row['client_cores']:8.2f}"
+            f"{protocol:20}{row['lag_p50_ms']:9.2f}{row['lag_p99_ms']:8.2f}{row['lag_max_ms']:8.2f}"
+            f"   {row['seen_after_written_p50_ms']:9.2f}{row['seen_after_written_p99_ms']:8.2f}"
+            f"{row['client_cores']:8.2f}"
             f"   {row['rate']:.0f}  {'good' if row['lag_p99_ms'] < LIMIT_MS else 'late'}",
             flush=True,
         )
-    versions = {name: version(name) for name in ("aiohttp", "grpcio")} | {"python": platform.python_version()}
-    print(json.dumps({"benchmark": "client", "results": rows, "versions": versions, "cores": os.cpu_count()}))
+    versions = {name: version(name) for name in ("aiohttp", "grpcio")} | {
+        "python": platform.python_version()
+    }
+    print(
+        json.dumps(
+            {"benchmark": "client", "results": rows, "versions": versions, "cores": os.cpu_count()}
+        )
+    )
     return 0
 
 

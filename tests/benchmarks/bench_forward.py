@@ -1,7 +1,9 @@
-"""What does verifying several tokens cost, against decoding one? Forward of n tokens over forward of 1, on the quickstart pair.
+"""What does verifying several tokens cost, against decoding one? Forward of n tokens over forward
+of 1, on the quickstart pair.
 
-Compiled engines in FP32 and INT8 W8A8 (rounded here, not calibrated: other values, the same cost), batch 1, behind 128 tokens.
-Good: 5 tokens <= 1.5 x 1 token in both precisions; target well below 2 ms at 1 token; draft below 0.15 ms a layer.
+Compiled engines in FP32 and INT8 W8A8 (rounded here, not calibrated: other values, the same cost),
+batch 1, behind 128 tokens. Good: 5 tokens <= 1.5 x 1 token in both precisions; target well below 2
+ms at 1 token; draft below 0.15 ms a layer.
 
     python -m tests.benchmarks.bench_forward [--threads N] [--rounds N]
 """
@@ -32,7 +34,13 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     print(f"forward of n tokens, batch 1, behind {asked.context} tokens: ms, median (fastest)")
     print(f"{'':16}" + "".join(f"{n:>17}" for n in TOKENS) + f"{'5 / 1':>16}")
-    line: dict[str, Any] = {"benchmark": "forward", "context": asked.context, **facts(), "ms": {}, "five_over_one": {}}
+    line: dict[str, Any] = {
+        "benchmark": "forward",
+        "context": asked.context,
+        **facts(),
+        "ms": {},
+        "five_over_one": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for role in ("target", "draft"):
             int8 = write_int8(PAIR / role, Path(folder) / f"{role}-int8", "W8A8_SQ_PER_CHANNEL")
@@ -44,7 +52,10 @@ def main() -> None:
                 ratios = [found[five][k] / found[0][k] for k in (0, 1)]
                 cells = "".join(f"{f'{middle:.3f} ({best:.3f})':>17}" for middle, best in found)
                 print(f"{name:16}{cells}{f'{ratios[0]:.2f} ({ratios[1]:.2f})':>16}", flush=True)
-                line["ms"][name] = {str(n): [round(x, 4) for x in pair] for n, pair in zip(TOKENS, found, strict=True)}
+                line["ms"][name] = {
+                    str(n): [round(x, 4) for x in pair]
+                    for n, pair in zip(TOKENS, found, strict=True)
+                }
                 line["five_over_one"][name] = [round(ratio, 3) for ratio in ratios]
     print(json.dumps(line))
 

@@ -1,12 +1,13 @@
 """How much time does the runtime itself take per verify step, outside the models' forwards?
 
-Time of whole runs minus the time inside `forward` of both engines, divided by verify steps: drafting, choosing, accepting,
-text, events and statistics, prefill's share included. All of it is one thread's work, so beside the wall clock that thread's
-CPU time is taken: it is the one to go by on a machine that is busy with other things. The engines are tables that answer in
-microseconds, with the quickstart's vocabulary and tokenizer, draft length 4, and an acceptance of about 0.7 (--real takes the
-quickstart pair itself, eager).
-Good: < 0.25 ms a step at batch 1 greedy, < 0.6 ms sampled. Wall is the median over rounds, CPU the least of them: other load
-lengthens even CPU time, by taking caches and clock rate.
+Time of whole runs minus the time inside `forward` of both engines, divided by verify steps:
+drafting, choosing, accepting, text, events and statistics, prefill's share included. All of it is
+one thread's work, so beside the wall clock that thread's CPU time is taken: it is the one to go by
+on a machine that is busy with other things. The engines are tables that answer in microseconds,
+with the quickstart's vocabulary and tokenizer, draft length 4, and an acceptance of about 0.7
+(--real takes the quickstart pair itself, eager). Good: < 0.25 ms a step at batch 1 greedy, < 0.6 ms
+sampled. Wall is the median over rounds, CPU the least of them: other load lengthens even CPU time,
+by taking caches and clock rate.
 
     python -m tests.benchmarks.bench_host [--real] [--rounds 9]
 """
@@ -61,7 +62,9 @@ class Timed:
         self.length = engine.length
         self.wall_ns = self.cpu_ns = 0
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         logits = self._engine.forward(slots, tokens, last_only=last_only)
         self.cpu_ns += time.thread_time_ns() - cpu
@@ -75,7 +78,9 @@ class Lookup:
     def __init__(self, seed: int, vocab_size: int = 2048, max_batch_size: int = 8) -> None:
         common, own = np.random.default_rng(0), np.random.default_rng(seed)
         shape = (vocab_size, vocab_size)
-        table = 3.0 * common.standard_normal(shape, np.float32) + 0.25 * own.standard_normal(shape, np.float32)
+        table = 3.0 * common.standard_normal(shape, np.float32) + 0.25 * own.standard_normal(
+            shape, np.float32
+        )
         self._table = torch.from_numpy(table)
         self._lengths = [0] * max_batch_size
         self.vocab_size = vocab_size
@@ -83,7 +88,9 @@ class Lookup:
         self.max_seq_len = 1024
         self.max_step_tokens = 64
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         for slot in slots:
             self._lengths[slot] += tokens.shape[1]
         return self._table[tokens[:, -1:] if last_only else tokens]
@@ -104,28 +111,50 @@ def engines(real: bool) -> tuple[StepEngine, StepEngine]:
     return open_checkpoint(QUICKSTART / "target"), open_checkpoint(QUICKSTART / "draft")
 
 
-def measure(target: Timed, draft: Timed, codec: TextCodec, batch: int, fields: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Milliseconds of host time per verify step (wall, CPU), and the acceptance rate; a first round warms up."""
+def measure(
+    target: Timed, draft: Timed, codec: TextCodec, batch: int, fields: dict[str, Any], rounds: int
+) -> dict[str, float]:
+    """Milliseconds of host time per verify step (wall, CPU), and the acceptance rate; a first
+    round warms up.
+    """
     runtime = make_runtime(target, draft, max_draft_len=DRAFT_LEN, codec=codec)
     prompts = [codec.encode(f"def example_{i}(value):\n") for i in range(batch)]
     per_step: list[list[float]] = []
     rates: list[float | None] = []
     for _ in range(rounds + 1):
-        steps, within = runtime.counters().steps, (target.wall_ns + draft.wall_ns, target.cpu_ns + draft.cpu_ns)
+        steps, within = (
+            runtime.counters().steps,
+            (target.wall_ns + draft.wall_ns, target.cpu_ns + draft.cpu_ns),
+        )
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        outcomes = serve(runtime, [make_request(prompt, MAX_TOKENS, str(i), **fields) for i, prompt in enumerate(prompts)])
+        outcomes = serve(
+            runtime,
+            [
+                make_request(prompt, MAX_TOKENS, str(i), **fields)
+                for i, prompt in enumerate(prompts)
+            ],
+        )
         cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        outside = (wall - target.wall_ns - draft.wall_ns + within[0], cpu - target.cpu_ns - draft.cpu_ns + within[1])
+        outside = (
+            wall - target.wall_ns - draft.wall_ns + within[0],
+            cpu - target.cpu_ns - draft.cpu_ns + within[1],
+        )
         per_step.append([span / 1e6 / (runtime.counters().steps - steps) for span in outside])
         rates += [outcome.stats.acceptance_rate for outcome in outcomes]
     known = [rate for rate in rates if rate is not None]
     wall, cpu = np.median(per_step[1:], axis=0)[0], np.min(per_step[1:], axis=0)[1]
-    return {"wall_ms": wall, "cpu_ms": cpu, "acceptance_rate": statistics.fmean(known) if known else float("nan")}
+    return {
+        "wall_ms": wall,
+        "cpu_ms": cpu,
+        "acceptance_rate": statistics.fmean(known) if known else float("nan"),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--real", action="store_true", help="the quickstart pair, eager, instead of tables")
+    parser.add_argument(
+        "--real", action="store_true", help="the quickstart pair, eager, instead of tables"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
@@ -133,11 +162,17 @@ def main() -> int:
     target, draft = (Timed(engine) for engine in engines(asked.real))
     codec = TextCodec.from_file(QUICKSTART / "target" / "tokenizer.json")
     results: dict[str, dict[str, float]] = {}
-    print(f"{'host time per verify step':36}{'batch':>6}{'wall ms':>9}{'CPU ms':>9}{'accepted':>10}")
+    print(
+        f"{'host time per verify step':36}{'batch':>6}{'wall ms':>9}{'CPU ms':>9}{'accepted':>10}"
+    )
     for batch in (1, 8):
         for name, fields in CASES.items():
-            found = results[f"{name}, batch {batch}"] = measure(target, draft, codec, batch, fields, asked.rounds)
-            print(f"{name:36}{batch:6}{found['wall_ms']:9.3f}{found['cpu_ms']:9.3f}{found['acceptance_rate']:10.2f}")
+            found = results[f"{name}, batch {batch}"] = measure(
+                target, draft, codec, batch, fields, asked.rounds
+            )
+            print(
+                f"{name:36}{batch:6}{found['wall_ms']:9.3f}{found['cpu_ms']:9.3f}{found['acceptance_rate']:10.2f}"
+            )
     facts = {
         "benchmark": "host",
         "engines": "quickstart, eager" if asked.real else "tables",
@@ -146,7 +181,14 @@ def main() -> int:
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers")},
     }
-    print(json.dumps({**facts, "host_cpu_ms": {name: round(found["cpu_ms"], 4) for name, found in results.items()}}))
+    print(
+        json.dumps(
+            {
+                **facts,
+                "host_cpu_ms": {name: round(found["cpu_ms"], 4) for name, found in results.items()},
+            }
+        )
+    )
     return 0
 
 

@@ -1,15 +1,16 @@
-"""Our runtime against transformers' assisted generation: the same pair, prompts, precision, threads and draft length.
+"""Our runtime against transformers' assisted generation: the same pair, prompts, precision, threads
+and draft length.
 
-In one process, prompt by prompt in turns, greedy, FP32: our runtime with and without the draft, the bare loop (our target's
-engine alone, one token per forward and nothing else), and transformers' `generate` with and without `assistant_model`, its
-draft length held constant as ours is. Tokens per second count whole calls, prompt included; the bare loop and the plain arm are
-compared on the time behind the first token.
-Good: ours / transformers >= 3, plain / bare >= 0.9.
+In one process, prompt by prompt in turns, greedy, FP32: our runtime with and without the draft, the
+bare loop (our target's engine alone, one token per forward and nothing else), and transformers'
+`generate` with and without `assistant_model`, its draft length held constant as ours is. Tokens per
+second count whole calls, prompt included; the bare loop and the plain arm are compared on the time
+behind the first token. Good: ours / transformers >= 3, plain / bare >= 0.9.
 
     python -m tests.benchmarks.bench_runtime [--engines DIR] [--prompts 24] [--max-tokens 96]
 
---engines: a folder with FP32 engine directories `target` and `draft` of the pair; made there if it has none, else in a
-temporary folder (compiling takes about a minute).
+--engines: a folder with FP32 engine directories `target` and `draft` of the pair; made there if it
+has none, else in a temporary folder (compiling takes about a minute).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ MAX_SEQ_LEN = 1024
 
 @dataclass
 class Arm:
-    """Tokens and seconds summed over all runs, the same behind the first token, and the output of every prompt."""
+    """Tokens and seconds summed over all runs, the same behind the first token, and the output
+    of every prompt.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
@@ -58,14 +61,18 @@ class Arm:
 
 
 def make_engines(folder: Path, draft_len: int) -> str:
-    """Engine directories of the quickstart pair without quantization; those that stand are taken. Returns their mode."""
+    """Engine directories of the quickstart pair without quantization; those that stand are
+    taken. Returns their mode.
+    """
     for role in ("target", "draft"):
         out, source = folder / role, QUICKSTART / role
         if (out / "config.json").exists():
             continue
         print(f"compiling the {role} ...", file=sys.stderr)
         config = read_json(source / "config.json")
-        spec = EngineSpec(role, 8, MAX_SEQ_LEN - 256, MAX_SEQ_LEN, draft_len if role == "target" else 0)
+        spec = EngineSpec(
+            role, 8, MAX_SEQ_LEN - 256, MAX_SEQ_LEN, draft_len if role == "target" else 0
+        )
         checkpoint = QuantizedCheckpoint(
             role=role,
             path=source,
@@ -81,7 +88,9 @@ def make_engines(folder: Path, draft_len: int) -> str:
     return str(read_json(folder / "target" / "config.json")["toolkit"]["mode"])
 
 
-def ours(runtime: SpeculativeRuntime, max_tokens: int, draft_len: int | None) -> Callable[[list[int]], tuple[list[int], float]]:
+def ours(
+    runtime: SpeculativeRuntime, max_tokens: int, draft_len: int | None
+) -> Callable[[list[int]], tuple[list[int], float]]:
     def run(prompt: list[int]) -> tuple[list[int], float]:
         outcome = serve_one(runtime, make_request(prompt, max_tokens, draft_len=draft_len))
         return outcome.ids, behind_the_first(outcome.stats)
@@ -102,7 +111,9 @@ def bare_loop(
 
     def run(prompt: list[int]) -> tuple[list[int], float]:
         for start in range(0, len(prompt), engine.max_step_tokens):
-            logits = engine.forward([0], torch.tensor([prompt[start : start + engine.max_step_tokens]]), last_only=True)
+            logits = engine.forward(
+                [0], torch.tensor([prompt[start : start + engine.max_step_tokens]]), last_only=True
+            )
         ids = [int(logits.argmax())]
         began = time.perf_counter()
         while len(ids) < max_tokens and ids[-1] not in eos:
@@ -114,11 +125,15 @@ def bare_loop(
     return run
 
 
-def theirs(model: Any, assistant: Any, max_tokens: int, draft_len: int) -> Callable[[list[int]], tuple[list[int], float]]:
+def theirs(
+    model: Any, assistant: Any, max_tokens: int, draft_len: int
+) -> Callable[[list[int]], tuple[list[int], float]]:
     if assistant is not None:
         own = assistant.generation_config
         own.num_assistant_tokens, own.num_assistant_tokens_schedule = draft_len, "constant"
-        own.assistant_confidence_threshold = 0.0  # it would end a block early where the draft is unsure
+        own.assistant_confidence_threshold = (
+            0.0  # it would end a block early where the draft is unsure
+        )
 
     def run(prompt: list[int]) -> tuple[list[int], float]:
         ids = torch.tensor([prompt])
@@ -151,12 +166,17 @@ def compare(asked: argparse.Namespace, folder: Path) -> int:
 
     mode = make_engines(folder, asked.draft_len)
     torch.set_num_threads(asked.threads)
-    runtime = load_runtime(folder / "target", folder / "draft", threads=asked.threads, max_draft_len=asked.draft_len)
+    runtime = load_runtime(
+        folder / "target", folder / "draft", threads=asked.threads, max_draft_len=asked.draft_len
+    )
     eos = runtime.settings.eos_token_ids
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # it would print a line per block, in its own time
+    # it would print a line per block, in its own time
+    transformers.utils.logging.set_verbosity_error()
     model, assistant = (
-        transformers.AutoModelForCausalLM.from_pretrained(QUICKSTART / role, dtype=torch.float32).eval()
+        transformers.AutoModelForCausalLM.from_pretrained(
+            QUICKSTART / role, dtype=torch.float32
+        ).eval()
         for role in ("target", "draft")
     )
     for each in (model, assistant):
@@ -168,7 +188,11 @@ def compare(asked: argparse.Namespace, folder: Path) -> int:
         "transformers, assisted": theirs(model, assistant, asked.max_tokens, asked.draft_len),
         "transformers, plain": theirs(model, None, asked.max_tokens, asked.draft_len),
     }
-    lines = (QUICKSTART / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[: asked.prompts]
+    lines = (
+        (QUICKSTART / "data" / "prompts.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[: asked.prompts]
+    )
     prompts = [runtime.codec.encode(json.loads(line)["prompt"]) for line in lines]
     results = {name: Arm() for name in arms}
     for run in arms.values():
@@ -186,7 +210,9 @@ def compare(asked: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-def report(asked: argparse.Namespace, mode: str, results: dict[str, Arm], runtime: SpeculativeRuntime) -> None:
+def report(
+    asked: argparse.Namespace, mode: str, results: dict[str, Arm], runtime: SpeculativeRuntime
+) -> None:
     reference = results["ours, plain"].outputs
     print(f"{'arm':26}{'tokens/s':>10}{'tokens':>9}{'prompts as ours, plain':>25}")
     for name, arm in results.items():
@@ -195,10 +221,13 @@ def report(asked: argparse.Namespace, mode: str, results: dict[str, Arm], runtim
     plain, bare = results["ours, plain"], results["bare loop"]
     counters = runtime.counters()
     figures = {
-        "ours_over_transformers": results["ours, speculative"].rate / results["transformers, assisted"].rate,
+        "ours_over_transformers": results["ours, speculative"].rate
+        / results["transformers, assisted"].rate,
         "speculative_over_plain": results["ours, speculative"].rate / plain.rate,
-        "transformers_assisted_over_plain": results["transformers, assisted"].rate / results["transformers, plain"].rate,
-        "plain_over_bare": (plain.later_tokens / plain.later_seconds) / (bare.later_tokens / bare.later_seconds),
+        "transformers_assisted_over_plain": results["transformers, assisted"].rate
+        / results["transformers, plain"].rate,
+        "plain_over_bare": (plain.later_tokens / plain.later_seconds)
+        / (bare.later_tokens / bare.later_seconds),
         "acceptance_rate": counters.accepted / max(1, counters.drafted),
     }
     for name, figure in figures.items():

@@ -1,15 +1,18 @@
 """Does speculation pay through Triton, and is the plain arm honest?
 
-One stream, the quickstart pair, held-out prompts; a real server on this machine and a client over gRPC. Prompt by prompt, in
-turns, three arms run: the bare loop (the target engine alone, in this process, one token per forward and nothing else), plain
-decoding through Triton, and speculation through Triton; greedy and at T = 0.8. Tokens per second count the whole request, from
-sent to last token; against the bare loop, which has no prompt to read, from first token to last.
-Good: speculative / plain >= 1.5 in both, texts that do not loop (distinct 4-grams >= 0.5), plain / bare >= 0.9.
+One stream, the quickstart pair, held-out prompts; a real server on this machine and a client over
+gRPC. Prompt by prompt, in turns, three arms run: the bare loop (the target engine alone, in this
+process, one token per forward and nothing else), plain decoding through Triton, and speculation
+through Triton; greedy and at T = 0.8. Tokens per second count the whole request, from sent to last
+token; against the bare loop, which has no prompt to read, from first token to last. Good:
+speculative / plain >= 1.5 in both, texts that do not loop (distinct 4-grams >= 0.5), plain / bare
+>= 0.9.
 
-The pair is deployed in three ways. As shipped, a chunk is streamed per step, and sending one costs as much as an INT8 forward
-of so small a model: what speculation saves is chunks, too. With chunks 40 ms apart sending hardly counts, and what is left is
-decoding itself: with an INT8 target, which this processor keeps in its cache, and with the target as it was trained, in BF16,
-which is bound by reading its weights as large models are.
+The pair is deployed in three ways. As shipped, a chunk is streamed per step, and sending one costs
+as much as an INT8 forward of so small a model: what speculation saves is chunks, too. With chunks
+40 ms apart sending hardly counts, and what is left is decoding itself: with an INT8 target, which
+this processor keeps in its cache, and with the target as it was trained, in BF16, which is bound by
+reading its weights as large models are.
 
     python -m tests.benchmarks.bench_serving [--deployments NAME ...] [--prompts FILE]
     python -m tests.benchmarks.bench_serving --repository triton_repo/NAME
@@ -80,18 +83,24 @@ def distinct_4_grams(texts: Sequence[tuple[int, ...]]) -> float:
 
 
 def ratio_interval(above: Arm, below: Arm, prompts: int) -> tuple[float, float, float]:
-    """above / below in tokens per second, with its interval over prompts (all rounds of a prompt stay together)."""
+    """above / below in tokens per second, with its interval over prompts (all rounds of a prompt
+    stay together).
+    """
 
     def by_prompt(figures: Sequence[float]) -> Any:  # [1, prompts]
         return np.reshape(figures, (-1, prompts)).sum(axis=0, keepdims=True)
 
     arms = (above, below)
-    tokens, seconds = ([by_prompt(getattr(arm, name)) for arm in arms] for name in ("tokens", "seconds"))
+    tokens, seconds = (
+        [by_prompt(getattr(arm, name)) for arm in arms] for name in ("tokens", "seconds")
+    )
     return bootstrap_ratio((tokens[0], tokens[1]), (seconds[0], seconds[1]))
 
 
 def deploy(folder: Path, name: str) -> Path:
-    """Quantize, compile and package the quickstart pair as the YAML says, but for what the name says. The repository."""
+    """Quantize, compile and package the quickstart pair as the YAML says, but for what the name
+    says. The repository.
+    """
     from toolkit.cli.progress import displayed
     from toolkit.config.load import load_config
     from toolkit.pipeline.store import Store
@@ -106,14 +115,18 @@ def deploy(folder: Path, name: str) -> Path:
 
 
 def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, float]]:
-    """prompt -> (tokens, seconds) of greedy decoding with the target engine alone; the least that plain decoding can cost."""
+    """prompt -> (tokens, seconds) of greedy decoding with the target engine alone; the least
+    that plain decoding can cost.
+    """
     import torch
     from tokenizers import Tokenizer
 
     from toolkit.engines.registry import loader
 
     folder = repository / MODEL / "1" / "engines" / "target"
-    threads = yaml.safe_load((repository / MODEL / "1" / "model.yaml").read_text())["toolkit"]["threads"]
+    threads = yaml.safe_load((repository / MODEL / "1" / "model.yaml").read_text())["toolkit"][
+        "threads"
+    ]
     engine = loader("torch").load(folder, threads=threads)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -121,7 +134,9 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
     def run(prompt: str) -> tuple[int, float]:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         for start in range(0, ids.shape[1], engine.max_step_tokens):
-            logits = engine.forward([0], ids[:, start : start + engine.max_step_tokens], last_only=True)
+            logits = engine.forward(
+                [0], ids[:, start : start + engine.max_step_tokens], last_only=True
+            )
         token = logits[:, -1:].argmax(-1)
         started = time.perf_counter()
         for _ in range(max_tokens - 1):
@@ -135,7 +150,12 @@ def bare_loop(repository: Path, max_tokens: int) -> Callable[[str], tuple[int, f
 
 def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
     (timing,) = client.measure([prompt], options)
-    if not timing.output_tokens or timing.output_tokens < 2 or timing.ttft_ns is None or timing.e2e_ns is None:
+    if (
+        not timing.output_tokens
+        or timing.output_tokens < 2
+        or timing.ttft_ns is None
+        or timing.e2e_ns is None
+    ):
         raise SystemExit(f"a prompt of the benchmark gives no text to measure: {prompt[:60]!r}")
     arm.add(timing.output_tokens, timing.e2e_ns / 1e9)
     arm.decode = arm.decode or Arm()
@@ -146,16 +166,25 @@ def served(client: Client, arm: Arm, prompt: str, options: Options) -> None:
     arm.steps += timing.statistics.verify_steps or 0
 
 
-def measure(repository: Path, prompts: Sequence[str], max_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(
+    repository: Path, prompts: Sequence[str], max_tokens: int, rounds: int
+) -> dict[str, Any]:
     bare, results = Arm(), {}
     run_bare = bare_loop(repository, max_tokens)
     with TritonServer(repository) as server, Client(server.grpc_url) as client:
         for name, options in SAMPLED.items():
             plain, speculative = Arm(), Arm()
-            base = {"max_tokens": max_tokens, **{key: getattr(options, key) for key in ("temperature", "seed")}}
+            base = {
+                "max_tokens": max_tokens,
+                **{key: getattr(options, key) for key in ("temperature", "seed")},
+            }
             asked = {"plain": Options(**base, num_draft_tokens=0), "speculative": Options(**base)}
             for number in range(-1, rounds):  # round -1 warms up
-                arms = {"plain": Arm(), "speculative": Arm()} if number < 0 else {"plain": plain, "speculative": speculative}
+                arms = (
+                    {"plain": Arm(), "speculative": Arm()}
+                    if number < 0
+                    else {"plain": plain, "speculative": speculative}
+                )
                 for index, prompt in enumerate(prompts[: 4 if number < 0 else None]):
                     if options.temperature == 0:
                         (bare if number >= 0 else Arm()).add(*run_bare(prompt))
@@ -175,7 +204,12 @@ def measure(repository: Path, prompts: Sequence[str], max_tokens: int, rounds: i
             }
             if options.temperature == 0 and plain.decode is not None:
                 share, low, high = ratio_interval(plain.decode, bare, len(prompts))
-                results["plain_over_bare"] = {"estimate": share, "low": low, "high": high, "bare_tokens_per_s": bare.rate()}
+                results["plain_over_bare"] = {
+                    "estimate": share,
+                    "low": low,
+                    "high": high,
+                    "bare_tokens_per_s": bare.rate(),
+                }
     return results
 
 
@@ -183,7 +217,11 @@ def print_table(results: dict[str, Any]) -> None:
     bare = results["plain_over_bare"]
     heads = ("plain", "speculative", "speed-up", "95 %", "acceptance", "length", "4-grams")
     print(
-        f"{'tokens/s':14}" + "".join(f"{head:>{width}}" for head, width in zip(heads, (10, 13, 10, 13, 12, 8, 9), strict=True))
+        f"{'tokens/s':14}"
+        + "".join(
+            f"{head:>{width}}"
+            for head, width in zip(heads, (10, 13, 10, 13, 12, 8, 9), strict=True)
+        )
     )
     for name in SAMPLED:
         row = results[name]
@@ -194,28 +232,43 @@ def print_table(results: dict[str, Any]) -> None:
             f"{interval:>13}{row['acceptance_rate']:12.3f}{row['acceptance_length']:8.2f}{grams:9.2f}"
         )
     print(
-        f"bare loop {bare['bare_tokens_per_s']:.1f} tokens/s; plain through Triton reaches {bare['estimate']:.3f} of it "
-        f"({bare['low']:.3f} - {bare['high']:.3f})",
+        f"bare loop {bare['bare_tokens_per_s']:.1f} tokens/s; plain through Triton reaches"
+        f" {bare['estimate']:.3f} of it ({bare['low']:.3f} - {bare['high']:.3f})",
         flush=True,
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deployments", nargs="+", choices=DEPLOYMENTS, default=list(DEPLOYMENTS), metavar="NAME")
-    parser.add_argument("--repository", type=Path, help="one that is packaged already, in their place")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--deployments", nargs="+", choices=DEPLOYMENTS, default=list(DEPLOYMENTS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--repository", type=Path, help="one that is packaged already, in their place"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=ROOT / "configs" / "quickstart" / "data" / "prompts.jsonl"
+    )
     parser.add_argument("--max-prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2)
     asked = parser.parse_args()
     if asked.repository is not None and not (asked.repository / MODEL).is_dir():
-        sys.exit(f"no repository at {asked.repository}: build one with `toolkit build`, or leave --repository out")
+        sys.exit(
+            f"no repository at {asked.repository}: build one with `toolkit build`, or leave"
+            " --repository out"
+        )
     prompts = read_prompts(asked.prompts)[: asked.max_prompts]
     found = {}
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
         for name in asked.deployments if asked.repository is None else [asked.repository.name]:
-            repository = deploy(Path(folder), name) if asked.repository is None else asked.repository.resolve()
+            repository = (
+                deploy(Path(folder), name)
+                if asked.repository is None
+                else asked.repository.resolve()
+            )
             found[name] = measure(repository, prompts, asked.max_tokens, asked.rounds)
             print(f"\n{name} {' '.join(DEPLOYMENTS.get(name, []))}")
             print_table(found[name])

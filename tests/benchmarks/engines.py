@@ -1,4 +1,6 @@
-"""What the benchmarks of engines share: checkpoints whose cost is real and whose values do not matter, and timing in turns."""
+"""What the benchmarks of engines share: checkpoints whose cost is real and whose values do not
+matter, and timing in turns.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,21 @@ def write_random(config: dict[str, Any], out_dir: Path) -> Path:
     (out_dir / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(read_shape(out_dir))
-    tensors = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}
-    save_file({name: torch.ones_like(t) if "norm" in name else t for name, t in tensors.items()}, out_dir / "model.safetensors")
+    tensors = {
+        name: (0.02 * torch.randn(shape, generator=generator)).bfloat16()
+        for name, shape in shapes.items()
+    }
+    save_file(
+        {name: torch.ones_like(t) if "norm" in name else t for name, t in tensors.items()},
+        out_dir / "model.safetensors",
+    )
     return out_dir
 
 
 def write_int8(source: Path, out_dir: Path, quant_algo: str) -> Path:
-    """The checkpoint in INT8 by rounding alone, in ModelOpt's names. Uncalibrated scales: other values, the same cost."""
+    """The checkpoint in INT8 by rounding alone, in ModelOpt's names. Uncalibrated scales: other
+    values, the same cost.
+    """
     shutil.copytree(source, out_dir, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {}
     for name, tensor in read_tensors(source):
@@ -54,20 +64,31 @@ def write_int8(source: Path, out_dir: Path, quant_algo: str) -> Path:
             tensors[f"{linear}.input_scale"] = torch.tensor(0.03)
             tensors[f"{linear}.pre_quant_scale"] = torch.ones(weight.shape[1], dtype=torch.bfloat16)
     save_file(tensors, out_dir / "model.safetensors")
-    section = {"quant_algo": quant_algo, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    section = {
+        "quant_algo": quant_algo,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head"],
+    }
     (out_dir / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     return out_dir
 
 
 def compile_checkpoint(checkpoint: Path, out_dir: Path, **changes: Any) -> CompiledEngine:
     record = QuantizedCheckpoint("target", checkpoint, None, None, "", 0, 0, None, ())
-    return compile_engine("torch", record, replace(SPEC, **changes), out_dir, lambda done, total, what: None)
+    return compile_engine(
+        "torch", record, replace(SPEC, **changes), out_dir, lambda done, total, what: None
+    )
 
 
 def step(engine: StepEngine, tokens: int, context: int) -> Callable[[], None]:
     """One forward of that many tokens behind `context` tokens in slot 0, and back again."""
     while engine.length(0) < context:
-        engine.forward([0], torch.zeros((1, min(engine.max_step_tokens, context - engine.length(0))), dtype=torch.int64))
+        engine.forward(
+            [0],
+            torch.zeros(
+                (1, min(engine.max_step_tokens, context - engine.length(0))), dtype=torch.int64
+            ),
+        )
     ids = torch.arange(tokens)[None] + 1
 
     def run() -> None:
@@ -78,7 +99,9 @@ def step(engine: StepEngine, tokens: int, context: int) -> Callable[[], None]:
 
 
 def in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
-    """(median, fastest) milliseconds of each call. All take a turn in every round, so that a busy moment hits all alike."""
+    """(median, fastest) milliseconds of each call. All take a turn in every round, so that a
+    busy moment hits all alike.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(rounds + 2):
         for call, found in zip(calls, times, strict=True):

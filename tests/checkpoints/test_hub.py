@@ -1,4 +1,6 @@
-"""Hub ids against a hub on loopback: what is fetched, what is kept, and what is said when it cannot be had."""
+"""Hub ids against a hub on loopback: what is fetched, what is kept, and what is said when it
+cannot be had.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def hub(tmp_path: Path) -> Iterator[SmallHub]:
         yield running
 
 
-def test_a_checkpoint_is_fetched_whole_without_pickles_and_code(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_checkpoint_is_fetched_whole_without_pickles_and_code(
+    hub: SmallHub, tmp_path: Path
+) -> None:
     found = fetch(NAME, cache=tmp_path / "cache", endpoint=hub.url)
     assert read_index(found).keys() == read_index(hub.folder).keys()
     assert (found / "tokenizer.json").read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
@@ -55,7 +59,9 @@ def test_what_is_not_here_says_so_without_asking_the_hub(hub: SmallHub, tmp_path
         (404, "RepoNotFound", "is not on the hub"),
     ],
 )
-def test_a_refusal_of_the_hub_has_its_mend(hub: SmallHub, tmp_path: Path, status: int, code: str, words: str) -> None:
+def test_a_refusal_of_the_hub_has_its_mend(
+    hub: SmallHub, tmp_path: Path, status: int, code: str, words: str
+) -> None:
     hub.status, hub.error = status, code
     with pytest.raises(CheckpointError, match=words) as caught:
         fetch(NAME, "main", cache=tmp_path / "cache", endpoint=hub.url)

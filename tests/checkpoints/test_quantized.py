@@ -1,4 +1,6 @@
-"""Unified HF checkpoints in ModelOpt's tensor names, written by hand: read, dequantized, refused where scales are gone."""
+"""Unified HF checkpoints in ModelOpt's tensor names, written by hand: read, dequantized, refused
+where scales are gone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import write_checkpoint
-from toolkit.checkpoints.quantized import Quantization, dequantize, open_checkpoint, read_quantization
+from toolkit.checkpoints.quantized import (
+    Quantization,
+    dequantize,
+    open_checkpoint,
+    read_quantization,
+)
 from toolkit.errors import CheckpointError
 
 LINEAR = "model.layers.0.mlp.up_proj"
@@ -33,9 +40,13 @@ def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def declare(directory: Path, algo: str | None, kv: str | None = None, *, inside: Any = None) -> None:
+def declare(
+    directory: Path, algo: str | None, kv: str | None = None, *, inside: Any = None
+) -> None:
     section = {"quant_algo": algo, "kv_cache_quant_algo": kv, "exclude_modules": ["lm_head"]}
-    (directory / "hf_quant_config.json").write_text(json.dumps({"producer": PRODUCER, "quantization": section}))
+    (directory / "hf_quant_config.json").write_text(
+        json.dumps({"producer": PRODUCER, "quantization": section})
+    )
     if inside is not None:
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = inside
@@ -46,14 +57,20 @@ def test_plain_checkpoint_is_not_quantized(plain: Path) -> None:
     checkpoint = open_checkpoint(plain)
     assert checkpoint.quantization == Quantization(None, None, ())
     linear = checkpoint.linear(LINEAR)
-    assert (linear.weight.dtype, linear.weight_scale, linear.input_scale) == (torch.bfloat16, None, None)
+    assert (linear.weight.dtype, linear.weight_scale, linear.input_scale) == (
+        torch.bfloat16,
+        None,
+        None,
+    )
     assert torch.equal(dequantize(linear), linear.weight.float())
 
 
 def test_int8_codes_times_row_scales(plain: Path) -> None:
     codes = torch.randint(-127, 128, (128, 64), dtype=torch.int8)
     scale, pre = torch.rand(128), torch.rand(64).bfloat16()
-    rewrite(plain, weight=codes, weight_scale=scale, input_scale=torch.tensor(0.02), pre_quant_scale=pre)
+    rewrite(
+        plain, weight=codes, weight_scale=scale, input_scale=torch.tensor(0.02), pre_quant_scale=pre
+    )
     declare(plain, "W8A8_SQ_PER_CHANNEL", "FP8")
     checkpoint = open_checkpoint(plain)
     linear = checkpoint.linear(LINEAR)
@@ -96,9 +113,14 @@ def test_config_json_alone_is_enough(plain: Path) -> None:
 
 
 def test_activation_scale_that_was_never_calibrated_is_found(plain: Path) -> None:
-    rewrite(plain, weight=torch.zeros(128, 64).to(torch.float8_e4m3fn), weight_scale=torch.tensor(0.5))
+    rewrite(
+        plain, weight=torch.zeros(128, 64).to(torch.float8_e4m3fn), weight_scale=torch.tensor(0.5)
+    )
     declare(plain, "FP8")
-    with pytest.raises(CheckpointError, match=r"up_proj\.input_scale is missing: FP8 was exported without calibrated"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"up_proj\.input_scale is missing: FP8 was exported without calibrated",
+    ):
         open_checkpoint(plain).linear(LINEAR)
 
 
@@ -131,7 +153,9 @@ def test_int8_kv_cache_is_refused(plain: Path) -> None:
 
 def test_two_places_that_disagree_are_refused(plain: Path) -> None:
     declare(plain, "FP8", inside={"quant_algo": "W8A16", "quant_method": "modelopt"})
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says FP8, config\.json says W8A16"):
+    with pytest.raises(
+        CheckpointError, match=r"hf_quant_config\.json says FP8, config\.json says W8A16"
+    ):
         read_quantization(plain)
 
 

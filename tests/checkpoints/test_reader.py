@@ -1,4 +1,6 @@
-"""Shards: whole, split, damaged, foreign. Every fault is found from headers and sizes, before a weight is read."""
+"""Shards: whole, split, damaged, foreign. Every fault is found from headers and sizes, before a
+weight is read.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_shards_hold_what_one_file_holds(whole: Path, sharded: Path) -> None:
         check_against_shape(read_index(folder), read_shape(folder), folder)
 
 
-@pytest.mark.parametrize(("dtype", "code", "size"), [("float32", "F32", 4), ("float16", "F16", 2), ("bfloat16", "BF16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "code", "size"),
+    [("float32", "F32", 4), ("float16", "F16", 2), ("bfloat16", "BF16", 2)],
+)
 def test_dtypes_are_told(dtype: str, code: str, size: int, tmp_path: Path) -> None:
     index = read_index(write_checkpoint(tmp_path, dtype=dtype))
     info = index["model.norm.weight"]
@@ -69,7 +74,9 @@ def test_a_truncated_shard_is_found_by_its_size(whole: Path) -> None:
     file = whole / "model.safetensors"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[: size - 100])
-    assert f"is {size - 100} bytes long, its header asks for {size}" in fails(whole, "fetch this shard again")
+    assert f"is {size - 100} bytes long, its header asks for {size}" in fails(
+        whole, "fetch this shard again"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 50])
@@ -98,7 +105,9 @@ def test_a_flipped_byte_in_the_header_is_found(at: int, value: bytes, whole: Pat
 
 
 def test_every_flipped_bit_of_the_header_is_found_or_harmless(whole: Path) -> None:
-    """A flip may hit metadata or the spelling of a name; then the tensors disagree with config.json, or nothing changed."""
+    """A flip may hit metadata or the spelling of a name; then the tensors disagree with
+    config.json, or nothing changed.
+    """
     file = whole / "model.safetensors"
     original = file.read_bytes()
     (length,) = struct.unpack("<Q", original[:8])
@@ -112,7 +121,9 @@ def test_every_flipped_bit_of_the_header_is_found_or_harmless(whole: Path) -> No
             continue
         finally:
             file.write_bytes(original)
-        assert {name: (info.dtype, info.shape) for name, info in index.items()} == expected, f"byte {position}"
+        assert {name: (info.dtype, info.shape) for name, info in index.items()} == expected, (
+            f"byte {position}"
+        )
 
 
 def test_a_header_that_is_json_of_another_kind_is_found(whole: Path) -> None:
@@ -135,14 +146,20 @@ def test_a_second_copy_beside_the_checkpoint_is_not_read(whole: Path, sharded: P
         assert read_index(folder) == before
 
 
-def test_model_safetensors_wins_over_an_index_as_in_transformers(whole: Path, sharded: Path) -> None:
+def test_model_safetensors_wins_over_an_index_as_in_transformers(
+    whole: Path, sharded: Path
+) -> None:
     (whole / INDEX).write_bytes((sharded / INDEX).read_bytes())
     assert {info.file.name for info in read_index(whole).values()} == {"model.safetensors"}
 
 
 def test_shards_without_their_index_are_refused(whole: Path, sharded: Path) -> None:
     (sharded / INDEX).unlink()
-    fails(sharded, r"no model\.safetensors\.index\.json that says which belong together\n  fetch the index too")
+    fails(
+        sharded,
+        r"no model\.safetensors\.index\.json that says which belong together\n  fetch the"
+        r" index too",
+    )
     (whole / "model.safetensors").rename(whole / "weights.safetensors")
     fails(whole, r"holds no model\.safetensors\n  is it weights\.safetensors\? Then rename it")
 
@@ -167,7 +184,9 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     assert str(victim) in fails(sharded, "shard is missing")
 
 
-@pytest.mark.parametrize("name", ["../whole/model.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+@pytest.mark.parametrize(
+    "name", ["../whole/model.safetensors", "/etc/passwd", "sub/model.safetensors", ".."]
+)
 def test_an_index_that_points_outside_is_refused(name: str, sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = name

@@ -21,7 +21,12 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -32,8 +37,18 @@ def write(folder: Path, **changes: Any) -> Path:
 
 def test_defaults_follow_from_the_rest(tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path))
-    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (4, 16, 10000.0, None)
-    assert (shape.tie_word_embeddings, shape.dtype, shape.bos_token_id, shape.eos_token_ids) == (False, "float32", None, ())
+    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (
+        4,
+        16,
+        10000.0,
+        None,
+    )
+    assert (shape.tie_word_embeddings, shape.dtype, shape.bos_token_id, shape.eos_token_ids) == (
+        False,
+        "float32",
+        None,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,12 @@ def test_what_transformers_writes_is_what_it_meant(family: str, tmp_path: Path) 
     import transformers
 
     config = getattr(transformers, CONFIG_CLASSES[family])(
-        vocab_size=90, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=90,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -75,7 +95,8 @@ def test_what_transformers_writes_is_what_it_meant(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")]
+    ("key", "value"),
+    [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")],
 )
 def test_either_name_of_the_dtype_is_read(key: str, value: str, tmp_path: Path) -> None:
     assert read_shape(write(tmp_path, **{key: value})).dtype == "bfloat16"
@@ -90,7 +111,10 @@ def test_the_generation_config_lists_the_eos_ids(tmp_path: Path) -> None:
     assert read_shape(tmp_path).eos_token_ids == (2,)
 
 
-@pytest.mark.parametrize("heads", [{"num_attention_heads": 3, "head_dim": 24}, {"head_dim": 32, "num_key_value_heads": 1}])
+@pytest.mark.parametrize(
+    "heads",
+    [{"num_attention_heads": 3, "head_dim": 24}, {"head_dim": 32, "num_key_value_heads": 1}],
+)
 def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path, **heads))
     assert shape.head_dim == heads["head_dim"]
@@ -107,7 +131,10 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
         ({"vocab_size": ...}, "vocab_size is None, a positive whole number is needed"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given as"),
@@ -115,7 +142,10 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"architectures": "MambaForCausalLM"}, "architecture 'MambaForCausalLM' is not supported"),
         ({"architectures": [["x"]]}, "architecture ['x'] is not supported"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', a positive whole number is needed"),
+        (
+            {"num_key_value_heads": "2"},
+            "num_key_value_heads is '2', a positive whole number is needed",
+        ),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
         ({"head_dim": "16"}, "head_dim is '16'"),
         ({"rms_norm_eps": "abc"}, "rms_norm_eps is 'abc', a number above 0 is needed"),
@@ -125,18 +155,28 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
         ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x']"),
         ({"rope_parameters": "x"}, "rope_parameters is 'x', an object is needed"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, a number above 0 is needed"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "factor is 0, a number above 0 is needed",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
         ({"rope_scaling": {"rope_type": ["x"]}}, "rope_type ['x'] is not supported"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "x"}, "sliding_window is 'x'"),
         (
-            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True, "layer_types": ["x"]},
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["x"],
+            },
             "layer_types is ['x'], one for each of 2 layers is needed",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_file(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_with_the_file(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_shape(write(tmp_path, **changes))
     assert message in str(caught.value)
@@ -144,7 +184,10 @@ def test_what_cannot_work_is_refused_with_the_file(changes: dict[str, Any], mess
 
 
 def test_a_model_type_stands_in_for_the_architecture(tmp_path: Path) -> None:
-    assert read_shape(write(tmp_path, architectures=..., model_type="qwen3")).architecture == "Qwen3ForCausalLM"
+    assert (
+        read_shape(write(tmp_path, architectures=..., model_type="qwen3")).architecture
+        == "Qwen3ForCausalLM"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +200,9 @@ def test_a_model_type_stands_in_for_the_architecture(tmp_path: Path) -> None:
         (None, "file is missing"),
     ],
 )
-def test_a_config_that_is_none_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_config_that_is_none_is_refused(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):

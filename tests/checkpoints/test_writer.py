@@ -10,22 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.checkpoints.reader import read_index, read_tensors
-from toolkit.checkpoints.writer import TORCH_DTYPES, TensorPlan, plan_of, write_checkpoint_shards, write_shard
+from toolkit.checkpoints.writer import (
+    TORCH_DTYPES,
+    TensorPlan,
+    plan_of,
+    write_checkpoint_shards,
+    write_shard,
+)
 
 
 def plans_of(tensors: dict[str, object]) -> list[TensorPlan]:
     names = {value: name for name, value in TORCH_DTYPES.items()}
     return [
-        TensorPlan(name, names[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[attr-defined, misc]
+        TensorPlan(
+            name,
+            names[str(tensor.dtype).removeprefix("torch.")],
+            tuple(tensor.shape),
+            lambda tensor=tensor: tensor,
+        )  # type: ignore[attr-defined, misc]
         for name, tensor in tensors.items()
     ]
 
 
 @given(
     shapes=st.dictionaries(
-        st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
-            lambda name: name != "__metadata__"
-        ),
+        st.text(
+            st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8
+        ).filter(lambda name: name != "__metadata__"),
         st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), st.lists(st.integers(1, 4), max_size=3)),
         min_size=1,
         max_size=6,
@@ -39,7 +50,9 @@ def test_the_library_reads_what_was_written(
 
     folder = tmp_path_factory.mktemp("shard")
     tensors = {
-        name: (torch.arange(torch.tensor(shape).prod().item()) + index).reshape(shape).to(getattr(torch, TORCH_DTYPES[dtype]))
+        name: (torch.arange(torch.tensor(shape).prod().item()) + index)
+        .reshape(shape)
+        .to(getattr(torch, TORCH_DTYPES[dtype]))
         for index, (name, (dtype, shape)) in enumerate(shapes.items())
     }
     write_shard(folder / "ours.safetensors", plans_of(tensors))
@@ -61,13 +74,17 @@ def test_shards_split_where_the_limit_is_and_are_indexed(tmp_path: Path) -> None
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 200
     assert index["weight_map"]["t4"] == "model-00003-of-00003.safetensors"
-    assert {name: float(tensor[0]) for name, tensor in read_tensors(tmp_path)} == {f"t{i}": float(i) for i in range(5)}
+    assert {name: float(tensor[0]) for name, tensor in read_tensors(tmp_path)} == {
+        f"t{i}": float(i) for i in range(5)
+    }
 
 
 def test_a_tensor_larger_than_the_limit_has_a_shard_of_its_own(tmp_path: Path) -> None:
     import torch
 
-    write_checkpoint_shards(tmp_path, plans_of({"a": torch.ones(2), "b": torch.ones(100)}), max_shard_bytes=16)
+    write_checkpoint_shards(
+        tmp_path, plans_of({"a": torch.ones(2), "b": torch.ones(100)}), max_shard_bytes=16
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
@@ -90,7 +107,9 @@ def test_a_tensor_that_is_not_what_was_promised_is_refused(tmp_path: Path) -> No
     import torch
 
     with pytest.raises(ValueError, match=r"t became torch.float32 \[3\], not BF16 \[3\]"):
-        write_shard(tmp_path / "x.safetensors", [TensorPlan("t", "BF16", (3,), lambda: torch.zeros(3))])
+        write_shard(
+            tmp_path / "x.safetensors", [TensorPlan("t", "BF16", (3,), lambda: torch.zeros(3))]
+        )
 
 
 def test_the_first_rows_of_another_checkpoint(tmp_path: Path) -> None:

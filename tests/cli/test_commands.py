@@ -24,7 +24,9 @@ COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHO
 
 @pytest.fixture(scope="module")
 def deployment(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.yaml, shared by the tests of this module: what one has built, the next one reuses."""
+    """A folder with tiny.yaml, shared by the tests of this module: what one has built, the next
+    one reuses.
+    """
     folder = tmp_path_factory.mktemp("deployment")
     write_config(folder, tiny_pair)
     return folder
@@ -43,21 +45,37 @@ def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
     bad = toolkit("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
     found = json.loads(bad.stdout)
     assert bad.returncode == 2 and not found["possible"]
-    assert {"heads-divide-tp", "world-size"} <= {one["rule"] for one in found["judgements"] if one["severity"] == "refused"}
+    assert {"heads-divide-tp", "world-size"} <= {
+        one["rule"] for one in found["judgements"] if one["severity"] == "refused"
+    }
 
 
 @pytest.mark.slow
-def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_once_and_then_found(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     config = str(write_config(tmp_path, tiny_pair, target={"checkpoint": "somebody/tiny"}))
     with small_hub("somebody/tiny", tiny_pair[0]) as hub:
         here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         unknown = toolkit("plan", config, cwd=tmp_path, **here)
-        assert unknown.returncode == 2 and "no folder somebody/tiny beside the YAML" in " ".join(unknown.stdout.split())
+        assert unknown.returncode == 2 and "no folder somebody/tiny beside the YAML" in " ".join(
+            unknown.stdout.split()
+        )
         init = ("init", "--target", "somebody/tiny", "--out", "first.yaml")
         before = toolkit(*init, cwd=tmp_path, **here)
         assert before.returncode == 2 and "hf download somebody/tiny config.json" in before.stderr
-        fetch = "from huggingface_hub import hf_hub_download; hf_hub_download('somebody/tiny', 'config.json')"  # what it runs
-        subprocess.run([sys.executable, "-c", fetch], env={**os.environ, **here}, capture_output=True, timeout=60, check=True)
+        # what it runs
+        fetch = (
+            "from huggingface_hub import hf_hub_download; hf_hub_download('somebody/tiny',"
+            " 'config.json')"
+        )
+        subprocess.run(
+            [sys.executable, "-c", fetch],
+            env={**os.environ, **here},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
         assert toolkit(*init, cwd=tmp_path, **here).returncode == 0
         assert toolkit("plan", "first.yaml", cwd=tmp_path, **here).returncode == 0
         assert hub.asked == ["config.json"]
@@ -68,20 +86,36 @@ def test_a_hub_id_is_fetched_once_and_then_found(tiny_pair: tuple[Path, Path], t
         assert hub.asked.count("model.safetensors") == 1
 
 
-def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     config = str(write_config(tmp_path, tiny_pair, target={"checkpoint": "somebody/tiny"}))
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     for command in ("pair", "explain"):
         done = toolkit(command, config, cwd=tmp_path, **offline)
         assert done.returncode == 2
         assert re.search(
-            r"tiny\.yaml:4:\d+: target\.checkpoint: no folder somebody/tiny beside the YAML; read as a model id", done.stderr
+            r"tiny\.yaml:4:\d+: target\.checkpoint: no folder somebody/tiny beside the YAML; read"
+            r" as a model id",
+            done.stderr,
         )
-        assert "Mend the path if a folder is meant." in done.stderr and "hf download somebody/tiny" in done.stderr
+        assert (
+            "Mend the path if a folder is meant." in done.stderr
+            and "hf download somebody/tiny" in done.stderr
+        )
 
 
 def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    made = toolkit("init", "--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--out", "my.yaml", cwd=tmp_path)
+    made = toolkit(
+        "init",
+        "--target",
+        str(tiny_pair[0]),
+        "--draft",
+        str(tiny_pair[1]),
+        "--out",
+        "my.yaml",
+        cwd=tmp_path,
+    )
     assert made.returncode == 0, made.stderr
     assert "data/calib.jsonl" in made.stdout and "data/prompts.jsonl" in made.stdout
     assert "toolkit plan my.yaml" in (tmp_path / "my.yaml").read_text()
@@ -93,17 +127,33 @@ def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: P
     assert missing.returncode == 2 and missing.stderr.count("no such file: data/") == 2
     (tmp_path / "data").mkdir()
     for name, key in (("calib", "text"), ("prompts", "prompt")):
-        (tmp_path / "data" / f"{name}.jsonl").write_text((json.dumps({key: "def f(x):"}) + "\n") * 10)
-    assert "[toolkit-texts]" not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
+        (tmp_path / "data" / f"{name}.jsonl").write_text(
+            (json.dumps({key: "def f(x):"}) + "\n") * 10
+        )
+    assert (
+        "[toolkit-texts]"
+        not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
+    )
     again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2 and "is there already" in again.stderr
     assert toolkit("init", "--target", "nowhere", cwd=tmp_path).returncode == 2
-    assert "known: A100-40GB" in toolkit("init", "--target", str(tiny_pair[0]), "--gpu", "V100", cwd=tmp_path).stderr
+    assert (
+        "known: A100-40GB"
+        in toolkit("init", "--target", str(tiny_pair[0]), "--gpu", "V100", cwd=tmp_path).stderr
+    )
 
 
 def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
     config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
-    done = toolkit("build", config, "--set", "engine.tp_size=3", "--set", "engine.tensorrt_llm='0.21'", cwd=tmp_path)
+    done = toolkit(
+        "build",
+        config,
+        "--set",
+        "engine.tp_size=3",
+        "--set",
+        "engine.tensorrt_llm='0.21'",
+        cwd=tmp_path,
+    )
     assert done.returncode == 2
     assert "--set engine.tp_size=3: engine.tp_size: the target's 64 attention heads" in done.stderr
     assert "[draft-target-min-version]" in done.stderr
@@ -114,7 +164,15 @@ def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
 def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "toolkit", "schema"]
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 3
     assert done.stderr.splitlines()[0] == "reading or writing: No space left on device"
     assert "Traceback" not in done.stderr
@@ -134,7 +192,9 @@ def test_a_seed_that_the_server_could_not_take_is_refused(seed: str, tmp_path: P
     assert "Invalid value for '--seed'" in done.stderr
 
 
-def test_usage_errors_exit_2_and_say_where_to_look(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+def test_usage_errors_exit_2_and_say_where_to_look(
+    tmp_path: Path, golden: Callable[[str, str], None]
+) -> None:
     (tmp_path / "empty.yaml").touch()
     said = []
     for arguments in (
@@ -185,7 +245,10 @@ def test_a_wrong_stage_is_refused(deployment: Path) -> None:
 
 def test_config_faults_exit_2_without_a_traceback_unless_asked(deployment: Path) -> None:
     arguments = ["build", "tiny.yaml", "--set", "engine.threads=none"]
-    assert "--set engine.threads=none: engine.threads" in (plain := toolkit(*arguments, cwd=deployment)).stderr
+    assert (
+        "--set engine.threads=none: engine.threads"
+        in (plain := toolkit(*arguments, cwd=deployment)).stderr
+    )
     assert plain.returncode == 2
     assert "Traceback" not in plain.stderr
     assert "Traceback" in toolkit(*arguments, "--debug", cwd=deployment).stderr
@@ -205,10 +268,16 @@ def test_version_prints_one_line(tmp_path: Path) -> None:
 
 def test_an_endpoint_that_nobody_answers_at_exits_3(tmp_path: Path) -> None:
     gone = toolkit("generate", "127.0.0.1:9", "x", cwd=tmp_path)
-    assert gone.returncode == 3 and "cannot be reached" in gone.stderr and "Traceback" not in gone.stderr
+    assert (
+        gone.returncode == 3
+        and "cannot be reached" in gone.stderr
+        and "Traceback" not in gone.stderr
+    )
 
 
-def test_a_report_that_is_not_there_yet_says_how_to_make_it(deployment: Path, tmp_path: Path) -> None:
+def test_a_report_that_is_not_there_yet_says_how_to_make_it(
+    deployment: Path, tmp_path: Path
+) -> None:
     done = toolkit("report", str(deployment / "tiny.yaml"), cwd=tmp_path)
     assert done.returncode == 2
     assert "toolkit build" in done.stderr
@@ -224,10 +293,23 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
     assert "quantize" not in done.stderr
     packaged = toolkit("package", "tiny.yaml", "--json", cwd=deployment)
     found = json.loads(packaged.stdout)
-    assert [stage["reused"] for stage in found["stages"]] == [True, False, False, False, False, False]
+    assert [stage["reused"] for stage in found["stages"]] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert all(Path(folder).is_dir() for folder in found["published"])
     explained = toolkit(
-        "explain", "tiny.yaml", "--set", "engine.max_batch_size=3", "--set", "validation.max_tokens=7", cwd=deployment
+        "explain",
+        "tiny.yaml",
+        "--set",
+        "engine.max_batch_size=3",
+        "--set",
+        "validation.max_tokens=7",
+        cwd=deployment,
     )
     assert re.search(r"^quantize/target +reused", explained.stdout, re.MULTILINE)
     assert "config.max_batch_size: 2 -> 3" in explained.stdout
@@ -235,7 +317,10 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
     assert "nothing changed" in again.stdout
     assert "still of an earlier build" not in packaged.stdout + again.stdout
     alone = toolkit("compile", "tiny.yaml", "--set", "speculation.kind=none", cwd=deployment)
-    assert "still of an earlier build: triton_repo/tiny/\n" in alone.stdout and "--set name=NAME" in alone.stdout
+    assert (
+        "still of an earlier build: triton_repo/tiny/\n" in alone.stdout
+        and "--set name=NAME" in alone.stdout
+    )
 
 
 @pytest.mark.slow
@@ -244,8 +329,14 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
     assert passed.returncode == 0, passed.stdout + passed.stderr
     report = json.loads((deployment / "build/reports/tiny/report.json").read_text())
     assert report["verdict"] == "PASS"
-    assert {stage["stage"] for stage in report["stages"]} >= {"pair", "quantize/target", "compile/draft", "package"}
-    # Validation runs beside the server it judges; a peak of its own would say little. What takes nothing has none either.
+    assert {stage["stage"] for stage in report["stages"]} >= {
+        "pair",
+        "quantize/target",
+        "compile/draft",
+        "package",
+    }
+    # Validation runs beside the server it judges; a peak of its own would say little. What takes
+    # nothing has none either.
     peaks = {stage["stage"]: stage["peak_memory_bytes"] for stage in report["stages"]}
     assert min(peaks["quantize/target"], peaks["serve"]) > 50_000_000 and peaks["package"] is None
     too_much = ["build", "tiny.yaml", "--set", "validation.latency.min_speedup=1000"]
@@ -256,7 +347,13 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
     assert reused.returncode == 1
     assert "nothing changed" in reused.stdout
     assert re.search(r"^validate +reused", reused.stderr, re.MULTILINE)
-    undecided = ["build", "tiny.yaml", "--set", "validation.parity.max_divergence_rate=0.01", "--json"]
+    undecided = [
+        "build",
+        "tiny.yaml",
+        "--set",
+        "validation.parity.max_divergence_rate=0.01",
+        "--json",
+    ]
     for _ in range(2):
         done = toolkit(*undecided, cwd=deployment)
         assert done.returncode == 4, done.stdout + done.stderr
@@ -281,7 +378,10 @@ def test_generate_streams_a_completion_with_its_figures(deployment: Path) -> Non
     arguments = ["generate", "tiny.yaml", "def f(x):", "--max-tokens", "8"]
     done = toolkit(*arguments, cwd=deployment)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"8 tokens in .* tokens/s, acceptance \d.\d\d, \d.\d\d tokens per step, ended by length", done.stderr)
+    assert re.search(
+        r"8 tokens in .* tokens/s, acceptance \d.\d\d, \d.\d\d tokens per step, ended by length",
+        done.stderr,
+    )
     found = json.loads(toolkit(*arguments, "--json", cwd=deployment).stdout)
     assert found["output_tokens"] == 8
     assert found["text"] == done.stdout.removesuffix("\n")
@@ -297,7 +397,9 @@ def test_generate_streams_a_completion_with_its_figures(deployment: Path) -> Non
 def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `toolkit serve`, and its gRPC address."""
     command = [sys.executable, "-m", "toolkit", "serve", "tiny.yaml"]
-    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -317,12 +419,20 @@ def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_answers_until_it_is_stopped(served: tuple[subprocess.Popen[str], str], number: int, tmp_path: Path) -> None:
+def test_serve_answers_until_it_is_stopped(
+    served: tuple[subprocess.Popen[str], str], number: int, tmp_path: Path
+) -> None:
     process, address = served
-    found = json.loads(toolkit("generate", address, "def f(x):", "--max-tokens", "8", "--json", cwd=tmp_path).stdout)
+    found = json.loads(
+        toolkit(
+            "generate", address, "def f(x):", "--max-tokens", "8", "--json", cwd=tmp_path
+        ).stdout
+    )
     assert found["output_tokens"] == 8
     assert found["finish_reason"] == "length"
-    streamed = toolkit("generate", f"grpc://{address}", "def f(x):", "--max-tokens", "8", cwd=tmp_path)
+    streamed = toolkit(
+        "generate", f"grpc://{address}", "def f(x):", "--max-tokens", "8", cwd=tmp_path
+    )
     assert streamed.stdout == found["text"] + "\n"
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
@@ -354,9 +464,13 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_a_build_that_is_killed_while_it_serves_leaves_no_server_and_resumes(deployment: Path) -> None:
+def test_a_build_that_is_killed_while_it_serves_leaves_no_server_and_resumes(
+    deployment: Path,
+) -> None:
     command = [sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
-    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=deployment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "warming up" in line or "measuring" in line:
@@ -377,15 +491,30 @@ def test_a_build_that_is_killed_while_it_serves_leaves_no_server_and_resumes(dep
 def _servers() -> list[int]:
     return [
         int(pid)
-        for pid in subprocess.run(["pgrep", "-x", "tritonserver"], capture_output=True, text=True, check=False).stdout.split()
+        for pid in subprocess.run(
+            ["pgrep", "-x", "tritonserver"], capture_output=True, text=True, check=False
+        ).stdout.split()
     ]
 
 
 @pytest.mark.slow
 def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
-    # A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "toolkit", "build", "tiny.yaml", "--fresh", "validate"]
-    process = subprocess.Popen(command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell without job control starts what it puts in the background with SIGINT ignored, and
+    # children inherit that.
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        "-m",
+        "toolkit",
+        "build",
+        "tiny.yaml",
+        "--fresh",
+        "validate",
+    ]
+    process = subprocess.Popen(
+        command, cwd=deployment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("validate"):  # it goes on for seconds yet: a server has to start
@@ -404,4 +533,8 @@ def test_doctor_lists_findings_and_how_to_mend_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     for check in ("python", "torch", "tritonserver", "libpython", "/dev/shm"):
         assert re.search(rf"^ok +{check} ", done.stdout, re.MULTILINE)
-    assert re.search(r"^warn +C\+\+ compiler +no-such-compiler not found.*\n +-> apt install g\+\+", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^warn +C\+\+ compiler +no-such-compiler not found.*\n +-> apt install g\+\+",
+        done.stdout,
+        re.MULTILINE,
+    )

@@ -91,7 +91,9 @@ def test_a_pipe_gets_plain_lines_and_quiet_gets_none() -> None:
 
 
 @pytest.mark.parametrize("colours", [True, False])
-def test_a_terminal_gets_a_bar_without_colours_if_it_asks(colours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_without_colours_if_it_asks(
+    colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     if not colours:
@@ -110,7 +112,9 @@ def test_a_terminal_gets_a_bar_without_colours_if_it_asks(colours: bool, monkeyp
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_figures_are_whole_on_a_narrow_terminal_and_words_give_way(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_whole_on_a_narrow_terminal_and_words_give_way(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
@@ -137,7 +141,8 @@ def test_what_has_no_total_shows_none_of_the_step_before(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (61, "1 min 01 s"), (7260, "2 h 01 min")]
+    "seconds, text",
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (61, "1 min 01 s"), (7260, "2 h 01 min")],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text

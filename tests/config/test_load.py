@@ -1,4 +1,6 @@
-"""Every fault at once, each with its place and its mend; and a sound file becomes a config with resolved paths."""
+"""Every fault at once, each with its place and its mend; and a sound file becomes a config with
+resolved paths.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,17 @@ def with_line(folder: Path, old: str, new: str) -> Path:
     return file
 
 
-def test_paths_start_at_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_start_at_the_folder_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder.parent)
     config = load_config(Path("home/tiny.yaml"))
     assert config.target.checkpoint == folder / "models" / "target"
     assert config.draft is not None and config.draft.checkpoint == folder / "models" / "draft"
-    assert config.calibration is not None and config.calibration.heldout == folder.parent / "heldout.jsonl"
+    assert (
+        config.calibration is not None
+        and config.calibration.heldout == folder.parent / "heldout.jsonl"
+    )
     assert config.validation.prompts == folder / "prompts.jsonl"
     assert config.target.quantization.kv_cache_quant_algo == "FP8"
 
@@ -99,7 +106,10 @@ def test_every_fault_is_reported_at_once(
     monkeypatch.chdir(folder)
     Path("bad.yaml").write_text(BAD)
     with pytest.raises(ConfigError) as caught:
-        load_config(Path("bad.yaml"), ["engine.mode=fast", "foo", "calibration.dataset=gone.jsonl", "engine.threads=1e0"])
+        load_config(
+            Path("bad.yaml"),
+            ["engine.mode=fast", "foo", "calibration.dataset=gone.jsonl", "engine.threads=1e0"],
+        )
     golden("config-faults.txt", str(caught.value).replace(str(folder), "FOLDER") + "\n")
     lines = [fault.line for fault in caught.value.faults if fault.line is not None]
     assert lines == sorted(lines)
@@ -108,7 +118,9 @@ def test_every_fault_is_reported_at_once(
 
 def test_numbers_in_exponent_form_are_numbers(folder: Path) -> None:
     file = with_line(
-        folder, "  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  quality: {max_kl: 1e-5}\n  max_tokens: 1e1"
+        folder,
+        "  prompts: prompts.jsonl",
+        "  prompts: prompts.jsonl\n  quality: {max_kl: 1e-5}\n  max_tokens: 1e1",
     )
     validation = load_config(file).validation
     assert validation.quality.max_kl == 1e-5
@@ -129,7 +141,10 @@ def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
         ("kv_cache_quant_algoo", "did you mean 'kv_cache_quant_algo'?"),
         ("quantalgo", "did you mean 'quant_algo'?"),
         ("max_draft_len", "did you mean speculation.max_draft_len?"),
-        ("zzz", "known in `target.quantization`: quant_algo, kv_cache_quant_algo, allow_unsupported"),
+        (
+            "zzz",
+            "known in `target.quantization`: quant_algo, kv_cache_quant_algo, allow_unsupported",
+        ),
     ],
 )
 def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> None:
@@ -150,7 +165,9 @@ def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> 
     ],
 )
 def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str) -> None:
-    fault = faults_of(with_line(folder, "quant_algo: FP8, kv_cache_quant_algo: FP8", f"quant_algo: {value}"))[0]
+    fault = faults_of(
+        with_line(folder, "quant_algo: FP8, kv_cache_quant_algo: FP8", f"quant_algo: {value}")
+    )[0]
     assert fault.path == "target.quantization.quant_algo"
     assert fault.mend is not None and mend in fault.mend
 
@@ -172,7 +189,9 @@ def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str
         ("triton.layout=ensemble", "triton.layout", "known: auto, llmapi, bls"),
     ],
 )
-def test_a_key_or_word_of_another_engine_says_whose_it_is(folder: Path, override: str, path: str, words: str) -> None:
+def test_a_key_or_word_of_another_engine_says_whose_it_is(
+    folder: Path, override: str, path: str, words: str
+) -> None:
     (fault,) = faults_of(folder / "tiny.yaml", override)
     assert fault.path == path
     assert fault.mend is not None and words in fault.mend
@@ -181,7 +200,9 @@ def test_a_key_or_word_of_another_engine_says_whose_it_is(folder: Path, override
 @pytest.mark.parametrize("kind", ["trt_engine", "trtllm_pytorch"])
 def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> None:
     file = with_line(
-        folder, "engine: {max_seq_len: 640}", f'engine: {{kind: {kind}, tensorrt_llm: "1.1", tp_size: 2, pp_size: 4}}'
+        folder,
+        "engine: {max_seq_len: 640}",
+        f'engine: {{kind: {kind}, tensorrt_llm: "1.1", tp_size: 2, pp_size: 4}}',
     )
     engine = load_config(file).engine
     assert isinstance(engine, TensorRtLlmConfig)
@@ -205,7 +226,9 @@ def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> 
         ("draft.revision=null", None),
     ],
 )
-def test_a_number_on_the_command_line_is_text_where_only_text_can_stand(folder: Path, override: str, read: str | None) -> None:
+def test_a_number_on_the_command_line_is_text_where_only_text_can_stand(
+    folder: Path, override: str, read: str | None
+) -> None:
     """No shell hands quotes on."""
     file = with_line(folder, "engine: {max_seq_len: 640}", "engine: {kind: trtllm_pytorch}")
     config: typing.Any = load_config(file, [override, "draft.checkpoint=meta-llama/Llama-3.2-1B"])
@@ -215,15 +238,25 @@ def test_a_number_on_the_command_line_is_text_where_only_text_can_stand(folder: 
 
 
 def test_a_number_in_the_file_is_told_to_be_quoted(folder: Path) -> None:
-    (fault,) = faults_of(with_line(folder, "engine: {max_seq_len: 640}", "engine: {kind: trtllm_pytorch, tensorrt_llm: 1.3}"))
+    (fault,) = faults_of(
+        with_line(
+            folder,
+            "engine: {max_seq_len: 640}",
+            "engine: {kind: trtllm_pytorch, tensorrt_llm: 1.3}",
+        )
+    )
     assert fault.mend is not None and "Put it in quotes" in fault.mend
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram"])
-def test_turning_the_draft_off_on_the_command_line_leaves_its_section_out(folder: Path, kind: str) -> None:
+def test_turning_the_draft_off_on_the_command_line_leaves_its_section_out(
+    folder: Path, kind: str
+) -> None:
     config = load_config(folder / "tiny.yaml", [f"speculation.kind={kind}"])
     assert (config.draft, config.speculation.kind) == (None, kind)
-    (fault,) = faults_of(folder / "tiny.yaml", f"speculation.kind={kind}", "draft.quantization.quant_algo=FP8")
+    (fault,) = faults_of(
+        folder / "tiny.yaml", f"speculation.kind={kind}", "draft.quantization.quant_algo=FP8"
+    )
     assert "does not use the `draft` section" in fault.message
 
 
@@ -238,7 +271,10 @@ def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
     "written, meant",
     [
         ("models/drfat", "models/draft"),  # the first part is a folder here
-        ("model/draft", "models/draft"),  # what a hub id looks like, and a folder is spelt nearly so
+        (
+            "model/draft",
+            "models/draft",
+        ),  # what a hub id looks like, and a folder is spelt nearly so
         ("Models/Drafts", "models/draft"),
         ("home/models/draft", "models/draft"),  # as seen from the folder above
         ("elsewhere/small", "../elsewhere/small"),
@@ -251,7 +287,9 @@ def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
         ("targett", None),
     ],
 )
-def test_a_path_with_a_typing_error_is_no_hub_id(folder: Path, written: str, meant: str | None) -> None:
+def test_a_path_with_a_typing_error_is_no_hub_id(
+    folder: Path, written: str, meant: str | None
+) -> None:
     (folder.parent / "elsewhere" / "small").mkdir(parents=True)
     (fault,) = faults_of(with_line(folder, "models/draft", written))
     assert (fault.message, fault.line, fault.column) == (f"no such folder: {written}", 6, 15)
@@ -292,7 +330,9 @@ def test_a_folder_has_no_revisions(folder: Path) -> None:
         ("checkpoint: models/draft", "checkpoint: loop/draft", "draft.checkpoint"),
     ],
 )
-def test_a_path_that_leads_to_nothing_usable_is_a_fault(folder: Path, old: str, new: str, path: str) -> None:
+def test_a_path_that_leads_to_nothing_usable_is_a_fault(
+    folder: Path, old: str, new: str, path: str
+) -> None:
     (folder / "loop").symlink_to("loop")
     (fault,) = faults_of(with_line(folder, old, new))
     assert fault.path == path
@@ -308,28 +348,90 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
     "old, new, path, message",
     [
         ("draft:\n  checkpoint: models/draft\n", "", "speculation", "needs a `draft` section"),
-        ("engine:", "speculation: {kind: none}\nengine:", "speculation", "does not use the `draft` section"),
-        ("engine:", "speculation: {kind: ngram}\nengine:", "speculation", "does not use the `draft` section"),
-        ("engine:", SCHEDULE.format("auto", "{1: 4}"), "speculation.draft_len_schedule", "is measured where"),
-        ("engine:", SCHEDULE.format("4", "{2: 4}"), "speculation.draft_len_schedule", "has to begin with 1: 4"),
-        ("engine:", SCHEDULE.format("4", "{1: 4, 2: 1, 4: 2}"), "speculation.draft_len_schedule", "grows"),
-        ("engine:", SCHEDULE.format("4", "{1: 4, 2: -1}"), "speculation.draft_len_schedule.2", "out of range"),
-        ("engine:", LIMITED.format(4, "draft_len_schedule: {1: 4}, "), "speculation.max_concurrency", "says when to stop, too"),
+        (
+            "engine:",
+            "speculation: {kind: none}\nengine:",
+            "speculation",
+            "does not use the `draft` section",
+        ),
+        (
+            "engine:",
+            "speculation: {kind: ngram}\nengine:",
+            "speculation",
+            "does not use the `draft` section",
+        ),
+        (
+            "engine:",
+            SCHEDULE.format("auto", "{1: 4}"),
+            "speculation.draft_len_schedule",
+            "is measured where",
+        ),
+        (
+            "engine:",
+            SCHEDULE.format("4", "{2: 4}"),
+            "speculation.draft_len_schedule",
+            "has to begin with 1: 4",
+        ),
+        (
+            "engine:",
+            SCHEDULE.format("4", "{1: 4, 2: 1, 4: 2}"),
+            "speculation.draft_len_schedule",
+            "grows",
+        ),
+        (
+            "engine:",
+            SCHEDULE.format("4", "{1: 4, 2: -1}"),
+            "speculation.draft_len_schedule.2",
+            "out of range",
+        ),
+        (
+            "engine:",
+            LIMITED.format(4, "draft_len_schedule: {1: 4}, "),
+            "speculation.max_concurrency",
+            "says when to stop, too",
+        ),
         ("engine:", LIMITED.format("auto", ""), "speculation.max_concurrency", "is measured where"),
-        ("engine:", SCHEDULE.format("4.5", "{1: 4}"), "speculation.max_draft_len", "4.5 is not a whole number"),
+        (
+            "engine:",
+            SCHEDULE.format("4.5", "{1: 4}"),
+            "speculation.max_draft_len",
+            "4.5 is not a whole number",
+        ),
         ("engine:", "hardware: {1: 2}\nengine:", "hardware.1", "is not a name"),
-        ("calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}\n", "", "calibration", "quantizing target needs"),
+        (
+            "calibration: {dataset: calib.jsonl, heldout: ../heldout.jsonl}\n",
+            "",
+            "calibration",
+            "quantizing target needs",
+        ),
         ("max_seq_len: 640", "max_seq_len: 500", "engine.max_seq_len", "leaves no room"),
         ("max_seq_len: 640", "max_input_len: 2000", "engine.max_seq_len", "leaves no room"),
-        ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  max_tokens: 900", "validation", "does not fit"),
-        ("  prompts: prompts.jsonl", "  prompts: prompts.jsonl\n  rounds: 90", "validation.max_rounds", "above max_rounds"),
+        (
+            "  prompts: prompts.jsonl",
+            "  prompts: prompts.jsonl\n  max_tokens: 900",
+            "validation",
+            "does not fit",
+        ),
+        (
+            "  prompts: prompts.jsonl",
+            "  prompts: prompts.jsonl\n  rounds: 90",
+            "validation.max_rounds",
+            "above max_rounds",
+        ),
         ("  prompts: prompts.jsonl", "  max_tokens: 8", "validation.prompts", "is missing"),
-        ("engine:", "triton: {http_port: 8000, grpc_port: 8000}\nengine:", "triton.grpc_port", "8000 is http_port, too"),
+        (
+            "engine:",
+            "triton: {http_port: 8000, grpc_port: 8000}\nengine:",
+            "triton.grpc_port",
+            "8000 is http_port, too",
+        ),
         ("name: tiny", "name: ../tiny", "name", "cannot name folders"),
         ("name: tiny", "name: a..b", "name", "must not contain"),
     ],
 )
-def test_fields_that_disagree_are_a_fault(folder: Path, old: str, new: str, path: str, message: str) -> None:
+def test_fields_that_disagree_are_a_fault(
+    folder: Path, old: str, new: str, path: str, message: str
+) -> None:
     (fault,) = faults_of(with_line(folder, old, new))
     assert fault.path == path
     assert message in fault.message
@@ -361,7 +463,11 @@ def test_every_key_has_a_default_that_the_strict_schema_accepts() -> None:
     check(DeploymentConfig)
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file",
+    sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")),
+    ids=lambda file: file.name,
+)
 def test_every_shipped_config_is_sound(file: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
@@ -384,7 +490,11 @@ def test_every_key_is_in_the_documentation() -> None:
             for inner in models_in(info.annotation):
                 yield from names(inner)
 
-    assert [name for name in names(DeploymentConfig) if f"{name}`" not in text and f"`{name}." not in text] == []
+    assert [
+        name
+        for name in names(DeploymentConfig)
+        if f"{name}`" not in text and f"`{name}." not in text
+    ] == []
 
 
 def test_a_schedule_is_read_as_a_table_of_numbers(folder: Path) -> None:
@@ -393,5 +503,13 @@ def test_a_schedule_is_read_as_a_table_of_numbers(folder: Path) -> None:
 
 
 def test_an_engine_is_built_for_the_longest_draft_that_may_be_chosen(folder: Path) -> None:
-    assert load_config(folder / "tiny.yaml", ["speculation.max_draft_len=auto"]).speculation.longest_draft == 8
-    assert load_config(folder / "tiny.yaml", ["speculation.max_draft_len=3"]).speculation.longest_draft == 3
+    assert (
+        load_config(
+            folder / "tiny.yaml", ["speculation.max_draft_len=auto"]
+        ).speculation.longest_draft
+        == 8
+    )
+    assert (
+        load_config(folder / "tiny.yaml", ["speculation.max_draft_len=3"]).speculation.longest_draft
+        == 3
+    )

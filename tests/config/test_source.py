@@ -1,4 +1,6 @@
-"""Text to data: every key and value keeps its place, and what a parser would pass over is a fault."""
+"""Text to data: every key and value keeps its place, and what a parser would pass over is a
+fault.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ scalars = (
 )
 trees = st.dictionaries(
     words,
-    st.recursive(scalars, lambda inner: st.dictionaries(words, inner, max_size=3) | st.lists(inner, max_size=3), max_leaves=8),
+    st.recursive(
+        scalars,
+        lambda inner: st.dictionaries(words, inner, max_size=3) | st.lists(inner, max_size=3),
+        max_leaves=8,
+    ),
     min_size=1,
 )
 
@@ -48,12 +54,18 @@ class Quoting(yaml.SafeDumper):
     """Text in quotes: what YAML 1.1 writes plainly, such as 1e5, YAML 1.2 may read as a number."""
 
 
-Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+Quoting.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
 
 
 @given(trees, st.booleans())
-def test_what_was_written_is_read_and_every_path_maps_to_its_line(tree: dict[str, Any], flow: bool) -> None:
-    text = yaml.dump(tree, Dumper=Quoting, default_flow_style=flow or None, allow_unicode=True, width=10_000)
+def test_what_was_written_is_read_and_every_path_maps_to_its_line(
+    tree: dict[str, Any], flow: bool
+) -> None:
+    text = yaml.dump(
+        tree, Dumper=Quoting, default_flow_style=flow or None, allow_unicode=True, width=10_000
+    )
     with tempfile.TemporaryDirectory() as folder:
         source = source_of(Path(folder), text)
     assert source.faults == []
@@ -92,7 +104,9 @@ def test_scalars_are_read_as_yaml_1_2_says(tmp_path: Path, text: str, value: Any
 
 
 def test_places_are_those_of_an_editor(tmp_path: Path) -> None:
-    source = source_of(tmp_path, "# é\na:\n  b: {c: some text, d: 2}  # note\n  e: |\n    two\n    lines\n")
+    source = source_of(
+        tmp_path, "# é\na:\n  b: {c: some text, d: 2}  # note\n  e: |\n    two\n    lines\n"
+    )
 
     def at(path: KeyPath) -> tuple[int | None, int | None, int]:
         place = source.values[path]
@@ -141,7 +155,9 @@ def test_what_a_parser_would_pass_over_is_a_fault(tmp_path: Path, text: str, mes
 
 def test_aliases_are_read_and_cannot_unfold_without_end(tmp_path: Path) -> None:
     assert source_of(tmp_path, "a: &a {b: 1}\nc: *a\n").data == {"a": {"b": 1}, "c": {"b": 1}}
-    bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    bomb = "a0: &a0 [x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+    )
     faults = source_of(tmp_path, bomb).faults
     assert len(faults) == 1
     assert "unfolds without end" in faults[0].message
@@ -165,7 +181,9 @@ def test_aliases_are_read_and_cannot_unfold_without_end(tmp_path: Path) -> None:
         (b"[" * 5000, "x.yaml:1:1: is nested too deeply"),
     ],
 )
-def test_a_text_that_is_no_config_has_one_fault_with_its_place(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_a_text_that_is_no_config_has_one_fault_with_its_place(
+    tmp_path: Path, content: bytes, expected: str
+) -> None:
     assert fatal(tmp_path, content).startswith(expected)
 
 
@@ -191,13 +209,20 @@ def test_windows_text_is_read(tmp_path: Path) -> None:
 def test_set_lays_values_over_the_file(tmp_path: Path) -> None:
     text = "a: {b: 1, c: 2}\nd:\n"
     source = source_of(tmp_path, text, "a.b=[1, x]", "d.e.f=1e-5", "g=", "h= yes = no ")
-    assert source.data == {"a": {"b": [1, "x"], "c": 2}, "d": {"e": {"f": 1e-5}}, "g": None, "h": "yes = no"}
+    assert source.data == {
+        "a": {"b": [1, "x"], "c": 2},
+        "d": {"e": {"f": 1e-5}},
+        "g": None,
+        "h": "yes = no",
+    }
     assert source.faults == []
     assert source.place(("a", "b")).origin == "--set a.b=[1, x]"
     assert source.place(("a", "c")).line == 1
 
 
-@pytest.mark.parametrize("override", ["", "a", "=1", "a..b=1", ".a=1", "a.b.c=1", "a.b=[", "a=\t: x:"])
+@pytest.mark.parametrize(
+    "override", ["", "a", "=1", "a..b=1", ".a=1", "a.b.c=1", "a.b=[", "a=\t: x:"]
+)
 def test_set_faults_name_the_argument(tmp_path: Path, override: str) -> None:
     source = source_of(tmp_path, "a: {b: 1}\n", override)
     (fault,) = source.faults

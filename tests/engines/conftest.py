@@ -1,4 +1,6 @@
-"""Checkpoints that ModelOpt quantized, with its own simulation's logits, and engines over the kernel library."""
+"""Checkpoints that ModelOpt quantized, with its own simulation's logits, and engines over the
+kernel library.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ EXPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A unified HF checkpoint, and logits [2, 40, vocab] on TOKENS: of the source, and of ModelOpt's fake-quantized model."""
+    """A unified HF checkpoint, and logits [2, 40, vocab] on TOKENS: of the source, and of
+    ModelOpt's fake-quantized model.
+    """
 
     path: Path
     quant_algo: str
@@ -41,13 +45,17 @@ class Export:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Models this small gain nothing from more, and threads that wait for one another on a busy machine cost a great deal."""
+    """Models this small gain nothing from more, and threads that wait for one another on a busy
+    machine cost a great deal.
+    """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export]:
-    """One of EXPORTS by name, made when first asked for. float32 sources, so that the simulation is as exact as the engine."""
+    """One of EXPORTS by name, made when first asked for. float32 sources, so that the simulation
+    is as exact as the engine.
+    """
     from toolkit.quantize import modelopt
     from toolkit.quantize.algorithms import ALGORITHMS
     from toolkit.quantize.source import open_source
@@ -61,7 +69,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
         with modelopt.quiet(), torch.no_grad():
             model = modelopt.load_model(open_source(source))
             before = model(TOKENS, use_cache=False).logits
-            modelopt.quantize_model(model, ALGORITHMS[algo], kv, lambda m: [m(TOKENS), m(TOKENS.flip(0))])
+            modelopt.quantize_model(
+                model, ALGORITHMS[algo], kv, lambda m: [m(TOKENS), m(TOKENS.flip(0))]
+            )
             simulated = model(TOKENS, use_cache=False).logits
             export_hf(model, "float32", folder / "export")
         write_byte_tokenizer(folder / "export")
@@ -77,7 +87,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
-    """The kernel library, compiled for this machine; tests of it skip where there is no compiler."""
+    """The kernel library, compiled for this machine; tests of it skip where there is no
+    compiler.
+    """
     if compiler_path() is None:
         pytest.skip("no C++ compiler")
     library = tmp_path_factory.mktemp("kernels") / "kernels.so"
@@ -86,12 +98,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelOps:
 
 @pytest.fixture(scope="session")
 def kernel_engine(kernels: KernelOps) -> Callable[..., EmbeddedEngine]:
-    """(checkpoint, dtype) -> the model step by step over the kernels, without AOTInductor: 3 slots of 96."""
+    """(checkpoint, dtype) -> the model step by step over the kernels, without AOTInductor: 3
+    slots of 96.
+    """
 
     def make(path: Path, dtype: str = "float32") -> EmbeddedEngine:
         source = quantized.open_checkpoint(path)
         fp8_kv = source.quantization.kv_cache_quant_algo == "FP8"
-        weights, caches = prepare(source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, fp8_kv=fp8_kv)
+        weights, caches = prepare(
+            source.shape, fuse(source), dtype, 3, 96, PREFILL_TOKENS, fp8_kv=fp8_kv
+        )
         return EmbeddedEngine(
             eager_runner(weights, kernels, caches, getattr(torch, dtype)),
             vocab_size=source.shape.vocab_size,

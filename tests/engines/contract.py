@@ -1,4 +1,5 @@
-"""What every StepEngine must do, whatever runs inside: a backend's test class inherits this and provides `engine`.
+"""What every StepEngine must do, whatever runs inside: a backend's test class inherits this and
+provides `engine`.
 
 An engine that promises the same bits for any number of tokens per forward sets `tolerance` to 0.
 """
@@ -16,7 +17,9 @@ PROMPT = tuple(b"def forward(self, tokens):\n")
 
 
 class StepEngineContract:
-    """`engine` holds at least 3 slots, sequences of 96 and steps of 8 tokens, over a vocabulary of at least 256."""
+    """`engine` holds at least 3 slots, sequences of 96 and steps of 8 tokens, over a vocabulary
+    of at least 256.
+    """
 
     tolerance: float = 0.0
 
@@ -41,15 +44,24 @@ class StepEngineContract:
         assert self.close(last, whole[:, -1:])
 
     def test_many_tokens_at_once_equal_one_by_one(self, engine: StepEngine) -> None:
-        at_once = torch.cat([engine.forward([0], torch.tensor([PROMPT[i : i + 8]])).clone() for i in range(0, 24, 8)], dim=1)
+        at_once = torch.cat(
+            [
+                engine.forward([0], torch.tensor([PROMPT[i : i + 8]])).clone()
+                for i in range(0, 24, 8)
+            ],
+            dim=1,
+        )
         engine.rewind([0], [0])
-        singly = torch.cat([engine.forward([0], torch.tensor([[token]])).clone() for token in PROMPT[:24]], dim=1)
+        singly = torch.cat(
+            [engine.forward([0], torch.tensor([[token]])).clone() for token in PROMPT[:24]], dim=1
+        )
         assert self.close(at_once, singly)
 
     def test_greedy_text_does_not_depend_on_tokens_per_step(self, engine: StepEngine) -> None:
         plain = self.greedy(engine, 25)
         engine.rewind([0], [len(PROMPT)])
-        verified = []  # four at a time, as a speculative runtime does when every draft token is right
+        # four at a time, as a speculative runtime does when every draft token is right
+        verified = []
         for i in range(0, 24, 4):
             verified += engine.forward([0], torch.tensor([plain[i : i + 4]]))[0].argmax(-1).tolist()
         assert verified == plain[1:]

@@ -9,7 +9,9 @@ from torch import nn
 
 
 class Float64Norm(nn.Module):
-    """transformers' RMSNorm computes in float32 whatever its input; a comparison at 1e-9 needs it in the input's own dtype."""
+    """transformers' RMSNorm computes in float32 whatever its input; a comparison at 1e-9 needs
+    it in the input's own dtype.
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -20,14 +22,22 @@ class Float64Norm(nn.Module):
 
 
 def reference_model(directory: Path) -> nn.Module:
-    """The checkpoint as transformers' model in float64, norms included; SDPA's softmax is float64 too."""
+    """The checkpoint as transformers' model in float64, norms included; SDPA's softmax is
+    float64 too.
+    """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="sdpa"
+    )
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Float64Norm(module.weight, module.variance_epsilon))
+            setattr(
+                model.get_submodule(parent),
+                child,
+                Float64Norm(module.weight, module.variance_epsilon),
+            )
     return model.eval()
 
 

@@ -1,4 +1,6 @@
-"""Engine directories: built, loaded, and refused when they are not what was built. Two are compiled, once per run."""
+"""Engine directories: built, loaded, and refused when they are not what was built. Two are
+compiled, once per run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ needs_compiler = pytest.mark.skipif(compiler_path() is None, reason="no C++ comp
 
 
 def spec(**changes: object) -> EngineSpec:
-    settings = {"role": "target", "max_batch_size": 3, "max_input_len": 64, "max_seq_len": 96, "max_draft_len": 3}
+    settings = {
+        "role": "target",
+        "max_batch_size": 3,
+        "max_input_len": 64,
+        "max_seq_len": 96,
+        "max_draft_len": 3,
+    }
     return EngineSpec(**{**settings, **changes})  # type: ignore[arg-type]
 
 
@@ -35,8 +43,12 @@ def build(checkpoint: Path, out_dir: Path, **changes: object) -> CompiledEngine:
 
 
 @pytest.fixture(scope="module")
-def quantized_engine(exported: Callable[[str], Export], tmp_path_factory: pytest.TempPathFactory) -> CompiledEngine:
-    return build(exported("qwen2_w8a8_kv_fp8").path, tmp_path_factory.mktemp("w8a8"), mode="compiled")
+def quantized_engine(
+    exported: Callable[[str], Export], tmp_path_factory: pytest.TempPathFactory
+) -> CompiledEngine:
+    return build(
+        exported("qwen2_w8a8_kv_fp8").path, tmp_path_factory.mktemp("w8a8"), mode="compiled"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,9 @@ def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> CompiledEngine:
 
 
 @pytest.fixture(scope="module")
-def eager_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> CompiledEngine:
+def eager_engine(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> CompiledEngine:
     return build(tiny_pair[0], tmp_path_factory.mktemp("eager"), mode="eager")
 
 
@@ -58,7 +72,9 @@ def loaded(quantized_engine: CompiledEngine) -> EmbeddedEngine:
 @needs_compiler
 @pytest.mark.slow
 class TestCompiledContract(StepEngineContract):
-    """INT8 linears and an FP8 cache through AOTInductor: still the same bits for any number of tokens."""
+    """INT8 linears and an FP8 cache through AOTInductor: still the same bits for any number of
+    tokens.
+    """
 
     @pytest.fixture
     def engine(self, loaded: EmbeddedEngine) -> EmbeddedEngine:
@@ -68,12 +84,18 @@ class TestCompiledContract(StepEngineContract):
 @needs_compiler
 @pytest.mark.slow
 def test_compiled_equals_the_kernels_step_by_step(
-    loaded: EmbeddedEngine, kernel_engine: Callable[..., EmbeddedEngine], exported: Callable[[str], Export]
+    loaded: EmbeddedEngine,
+    kernel_engine: Callable[..., EmbeddedEngine],
+    exported: Callable[[str], Export],
 ) -> None:
     """What AOTInductor generated is the last norm: its last bits may differ."""
     loaded.rewind([0, 1], [0, 0])
     ours = loaded.forward([0, 1], TOKENS)
-    difference = (ours - kernel_engine(exported("qwen2_w8a8_kv_fp8").path).forward([0, 1], TOKENS)).abs().amax(-1)
+    difference = (
+        (ours - kernel_engine(exported("qwen2_w8a8_kv_fp8").path).forward([0, 1], TOKENS))
+        .abs()
+        .amax(-1)
+    )
     assert difference.median() < 1e-5
     assert difference.max() < 0.1
 
@@ -81,7 +103,9 @@ def test_compiled_equals_the_kernels_step_by_step(
 @needs_compiler
 @pytest.mark.slow
 def test_auto_compiles_where_there_is_a_compiler(plain_engine: CompiledEngine) -> None:
-    """A bfloat16 model with a sliding window; bfloat16 keeps 8 bits, so logits of order 3 agree to some hundredths."""
+    """A bfloat16 model with a sliding window; bfloat16 keeps 8 bits, so logits of order 3 agree
+    to some hundredths.
+    """
     assert (plain_engine.mode, plain_engine.notes) == ("compiled", ())
     source = plain_engine.path
     assert {"config.json", "weights.safetensors", "decode.pt2", "kernels.so", "tokenizer.json"} <= {
@@ -97,12 +121,19 @@ def test_auto_compiles_where_there_is_a_compiler(plain_engine: CompiledEngine) -
 
 @needs_compiler
 @pytest.mark.slow
-def test_int8_weights_stay_int8(quantized_engine: CompiledEngine, exported: Callable[[str], Export]) -> None:
+def test_int8_weights_stay_int8(
+    quantized_engine: CompiledEngine, exported: Callable[[str], Export]
+) -> None:
     from safetensors.torch import load_file
 
     weights = load_file(quantized_engine.path / "weights.safetensors")
-    assert {weights[f"layers.0.{name}.weight"].dtype for name in ("qkv", "o", "gate_up", "down")} == {torch.int8}
-    assert quantized_engine.weight_bytes < 1.1 * (exported("qwen2_w8a8_kv_fp8").path / "model.safetensors").stat().st_size
+    assert {
+        weights[f"layers.0.{name}.weight"].dtype for name in ("qkv", "o", "gate_up", "down")
+    } == {torch.int8}
+    assert (
+        quantized_engine.weight_bytes
+        < 1.1 * (exported("qwen2_w8a8_kv_fp8").path / "model.safetensors").stat().st_size
+    )
     # The package holds code: no weight is in it, whatever their number.
     assert quantized_engine.quant_algo == "W8A8_SQ_PER_CHANNEL"
     assert quantized_engine.kv_cache_quant_algo == "FP8"
@@ -112,13 +143,20 @@ def test_config_has_the_shape_of_an_engine_directory(eager_engine: CompiledEngin
     config = json.loads((eager_engine.path / "config.json").read_text())
     assert set(config) == {"version", "pretrained_config", "build_config", "toolkit"}
     assert config["pretrained_config"]["quantization"]["quant_algo"] is None
-    assert config["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1}
+    assert config["pretrained_config"]["mapping"] == {
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "cp_size": 1,
+    }
     assert config["build_config"]["max_draft_len"] == 3
     assert config["build_config"]["speculative_decoding_mode"] == 2  # DRAFT_TOKENS_EXTERNAL
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(config["toolkit"]["files"])
 
 
-def test_eager_engine_loads_to_the_checkpoints_own_logits(eager_engine: CompiledEngine, tiny_pair: tuple[Path, Path]) -> None:
+def test_eager_engine_loads_to_the_checkpoints_own_logits(
+    eager_engine: CompiledEngine, tiny_pair: tuple[Path, Path]
+) -> None:
     engine = loader("torch").load(eager_engine.path)
     plain = open_checkpoint(tiny_pair[0], max_batch_size=3, max_seq_len=96)
     assert torch.equal(engine.forward([0, 1], TOKENS), plain.forward([0, 1], TOKENS))
@@ -163,7 +201,11 @@ def test_engine_of_another_format_is_refused(copied: Path) -> None:
 
 
 def test_engine_for_another_cpu_is_refused(copied: Path) -> None:
-    foreign = {"instruction_set": "avx2 avx1024", "cpu_capability": "AVX512", "torch": torch.__version__}
+    foreign = {
+        "instruction_set": "avx2 avx1024",
+        "cpu_capability": "AVX512",
+        "torch": torch.__version__,
+    }
     edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=foreign))  # type: ignore[attr-defined]
     with pytest.raises(StageError, match="lacks avx1024"):
         loader("torch").load(copied)
@@ -172,7 +214,10 @@ def test_engine_for_another_cpu_is_refused(copied: Path) -> None:
 def test_engine_of_another_torch_is_refused(copied: Path) -> None:
     from toolkit.engines.embedded.toolchain import instruction_set
 
-    here = {"instruction_set": " ".join(instruction_set()), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    here = {
+        "instruction_set": " ".join(instruction_set()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
     older = {**here, "torch": "2.1.0"}
     edit(copied, lambda config: config["toolkit"].update(mode="compiled", built_with=older))  # type: ignore[attr-defined]
     with pytest.raises(StageError, match=r"compiled with torch 2\.1\.0"):
@@ -185,7 +230,9 @@ def test_without_a_compiler_auto_is_eager_and_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     engine = build(tiny_pair[0], tmp_path, mode="auto")
     assert (engine.mode, engine.notes) == ("eager", ("eager: no C++ compiler was found",))
-    assert json.loads((tmp_path / "config.json").read_text())["toolkit"]["notes"] == ["eager: no C++ compiler was found"]
+    assert json.loads((tmp_path / "config.json").read_text())["toolkit"]["notes"] == [
+        "eager: no C++ compiler was found"
+    ]
     loader("torch").load(tmp_path)
 
 
@@ -197,10 +244,13 @@ def test_compiled_without_a_compiler_is_an_error_with_its_mend(
         build(tiny_pair[0], tmp_path, mode="compiled")
 
 
-def test_a_failing_compiler_is_quoted(tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_is_quoted(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "broken-c++"
     broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo "broken 1.0" && exit 0\necho "fatal: out of cheese" >&2\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo "broken 1.0" && exit 0\necho "fatal: out of'
+        ' cheese" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
@@ -225,9 +275,15 @@ def test_unknown_kind_is_refused_with_the_known_ones() -> None:
 
 def test_fingerprint_is_stable_and_knows_what_matters() -> None:
     assert fingerprint("torch", spec()) == fingerprint("torch", spec())
-    assert fingerprint("torch", spec(mode="eager")) == {"mode": "eager", "torch": torch.__version__, "device": "cpu"}
+    assert fingerprint("torch", spec(mode="eager")) == {
+        "mode": "eager",
+        "torch": torch.__version__,
+        "device": "cpu",
+    }
     if compiler_path() is not None:
-        assert {"compiler", "instruction_set", "kernels"} <= set(fingerprint("torch", spec(mode="compiled")))
+        assert {"compiler", "instruction_set", "kernels"} <= set(
+            fingerprint("torch", spec(mode="compiled"))
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
@@ -239,8 +295,12 @@ def test_gpu_engine_without_a_gpu_is_refused(copied: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fp8_on_a_gpu_follows_the_simulation(exported: Callable[[str], Export], tmp_path: Path) -> None:
-    """Native products sum in another order, and codes on the edge may flip: within what quantization itself costs."""
+def test_fp8_on_a_gpu_follows_the_simulation(
+    exported: Callable[[str], Export], tmp_path: Path
+) -> None:
+    """Native products sum in another order, and codes on the edge may flip: within what
+    quantization itself costs.
+    """
     export = exported("llama_fp8_kv_fp8")
     built = build(export.path, tmp_path, device="cuda")
     logits = loader("torch").load(built.path).forward([0, 1], TOKENS).cpu()

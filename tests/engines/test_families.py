@@ -1,4 +1,6 @@
-"""The fused model against transformers' own, every family and every variation that a config.json can ask for."""
+"""The fused model against transformers' own, every family and every variation that a config.json
+can ask for.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,41 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500000.0,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tie_word_embeddings": True},
     "llama_biases": {"attention_bias": True, "mlp_bias": True},
-    "llama_head_dim_of_its_own": {"head_dim": 24, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "llama_head_dim_of_its_own": {
+        "head_dim": 24,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
     "llama_no_grouping": {"num_key_value_heads": 4},
     "llama_one_kv_head": {"num_key_value_heads": 1},
-    "llama_odd_sizes": {"vocab_size": 301, "intermediate_size": 90, "hidden_size": 52, "head_dim": 10},
-    "llama_linear_rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
-    "llama_dynamic_rope_within_its_length": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    "llama_odd_sizes": {
+        "vocab_size": 301,
+        "intermediate_size": 90,
+        "hidden_size": 52,
+        "head_dim": 10,
+    },
+    "llama_linear_rope": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    },
+    "llama_dynamic_rope_within_its_length": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    },
     "llama_llama3_rope": {"rope_parameters": LLAMA3},
     "llama_yarn_rope": {"rope_parameters": YARN},
-    "llama_yarn_with_a_stated_factor": {"rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0}},
+    "llama_yarn_with_a_stated_factor": {
+        "rope_parameters": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0}
+    },
     "llama_float16": {"dtype": "float16"},
     "llama_float32": {"dtype": "float32"},
     "mistral": {"family": "mistral", "sliding_window": None},
@@ -46,7 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"family": "qwen3"},
-    "qwen3_tied_with_biases": {"family": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3_tied_with_biases": {
+        "family": "qwen3",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
 }
 
 
@@ -59,7 +86,9 @@ TOKENS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(
 
 
 def test_logits_equal_transformers_in_float64(checkpoint: Path) -> None:
-    """Both sides add up the same float64 products in another order: 1e-9 is some 1e5 roundings of logits near 10."""
+    """Both sides add up the same float64 products in another order: 1e-9 is some 1e5 roundings
+    of logits near 10.
+    """
     engine = open_checkpoint(checkpoint, dtype="float64", max_batch_size=2, max_seq_len=64)
     ours = engine.forward([0, 1], TOKENS)
     assert (ours - reference_logits(checkpoint, TOKENS)).abs().max() < 1e-9
@@ -69,18 +98,25 @@ def test_chunks_equal_one_shot(checkpoint: Path) -> None:
     """Another split of the same products over matrix calls: last bits only, so 1e-12 in float64."""
     engine = open_checkpoint(checkpoint, dtype="float64", max_batch_size=2, max_seq_len=64)
     whole = engine.forward([0], TOKENS[:1])
-    parts = torch.cat([engine.forward([1], part) for part in TOKENS[:1].split([1, 16, 5, 18], dim=1)], dim=1)
+    parts = torch.cat(
+        [engine.forward([1], part) for part in TOKENS[:1].split([1, 16, 5, 18], dim=1)], dim=1
+    )
     assert (whole - parts).abs().max() < 1e-12
 
 
 def test_float32_stays_within_rounding(checkpoint: Path) -> None:
-    """float32 has 24 bits: after two layers and sums of 64, logits near 10 agree to about 1e-5; 1e-4 is the bound."""
+    """float32 has 24 bits: after two layers and sums of 64, logits near 10 agree to about 1e-5;
+    1e-4 is the bound.
+    """
     engine = open_checkpoint(checkpoint, dtype="float32", max_batch_size=2, max_seq_len=64)
-    assert (engine.forward([0, 1], TOKENS) - reference_logits(checkpoint, TOKENS)).abs().max() < 1e-4
+    assert (
+        engine.forward([0, 1], TOKENS) - reference_logits(checkpoint, TOKENS)
+    ).abs().max() < 1e-4
 
 
 def test_dynamic_rope_beyond_its_length_equals_generation_with_a_cache(tmp_path: Path) -> None:
-    """Past the original length transformers rotates each new position by the length reached, and keeps what is cached.
+    """Past the original length transformers rotates each new position by the length reached, and
+    keeps what is cached.
 
     It stretches theta in float32 there, which moves angles by some 1e-7 of themselves: hence 1e-6.
     """
@@ -92,12 +128,16 @@ def test_dynamic_rope_beyond_its_length_equals_generation_with_a_cache(tmp_path:
     engine = open_checkpoint(source, dtype="float64", max_batch_size=1, max_seq_len=64)
     with torch.no_grad():
         expected = [model(TOKENS[:1, :20], past_key_values=cache).logits]
-        expected += [model(TOKENS[:1, i : i + 1], past_key_values=cache).logits for i in range(20, 40)]
+        expected += [
+            model(TOKENS[:1, i : i + 1], past_key_values=cache).logits for i in range(20, 40)
+        ]
     assert (engine.forward([0], TOKENS[:1]) - torch.cat(expected, dim=1)).abs().max() < 1e-6
 
 
 def test_bfloat16_engine_follows_within_its_precision(tmp_path: Path) -> None:
-    """bfloat16 keeps 8 bits: logits near 3 agree to some hundredths; a wrong graph would be off by the logits themselves."""
+    """bfloat16 keeps 8 bits: logits near 3 agree to some hundredths; a wrong graph would be off
+    by the logits themselves.
+    """
     source = write_checkpoint(tmp_path)
     engine = open_checkpoint(source, dtype="bfloat16", max_batch_size=2, max_seq_len=64)
     assert (engine.forward([0, 1], TOKENS) - reference_logits(source, TOKENS)).abs().max() < 0.15

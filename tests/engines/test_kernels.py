@@ -1,4 +1,6 @@
-"""The kernel library against plain torch, and its promise: the same bits for a token, however many others take part."""
+"""The kernel library against plain torch, and its promise: the same bits for a token, however
+many others take part.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def random_linear(kind: str, rows: int, columns: int) -> Linear:
         "float32": lambda: Linear(torch.randn(rows, columns, generator=generator), bias=bias),
         "bfloat16": lambda: Linear(torch.randn(rows, columns, generator=generator).bfloat16()),
         "w8a16": lambda: Linear(codes, scale, bias=bias),
-        "w8a8": lambda: Linear(codes, scale, torch.tensor(0.03), torch.rand(columns, generator=generator) + 0.5, bias),
+        "w8a8": lambda: Linear(
+            codes, scale, torch.tensor(0.03), torch.rand(columns, generator=generator) + 0.5, bias
+        ),
         "fp8": lambda: Linear(codes.float().to(torch.float8_e4m3fn), scale, torch.tensor(0.01)),
     }[kind]()
 
@@ -38,11 +42,18 @@ def random_linear(kind: str, rows: int, columns: int) -> Linear:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (130, 33), (1, 3), (257, 300)])
 def test_linear_equals_torch(kernels: KernelOps, kind: str, rows: int, columns: int) -> None:
-    """Integer products exactly, up to one rounding of the scale; float sums up to their order, 1e-5 of their size."""
+    """Integer products exactly, up to one rounding of the scale; float sums up to their order,
+    1e-5 of their size.
+    """
     linear = random_linear(kind, rows, columns)
     x = torch.randn(11, columns, generator=torch.Generator().manual_seed(1))
-    ours, plain = kernels.linear(x, pack_linear(linear, torch.float32)), TorchOps().linear(x, linear)
-    assert torch.allclose(ours, plain, rtol=1e-6 if kind == "w8a8" else 1e-5, atol=1e-5 * float(plain.abs().max()))
+    ours, plain = (
+        kernels.linear(x, pack_linear(linear, torch.float32)),
+        TorchOps().linear(x, linear),
+    )
+    assert torch.allclose(
+        ours, plain, rtol=1e-6 if kind == "w8a8" else 1e-5, atol=1e-5 * float(plain.abs().max())
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "w8a16", "w8a8", "fp8"])
@@ -58,23 +69,36 @@ def test_every_fp8_code_is_widened_exactly(kernels: KernelOps) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # not a number
     weight = codes.view(torch.float8_e4m3fn)[:, None]
-    widened = kernels.linear(torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256)), torch.float32))
+    widened = kernels.linear(
+        torch.ones(1, 1), pack_linear(Linear(weight, torch.ones(256)), torch.float32)
+    )
     assert torch.equal(widened[0], weight[:, 0].float())
 
 
 @pytest.mark.parametrize("kind", ["float32", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize(("hidden", "dim", "inner"), [(96, 32, 160), (37, 24, 45)])
-def test_half_a_layer_in_one_call_equals_its_parts(kernels: KernelOps, kind: str, hidden: int, dim: int, inner: int) -> None:
-    """The parts between the linears are torch's then. A code on the edge may flip by that: most tokens agree to 1e-5."""
+def test_half_a_layer_in_one_call_equals_its_parts(
+    kernels: KernelOps, kind: str, hidden: int, dim: int, inner: int
+) -> None:
+    """The parts between the linears are torch's then. A code on the edge may flip by that: most
+    tokens agree to 1e-5.
+    """
     heads, kv_heads, batch, n, capacity = 4, 2, 2, 6, 128
     generator = torch.Generator().manual_seed(hidden)
 
     def small(rows: int, columns: int) -> Linear:
         linear = random_linear(kind, rows, columns)
         scale = None if linear.scale is None else linear.scale / 1000
-        return pack_linear(replace(linear, scale=scale, bias=None if scale is None else linear.bias), torch.float32)
+        return pack_linear(
+            replace(linear, scale=scale, bias=None if scale is None else linear.bias), torch.float32
+        )
 
-    sizes = ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
+    sizes = (
+        ((heads + 2 * kv_heads) * dim, hidden),
+        (hidden, heads * dim),
+        (2 * inner, hidden),
+        (hidden, inner),
+    )
     norms = [torch.rand((1, hidden), generator=generator) + 0.5 for _ in range(2)]
     how = Attention(heads, kv_heads, dim, 1e-5, None, None, None, None, None)
     layer = Layer(*norms, *(small(rows, columns) for rows, columns in sizes), how)
@@ -97,31 +121,44 @@ def test_half_a_layer_in_one_call_equals_its_parts(kernels: KernelOps, kind: str
 
 
 def fp8_trials() -> torch.Tensor:
-    """Every E4M3 number, every midpoint between two of them with its neighbours, both overflows: [n], a multiple of 64."""
+    """Every E4M3 number, every midpoint between two of them with its neighbours, both overflows:
+    [n], a multiple of 64.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (-1e9, 1e9)]
-    trials = torch.cat([codes, middles, *beside, torch.tensor([1e9, -1e9, 449.0, -465.0, 1e-30, -1e-30])])
+    trials = torch.cat(
+        [codes, middles, *beside, torch.tensor([1e9, -1e9, 449.0, -465.0, 1e-30, -1e-30])]
+    )
     return torch.nn.functional.pad(trials, (0, -len(trials) % 64))
 
 
 def test_activations_are_rounded_to_fp8_like_torchs_cast(kernels: KernelOps) -> None:
     x = fp8_trials().view(-1, 64)
-    identity = pack_linear(Linear(torch.eye(64).to(torch.float8_e4m3fn), torch.ones(64), torch.tensor(1.0)), torch.float32)
-    assert torch.equal(kernels.linear(x, identity), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    identity = pack_linear(
+        Linear(torch.eye(64).to(torch.float8_e4m3fn), torch.ones(64), torch.tensor(1.0)),
+        torch.float32,
+    )
+    assert torch.equal(
+        kernels.linear(x, identity), x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    )
 
 
 @pytest.mark.parametrize("dim", [32, 24])
 def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) -> None:
     padded, n = 32, 40
-    keys, values = (torch.zeros(size, dtype=torch.uint8) for size in ((2, 1, dim, 128), (2, 1, 128, padded)))
+    keys, values = (
+        torch.zeros(size, dtype=torch.uint8) for size in ((2, 1, dim, 128), (2, 1, 128, padded))
+    )
     trials = fp8_trials()
     qkv = trials.repeat(8)[: n * 3 * dim].view(1, n, 3 * dim).contiguous()
     k_scale, v_scale = torch.tensor(0.7), torch.tensor(1.3)
     how = Attention(1, 1, dim, 1e-5, None, None, None, k_scale, v_scale)
     unrotated = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
-    kernels.attention(qkv, (keys, values), Step(torch.tensor([1]), torch.tensor([10]), *unrotated), how)
+    kernels.attention(
+        qkv, (keys, values), Step(torch.tensor([1]), torch.tensor([10]), *unrotated), how
+    )
     _, key, value = qkv[0].split(dim, dim=-1)
     for written, new, scale in (
         (keys[1, 0, :, 10 : 10 + n].T, key, k_scale),
@@ -131,8 +168,12 @@ def test_an_fp8_cache_is_written_like_torchs_cast(kernels: KernelOps, dim: int) 
         assert torch.equal(stored, (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
-def test_threads_do_not_change_the_bits(kernels: KernelOps, kernel_engine: MakeEngine, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=2048, num_hidden_layers=1)
+def test_threads_do_not_change_the_bits(
+    kernels: KernelOps, kernel_engine: MakeEngine, tmp_path: Path
+) -> None:
+    source = write_checkpoint(
+        tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=2048, num_hidden_layers=1
+    )
     alone = kernel_engine(source).forward([0, 1], TOKENS)
     threads = torch.get_num_threads()
     try:
@@ -143,10 +184,14 @@ def test_threads_do_not_change_the_bits(kernels: KernelOps, kernel_engine: MakeE
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_equals_transformers(name: str, kernel_engine: MakeEngine, tmp_path: Path) -> None:
+def test_every_family_equals_transformers(
+    name: str, kernel_engine: MakeEngine, tmp_path: Path
+) -> None:
     """float32 against float64: 1e-4, as for the eager engine."""
     source = write_checkpoint(tmp_path, seed=3, **CASES[name])
-    assert (kernel_engine(source).forward([0, 1], TOKENS) - reference_logits(source, TOKENS)).abs().max() < 1e-4
+    assert (
+        kernel_engine(source).forward([0, 1], TOKENS) - reference_logits(source, TOKENS)
+    ).abs().max() < 1e-4
 
 
 @pytest.mark.slow
@@ -154,7 +199,9 @@ def test_every_family_equals_transformers(name: str, kernel_engine: MakeEngine, 
 def test_quantized_models_equal_the_eager_engine(
     name: str, kernel_engine: MakeEngine, exported: Callable[[str], Export]
 ) -> None:
-    """Both compute the same codes; only float sums differ in order. A code on the edge may flip: see test_quantized."""
+    """Both compute the same codes; only float sums differ in order. A code on the edge may flip:
+    see test_quantized.
+    """
     export = exported(name)
     plain = open_checkpoint(export.path, max_batch_size=2, max_seq_len=96).forward([0, 1], TOKENS)
     difference = (kernel_engine(export.path).forward([0, 1], TOKENS) - plain).abs().amax(-1)
@@ -162,7 +209,9 @@ def test_quantized_models_equal_the_eager_engine(
     assert difference.max() < (export.simulated - export.source).abs().max()
 
 
-def test_garbage_behind_a_slots_length_is_never_read(kernel_engine: MakeEngine, tmp_path: Path) -> None:
+def test_garbage_behind_a_slots_length_is_never_read(
+    kernel_engine: MakeEngine, tmp_path: Path
+) -> None:
     engine = kernel_engine(write_checkpoint(tmp_path))
     fresh = engine.forward([0], TOKENS[:1, :8]).clone()
     engine.forward([0], TOKENS[1:, :40])
@@ -173,7 +222,9 @@ def test_garbage_behind_a_slots_length_is_never_read(kernel_engine: MakeEngine, 
 class TestKernelContract(StepEngineContract):
     """Tolerance 0: this is the promise that speculation rests on."""
 
-    @pytest.fixture(params=["llama_w8a8", "qwen3_w8a16_kv_fp8", "llama_fp8_kv_fp8", "float32", "bfloat16"])
+    @pytest.fixture(
+        params=["llama_w8a8", "qwen3_w8a16_kv_fp8", "llama_fp8_kv_fp8", "float32", "bfloat16"]
+    )
     def engine(
         self,
         request: pytest.FixtureRequest,

@@ -1,4 +1,6 @@
-"""The PyTorch flow: a checkpoint and its arguments, asked of classes like TensorRT-LLM's own, and loaded by a stand-in."""
+"""The PyTorch flow: a checkpoint and its arguments, asked of classes like TensorRT-LLM's own,
+and loaded by a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -35,35 +37,63 @@ def spec_of(role: str = "target", version: str = "1.2.1", **asked: Any) -> Engin
         max_input_len=128,
         max_seq_len=256,
         max_draft_len=4 if role == "target" else 0,
-        tensorrt_llm=TensorRtLlmSpec(version, **{"speculation": "draft_target", "draft_dir": Path("/draft"), **asked}),
+        tensorrt_llm=TensorRtLlmSpec(
+            version, **{"speculation": "draft_target", "draft_dir": Path("/draft"), **asked}
+        ),
     )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoint:
     path = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "target")
-    return QuantizedCheckpoint("target", path, "FP8", "FP8", "LlamaForCausalLM", 258, 1000, None, ())
+    return QuantizedCheckpoint(
+        "target", path, "FP8", "FP8", "LlamaForCausalLM", 258, 1000, None, ()
+    )
 
 
 def args_class(without: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
     """A class with our table's fields, as forbidding as the real one, and like it pydantic."""
-    names = {field.name: (Any, None) for field in LLM_ARGS if "1.2.1" in field.versions and field.name not in without}
-    made: type[BaseModel] = create_model("TorchLlmArgs", __config__=ConfigDict(extra="forbid"), **{**names, **more})  # type: ignore[call-overload]
+    names = {
+        field.name: (Any, None)
+        for field in LLM_ARGS
+        if "1.2.1" in field.versions and field.name not in without
+    }
+    made: type[BaseModel] = create_model(
+        "TorchLlmArgs", __config__=ConfigDict(extra="forbid"), **{**names, **more}
+    )  # type: ignore[call-overload]
     return made
 
 
-def compiled(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, **fields: Any) -> CompiledEngine:
+def compiled(
+    checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, **fields: Any
+) -> CompiledEngine:
     out_dir.mkdir(exist_ok=True)
-    given: dict[str, Any] = {"installed_version": lambda: None, "installed_class": lambda: None, "gpus": list, **fields}
+    given: dict[str, Any] = {
+        "installed_version": lambda: None,
+        "installed_class": lambda: None,
+        "gpus": list,
+        **fields,
+    }
     return TrtllmPytorchBackend(**given).compile(checkpoint, spec, out_dir, silent)
 
 
-def test_the_directory_is_a_checkpoint_with_its_arguments(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
+def test_the_directory_is_a_checkpoint_with_its_arguments(
+    checkpoint: QuantizedCheckpoint, tmp_path: Path
+) -> None:
     engine = compiled(checkpoint, spec_of(), tmp_path)
     assert read_llm_args(tmp_path)["speculative_config"]["speculative_model"] == "../draft"
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((checkpoint.path / "config.json").read_text())
-    assert (tmp_path / "model.safetensors").samefile(checkpoint.path / "model.safetensors")  # no second copy of the weights
-    assert (engine.kind, engine.mode, engine.quant_algo, engine.max_draft_len) == ("trtllm_pytorch", "runtime", "FP8", 4)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (checkpoint.path / "config.json").read_text()
+    )
+    assert (tmp_path / "model.safetensors").samefile(
+        checkpoint.path / "model.safetensors"
+    )  # no second copy of the weights
+    assert (engine.kind, engine.mode, engine.quant_algo, engine.max_draft_len) == (
+        "trtllm_pytorch",
+        "runtime",
+        "FP8",
+        4,
+    )
     assert engine.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
     assert from_json(CompiledEngine, to_json(engine)) == engine
 
@@ -74,7 +104,9 @@ def test_the_draft_is_a_checkpoint_alone(checkpoint: QuantizedCheckpoint, tmp_pa
     assert (tmp_path / "model.safetensors").is_file()
 
 
-def test_without_tensorrt_llm_the_record_says_what_was_not_done(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
+def test_without_tensorrt_llm_the_record_says_what_was_not_done(
+    checkpoint: QuantizedCheckpoint, tmp_path: Path
+) -> None:
     build = compiled(checkpoint, spec_of(), tmp_path).tensorrt_llm
     assert build is not None
     assert build.executed == ()
@@ -84,19 +116,38 @@ def test_without_tensorrt_llm_the_record_says_what_was_not_done(checkpoint: Quan
     )
 
 
-def test_its_own_class_is_asked_and_a_disagreement_is_reported(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
+def test_its_own_class_is_asked_and_a_disagreement_is_reported(
+    checkpoint: QuantizedCheckpoint, tmp_path: Path
+) -> None:
     theirs = args_class(without=("enable_min_latency",), enable_time_travel=(Any, None))
-    engine = compiled(checkpoint, spec_of(), tmp_path, installed_version=lambda: "1.2.1", installed_class=lambda: theirs)
+    engine = compiled(
+        checkpoint,
+        spec_of(),
+        tmp_path,
+        installed_version=lambda: "1.2.1",
+        installed_class=lambda: theirs,
+    )
     assert engine.notes == (
         "our facts: LLM() 1.2.1 here has no enable_min_latency, our table says it has",
         "our facts: LLM() 1.2.1 here has enable_time_travel, which our table does not list",
     )
 
 
-def test_arguments_that_its_class_refuses_stop_the_build(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
+def test_arguments_that_its_class_refuses_stop_the_build(
+    checkpoint: QuantizedCheckpoint, tmp_path: Path
+) -> None:
     theirs = args_class(without=("cuda_graph_config",))
-    with pytest.raises(StageError, match=r"(?s)refuses arguments that our tables of 1\.2\.1 allow: .*cuda_graph_config"):
-        compiled(checkpoint, spec_of(), tmp_path, installed_version=lambda: "1.2.1", installed_class=lambda: theirs)
+    with pytest.raises(
+        StageError,
+        match=r"(?s)refuses arguments that our tables of 1\.2\.1 allow: .*cuda_graph_config",
+    ):
+        compiled(
+            checkpoint,
+            spec_of(),
+            tmp_path,
+            installed_version=lambda: "1.2.1",
+            installed_class=lambda: theirs,
+        )
 
 
 def test_a_speculative_config_goes_through_from_dict_where_the_module_has_it() -> None:
@@ -117,46 +168,83 @@ def test_a_speculative_config_goes_through_from_dict_where_the_module_has_it() -
     TorchLlmArgs.__module__ = module.__name__
     sys.modules[module.__name__] = module
     try:
-        assert refusal({"speculative_config": {"decoding_type": "DraftTarget"}}, TorchLlmArgs) is None
+        assert (
+            refusal({"speculative_config": {"decoding_type": "DraftTarget"}}, TorchLlmArgs) is None
+        )
         said = refusal({"speculative_config": {"decoding_type": "Draft_Target"}}, TorchLlmArgs)
     finally:
         del sys.modules[module.__name__]
     assert said == "unknown decoding type Draft_Target"
 
 
-def test_with_gpus_the_model_is_loaded_once(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
+def test_with_gpus_the_model_is_loaded_once(
+    checkpoint: QuantizedCheckpoint, tmp_path: Path
+) -> None:
     loaded: list[Mapping[str, Any]] = []
 
     def load(args: Mapping[str, Any]) -> str:
         loaded.append(args)
         return "NVIDIA H200"
 
-    installed: dict[str, Any] = {"installed_version": lambda: "1.2.1", "installed_class": args_class, "load_once": load}
-    build = compiled(checkpoint, spec_of(tp_size=2), tmp_path, gpus=lambda: ["NVIDIA H200"] * 2, **installed).tensorrt_llm
+    installed: dict[str, Any] = {
+        "installed_version": lambda: "1.2.1",
+        "installed_class": args_class,
+        "load_once": load,
+    }
+    build = compiled(
+        checkpoint, spec_of(tp_size=2), tmp_path, gpus=lambda: ["NVIDIA H200"] * 2, **installed
+    ).tensorrt_llm
     assert build is not None
-    assert build.executed == ("TensorRT-LLM 1.2.1 loaded the model and generated one token on NVIDIA H200",)
+    assert build.executed == (
+        "TensorRT-LLM 1.2.1 loaded the model and generated one token on NVIDIA H200",
+    )
     assert build.not_executed == ()
-    assert (loaded[0]["model"], loaded[0]["speculative_config"]["speculative_model"]) == (str(tmp_path), "/draft")
-    build = compiled(checkpoint, spec_of(tp_size=4), tmp_path / "4", gpus=lambda: ["NVIDIA H200"] * 2, **installed).tensorrt_llm
+    assert (loaded[0]["model"], loaded[0]["speculative_config"]["speculative_model"]) == (
+        str(tmp_path),
+        "/draft",
+    )
+    build = compiled(
+        checkpoint,
+        spec_of(tp_size=4),
+        tmp_path / "4",
+        gpus=lambda: ["NVIDIA H200"] * 2,
+        **installed,
+    ).tensorrt_llm
     assert build is not None
-    assert build.not_executed == ("the model was not loaded by TensorRT-LLM: it takes 4 GPUs, and 2 are here",)
+    assert build.not_executed == (
+        "the model was not loaded by TensorRT-LLM: it takes 4 GPUs, and 2 are here",
+    )
 
 
 def test_another_version_is_not_asked(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
-    engine = compiled(checkpoint, spec_of(), tmp_path, installed_version=lambda: "1.1.0", installed_class=args_class)
-    assert engine.notes == ("version: TensorRT-LLM 1.1.0 is installed here, the engine is for 1.2.1",)
+    engine = compiled(
+        checkpoint,
+        spec_of(),
+        tmp_path,
+        installed_version=lambda: "1.1.0",
+        installed_class=args_class,
+    )
+    assert engine.notes == (
+        "version: TensorRT-LLM 1.1.0 is installed here, the engine is for 1.2.1",
+    )
 
 
 def test_the_other_form_is_refused(checkpoint: QuantizedCheckpoint, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "LlamaForCausalLM", "dtype": "bfloat16"}))
-    other = QuantizedCheckpoint("target", tmp_path, "FP8", None, "LlamaForCausalLM", 258, 1000, None, ())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architecture": "LlamaForCausalLM", "dtype": "bfloat16"})
+    )
+    other = QuantizedCheckpoint(
+        "target", tmp_path, "FP8", None, "LlamaForCausalLM", 258, 1000, None, ()
+    )
     with pytest.raises(CheckpointError, match="not a checkpoint in Hugging Face form"):
         compiled(other, spec_of(), tmp_path / "engine")
 
 
 def test_the_fingerprint_changes_with_version_and_installation() -> None:
     fingerprints = [
-        TrtllmPytorchBackend(installed_version=lambda here=here: here).fingerprint(spec_of(version=version))  # type: ignore[misc]
+        TrtllmPytorchBackend(installed_version=lambda here=here: here).fingerprint(
+            spec_of(version=version)
+        )  # type: ignore[misc]
         for version in ("1.2.1", "1.3")
         for here in (None, "1.2.1")
     ]

@@ -1,4 +1,6 @@
-"""The tables are whole, agree with one another and with the schema, and every fact in them says where it comes from."""
+"""The tables are whole, agree with one another and with the schema, and every fact in them says
+where it comes from.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_every_algorithm_of_the_yaml_has_its_row() -> None:
     for rows in (*WEIGHT_SUPPORT.values(), *KV_SUPPORT.values()):
         for columns in rows.values():
             assert set(columns) <= set(MIN_SM)
-    rules = set(typing.get_args(schema.SpeculationConfig.model_fields["acceptance"].annotation)) - {"auto"}
+    rules = set(typing.get_args(schema.SpeculationConfig.model_fields["acceptance"].annotation)) - {
+        "auto"
+    }
     assert {rule for known in ACCEPTANCE.values() for rule in known} == rules
 
 
@@ -44,7 +48,12 @@ def test_every_rule_says_what_happens_and_where_that_is_known_from() -> None:
 
 
 def test_every_column_of_the_versions_has_its_source() -> None:
-    plain = {"name", "release", "tensorrt", "cuda"}  # the last three stand in the matrix of containers
+    plain = {
+        "name",
+        "release",
+        "tensorrt",
+        "cuda",
+    }  # the last three stand in the matrix of containers
     assert set(SOURCES) == set(Version.__slots__) - plain
 
 

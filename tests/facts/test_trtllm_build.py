@@ -1,4 +1,6 @@
-"""The table of trtllm-build's flags against a second one, made from the same contract by itself; and the failures' patterns."""
+"""The table of trtllm-build's flags against a second one, made from the same contract by itself;
+and the failures' patterns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def other_table(version: str) -> dict[str, tuple[str, object]]:
 def test_both_tables_have_the_same_flags_and_defaults(version: str) -> None:
     ours, other = flags_of(version), other_table(version)
     assert sorted(ours) == sorted(other)
-    assert {name: flag.default for name, flag in ours.items()} == {name: default for name, (_, default) in other.items()}
+    assert {name: flag.default for name, flag in ours.items()} == {
+        name: default for name, (_, default) in other.items()
+    }
 
 
 def test_both_tables_have_the_same_choices() -> None:
@@ -39,22 +43,46 @@ def test_facts_have_a_confidence_and_versions_that_exist() -> None:
     assert flags_of("1.3") == {}
 
 
-# Lines as they stand in public logs and sources (see the sources of FAILURES), one for each way to fail.
+# Lines as they stand in public logs and sources (see the sources of FAILURES), one for each way to
+# fail.
 LINES = {
     "unknown-flag": "trtllm-build: error: unrecognized arguments: --auto_parallel 1",
     "disk-full": "OSError: [Errno 28] No space left on device",
     "blackwell-no-int8": "RuntimeError: SmoothQuant is not supported on SM>=100.",
-    "unsupported-sm": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
-    "version-mismatch": "[E] The engine plan file is not compatible with this version of TensorRT, expecting library version",
-    "gpu-out-of-memory": "[E] 2: [virtualMemoryBuffer.cpp::resizePhysical::140] Error Code 2: OutOfMemory",
-    "no-gpu": 'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
-    "no-image": "docker: Error response from daemon: manifest for nvcr.io/x:1 not found: manifest unknown.",
-    "no-docker": "docker: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+    "unsupported-sm": (
+        "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+    ),
+    "version-mismatch": (
+        "[E] The engine plan file is not compatible with this version of TensorRT, expecting"
+        " library version"
+    ),
+    "gpu-out-of-memory": (
+        "[E] 2: [virtualMemoryBuffer.cpp::resizePhysical::140] Error Code 2: OutOfMemory"
+    ),
+    "no-gpu": (
+        'docker: Error response from daemon: could not select device driver "" with capabilities:'
+        " [[gpu]]."
+    ),
+    "no-image": (
+        "docker: Error response from daemon: manifest for nvcr.io/x:1 not found: manifest unknown."
+    ),
+    "no-docker": (
+        "docker: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker"
+        " daemon running?"
+    ),
     "shared-memory": "ERROR: Unexpected bus error encountered in worker.",
-    "missing-library": "ImportError: libnvinfer.so.10: cannot open shared object file: No such file or directory",
+    "missing-library": (
+        "ImportError: libnvinfer.so.10: cannot open shared object file: No such file or directory"
+    ),
     "unknown-architecture": "AssertionError: Unsupported model architecture: FooForCausalLM",
-    "tensors": "RuntimeError: Required but not provided tensors:{'transformer.layers.0.attention.qkv.bias'}",
-    "no-implementation": "[E] 10: Could not find any implementation for node PWN(LLaMAForCausalLM/layers/0/mlp/SIGMOID_0).",
+    "tensors": (
+        "RuntimeError: Required but not provided"
+        " tensors:{'transformer.layers.0.attention.qkv.bias'}"
+    ),
+    "no-implementation": (
+        "[E] 10: Could not find any implementation for node"
+        " PWN(LLaMAForCausalLM/layers/0/mlp/SIGMOID_0)."
+    ),
     "killed": "Killed",
 }
 
@@ -62,12 +90,18 @@ LINES = {
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
 def test_each_failure_is_recognised_by_the_line_that_it_prints(failure) -> None:  # type: ignore[no-untyped-def]
     re.compile(failure.pattern)
-    log = f"[TensorRT-LLM] TensorRT-LLM version: 1.2.1\n{LINES[failure.id]}\nTraceback (most recent call last):\n"
+    log = (
+        f"[TensorRT-LLM] TensorRT-LLM version: 1.2.1\n{LINES[failure.id]}\nTraceback (most recent"
+        " call last):\n"
+    )
     assert explain_failure(1, log) == (failure, LINES[failure.id])
 
 
 def test_a_log_of_a_build_that_went_well_is_no_failure() -> None:
-    log = "[TRT-LLM] [W] padding removal and fMHA are both enabled, max_input_len is not required and will be ignored\n"
+    log = (
+        "[TRT-LLM] [W] padding removal and fMHA are both enabled, max_input_len is not required and"
+        " will be ignored\n"
+    )
     assert explain_failure(1, log) == (None, None)
 
 

@@ -16,7 +16,9 @@ def test_qwen_sizes() -> None:
 
 
 @given(st.integers(1, 400), st.integers(0, 200), st.integers(0, 200), st.integers(1, 16))
-def test_nothing_in_use_is_cut_and_no_row_is_invented(needed: int, above: int, more: int, tp_size: int) -> None:
+def test_nothing_in_use_is_cut_and_no_row_is_invented(
+    needed: int, above: int, more: int, tp_size: int
+) -> None:
     rows = {"target": needed + above, "draft": needed + more}
     try:
         size = common_vocab_size(rows, needed, tp_size)

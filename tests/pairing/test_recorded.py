@@ -1,4 +1,6 @@
-"""Digests that came with a checkpoint: the only thing that finds a flipped bit which still looks like a weight."""
+"""Digests that came with a checkpoint: the only thing that finds a flipped bit which still looks
+like a weight.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def record(source: Path, form: str) -> None:
         folder.mkdir(parents=True)
         (folder / "model.safetensors.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
     else:
-        (source / "SHA256SUMS").write_text(f"{digest} {form}model.safetensors\n{'0' * 64}  elsewhere.bin\n\n")
+        (source / "SHA256SUMS").write_text(
+            f"{digest} {form}model.safetensors\n{'0' * 64}  elsewhere.bin\n\n"
+        )
 
 
 @pytest.mark.parametrize("form", [" ", "*", "hub"])
@@ -34,7 +38,10 @@ def test_any_flipped_bit_is_found(form: str, source: Path) -> None:
     data = bytearray((source / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (source / "model.safetensors").write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: its sha256 is .* was recorded\n  fetch this file again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: its sha256 is .* was recorded\n  fetch this file again",
+    ):
         check_recorded_digests(source)
 
 

@@ -33,7 +33,11 @@ def refusal(target: Path, draft: Path) -> str:
 
 
 def warnings_of(target: Path, draft: Path) -> dict[str, str]:
-    return {finding.check: finding.detail for finding in prove_pair(target, draft).findings if finding.severity == "warning"}
+    return {
+        finding.check: finding.detail
+        for finding in prove_pair(target, draft).findings
+        if finding.severity == "warning"
+    }
 
 
 def test_a_pair_that_fits_is_proved(pair: tuple[Path, Path]) -> None:
@@ -42,7 +46,8 @@ def test_a_pair_that_fits_is_proved(pair: tuple[Path, Path]) -> None:
     assert proof.vocab_size == 258
     assert proof.target_digest != proof.draft_digest
     assert all(
-        digest and digest.startswith("sha256:") for digest in (proof.target_digest, proof.draft_digest, proof.tokenizer_digest)
+        digest and digest.startswith("sha256:")
+        for digest in (proof.target_digest, proof.draft_digest, proof.tokenizer_digest)
     )
 
 
@@ -66,7 +71,9 @@ def test_the_digest_is_of_content_not_of_place(pair: tuple[Path, Path], tmp_path
     shutil.copytree(pair[0], moved)
     (moved / "README.md").write_text("not part of the model")
     assert prove_pair(moved, None).target_digest == prove_pair(pair[0], None).target_digest
-    edit(moved / "config.json", lambda config: config.update(rope_theta=9999.0, rope_parameters=None))
+    edit(
+        moved / "config.json", lambda config: config.update(rope_theta=9999.0, rope_parameters=None)
+    )
     assert prove_pair(moved, None).target_digest != prove_pair(pair[0], None).target_digest
 
 
@@ -115,7 +122,9 @@ def test_special_tokens_that_one_lacks_are_named(pair: tuple[Path, Path]) -> Non
 def add_token(folder: Path, *names: str) -> None:
     def add(data: dict[str, Any]) -> None:
         last = data["added_tokens"][-1]
-        data["added_tokens"] += [{**last, "id": last["id"] + i, "content": name} for i, name in enumerate(names, start=1)]
+        data["added_tokens"] += [
+            {**last, "id": last["id"] + i, "content": name} for i, name in enumerate(names, start=1)
+        ]
 
     edit(folder / "tokenizer.json", add)
 
@@ -123,24 +132,39 @@ def add_token(folder: Path, *names: str) -> None:
 @pytest.mark.parametrize("wider", ["target", "draft"])
 def test_padding_alone_is_repaired_and_recorded(wider: str, tmp_path: Path) -> None:
     """Qwen2.5's habit in the small: the same tokens under 151936 and 152064 rows."""
-    plain, padded = write_checkpoint(tmp_path / "plain", vocab_size=264), write_checkpoint(tmp_path / "padded", vocab_size=320)
+    plain, padded = (
+        write_checkpoint(tmp_path / "plain", vocab_size=264),
+        write_checkpoint(tmp_path / "padded", vocab_size=320),
+    )
     target, draft = (padded, plain) if wider == "target" else (plain, padded)
     proof = prove_pair(target, draft, tp_size=8)
     assert proof.vocab_size == 264
-    assert (proof.target_vocab_size, proof.draft_vocab_size) == ((320, 264) if wider == "target" else (264, 320))
-    found = {finding.check: finding.detail for finding in proof.findings if finding.severity == "warning"}
+    assert (proof.target_vocab_size, proof.draft_vocab_size) == (
+        (320, 264) if wider == "target" else (264, 320)
+    )
+    found = {
+        finding.check: finding.detail for finding in proof.findings if finding.severity == "warning"
+    }
     assert found == {
-        "vocabulary": f"the {wider}'s 320 rows are trimmed to 264; those above id 257 are padding over the same tokens"
+        "vocabulary": (
+            f"the {wider}'s 320 rows are trimmed to 264; those above id 257 are padding over the"
+            " same tokens"
+        )
     }
 
 
 def test_both_are_trimmed_where_tensor_parallelism_asks_for_it(tmp_path: Path) -> None:
-    target, draft = write_checkpoint(tmp_path / "target", vocab_size=269), write_checkpoint(tmp_path / "draft", vocab_size=320)
+    target, draft = (
+        write_checkpoint(tmp_path / "target", vocab_size=269),
+        write_checkpoint(tmp_path / "draft", vocab_size=320),
+    )
     assert prove_pair(target, draft, tp_size=4).vocab_size == 268
     assert "the target's 269 rows and the draft's 320 rows are trimmed to 268" in [
         finding.detail.split(";")[0] for finding in prove_pair(target, draft, tp_size=4).findings
     ]
-    with pytest.raises(PairingError, match="no size from the 258 rows in use to 269 is divisible by tp_size 16") as caught:
+    with pytest.raises(
+        PairingError, match="no size from the 258 rows in use to 269 is divisible by tp_size 16"
+    ) as caught:
         prove_pair(target, draft, tp_size=16)
     assert "choose a tp_size that divides 269" in str(caught.value)
 
@@ -178,7 +202,9 @@ def test_another_normalizer_is_refused(pair: tuple[Path, Path]) -> None:
 
 
 def test_another_pre_tokenizer_is_refused(pair: tuple[Path, Path]) -> None:
-    edit(pair[1] / "tokenizer.json", lambda data: data["pre_tokenizer"].update(add_prefix_space=True))
+    edit(
+        pair[1] / "tokenizer.json", lambda data: data["pre_tokenizer"].update(add_prefix_space=True)
+    )
     message = refusal(*pair)
     assert "encode text differently" in message
     assert "their pre-tokenizer differs" in message
@@ -198,25 +224,37 @@ def test_special_tokens_in_one_anothers_place_are_named(pair: tuple[Path, Path])
 
 
 def test_another_bos_id_is_a_warning(pair: tuple[Path, Path]) -> None:
-    """The prompt is encoded once, by the target's tokenizer; the id in the draft's config is never used."""
+    """The prompt is encoded once, by the target's tokenizer; the id in the draft's config is
+    never used.
+    """
     edit(pair[1] / "config.json", lambda config: config.update(bos_token_id=3))
-    assert warnings_of(*pair) == {"BOS id": "target 256, draft 3; prompts are encoded by the target's tokenizer"}
+    assert warnings_of(*pair) == {
+        "BOS id": "target 256, draft 3; prompts are encoded by the target's tokenizer"
+    }
 
 
 def test_a_rule_that_no_probe_shows_is_refused(pair: tuple[Path, Path]) -> None:
     edit(
         pair[1] / "tokenizer.json",
-        lambda data: data.update(normalizer={"type": "Replace", "pattern": {"String": "zqzqzq"}, "content": "y"}),
+        lambda data: data.update(
+            normalizer={"type": "Replace", "pattern": {"String": "zqzqzq"}, "content": "y"}
+        ),
     )
     assert "split text by different rules" in refusal(*pair)
 
 
 def test_other_merges_are_refused(pair: tuple[Path, Path]) -> None:
-    for folder, merges in ((pair[0], [["a", "b"], ["b", "c"]]), (pair[1], [["b", "c"], ["a", "b"]])):
+    for folder, merges in (
+        (pair[0], [["a", "b"], ["b", "c"]]),
+        (pair[1], [["b", "c"], ["a", "b"]]),
+    ):
 
         def merge(data: dict[str, Any], merges: list[list[str]] = merges) -> None:
             vocab = data["model"]["vocab"]
-            for low in ("\u0100", "\u0101"):  # two pieces of bytes that no probe holds together make room
+            for low in (
+                "\u0100",
+                "\u0101",
+            ):  # two pieces of bytes that no probe holds together make room
                 del vocab[low]
             free = sorted(set(range(256)) - set(vocab.values()))
             vocab.update({"ab": free[0], "bc": free[1]})
@@ -246,7 +284,10 @@ def test_what_does_not_matter_to_ids_is_a_warning(pair: tuple[Path, Path]) -> No
 
 def test_a_model_too_small_for_its_tokenizer_is_refused(tmp_path: Path) -> None:
     small = write_checkpoint(tmp_path / "small", vocab_size=200, bos_token_id=0, eos_token_id=1)
-    with pytest.raises(PairingError, match=r"the target's tokenizer makes id 257 \('<\|eos\|>'\), its model has 200 rows"):
+    with pytest.raises(
+        PairingError,
+        match=r"the target's tokenizer makes id 257 \('<\|eos\|>'\), its model has 200 rows",
+    ):
         prove_pair(small, None)
 
 
@@ -272,8 +313,13 @@ def test_a_damaged_tokenizer_is_refused(content: str, pair: tuple[Path, Path]) -
 def test_a_sentencepiece_model_that_cannot_be_converted_says_how(pair: tuple[Path, Path]) -> None:
     (pair[1] / "tokenizer.json").unlink()
     (pair[1] / "tokenizer.model").write_bytes(b"not a model")
-    edit(pair[1] / "tokenizer_config.json", lambda config: config.update(tokenizer_class="LlamaTokenizer"))
-    with pytest.raises(CheckpointError, match=r"has only tokenizer\.model, which cannot be converted") as caught:
+    edit(
+        pair[1] / "tokenizer_config.json",
+        lambda config: config.update(tokenizer_class="LlamaTokenizer"),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"has only tokenizer\.model, which cannot be converted"
+    ) as caught:
         prove_pair(*pair)
     assert "sentencepiece" in str(caught.value)
 
@@ -285,10 +331,15 @@ def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
     from toolkit.checkpoints.tokenizer import load_tokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate(alphabet)} | {"ab": 256, "<|endoftext|>": 257}
+    vocab = {piece: index for index, piece in enumerate(alphabet)} | {
+        "ab": 256,
+        "<|endoftext|>": 257,
+    }
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert [tokenizer.id_to_token(index) for index in tokenizer.encode("abc").ids] == ["ab", "c"]
     assert tokenizer.decode(tokenizer.encode("ab, 1").ids) == "ab, 1"

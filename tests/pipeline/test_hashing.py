@@ -1,4 +1,6 @@
-"""Digests: equal for equal content, different for different content, and the same on every machine and in every release."""
+"""Digests: equal for equal content, different for different content, and the same on every
+machine and in every release.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,35 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from toolkit.errors import StoreError
-from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_tree, digest_value
+from toolkit.pipeline.hashing import (
+    DigestMemo,
+    digest_file,
+    digest_files,
+    digest_tree,
+    digest_value,
+)
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.binary(max_size=8)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
 values = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=12,
 )
 
 
 def typed(value: Any) -> Any:
-    """The value with its types spelled out, in a form whose equality is what a digest has to mirror."""
+    """The value with its types spelled out, in a form whose equality is what a digest has to
+    mirror.
+    """
     if isinstance(value, dict):
         return ("dict", frozenset((key, typed(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -51,17 +72,30 @@ def test_the_order_and_nesting_of_items_do_matter(items: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "one, other", [(1, 1.0), (1, True), (0, False), ("1", 1), ("a", b"a"), (None, ""), ([], {}), (0.0, -0.0)]
+    "one, other",
+    [(1, 1.0), (1, True), (0, False), ("1", 1), ("a", b"a"), (None, ""), ([], {}), (0.0, -0.0)],
 )
 def test_types_are_told_apart(one: Any, other: Any) -> None:
     assert digest_value(one) != digest_value(other)
 
 
 def test_the_digest_of_a_structure_is_pinned() -> None:
-    """Keys of finished work depend on this encoding: changing it rebuilds everybody's store, so it is a choice."""
-    structure = {"stage": "quantize/target", "version": 1, "parts": {"x": [None, True, -3, 0.1, "é", b"\x00"]}}
-    assert digest_value(structure) == "sha256:a353d16551b121e3d7a051ee5ca9fc193d556a985b0818763ad1dd2aac5f2f1a"
-    assert digest_value({}) == "sha256:ee7d0fbed34482574a32d87dc754abd089afe0eab198e737989e34c14c3fe659"
+    """Keys of finished work depend on this encoding: changing it rebuilds everybody's store, so
+    it is a choice.
+    """
+    structure = {
+        "stage": "quantize/target",
+        "version": 1,
+        "parts": {"x": [None, True, -3, 0.1, "é", b"\x00"]},
+    }
+    assert (
+        digest_value(structure)
+        == "sha256:a353d16551b121e3d7a051ee5ca9fc193d556a985b0818763ad1dd2aac5f2f1a"
+    )
+    assert (
+        digest_value({})
+        == "sha256:ee7d0fbed34482574a32d87dc754abd089afe0eab198e737989e34c14c3fe659"
+    )
 
 
 @pytest.mark.parametrize("value", [Path("x"), {1: 2}, {"a": object()}, [{"b": {3}}]])
@@ -81,7 +115,11 @@ def test_a_tree_is_its_names_and_contents(tmp_path: Path) -> None:
     one, other = write_tree(tmp_path / "one"), write_tree(tmp_path / "other")
     os.utime(other / "a.json", (1, 1))
     (other / "a.json").chmod(0o600)
-    assert digest_tree(one) == digest_tree(other) == "sha256:ad3e0e45b36fbe0c354ae53479bacabbc16c79a94770dbcbcd932db21be456a3"
+    assert (
+        digest_tree(one)
+        == digest_tree(other)
+        == "sha256:ad3e0e45b36fbe0c354ae53479bacabbc16c79a94770dbcbcd932db21be456a3"
+    )
     (other / "a.json").rename(other / "c.json")
     assert digest_tree(one) != digest_tree(other)
     (other / "c.json").rename(other / "a.json")

@@ -1,4 +1,6 @@
-"""Freed memory really leaves the process. Looked at in a process of its own, since it is about the C library's heap."""
+"""Freed memory really leaves the process. Looked at in a process of its own, since it is about
+the C library's heap.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def held():
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 libc.free(libc.malloc(16 << 20))  # glibc now serves up to 16 MB from its heap
 with freed_blocks_returned() if sys.argv[1] == "within" else contextlib.nullcontext():
     before = held()
@@ -35,7 +38,11 @@ with freed_blocks_returned() if sys.argv[1] == "within" else contextlib.nullcont
 
 
 def kept_kb(how: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def test_freed_blocks_leave_the_process() -> None:
@@ -46,7 +53,9 @@ def test_freed_blocks_leave_the_process() -> None:
 def test_a_short_peak_is_seen_beside_a_child_that_holds_more() -> None:
     """Such a one as a server that runs all the while: the peak counts on top of what it holds."""
     holding = "import sys; held = bytearray(300_000_000); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()

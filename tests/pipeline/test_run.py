@@ -38,14 +38,19 @@ def test_a_second_run_reuses_everything_and_gives_the_same_records(store: Store)
     second = run(store, small_stages("a b", ran))
     assert len(ran) == 3
     assert all(done.reused for done in second.values())
-    assert {name: done.record for name, done in first.items()} == {name: done.record for name, done in second.items()}
+    assert {name: done.record for name, done in first.items()} == {
+        name: done.record for name, done in second.items()
+    }
 
 
 def test_a_change_runs_what_depends_on_it_and_stops_where_content_is_the_same(store: Store) -> None:
     ran: list[str] = []
     run(store, small_stages("a b"))
     run(store, small_stages("A b", ran))
-    assert ran == ["words", "upper/target"]  # the upper-cased text is the same again, so counting is not repeated
+    assert ran == [
+        "words",
+        "upper/target",
+    ]  # the upper-cased text is the same again, so counting is not repeated
 
 
 def test_a_new_version_runs_the_stage(store: Store) -> None:
@@ -56,7 +61,8 @@ def test_a_new_version_runs_the_stage(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "fresh, expected", [("upper", ["upper/target"]), ("upper/target", ["upper/target"]), ("count", ["count"])]
+    "fresh, expected",
+    [("upper", ["upper/target"]), ("upper/target", ["upper/target"]), ("count", ["count"])],
 )
 def test_fresh_runs_a_stage_that_is_stored(store: Store, fresh: str, expected: list[str]) -> None:
     ran: list[str] = []
@@ -106,29 +112,44 @@ def test_provenance_is_measured_and_not_part_of_the_key(store: Store) -> None:
     provenance = first["words"].entry.provenance
     assert first["words"].seconds >= 0.05
     assert provenance["peak_memory_bytes"] > 400_000_000
-    assert first["count"].peak_memory_bytes is None  # what this process held before is no peak of a stage that takes nothing
+    assert (
+        first["count"].peak_memory_bytes is None
+    )  # what this process held before is no peak of a stage that takes nothing
     assert {"command", "python", "toolkit", "git_commit", "machine", "started"} <= set(provenance)
 
 
 def test_the_key_of_a_stage_is_pinned() -> None:
-    """All finished work is found by these keys: a change here rebuilds everybody's store, so it is a choice."""
+    """All finished work is found by these keys: a change here rebuilds everybody's store, so it
+    is a choice.
+    """
     stage = small_stages("a b")[0]
-    parts = {"config": {"quant_algo": "FP8", "sizes": (1, 2.5, None)}, "inputs": {"checkpoint": "sha256:00"}}
-    assert key_of(stage, parts) == "2f906b4de2e76218b820dd09b3fdef18b00bffdc2c99a1a56c042a140cd811aa"
+    parts = {
+        "config": {"quant_algo": "FP8", "sizes": (1, 2.5, None)},
+        "inputs": {"checkpoint": "sha256:00"},
+    }
+    assert (
+        key_of(stage, parts) == "2f906b4de2e76218b820dd09b3fdef18b00bffdc2c99a1a56c042a140cd811aa"
+    )
 
 
 def test_peak_memory_counts_children() -> None:
     with PeakMemory() as alone:
         pass
     with PeakMemory() as with_child:
-        subprocess.run([sys.executable, "-c", "x = bytearray(200_000_000); import time; time.sleep(0.6)"], check=True)
+        subprocess.run(
+            [sys.executable, "-c", "x = bytearray(200_000_000); import time; time.sleep(0.6)"],
+            check=True,
+        )
     assert alone.bytes > 0
     assert with_child.bytes > alone.bytes + 150_000_000
 
 
 def test_peak_memory_of_another_tree_leaves_ours_out() -> None:
     ours = bytearray(300_000_000)
-    work = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'x = bytearray(90_000_000); input()'])"
+    work = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'x = bytearray(90_000_000);"
+        " input()'])"
+    )
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE) as process:
         with PeakMemory(process.pid) as peak:
             deadline = time.monotonic() + 20
@@ -169,7 +190,9 @@ def test_a_build_that_was_killed_in_any_stage_resumes(store: Store, stage: str) 
     names = ["words", "upper/target", "count"]
     before = names[: names.index(stage)]
     assert [line for line in again if "reused" in line] == [f"{name} reused" for name in before]
-    assert [line for line in again if "built" in line] == [f"{name} built" for name in names[len(before) :]]
+    assert [line for line in again if "built" in line] == [
+        f"{name} built" for name in names[len(before) :]
+    ]
     assert list(store.root.rglob(".tmp.*")) == []
     assert all(line.endswith("reused") for line in Build(store, "a b").rest())
 
@@ -179,8 +202,13 @@ def test_of_two_builds_at_once_one_works_and_the_other_waits(store: Store) -> No
     first.wait_for("upper/target started")
     second = Build(store, "a b")
     lines = second.rest()
-    assert f"upper/target: process {first.process.pid} is building the same; waiting for it" in lines
-    assert [line for line in lines if "reused" in line or "built" in line][:2] == ["words reused", "upper/target reused"]
+    assert (
+        f"upper/target: process {first.process.pid} is building the same; waiting for it" in lines
+    )
+    assert [line for line in lines if "reused" in line or "built" in line][:2] == [
+        "words reused",
+        "upper/target reused",
+    ]
     built = [line for line in first.rest() + lines if line == "count built"]
     assert len(built) == 1
 
@@ -205,7 +233,10 @@ def test_explain_says_what_would_run_and_why(store: Store) -> None:
     run(store, small_stages("a b"))
     assert all(reused for reused, _ in explained("a b").values())
     assert explained("c d")["words"] == (False, "config.words: a b -> c d")
-    assert explained("a b", version=2)["words"] == (False, "version 2 of this stage works differently")
+    assert explained("a b", version=2)["words"] == (
+        False,
+        "version 2 of this stage works differently",
+    )
     run(store, small_stages("A b"))
     assert explained("a b")["words"][0]  # its entry is still there
     entry = run(store, small_stages("a b"))["words"].entry

@@ -1,4 +1,6 @@
-"""What of our own code a key holds: everything that a module can reach by its imports, and nothing else."""
+"""What of our own code a key holds: everything that a module can reach by its imports, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,15 @@ def write(root: Path, **files: str) -> Path:
 
 
 def parsed_imports(file: Path) -> set[str]:
-    """The same as `imported_modules` from the syntax tree, without what is for the type checker alone."""
+    """The same as `imported_modules` from the syntax tree, without what is for the type checker
+    alone.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
     skipped = {id(inner) for block in blocks for part in block.body for inner in ast.walk(part)}
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -46,7 +54,11 @@ def parsed_imports(file: Path) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(":") == 1:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.count(":") == 1
+        ):
             names.add(node.value.partition(":")[0])
     return names & OURS
 
@@ -63,7 +75,10 @@ def test_the_pattern_finds_what_the_syntax_tree_holds() -> None:
 def test_the_closure_follows_imports_wherever_they_stand(tmp_path: Path) -> None:
     root = write(
         tmp_path,
-        start="import os\nfrom toolkit.a import (\n    thing,\n    b as c,\n)\nif TYPE_CHECKING:\n    from toolkit import e\n",
+        start=(
+            "import os\nfrom toolkit.a import (\n    thing,\n    b as c,\n)\nif TYPE_CHECKING:\n   "
+            " from toolkit import e\n"
+        ),
         a____init__="",
         a__b="def f():\n    from toolkit import d\n",
         d='REGISTRY = {"x": "toolkit.named:Thing"}\n',
@@ -71,7 +86,13 @@ def test_the_closure_follows_imports_wherever_they_stand(tmp_path: Path) -> None
         named="",
         lonely="",
     )
-    assert source_files(["toolkit.start"], root) == ("a/__init__.py", "a/b.py", "d.py", "named.py", "start.py")
+    assert source_files(["toolkit.start"], root) == (
+        "a/__init__.py",
+        "a/b.py",
+        "d.py",
+        "named.py",
+        "start.py",
+    )
 
 
 def test_kernels_and_templates_beside_a_module_are_its_sources(tmp_path: Path) -> None:
@@ -79,7 +100,11 @@ def test_kernels_and_templates_beside_a_module_are_its_sources(tmp_path: Path) -
     for name in ("a/kernels.cpp", "a/templates/launch.j2", "a/__pycache__/b.pyc", "c/other.cpp"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("")
-    assert source_files(["toolkit.a.b"], root) == ("a/b.py", "a/kernels.cpp", "a/templates/launch.j2")
+    assert source_files(["toolkit.a.b"], root) == (
+        "a/b.py",
+        "a/kernels.cpp",
+        "a/templates/launch.j2",
+    )
 
 
 def test_a_name_that_matches_nothing_is_an_error() -> None:
@@ -90,7 +115,9 @@ def test_a_name_that_matches_nothing_is_an_error() -> None:
 def test_a_changed_source_changes_the_keys_of_the_stages_that_depend_on_it(
     tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
-    """Every file of ours in turn. The golden file says which stages run again: a choice that somebody reviewed."""
+    """Every file of ours in turn. The golden file says which stages run again: a choice that
+    somebody reviewed.
+    """
     root = tmp_path / "toolkit"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
     before = {stage: digest_sources(modules, root) for stage, modules in STAGES.items()}
@@ -98,7 +125,11 @@ def test_a_changed_source_changes_the_keys_of_the_stages_that_depend_on_it(
     for file in sorted(path for path in root.rglob("*") if path.is_file()):
         text = file.read_bytes()
         file.write_bytes(text + b"\n# changed\n")
-        changed = [stage for stage, modules in STAGES.items() if digest_sources(modules, root) != before[stage]]
+        changed = [
+            stage
+            for stage, modules in STAGES.items()
+            if digest_sources(modules, root) != before[stage]
+        ]
         file.write_bytes(text)
         lines.append(f"{file.relative_to(root)}: {' '.join(changed) or '-'}")
     assert {stage: digest_sources(modules, root) for stage, modules in STAGES.items()} == before

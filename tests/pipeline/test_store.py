@@ -25,7 +25,10 @@ def write_two(content: Path) -> Written:
     (content / "a").write_text("alpha")
     (content / "sub").mkdir()
     (content / "sub" / "b").write_text("beta")
-    return Written({"path": str(content), "inner": [{"file": f"{content}/a"}], "other": "/elsewhere"}, {"seconds": 1.0})
+    return Written(
+        {"path": str(content), "inner": [{"file": f"{content}/a"}], "other": "/elsewhere"},
+        {"seconds": 1.0},
+    )
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -50,7 +53,11 @@ def test_an_entry_is_found_again_and_its_record_points_into_it(store: Store) -> 
     built, reused = store.build("s/one", KEY, {"config": {"x": 1}}, write_two)
     assert not reused
     assert built.path == store.root / "s" / "one" / KEY / "content"
-    assert built.record == {"path": str(built.path), "inner": [{"file": f"{built.path}/a"}], "other": "/elsewhere"}
+    assert built.record == {
+        "path": str(built.path),
+        "inner": [{"file": f"{built.path}/a"}],
+        "other": "/elsewhere",
+    }
     again, reused = store.build("s/one", KEY, {}, write_two)
     assert reused
     assert again == built == store.find("s/one", KEY)
@@ -86,7 +93,9 @@ def test_what_fails_leaves_nothing(store: Store) -> None:
 
 @pytest.mark.parametrize("file", ["a", "sub/b"])
 @pytest.mark.parametrize("damage", ["gone", "truncated", "flipped", "folder"])
-def test_a_damaged_entry_is_noticed_and_built_again(store: Store, notices: list[str], file: str, damage: str) -> None:
+def test_a_damaged_entry_is_noticed_and_built_again(
+    store: Store, notices: list[str], file: str, damage: str
+) -> None:
     path = entry_in(store).path / file
     if damage == "truncated":
         os.truncate(path, 2)
@@ -104,7 +113,9 @@ def test_a_damaged_entry_is_noticed_and_built_again(store: Store, notices: list[
 
 
 @pytest.mark.parametrize("text", ["", "{", None])
-def test_a_lost_or_damaged_record_is_noticed(store: Store, notices: list[str], text: str | None) -> None:
+def test_a_lost_or_damaged_record_is_noticed(
+    store: Store, notices: list[str], text: str | None
+) -> None:
     record = entry_in(store).path.parent / "record.json"
     record.unlink()
     if text is not None:
@@ -138,7 +149,9 @@ def test_dead_temporary_folders_are_swept_and_living_ones_are_not(store: Store) 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
-def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(store: Store, number: int) -> None:
+def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(
+    store: Store, number: int
+) -> None:
     def refuse(content: Path) -> Written:
         raise OSError(number, os.strerror(number), str(content / "weights"))
 
@@ -155,12 +168,23 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(store: Sto
 @pytest.mark.parametrize(
     ("told", "mend"),
     [
-        ("Error while serializing: IoError: No space left on device (os error 28)", "Free some space"),
+        (
+            "Error while serializing: IoError: No space left on device (os error 28)",
+            "Free some space",
+        ),
         ("Error while serializing: I/O error: File too large (os error 27)", "The file-size limit"),
-        ("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0, No space left on device", "Free some space"),
+        (
+            (
+                "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0, No space left"
+                " on device"
+            ),
+            "Free some space",
+        ),
     ],
 )
-def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(told: str, mend: str, store: Store) -> None:
+def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(
+    told: str, mend: str, store: Store
+) -> None:
     def refuse(content: Path) -> Written:
         raise RuntimeError(told)
 
@@ -204,17 +228,24 @@ def no_big_files() -> Iterator[None]:
 
 
 def test_a_real_refusal_by_the_kernel_leaves_nothing(store: Store) -> None:
-    """A file-size limit stands in for a full disk, which a test cannot make: the write fails half-way in the same manner."""
+    """A file-size limit stands in for a full disk, which a test cannot make: the write fails
+    half-way in the same manner.
+    """
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(store.root)], capture_output=True, text=True, preexec_fn=limit, timeout=60, check=True
+        [sys.executable, "-c", FULL, str(store.root)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=60,
+        check=True,
     )
-    assert re.search(r"s: .*/store: cannot write: File too large\n  The file-size limit", done.stdout), (
-        done.stdout + done.stderr
-    )
+    assert re.search(
+        r"s: .*/store: cannot write: File too large\n  The file-size limit", done.stdout
+    ), done.stdout + done.stderr
     assert store.find("s", KEY) is None
     assert leftovers(store.root) == []
 
@@ -229,14 +260,19 @@ def test_a_folder_without_permission_says_so(tmp_path: Path) -> None:
 def test_a_store_below_a_file_is_an_error_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     blocked = Store(tmp_path / "file" / "store")
-    with pytest.raises(StoreError, match=r"file/store.*: cannot write: Not a directory\n  A file stands where a folder"):
+    with pytest.raises(
+        StoreError,
+        match=r"file/store.*: cannot write: Not a directory\n  A file stands where a folder",
+    ):
         blocked.build("s", KEY, {}, write_two)
     with pytest.raises(StoreError, match="A file stands where a folder"):
         blocked.find("s", KEY)
 
 
 @pytest.mark.parametrize("form", ["file", "link", "link to nowhere", "file above"])
-def test_nothing_of_other_peoples_is_replaced_by_what_is_published(form: str, store: Store, tmp_path: Path) -> None:
+def test_nothing_of_other_peoples_is_replaced_by_what_is_published(
+    form: str, store: Store, tmp_path: Path
+) -> None:
     entry, theirs, destination = entry_in(store), tmp_path / "theirs", tmp_path / "out" / "name"
     if form == "file above":
         destination.parent.write_text("theirs")
@@ -248,9 +284,14 @@ def test_nothing_of_other_peoples_is_replaced_by_what_is_published(form: str, st
             destination.symlink_to(theirs)
             if form == "link":
                 theirs.mkdir()
-    with pytest.raises(StoreError, match=r"publish: .*/out.*: cannot write: File exists\n  A file or a link stands where"):
+    with pytest.raises(
+        StoreError,
+        match=r"publish: .*/out.*: cannot write: File exists\n  A file or a link stands where",
+    ):
         store.publish({"": entry}, destination)
-    assert destination.parent.is_file() or [path.name for path in destination.parent.iterdir()] == ["name"]
+    assert destination.parent.is_file() or [path.name for path in destination.parent.iterdir()] == [
+        "name"
+    ]
     assert destination.is_symlink() == form.startswith("link")
     assert not theirs.exists() or list(theirs.iterdir()) == []
 
@@ -280,20 +321,25 @@ def test_a_published_file_that_was_edited_is_put_right(store: Store, tmp_path: P
     (destination / "a").write_text("other")
     assert store.publish({"": entry_in(store)}, destination)
     assert (destination / "a").read_text() == "alpha"
-    # Written in place: the link's other end, the stored file, is hit as well, and both are put right.
+    # Written in place: the link's other end, the stored file, is hit as well, and both are put
+    # right.
     (destination / "a").write_text("hurt!")
     assert store.publish({"": entry_in(store)}, destination)
     assert (destination / "a").read_text() == "alpha"
 
 
-def test_what_python_caches_beside_published_files_is_no_reason_to_publish(store: Store, tmp_path: Path) -> None:
+def test_what_python_caches_beside_published_files_is_no_reason_to_publish(
+    store: Store, tmp_path: Path
+) -> None:
     destination = tmp_path / "name"
     store.publish({"": entry_in(store)}, destination)
     (destination / "sub" / "__pycache__").mkdir()
     assert not store.publish({"": entry_in(store)}, destination)
 
 
-def test_files_are_copied_where_links_are_not_to_be_had(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_copied_where_links_are_not_to_be_had(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: str, copy: str) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -304,7 +350,9 @@ def test_files_are_copied_where_links_are_not_to_be_had(store: Store, tmp_path: 
     assert not store.publish({"": entry_in(store)}, destination)
 
 
-def test_folders_are_replaced_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_replaced_where_names_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("toolkit.pipeline.files._exchange", lambda one, other: False)
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
@@ -324,7 +372,10 @@ def test_the_last_keys_of_a_name_are_remembered(store: Store) -> None:
     store.note("name", "pair", "k1", {"config": {"x": (1, 2)}})
     store.note("name", "package", "k2", {})
     store.note("name", "pair", "k3", {"config": {"x": 2}})
-    assert store.last("name") == {"pair": {"key": "k3", "parts": {"config": {"x": 2}}}, "package": {"key": "k2", "parts": {}}}
+    assert store.last("name") == {
+        "pair": {"key": "k3", "parts": {"config": {"x": 2}}},
+        "package": {"key": "k2", "parts": {}},
+    }
     (store.root / ".names" / "name.json").write_text("{")
     assert store.last("name") == {}
 

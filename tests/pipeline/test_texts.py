@@ -16,17 +16,29 @@ def written(tmp_path: Path, *lines: str) -> Path:
     return file
 
 
-def test_either_key_is_read_the_first_one_named_wins_and_blank_lines_are_skipped(tmp_path: Path) -> None:
-    file = written(tmp_path, '{"text": "one"}', "", '{"prompt": "two\\nlines", "id": 3}', '{"prompt": "a", "text": "b"}')
+def test_either_key_is_read_the_first_one_named_wins_and_blank_lines_are_skipped(
+    tmp_path: Path,
+) -> None:
+    file = written(
+        tmp_path,
+        '{"text": "one"}',
+        "",
+        '{"prompt": "two\\nlines", "id": 3}',
+        '{"prompt": "a", "text": "b"}',
+    )
     assert read_texts(file, "text", "prompt") == ["one", "two\nlines", "b"]
     assert read_texts(file, "prompt", "text") == ["one", "two\nlines", "a"]
 
 
 def test_lines_after_the_limit_are_not_looked_at(tmp_path: Path) -> None:
-    assert read_texts(written(tmp_path, '{"text": "one"}', '{"text": "two"}', "bad"), "text", limit=2) == ["one", "two"]
+    assert read_texts(
+        written(tmp_path, '{"text": "one"}', '{"text": "two"}', "bad"), "text", limit=2
+    ) == ["one", "two"]
 
 
-def test_a_byte_order_mark_windows_line_ends_and_foreign_separators_do_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_windows_line_ends_and_foreign_separators_do_no_harm(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes('\ufeff{"text": "one"}\r\n{"text": "a\u2028b \\ud83d\\ude00"}'.encode())
     assert read_texts(file, "text") == ["one", "a\u2028b \U0001f600"]
@@ -62,7 +74,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_an_empty_file_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=r'the file is empty\n  write one JSON object per line: {"prompt": "..."}'):
+    with pytest.raises(
+        UsageError, match=r'the file is empty\n  write one JSON object per line: {"prompt": "..."}'
+    ):
         read_texts(tmp_path / "a.jsonl", "prompt")
 
 

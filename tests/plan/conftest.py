@@ -15,14 +15,21 @@ INT8 = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
 
 
 def base(kind: str) -> dict[str, Any]:
-    """torch: Qwen 2.5 0.5B twice, not quantized. pytorch, engine: Llama in FP8 on an H200. int8: Qwen 2.5 on two A100s."""
-    target, draft, quantization = (QWEN, QWEN_DRAFT, INT8) if kind == "int8" else (LLAMA, LLAMA_DRAFT, FP8)
+    """torch: Qwen 2.5 0.5B twice, not quantized. pytorch, engine: Llama in FP8 on an H200. int8:
+    Qwen 2.5 on two A100s.
+    """
+    target, draft, quantization = (
+        (QWEN, QWEN_DRAFT, INT8) if kind == "int8" else (LLAMA, LLAMA_DRAFT, FP8)
+    )
     if kind == "torch":  # small enough for any machine that tests run on
         target = draft = QWEN_DRAFT
     engine: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 1024, "max_seq_len": 2048}
     hardware: dict[str, Any] = {"gpu": "H200", "count": 1}
     if kind == "int8":
-        engine, hardware = {**engine, "kind": "trt_engine", "tp_size": 2}, {"gpu": "A100", "count": 2}
+        engine, hardware = (
+            {**engine, "kind": "trt_engine", "tp_size": 2},
+            {"gpu": "A100", "count": 2},
+        )
     elif kind == "torch":
         engine, hardware, quantization = {**engine, "kind": "torch", "device": "cpu"}, {}, {}
     else:

@@ -16,14 +16,25 @@ def no_server() -> tuple[Path, Path | None]:
 
 
 def found(
-    folder: Path, server: Path | None, wheel: Path | None, libpython: Path | None, compiler: str | None
+    folder: Path,
+    server: Path | None,
+    wheel: Path | None,
+    libpython: Path | None,
+    compiler: str | None,
 ) -> dict[str, Diagnosis]:
-    """The checks that look at what they are given; those of installed libraries are left to the test of the command."""
+    """The checks that look at what they are given; those of installed libraries are left to the
+    test of the command.
+    """
 
     def find_server() -> tuple[Path, Path | None]:
         return no_server() if server is None else (server, wheel)
 
-    checks = diagnose(folder, find_server=find_server, find_libpython=lambda: libpython, find_compiler=lambda: compiler)
+    checks = diagnose(
+        folder,
+        find_server=find_server,
+        find_libpython=lambda: libpython,
+        find_compiler=lambda: compiler,
+    )
     assert all(one.mend for one in checks if one.status != "ok")
     assert all(one.status in ("ok", "warn", "missing") for one in checks)
     return {one.check: one for one in checks}
@@ -36,7 +47,11 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
-    stub = tmp_path / "python_backend_stubs" / f"{doctor.sys.version_info.major}.{doctor.sys.version_info.minor}"
+    stub = (
+        tmp_path
+        / "python_backend_stubs"
+        / f"{doctor.sys.version_info.major}.{doctor.sys.version_info.minor}"
+    )
     stub.mkdir(parents=True)
     (stub / "triton_python_backend_stub").touch()
     checks = found(tmp_path, tmp_path / "bin" / "tritonserver", tmp_path, tmp_path, "/usr/bin/g++")
@@ -58,7 +73,10 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
     checks = found(tmp_path, None, None, None, None)
     assert checks["tritonserver"].status == "missing"
     assert checks["tritonserver"].essential
-    assert checks["tritonserver"].mend == "pip install --editable '.[embedded]' in the toolkit's checkout"
+    assert (
+        checks["tritonserver"].mend
+        == "pip install --editable '.[embedded]' in the toolkit's checkout"
+    )
     assert checks["C++ compiler"].status == "warn"
     assert not checks["C++ compiler"].essential
 
@@ -75,14 +93,18 @@ def test_a_server_on_path_needs_no_stub(tmp_path: Path) -> None:
     assert "Python stub" not in checks
 
 
-def test_a_check_that_breaks_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> None:
         raise RuntimeError("no /proc here")
 
     monkeypatch.setattr(doctor, "_cpu", broken)
     checks = {
         one.check: one
-        for one in diagnose(tmp_path, find_server=no_server, find_libpython=lambda: None, find_compiler=lambda: None)
+        for one in diagnose(
+            tmp_path, find_server=no_server, find_libpython=lambda: None, find_compiler=lambda: None
+        )
     }
     assert checks["cpu"].status == "warn"
     assert "no /proc here" in checks["cpu"].detail

@@ -1,4 +1,6 @@
-"""The plan of every shipped file is a reviewed one; and a plan is made of whatever there is to read."""
+"""The plan of every shipped file is a reviewed one; and a plan is made of whatever there is to
+read.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_the_quickstart_can_work() -> None:
 
 
 def test_a_plan_that_cannot_work_says_how_many_reasons_there_are() -> None:
-    text = printed(make_plan(config_of("pytorch", triton__layout="bls", engine__tokens_per_block=5)))
+    text = printed(
+        make_plan(config_of("pytorch", triton__layout="bls", engine__tokens_per_block=5))
+    )
     assert "it cannot work: 2 reasons above" in text
     assert "[layout-of-flow]" in text
 

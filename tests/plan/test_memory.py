@@ -14,7 +14,14 @@ from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.make import make_plan
-from toolkit.plan.memory import judge_memory, kv_bytes_per_token, linear_params, memory_of, parameters, weight_bytes
+from toolkit.plan.memory import (
+    judge_memory,
+    kv_bytes_per_token,
+    linear_params,
+    memory_of,
+    parameters,
+    weight_bytes,
+)
 
 HOST = 10**12
 # Parameters as the model cards state them, in billions.
@@ -80,25 +87,40 @@ def test_quantizing_is_held_against_the_memory_of_its_host() -> None:
     """It maps weights in the host's memory, and what the GPUs hold does not matter."""
     here = {"hardware__gpu": "auto"}  # what this machine has, so this machine quantizes
     for kind, keys, known in (("torch", {}, True), ("pytorch", here, True), ("pytorch", {}, False)):
-        stage = memory_of(subject(kind, target__quantization=FP8, draft__quantization=FP8, **keys), HOST)[0][0]
-        assert (stage.stage, stage.place, stage.available_bytes) == ("quantize", "the machine", HOST if known else None)
+        stage = memory_of(
+            subject(kind, target__quantization=FP8, draft__quantization=FP8, **keys), HOST
+        )[0][0]
+        assert (stage.stage, stage.place, stage.available_bytes) == (
+            "quantize",
+            "the machine",
+            HOST if known else None,
+        )
 
 
 def test_a_host_that_is_too_small_is_warned_of() -> None:
     deployment = subject("torch", target__quantization=FP8, draft__quantization=FP8)
     needed = memory_of(deployment, HOST)[0][0].total_bytes
     enough, small = (
-        [one for one in judge_memory(deployment, host) if one.severity == "warning"] for host in (needed, needed - 1)
+        [one for one in judge_memory(deployment, host) if one.severity == "warning"]
+        for host in (needed, needed - 1)
     )
     assert not enough and len(small) == 1
-    assert "this machine has" in small[0].what and small[0].mend and "slower, same result" in small[0].mend
+    assert (
+        "this machine has" in small[0].what
+        and small[0].mend
+        and "slower, same result" in small[0].mend
+    )
 
 
 def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measuring() -> None:
-    """80 layers' outputs of a line, of 84k values each, against 8192 tokens' logits; one of the two at a time."""
+    """80 layers' outputs of a line, of 84k values each, against 8192 tokens' logits; one of the
+    two at a time.
+    """
 
     def items(max_tokens: int) -> dict[str, int]:
-        found = memory_of(subject("pytorch", calibration__calib_max_seq_length=max_tokens), HOST)[0][0]
+        found = memory_of(subject("pytorch", calibration__calib_max_seq_length=max_tokens), HOST)[
+            0
+        ][0]
         assert found.stage == "quantize"
         return {item.name: item.num_bytes for item in found.items}
 
@@ -119,12 +141,18 @@ def test_what_is_planned_never_exceeds_what_is_there() -> None:
         stages, serving = memory_of(subject(kind), HOST)
         assert serving is not None and stages[-1].available_bytes is not None
         assert stages[-1].total_bytes <= stages[-1].available_bytes
-        assert sum(item.num_bytes for item in stages[-1].items if item.name.startswith("KV")) == serving.kv_bytes
+        assert (
+            sum(item.num_bytes for item in stages[-1].items if item.name.startswith("KV"))
+            == serving.kv_bytes
+        )
 
 
 def test_draft_weights_and_draft_cache_are_counted() -> None:
     without = {"draft": None, "speculation__kind": "none"}
-    both, alone = memory_of(subject("pytorch"), HOST)[1], memory_of(subject("pytorch", **without), HOST)[1]
+    both, alone = (
+        memory_of(subject("pytorch"), HOST)[1],
+        memory_of(subject("pytorch", **without), HOST)[1],
+    )
     assert both is not None and alone is not None
     assert both.kv_tokens < alone.kv_tokens
     assert both.draft_share == pytest.approx(16 * 2 * 8 * 64 / both.kv_bytes_per_token)
@@ -136,9 +164,13 @@ def test_the_engine_flow_writes_a_head_of_its_own_for_tied_embeddings() -> None:
 
 
 @pytest.mark.parametrize("length, blocks", [(124, 4), (125, 5), (156, 5), (157, 6)])
-def test_a_sequence_takes_whole_blocks_and_room_for_what_is_drafted(length: int, blocks: int) -> None:
+def test_a_sequence_takes_whole_blocks_and_room_for_what_is_drafted(
+    length: int, blocks: int
+) -> None:
     """32 tokens a block, and 4 are drafted beyond max_seq_len."""
-    serving = memory_of(subject("pytorch", engine__max_seq_len=length, engine__max_input_len=32), HOST)[1]
+    serving = memory_of(
+        subject("pytorch", engine__max_seq_len=length, engine__max_input_len=32), HOST
+    )[1]
     assert serving is not None
     assert serving.sequences == serving.kv_tokens // 32 // blocks
 
@@ -149,7 +181,9 @@ def test_ranks_share_all_of_the_linears(tp_size: int, name: str) -> None:
     if model.num_kv_heads % tp_size or model.num_heads % tp_size:
         return
     assert tp_size * linear_params(model, tp_size) == linear_params(model)
-    assert kv_bytes_per_token(model, None, tp_size=tp_size) * tp_size == kv_bytes_per_token(model, None)
+    assert kv_bytes_per_token(model, None, tp_size=tp_size) * tp_size == kv_bytes_per_token(
+        model, None
+    )
 
 
 def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_that_does() -> None:
@@ -158,5 +192,7 @@ def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_t
     assert plan.possible and plan.serving is not None
     length = plan.serving.kv_tokens // 64 - 4
     assert f"up to {length} tokens" in str(one.mend)
-    shorter = make_plan(config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4))
+    shorter = make_plan(
+        config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4)
+    )
     assert [one.rule for one in shorter.judgements if one.rule == "batch-fits"] == []

@@ -16,21 +16,40 @@ from toolkit.plan.predict import break_even, forward_seconds, predict, stage_tim
 # Leviathan et al. 2023, table 1 (drafts for nothing): acceptance, draft length, speed-up.
 @pytest.mark.parametrize(
     "rate, draft_len, expected",
-    [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)],
+    [
+        (0.6, 2, 1.96),
+        (0.7, 3, 2.53),
+        (0.8, 2, 2.44),
+        (0.8, 5, 3.69),
+        (0.9, 2, 2.71),
+        (0.9, 10, 6.86),
+    ],
 )
 def test_tokens_a_step_are_those_of_the_paper(rate: float, draft_len: int, expected: float) -> None:
     assert tokens_per_step(rate, draft_len) == pytest.approx(expected, abs=0.005)
 
 
-# The same, tables 2 and 4: acceptance, draft length, cost of a draft step over a target step, predicted speed-up.
-@pytest.mark.parametrize("rate, draft_len, cost, expected", [(0.75, 7, 0.02, 3.2), (0.80, 7, 0.04, 3.3), (0.82, 7, 0.11, 2.5)])
-def test_speed_is_that_of_the_paper(rate: float, draft_len: int, cost: float, expected: float) -> None:
-    assert tokens_per_step(rate, draft_len) / (draft_len * cost + 1) == pytest.approx(expected, abs=0.06)
+# The same, tables 2 and 4: acceptance, draft length, cost of a draft step over a target step,
+# predicted speed-up.
+@pytest.mark.parametrize(
+    "rate, draft_len, cost, expected",
+    [(0.75, 7, 0.02, 3.2), (0.80, 7, 0.04, 3.3), (0.82, 7, 0.11, 2.5)],
+)
+def test_speed_is_that_of_the_paper(
+    rate: float, draft_len: int, cost: float, expected: float
+) -> None:
+    assert tokens_per_step(rate, draft_len) / (draft_len * cost + 1) == pytest.approx(
+        expected, abs=0.06
+    )
 
 
 def test_the_roofline_of_llama_70b_lies_above_what_was_measured() -> None:
-    """NVIDIA, Llama 3.3 70B in FP8 on one H200 at batch 1: 51.14 tokens/s, and 181.74 with the 1B draft."""
-    first, *_ = predict(subject("pytorch", engine__max_input_len=512, speculation__max_draft_len=10))
+    """NVIDIA, Llama 3.3 70B in FP8 on one H200 at batch 1: 51.14 tokens/s, and 181.74 with the
+    1B draft.
+    """
+    first, *_ = predict(
+        subject("pytorch", engine__max_input_len=512, speculation__max_draft_len=10)
+    )
     assert first.bound == "bandwidth"
     assert first.plain_tokens_per_s is not None and 51.14 < first.plain_tokens_per_s < 51.14 / 0.7
     best = first.speculative[-1].tokens_per_s
@@ -39,7 +58,11 @@ def test_the_roofline_of_llama_70b_lies_above_what_was_measured() -> None:
 
 def test_the_roofline_of_llama_405b_on_four_h200_lies_above_what_was_measured() -> None:
     """NVIDIA, Llama 3.1 405B in FP8 over four H200: 33.46 tokens/s."""
-    keys = {"target__checkpoint": "meta-llama/Llama-3.1-405B-Instruct", "hardware__count": 4, "engine__tp_size": 4}
+    keys = {
+        "target__checkpoint": "meta-llama/Llama-3.1-405B-Instruct",
+        "hardware__count": 4,
+        "engine__tp_size": 4,
+    }
     plain = predict(subject("pytorch", **keys))[0].plain_tokens_per_s
     assert plain is not None and 33.46 < plain < 33.46 / 0.6
 
@@ -58,7 +81,9 @@ def test_large_batches_are_bound_by_arithmetic() -> None:
     draft=st.floats(0.001, 2.0),
     verify=st.floats(1.0, 3.0),
 )
-def test_at_break_even_drafting_is_as_fast_as_not(draft_len: int, draft: float, verify: float) -> None:
+def test_at_break_even_drafting_is_as_fast_as_not(
+    draft_len: int, draft: float, verify: float
+) -> None:
     rate = break_even(draft_len, 1.0, draft, verify)
     cost = draft_len * draft + verify
     if rate is None:
@@ -68,7 +93,9 @@ def test_at_break_even_drafting_is_as_fast_as_not(draft_len: int, draft: float, 
 
 
 def test_without_a_known_device_only_ratios_are_left() -> None:
-    [one] = predict(subject("torch", engine__max_batch_size=8))  # of weights alone, so of every batch
+    [one] = predict(
+        subject("torch", engine__max_batch_size=8)
+    )  # of weights alone, so of every batch
     assert one.plain_tokens_per_s is None
     assert one.cost_ratio == pytest.approx(1.0)  # the draft of this base is its target
     assert one.speculative[-1].tokens_per_s is None and one.speculative[-1].speedup < 1.0
@@ -76,30 +103,41 @@ def test_without_a_known_device_only_ratios_are_left() -> None:
 
 
 def test_looking_the_text_up_costs_no_forward_and_no_memory() -> None:
-    (first, *_) = predict(subject("pytorch", draft=None, speculation__kind="ngram"))
+    first, *_ = predict(subject("pytorch", draft=None, speculation__kind="ngram"))
     assert first.cost_ratio == 0.0
-    assert first.speculative[0].speedup == pytest.approx(first.speculative[0].tokens_per_step, rel=0.01)
+    assert first.speculative[0].speedup == pytest.approx(
+        first.speculative[0].tokens_per_step, rel=0.01
+    )
 
 
 def test_plain_decoding_has_no_row_of_speculation() -> None:
-    (first, *_) = predict(subject("pytorch", draft=None, speculation__kind="none"))
+    first, *_ = predict(subject("pytorch", draft=None, speculation__kind="none"))
     assert first.speculative == () and first.break_even is None
 
 
 def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() -> None:
     def seconds(size: int) -> float:
-        return sum(one.seconds for one in stage_times(subject("engine", calibration__calib_size=size)))
+        return sum(
+            one.seconds for one in stage_times(subject("engine", calibration__calib_size=size))
+        )
 
     assert seconds(1024) > seconds(128)
-    # 512 lines one by one carry 141 GB to the GPU 512 times, at 10 GB/s; eight at a time an eighth of that.
+    # 512 lines one by one carry 141 GB to the GPU 512 times, at 10 GB/s; eight at a time an eighth
+    # of that.
     one, eight = (
-        stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=size))[0].seconds for size in (1, 8)
+        stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=size))[
+            0
+        ].seconds
+        for size in (1, 8)
     )
     assert one - eight == pytest.approx((512 - 64) * 141.1e9 / 10e9, rel=0.01)
     # And where the host's memory does not hold the source, at 1 GB/s from the disk.
-    formula = stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=8))[0].formula
+    formula = stage_times(
+        subject("engine", calibration__calib_size=512, calibration__batch_size=8)
+    )[0].formula
     assert formula.endswith(
-        f"with less than 141 GB of memory free for the source's files, up to {64 * 141.1 / 60:.0f} min more"
+        f"with less than 141 GB of memory free for the source's files, up to {64 * 141.1 / 60:.0f}"
+        " min more"
     )
     assert {one.stage for one in stage_times(subject("engine"))} == {
         "quantize/target",
@@ -107,4 +145,7 @@ def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() 
         "quantize/draft",
         "compile/draft",
     }
-    assert {one.stage for one in stage_times(subject("pytorch"))} == {"quantize/target", "quantize/draft"}
+    assert {one.stage for one in stage_times(subject("pytorch"))} == {
+        "quantize/target",
+        "quantize/draft",
+    }

@@ -20,7 +20,10 @@ SQ, WO, NONE = "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"
 
 
 def algo(quant_algo: str, role: str = "target", kv: str | None = None) -> dict[str, Any]:
-    return {f"{role}__quantization__quant_algo": quant_algo, f"{role}__quantization__kv_cache_quant_algo": kv}
+    return {
+        f"{role}__quantization__quant_algo": quant_algo,
+        f"{role}__quantization__kv_cache_quant_algo": kv,
+    }
 
 
 def both(quant_algo: str, kv: str | None = None) -> dict[str, Any]:
@@ -37,7 +40,9 @@ def model(role: str, name: str) -> dict[str, Any]:
 
 QWEN3 = {**model("target", "Qwen/Qwen3-32B"), **model("draft", "Qwen/Qwen3-0.6B")}
 QWENS = {**model("target", QWEN), **model("draft", QWEN_DRAFT)}
-V13, V021, V10, V11 = ({"engine__tensorrt_llm": version} for version in ("1.3", "0.21", "1.0", "1.1"))
+V13, V021, V10, V11 = (
+    {"engine__tensorrt_llm": version} for version in ("1.3", "0.21", "1.0", "1.1")
+)
 PLAIN: dict[str, Any] = {"draft": None, "speculation__kind": "none"}
 
 # base, what is laid over it, the rule that refuses it, words of what it says, words of what it offers
@@ -174,18 +179,24 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
 
 
 def refused(kind: str, keys: dict[str, Any]) -> list[Judgement]:
-    return [one for one in make_plan(config_of(kind, **keys)).judgements if one.severity == "refused"]
+    return [
+        one for one in make_plan(config_of(kind, **keys)).judgements if one.severity == "refused"
+    ]
 
 
 @pytest.mark.parametrize(
-    "kind, keys, rule, what, mend", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)]
+    "kind, keys, rule, what, mend",
+    REFUSED,
+    ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)],
 )
-def test_what_cannot_work_is_refused_with_what_would(kind: str, keys: dict[str, Any], rule: str, what: str, mend: str) -> None:
+def test_what_cannot_work_is_refused_with_what_would(
+    kind: str, keys: dict[str, Any], rule: str, what: str, mend: str
+) -> None:
     assert rule in RULES
     texts = [(one.what, one.mend) for one in refused(kind, keys) if one.rule == rule]
-    assert any(what in said and offered is not None and mend in offered for said, offered in texts), texts or refused(
-        kind, keys
-    )
+    assert any(
+        what in said and offered is not None and mend in offered for said, offered in texts
+    ), texts or refused(kind, keys)
 
 
 @pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8"])
@@ -206,7 +217,12 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
 
 
 def test_every_rule_has_its_code_under_its_id() -> None:
-    elsewhere = {"memory", "batch-fits", "shape-needed", "toolkit-texts"}  # memory.py, make.py, workflows/plan.py
+    elsewhere = {
+        "memory",
+        "batch-fits",
+        "shape-needed",
+        "toolkit-texts",
+    }  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
     assert not set(CHECKS) & elsewhere
 
@@ -242,18 +258,26 @@ def test_a_model_whose_mlp_does_not_divide_is_refused() -> None:
     assert "MLP of 8960" in one.what
 
 
-def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
     """And one that is quantized as asked takes no memory to be quantized."""
     quantized: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
     for role, name in (("target", LLAMA), ("draft", LLAMA_DRAFT)):
         (tmp_path / role).mkdir()
         (tmp_path / role / "config.json").write_text(json.dumps(CONFIGS[name]))
-        (tmp_path / role / "hf_quant_config.json").write_text(json.dumps({"quantization": quantized}))
+        (tmp_path / role / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": quantized})
+        )
     keys = {f"{role}__checkpoint": tmp_path / role for role in ("target", "draft")}
     found = refused("pytorch", keys)
     assert [one.rule for one in found] == ["toolkit-already-quantized"] * 2
-    assert "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache" in found[0].what
-    assert found[0].mend is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].mend
+    assert (
+        "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache" in found[0].what
+    )
+    assert (
+        found[0].mend is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].mend
+    )
     plan = make_plan(config_of("pytorch", **keys, **both("FP8")))
     assert plan.possible
     assert "quantize" not in {stage.stage for stage in plan.memory}
@@ -263,18 +287,40 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
     "kind, keys, rule",
     [
         ("pytorch", {**gpu("H200", 3), "engine__tp_size": 8}, "world-size"),
-        ("int8", {**gpu("A100", 4), "engine__tp_size": 8}, "world-size"),  # 14 heads of the draft: four ranks are too many
-        ("pytorch", {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2}, "world-size"),
-        ("pytorch", {**PLAIN, **gpu("H200", 1), "engine__tp_size": 2, "engine__pp_size": 2}, "world-size"),
+        (
+            "int8",
+            {**gpu("A100", 4), "engine__tp_size": 8},
+            "world-size",
+        ),  # 14 heads of the draft: four ranks are too many
+        (
+            "pytorch",
+            {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2},
+            "world-size",
+        ),
+        (
+            "pytorch",
+            {**PLAIN, **gpu("H200", 1), "engine__tp_size": 2, "engine__pp_size": 2},
+            "world-size",
+        ),
         ("pytorch", {**gpu("H200", 3), "engine__pp_size": 3}, "no-pp-with-draft-target"),
-        ("int8", {**gpu("A100", 8), "engine__tp_size": 2, "engine__pp_size": 4}, "no-pp-with-draft-target"),
+        (
+            "int8",
+            {**gpu("A100", 8), "engine__tp_size": 2, "engine__pp_size": 4},
+            "no-pp-with-draft-target",
+        ),
     ],
 )
-def test_the_ranks_that_are_offered_instead_work(kind: str, keys: dict[str, Any], rule: str) -> None:
+def test_the_ranks_that_are_offered_instead_work(
+    kind: str, keys: dict[str, Any], rule: str
+) -> None:
     (mend,) = [one.mend for one in refused(kind, keys) if one.rule == rule]
     assert mend is not None
-    offered = {f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", mend)}
-    assert not [one for one in resolve(subject(kind, **{**keys, **offered})) if one.severity == "refused"], mend
+    offered = {
+        f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", mend)
+    }
+    assert not [
+        one for one in resolve(subject(kind, **{**keys, **offered})) if one.severity == "refused"
+    ], mend
 
 
 def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:
@@ -304,15 +350,24 @@ def test_what_nobody_vouches_for_can_be_allowed(kind: str, keys: dict[str, Any],
 @pytest.mark.parametrize("keys", [gpu("B200"), both(SQ) | gpu("B200"), V13])
 def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
     allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
-    strict = {one.rule for one in resolve(subject("int8", **keys)) if one.severity == "refused"} - {"smoothquant-families"}
-    assert {one.rule for one in resolve(subject("int8", **keys, **allowed)) if one.severity == "refused"} == strict
+    strict = {one.rule for one in resolve(subject("int8", **keys)) if one.severity == "refused"} - {
+        "smoothquant-families"
+    }
+    assert {
+        one.rule for one in resolve(subject("int8", **keys, **allowed)) if one.severity == "refused"
+    } == strict
 
 
 @pytest.mark.parametrize(
     "kind, keys, rule, words",
     [
         ("engine", {}, "spec-extends-seq-len", "2048 + max_draft_len 4"),
-        ("engine", {"engine__max_batch_size": 2048}, "spec-raises-num-tokens", "raised from 8192 to 10240"),
+        (
+            "engine",
+            {"engine__max_batch_size": 2048},
+            "spec-raises-num-tokens",
+            "raised from 8192 to 10240",
+        ),
         (
             "engine",
             {"engine__max_num_tokens": 1024, "engine__max_batch_size": 512},
@@ -324,18 +379,42 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ("engine", algo("FP8"), "fp8-fmha-needs-fp8-kv", "switched off"),
         ("engine", {}, "fp8-kv-forces-fp8-fmha", "switched on"),
         ("engine", {}, "nccl-single-rank", "one rank"),
-        ("engine", {**PLAIN, **algo(NONE, kv="FP8")}, "fp8-kv-needs-fp8-weights-for-paged-fmha", "block reuse is lost"),
+        (
+            "engine",
+            {**PLAIN, **algo(NONE, kv="FP8")},
+            "fp8-kv-needs-fp8-weights-for-paged-fmha",
+            "block reuse is lost",
+        ),
         ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
-        ("pytorch", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "costs predicted for H200"),
-        ("engine", {"speculation__max_draft_len": "auto"}, "toolkit-auto-draft-len", "before engines are built"),
-        ("pytorch", {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "greatest batch sizes"),
+        (
+            "pytorch",
+            {"speculation__max_draft_len": "auto"},
+            "toolkit-auto-draft-len",
+            "costs predicted for H200",
+        ),
+        (
+            "engine",
+            {"speculation__max_draft_len": "auto"},
+            "toolkit-auto-draft-len",
+            "before engines are built",
+        ),
+        (
+            "pytorch",
+            {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}},
+            "draft-len-schedule",
+            "greatest batch sizes",
+        ),
     ],
 )
-def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any], rule: str, words: str) -> None:
+def test_what_changes_in_silence_is_said_before(
+    kind: str, keys: dict[str, Any], rule: str, words: str
+) -> None:
     found = resolve(subject(kind, **keys))
-    assert any(one.rule == rule and one.severity == "adjusted" and words in one.what for one in found), found
+    assert any(
+        one.rule == rule and one.severity == "adjusted" and words in one.what for one in found
+    ), found
 
 
 @pytest.mark.parametrize(
@@ -348,16 +427,29 @@ def test_what_changes_in_silence_is_said_before(kind: str, keys: dict[str, Any],
         ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16}, "ranks-per-node"),
         ("torch", {"validation__max_prompts": 58}, "toolkit-parity-prompts"),
         ("torch", {"validation__parity": {"max_divergence_rate": 0.04}}, "toolkit-parity-prompts"),
-        ("torch", {"draft__checkpoint": QWEN_DRAFT, "target__checkpoint": QWEN_DRAFT}, "toolkit-draft-is-target"),
+        (
+            "torch",
+            {"draft__checkpoint": QWEN_DRAFT, "target__checkpoint": QWEN_DRAFT},
+            "toolkit-draft-is-target",
+        ),
     ],
 )
-def test_what_may_work_and_is_not_vouched_for_is_a_warning(kind: str, keys: dict[str, Any], rule: str) -> None:
+def test_what_may_work_and_is_not_vouched_for_is_a_warning(
+    kind: str, keys: dict[str, Any], rule: str
+) -> None:
     found = [one for one in resolve(subject(kind, **keys)) if one.rule == rule]
     assert found and {one.severity for one in found} == {"warning"}
 
 
 @pytest.mark.parametrize(
-    "keys", [{"validation__max_prompts": 59}, {"validation__max_prompts": 4, "draft": None, "speculation__kind": "none"}]
+    "keys",
+    [
+        {"validation__max_prompts": 59},
+        {"validation__max_prompts": 4, "draft": None, "speculation__kind": "none"},
+    ],
 )
 def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any]) -> None:
-    assert not {one.rule for one in resolve(subject("pytorch", **keys))} & {"toolkit-parity-prompts", "toolkit-draft-is-target"}
+    assert not {one.rule for one in resolve(subject("pytorch", **keys))} & {
+        "toolkit-parity-prompts",
+        "toolkit-draft-is-target",
+    }

@@ -33,7 +33,13 @@ from toolkit.plan.suggest import suggest
     ],
 )
 def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
-    tmp_path: Path, target: str, draft: str | None, gpu: str | None, kind: str, algo: str, tp_size: int
+    tmp_path: Path,
+    target: str,
+    draft: str | None,
+    gpu: str | None,
+    kind: str,
+    algo: str,
+    tp_size: int,
 ) -> None:
     row = None if gpu is None else GPUS[gpu]
     made = suggest(Path(target), None if draft is None else Path(draft), row, folder=tmp_path)
@@ -51,8 +57,15 @@ def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
 
 
 def test_what_fits_nowhere_says_what_stood_against_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing that was tried can work: .* do not fit L4") as caught:
-        suggest(Path("meta-llama/Llama-3.1-405B-Instruct"), Path(LLAMA_DRAFT), GPUS["L4"], folder=tmp_path)
+    with pytest.raises(
+        UsageError, match=r"nothing that was tried can work: .* do not fit L4"
+    ) as caught:
+        suggest(
+            Path("meta-llama/Llama-3.1-405B-Instruct"),
+            Path(LLAMA_DRAFT),
+            GPUS["L4"],
+            folder=tmp_path,
+        )
     assert caught.value.mend
 
 
@@ -61,7 +74,9 @@ def test_lengths_are_those_that_both_models_reach(tmp_path: Path) -> None:
     assert "max_seq_len: 1024" in made.text
 
 
-def test_folders_beneath_the_file_are_written_relative_and_odd_names_in_quotes(tmp_path: Path) -> None:
+def test_folders_beneath_the_file_are_written_relative_and_odd_names_in_quotes(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "models: my own"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[QWEN_DRAFT]))
@@ -71,14 +86,26 @@ def test_folders_beneath_the_file_are_written_relative_and_odd_names_in_quotes(t
 
 
 def test_a_small_model_on_a_cpu_gets_one_thread_and_a_measured_draft_length(tmp_path: Path) -> None:
-    """With all threads and chunks 10 ms apart the shipped pair fails the gate that the same file sets."""
+    """With all threads and chunks 10 ms apart the shipped pair fails the gate that the same file
+    sets.
+    """
     shipped = Path(__file__).parents[2] / "configs" / "quickstart"
-    (tmp_path / "small.yaml").write_text(suggest(shipped / "target", shipped / "draft", None, folder=tmp_path).text)
+    (tmp_path / "small.yaml").write_text(
+        suggest(shipped / "target", shipped / "draft", None, folder=tmp_path).text
+    )
     small = load_config(tmp_path / "small.yaml", texts=False)
     assert isinstance(small.engine, TorchEngineConfig)
-    assert (small.engine.threads, small.triton.stream_interval_ms, small.speculation.max_draft_len) == (1, 0, "auto")
-    assert "min_speedup" not in small.validation.latency.model_fields_set  # a stated one fails where nothing is drafted
-    (tmp_path / "large.yaml").write_text(suggest(Path(QWEN_DRAFT), None, None, folder=tmp_path).text)
+    assert (
+        small.engine.threads,
+        small.triton.stream_interval_ms,
+        small.speculation.max_draft_len,
+    ) == (1, 0, "auto")
+    assert (
+        "min_speedup" not in small.validation.latency.model_fields_set
+    )  # a stated one fails where nothing is drafted
+    (tmp_path / "large.yaml").write_text(
+        suggest(Path(QWEN_DRAFT), None, None, folder=tmp_path).text
+    )
     large = load_config(tmp_path / "large.yaml", texts=False)
     assert isinstance(large.engine, TorchEngineConfig)
     assert (large.engine.threads, large.triton.stream_interval_ms) == (None, 10)
@@ -91,7 +118,8 @@ def test_the_file_s_name_is_the_deployment_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "written, found", [("h100", "H100"), ("Rtx4090", "RTX4090"), ("a100-40gb", "A100-40GB"), ("H100-80GB", "H100")]
+    "written, found",
+    [("h100", "H100"), ("Rtx4090", "RTX4090"), ("a100-40gb", "A100-40GB"), ("H100-80GB", "H100")],
 )
 def test_a_gpu_is_found_however_it_is_cased(written: str, found: str) -> None:
     assert gpu_asked_for(written) is GPUS[found]

@@ -10,8 +10,11 @@ from toolkit.quantize.calibrate import forward_loop
 from toolkit.quantize.source import Source
 
 
-def calibrated_model(source: Source, quant_algo: str, kv: str | None = None, model: Any = None) -> Any:
-    """Quantized as the stage does it, on two batches of random tokens. To be called within `modelopt.quiet()`.
+def calibrated_model(
+    source: Source, quant_algo: str, kv: str | None = None, model: Any = None
+) -> Any:
+    """Quantized as the stage does it, on two batches of random tokens. To be called within
+    `modelopt.quiet()`.
 
     model: one that was loaded from the source already.
     """
@@ -20,5 +23,7 @@ def calibrated_model(source: Source, quant_algo: str, kv: str | None = None, mod
     generator = torch.Generator().manual_seed(7)
     batches = [torch.randint(0, 256, (2, 24), generator=generator) for _ in range(2)]
     model = modelopt.load_model(source) if model is None else model
-    modelopt.quantize_model(model, ALGORITHMS[quant_algo], kv, forward_loop(batches, lambda done, total, what: None))
+    modelopt.quantize_model(
+        model, ALGORITHMS[quant_algo], kv, forward_loop(batches, lambda done, total, what: None)
+    )
     return model

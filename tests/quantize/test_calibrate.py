@@ -14,7 +14,10 @@ from toolkit.quantize.calibrate import batches_of, encode, split_texts
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines),
+        encoding="utf-8",
+    )
     return path
 
 

@@ -27,11 +27,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "quant_algo", "kv", "dtype"), CASES, ids=str)
-def test_it_is_what_modelopt_writes(family: str, quant_algo: str, kv: str | None, dtype: str, tmp_path: Path) -> None:
+def test_it_is_what_modelopt_writes(
+    family: str, quant_algo: str, kv: str | None, dtype: str, tmp_path: Path
+) -> None:
     import torch
 
     source = open_source(
-        write_checkpoint(tmp_path / "source", family=family, dtype=dtype, tie_word_embeddings=family == "qwen3")
+        write_checkpoint(
+            tmp_path / "source", family=family, dtype=dtype, tie_word_embeddings=family == "qwen3"
+        )
     )
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
@@ -46,7 +50,8 @@ def test_it_is_what_modelopt_writes(family: str, quant_algo: str, kv: str | None
     for name, tensor in expected.items():
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(
-            tensors[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            tensors[name].contiguous().view(-1).view(torch.uint8),
+            tensor.contiguous().view(-1).view(torch.uint8),
         ), name
     assert own == json.loads((theirs / "hf_quant_config.json").read_text())
     assert embedded == json.loads((theirs / "config.json").read_text())["quantization_config"]

@@ -52,7 +52,14 @@ def rows(part: slice) -> list[int]:
     vocab=st.integers(8, 60),
 )
 def test_everything_is_held_once(
-    tp_size: int, pp_size: int, layers: int, heads: int, kv: str, head_dim: int, mlp: int, vocab: int
+    tp_size: int,
+    pp_size: int,
+    layers: int,
+    heads: int,
+    kv: str,
+    head_dim: int,
+    mlp: int,
+    vocab: int,
 ) -> None:
     kv_heads = {"fewer": 1, "equal": tp_size, "more": 2 * tp_size}[kv]
     shape = replace(
@@ -72,13 +79,19 @@ def test_everything_is_held_once(
     assert [stage[0].last for stage in stages] == [False] * (pp_size - 1) + [True]
     for stage in stages:
         assert len({part.layers for part in stage}) == 1
-        assert [row for part in stage for row in rows(part.q)] == list(range(shape.num_heads * head_dim))
-        assert [row for part in stage for row in rows(part.mlp)] == list(range(shape.intermediate_size))
+        assert [row for part in stage for row in rows(part.q)] == list(
+            range(shape.num_heads * head_dim)
+        )
+        assert [row for part in stage for row in rows(part.mlp)] == list(
+            range(shape.intermediate_size)
+        )
         held = [row for part in stage for row in rows(part.vocab)]
         assert held == list(range(len(held)))
         assert vocab <= len(held) < vocab + tp_size
         copies = max(1, tp_size // kv_heads)
-        assert sorted(row for part in stage for row in rows(part.kv)) == sorted(list(range(kv_heads * head_dim)) * copies)
+        assert sorted(row for part in stage for row in rows(part.kv)) == sorted(
+            list(range(kv_heads * head_dim)) * copies
+        )
         for tp_rank, part in enumerate(stage):  # a query head finds its key head on its own rank
             group = shape.num_heads // kv_heads
             needed = {head // group for head in {row // head_dim for row in rows(part.q)}}
@@ -90,10 +103,20 @@ def test_everything_is_held_once(
     [
         (Ranks(3, 1), {}, "tp_size 3 does not divide the model's 64 attention heads"),
         (Ranks(1, 3), {}, "pp_size 3 does not divide the model's 80 layers"),
-        (Ranks(2, 1), {"intermediate_size": 27}, "tp_size 2 does not divide the model's 27 MLP columns"),
-        (Ranks(4, 1), {"num_kv_heads": 6}, "tp_size 4 neither divides the model's 6 key and value heads"),
+        (
+            Ranks(2, 1),
+            {"intermediate_size": 27},
+            "tp_size 2 does not divide the model's 27 MLP columns",
+        ),
+        (
+            Ranks(4, 1),
+            {"num_kv_heads": 6},
+            "tp_size 4 neither divides the model's 6 key and value heads",
+        ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(ranks: Ranks, change: dict[str, int], message: str) -> None:
+def test_what_cannot_be_divided_is_refused(
+    ranks: Ranks, change: dict[str, int], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         partition(replace(SHAPE, **change), ranks)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""The checks find what they are there for: each silent fault of an export is planted, by ModelOpt itself where it makes it."""
+"""The checks find what they are there for: each silent fault of an export is planted, by
+ModelOpt itself where it makes it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def silent(done: int, total: int | None, what: str) -> None:
 
 def batches(source: Source, calibration: CalibrationConfig) -> list[Any]:
     texts = calibrate.split_texts(calibration)[0]
-    return calibrate.batches_of(calibrate.encode(texts, source.path, 48, source.shape.vocab_size), 4)
+    return calibrate.batches_of(
+        calibrate.encode(texts, source.path, 48, source.shape.vocab_size), 4
+    )
 
 
 def errors(findings: tuple[Finding, ...]) -> dict[str, str]:
@@ -63,7 +67,9 @@ def test_the_model_computes_its_source_again_and_then_itself(
         assert not torch.equal(quantized, original)
 
 
-def test_a_model_that_lost_nothing_has_no_error(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_a_model_that_lost_nothing_has_no_error(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     """The quantized pass run as the source: every figure must be that of two equal models."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
@@ -71,7 +77,9 @@ def test_a_model_that_lost_nothing_has_no_error(calibration: CalibrationConfig, 
     with modelopt.quiet():
         model = modelopt.load_model(source)
         samples = batches(source, calibration)
-        modelopt.quantize_model(model, ALGORITHMS["W8A16"], None, calibrate.forward_loop(samples, silent))
+        modelopt.quantize_model(
+            model, ALGORITHMS["W8A16"], None, calibrate.forward_loop(samples, silent)
+        )
         for module in model.modules():
             if isinstance(module, TensorQuantizer) and module.is_enabled:
                 module._amax[:] = 1e30  # so coarse that every weight would round to 0 ...
@@ -94,15 +102,22 @@ def test_fp8_without_a_forward_loop_is_found(tmp_path: Path) -> None:
         modelopt.quantize_model(model, FP8, None, lambda model: None)
         export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", "FP8", None)
-    assert "model.layers.0.self_attn.q_proj.input_scale is missing" in form(source, tmp_path / "out", FP8)["input_scale"]
+    assert (
+        "model.layers.0.self_attn.q_proj.input_scale is missing"
+        in form(source, tmp_path / "out", FP8)["input_scale"]
+    )
 
 
-def test_plain_int8_under_the_name_of_smoothquant_is_found(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_plain_int8_under_the_name_of_smoothquant_is_found(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = open_source(write_checkpoint(tmp_path / "source"))
     plain = Algorithm("W8A8_SQ_PER_CHANNEL", "INT8_DEFAULT_CFG", "I8", 127.0, True, True, False)
     with modelopt.quiet():
         model = modelopt.load_model(source)
-        modelopt.quantize_model(model, plain, None, calibrate.forward_loop(batches(source, calibration), silent))
+        modelopt.quantize_model(
+            model, plain, None, calibrate.forward_loop(batches(source, calibration), silent)
+        )
         export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", "W8A8_SQ_PER_CHANNEL", None)
     stated = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
@@ -110,11 +125,15 @@ def test_plain_int8_under_the_name_of_smoothquant_is_found(calibration: Calibrat
     assert list(form(source, tmp_path / "out", SMOOTHQUANT)) == ["pre_quant_scale"]
 
 
-def test_a_bare_export_lacks_what_runtimes_need(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_a_bare_export_lacks_what_runtimes_need(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = open_source(write_checkpoint(tmp_path / "source"))
     with modelopt.quiet():
         model = modelopt.load_model(source)
-        modelopt.quantize_model(model, FP8, None, calibrate.forward_loop(batches(source, calibration), silent))
+        modelopt.quantize_model(
+            model, FP8, None, calibrate.forward_loop(batches(source, calibration), silent)
+        )
         export_hf(model, source.dtype, tmp_path / "out")
     found = form(source, tmp_path / "out", FP8)
     assert set(found) == {"rope", "dtype", "tokenizer"}
@@ -128,7 +147,9 @@ def exported(calibration: CalibrationConfig, tmp_path: Path) -> tuple[Source, Pa
     source = open_source(write_checkpoint(tmp_path / "source"))
     with modelopt.quiet():
         model = modelopt.load_model(source)
-        modelopt.quantize_model(model, SMOOTHQUANT, None, calibrate.forward_loop(batches(source, calibration), silent))
+        modelopt.quantize_model(
+            model, SMOOTHQUANT, None, calibrate.forward_loop(batches(source, calibration), silent)
+        )
         calibrated = calibrated_from_model(model, source, SMOOTHQUANT)
         notes = capture(model, calibrated)
         export_hf(model, source.dtype, tmp_path / "out")
@@ -177,7 +198,9 @@ def test_an_export_that_differs_from_what_was_quantized_is_found(
         (f"{LINEAR}.weight", -128, "codes"),
     ],
 )
-def test_values_out_of_range_are_found(name: str, value: float, check: str, exported: tuple[Source, Path, Any]) -> None:
+def test_values_out_of_range_are_found(
+    name: str, value: float, check: str, exported: tuple[Source, Path, Any]
+) -> None:
     source, out, _ = exported
     tensors = load_file(out / "model.safetensors")
     tensors[name].view(-1)[0] = value
@@ -190,9 +213,14 @@ def test_two_names_for_one_algorithm_are_found(exported: tuple[Source, Path, Any
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["quant_algo"] = "W8A16"
     (out / "config.json").write_text(json.dumps(config))
-    assert form(source, out, SMOOTHQUANT) == {"quant_algo": "config.json quant_algo is 'W8A16', must be 'W8A8_SQ_PER_CHANNEL'"}
+    assert form(source, out, SMOOTHQUANT) == {
+        "quant_algo": "config.json quant_algo is 'W8A16', must be 'W8A8_SQ_PER_CHANNEL'"
+    }
 
 
 def test_a_cache_without_its_scales_is_found(exported: tuple[Source, Path, Any]) -> None:
     source, out, _ = exported
-    assert "model.layers.0.self_attn.k_proj.k_scale is missing" in form(source, out, SMOOTHQUANT, "FP8")["kv_scale"]
+    assert (
+        "model.layers.0.self_attn.k_proj.k_scale is missing"
+        in form(source, out, SMOOTHQUANT, "FP8")["kv_scale"]
+    )

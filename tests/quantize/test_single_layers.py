@@ -1,4 +1,6 @@
-"""A layer's figure is that of the model in which it alone is quantized, however the streams are carried there."""
+"""A layer's figure is that of the model in which it alone is quantized, however the streams are
+carried there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def texts() -> list[Any]:
 
 
 def one_by_one(model: Any, source: Source, batches: list[Any]) -> list[float]:
-    """The definition: a whole forward of the source, and one for each layer with all other layers as in the source."""
+    """The definition: a whole forward of the source, and one for each layer with all other
+    layers as in the source.
+    """
     import contextlib
 
     import torch
@@ -61,7 +65,9 @@ def one_by_one(model: Any, source: Source, batches: list[Any]) -> list[float]:
 def test_each_layer_alone_as_if_run_one_by_one(
     family: str, quant_algo: str, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source(write_checkpoint(tmp_path, family=family, dtype="float32", num_hidden_layers=LAYERS))
+    source = open_source(
+        write_checkpoint(tmp_path, family=family, dtype="float32", num_hidden_layers=LAYERS)
+    )
     monkeypatch.setattr(single_layers, "TOGETHER", 30)  # streams in several calls
     monkeypatch.setattr(single_layers, "SCORED", 20)
     monkeypatch.setattr(single_layers, "ROWS", 100)
@@ -83,17 +89,24 @@ def test_the_layer_that_was_damaged_stands_out(tmp_path: Path) -> None:
     source = open_source(write_checkpoint(tmp_path, num_hidden_layers=LAYERS))
     with modelopt.quiet():
         model = calibrated_model(source, "W8A16")
-        for quantizer in (linear.weight_quantizer for linear in modelopt.quantized_linears(model.model.layers[1]).values()):
+        for quantizer in (
+            linear.weight_quantizer
+            for linear in modelopt.quantized_linears(model.model.layers[1]).values()
+        ):
             quantizer._amax *= 40
         kl = [one.kl for one in measure_single_layers(model, source, texts(), silent)]
     assert kl[1] > 20 * max(kl[0], kl[2])
 
 
 def test_rounding_of_the_source_is_not_taken_for_quantization(tmp_path: Path) -> None:
-    """The same weights stored in BF16 and in float32 give the same figures; BF16 arithmetic would make them of noise."""
+    """The same weights stored in BF16 and in float32 give the same figures; BF16 arithmetic
+    would make them of noise.
+    """
     source = write_checkpoint(tmp_path / "bfloat16", num_hidden_layers=LAYERS)
     wide = Path(shutil.copytree(source, tmp_path / "float32"))
-    tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors = {
+        name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()
+    }
     save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
     found = []
     for folder in (source, wide):

@@ -57,13 +57,22 @@ def test_codes_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_with_a_head_of_their_own_are_refused(tmp_path: Path) -> None:
-    """transformers takes the head then, a runtime that believes config.json the embedding: two different models."""
+    """transformers takes the head then, a runtime that believes config.json the embedding: two
+    different models.
+    """
     source = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = load_file(source / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
-    save_file({**tensors, "lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"}
+    )
     check_weights(open_source(source), silent)
     head[3, 4] += 1
-    save_file({**tensors, "lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"config\.json ties the embeddings, but lm_head\.weight and .* differ"):
+    save_file(
+        {**tensors, "lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json ties the embeddings, but lm_head\.weight and .* differ",
+    ):
         check_weights(open_source(source), silent)

@@ -1,4 +1,6 @@
-"""The quantize stage on small real models: every family with every algorithm, and what goes wrong."""
+"""The quantize stage on small real models: every family with every algorithm, and what goes
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ from toolkit.records.build import QuantizedCheckpoint
 from toolkit.records.codec import from_json, to_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-FP8, FP8_KV = QuantizationConfig(quant_algo="FP8"), QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
-SMOOTHQUANT, WEIGHT_ONLY = QuantizationConfig(quant_algo="W8A8_SQ_PER_CHANNEL"), QuantizationConfig(quant_algo="W8A16")
+FP8, FP8_KV = (
+    QuantizationConfig(quant_algo="FP8"),
+    QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8"),
+)
+SMOOTHQUANT, WEIGHT_ONLY = (
+    QuantizationConfig(quant_algo="W8A8_SQ_PER_CHANNEL"),
+    QuantizationConfig(quant_algo="W8A16"),
+)
 NO_QUANT = QuantizationConfig()
 CODES = {"FP8": "torch.float8_e4m3fn", "W8A8_SQ_PER_CHANNEL": "torch.int8", "W8A16": "torch.int8"}
 
@@ -32,13 +40,21 @@ def silent(done: int, total: int | None, what: str) -> None:
 
 
 def run(
-    source: Path, asked: QuantizationConfig, calibration: CalibrationConfig | None, out: Path, progress: Any = silent
+    source: Path,
+    asked: QuantizationConfig,
+    calibration: CalibrationConfig | None,
+    out: Path,
+    progress: Any = silent,
 ) -> QuantizedCheckpoint:
     return quantize("target", source, asked, calibration, out, progress)
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def dequantized(folder: Path, name: str) -> Any:
@@ -50,14 +66,19 @@ def dequantized(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("asked", [FP8_KV, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8+kv", "smoothquant", "weight-only"])
+@pytest.mark.parametrize(
+    "asked", [FP8_KV, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8+kv", "smoothquant", "weight-only"]
+)
 def test_every_family_is_quantized_checked_and_close_to_its_source(
     family: str, asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     source = write_checkpoint(tmp_path / "source", family=family)
     record = run(source, asked, calibration, tmp_path / "out")
     assert {finding.severity for finding in record.checks} == {"ok"}
-    assert (record.quant_algo, record.kv_cache_quant_algo) == (asked.quant_algo, asked.kv_cache_quant_algo)
+    assert (record.quant_algo, record.kv_cache_quant_algo) == (
+        asked.quant_algo,
+        asked.kv_cache_quant_algo,
+    )
     tensors, originals = tensors_of(record.path), tensors_of(source)
     for layer in range(2):
         for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
@@ -65,7 +86,9 @@ def test_every_family_is_quantized_checked_and_close_to_its_source(
             assert str(tensors[f"{name}.weight"].dtype) == CODES[asked.quant_algo]
             original = originals[f"{name}.weight"].float()
             error = (dequantized(record.path, name) - original).norm() / original.norm()
-            assert error < (0.04 if asked.quant_algo == "FP8" else 0.03)  # E4M3 keeps 3 bits, INT8 per channel 7
+            assert error < (
+                0.04 if asked.quant_algo == "FP8" else 0.03
+            )  # E4M3 keeps 3 bits, INT8 per channel 7
         for part in "kv":
             scale = tensors.get(f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale")
             assert (scale is not None) == (asked.kv_cache_quant_algo == "FP8")
@@ -79,17 +102,27 @@ def test_every_family_is_quantized_checked_and_close_to_its_source(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("asked", [FP8_KV, SMOOTHQUANT, NO_QUANT], ids=["fp8+kv", "smoothquant", "none"])
+@pytest.mark.parametrize(
+    "asked", [FP8_KV, SMOOTHQUANT, NO_QUANT], ids=["fp8+kv", "smoothquant", "none"]
+)
 def test_padding_rows_are_cut_off_embedding_and_head(
     asked: QuantizationConfig, tied: bool, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """As pairing decided. Rows that are kept are bit for bit the source's; a pad id above them is not kept either."""
+    """As pairing decided. Rows that are kept are bit for bit the source's; a pad id above them
+    is not kept either.
+    """
     import torch
 
     source = write_checkpoint(
-        tmp_path / "source", vocab_size=300, tie_word_embeddings=tied, pad_token_id=299, max_shard_size="40KB"
+        tmp_path / "source",
+        vocab_size=300,
+        tie_word_embeddings=tied,
+        pad_token_id=299,
+        max_shard_size="40KB",
     )
-    record = quantize("target", source, asked, calibration, tmp_path / "out", silent, vocab_size=260)
+    record = quantize(
+        "target", source, asked, calibration, tmp_path / "out", silent, vocab_size=260
+    )
     assert record.vocab_size == read_shape(record.path).vocab_size == 260
     assert {finding.severity for finding in record.checks} == {"ok"}
     tensors, originals = tensors_of(record.path), tensors_of(source)
@@ -101,25 +134,44 @@ def test_padding_rows_are_cut_off_embedding_and_head(
     assert record.weight_bytes < sum(file.stat().st_size for file in source.glob("*.safetensors"))
 
 
-def test_padding_rows_of_an_already_quantized_checkpoint_are_cut(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_padding_rows_of_an_already_quantized_checkpoint_are_cut(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     import torch
 
-    first = run(write_checkpoint(tmp_path / "source", vocab_size=300), FP8_KV, calibration, tmp_path / "first")
+    first = run(
+        write_checkpoint(tmp_path / "source", vocab_size=300),
+        FP8_KV,
+        calibration,
+        tmp_path / "first",
+    )
     again = quantize("target", first.path, FP8_KV, None, tmp_path / "again", silent, vocab_size=272)
     before, after = tensors_of(first.path), tensors_of(again.path)
     assert before.keys() == after.keys()
     for name, tensor in after.items():
-        assert torch.equal(tensor.float(), before[name][: len(tensor)].float() if tensor.ndim else before[name])
+        assert torch.equal(
+            tensor.float(), before[name][: len(tensor)].float() if tensor.ndim else before[name]
+        )
     assert len(after["lm_head.weight"]) == 272
 
 
 def test_rows_that_the_source_does_not_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has 258 rows \(vocab_size\), 300 are asked for"):
-        quantize("target", write_checkpoint(tmp_path / "source"), NO_QUANT, None, tmp_path / "out", silent, vocab_size=300)
+        quantize(
+            "target",
+            write_checkpoint(tmp_path / "source"),
+            NO_QUANT,
+            None,
+            tmp_path / "out",
+            silent,
+            vocab_size=300,
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("asked", [FP8, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8", "smoothquant", "weight-only"])
+@pytest.mark.parametrize(
+    "asked", [FP8, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8", "smoothquant", "weight-only"]
+)
 def test_other_dtypes_stay_what_they_are(
     dtype: str, asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
@@ -130,14 +182,22 @@ def test_other_dtypes_stay_what_they_are(
     assert json.loads((record.path / "config.json").read_text())["torch_dtype"] == dtype
 
 
-@pytest.mark.parametrize("asked", [FP8, SMOOTHQUANT, NO_QUANT], ids=["fp8", "smoothquant", "not-quantized"])
+@pytest.mark.parametrize(
+    "asked", [FP8, SMOOTHQUANT, NO_QUANT], ids=["fp8", "smoothquant", "not-quantized"]
+)
 def test_a_wider_embedding_does_not_widen_the_layers(
     asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """Else a model of 140 GB would be copied out of its files into 280 GB of memory, and served in float32."""
+    """Else a model of 140 GB would be copied out of its files into 280 GB of memory, and served
+    in float32.
+    """
     source = write_checkpoint(tmp_path / "source", tie_word_embeddings=False, intermediate_size=512)
     tensors = tensors_of(source)
-    wide = {name: tensor.float() for name, tensor in tensors.items() if "embed_tokens" in name or "norm" in name}
+    wide = {
+        name: tensor.float()
+        for name, tensor in tensors.items()
+        if "embed_tokens" in name or "norm" in name
+    }
     save_file(tensors | wide, source / "model.safetensors", metadata={"format": "pt"})
     opened = open_source(source)
     assert opened.dtype == "bfloat16"
@@ -150,7 +210,9 @@ def test_a_wider_embedding_does_not_widen_the_layers(
 
 
 def test_an_odd_model_works(calibration: CalibrationConfig, tmp_path: Path) -> None:
-    """Tied, head_dim not hidden / heads, odd vocabulary, several EOS ids, shards, no generation_config, a row of zeros."""
+    """Tied, head_dim not hidden / heads, odd vocabulary, several EOS ids, shards, no
+    generation_config, a row of zeros.
+    """
     source = write_checkpoint(
         tmp_path / "source",
         tie_word_embeddings=True,
@@ -179,7 +241,9 @@ def test_an_odd_model_works(calibration: CalibrationConfig, tmp_path: Path) -> N
         assert not dequantized(record.path, "model.layers.0.mlp.up_proj")[3].any()
 
 
-def test_the_same_input_gives_the_same_bytes(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "source")
     one = run(source, SMOOTHQUANT, calibration, tmp_path / "one")
     two = run(source, SMOOTHQUANT, calibration, tmp_path / "two")
@@ -189,7 +253,9 @@ def test_the_same_input_gives_the_same_bytes(calibration: CalibrationConfig, tmp
     assert one.quality == two.quality
 
 
-def test_rope_is_written_as_both_transformers_read_it(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_rope_is_written_as_both_transformers_read_it(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     from transformers import AutoConfig
 
     scaling = {
@@ -205,18 +271,24 @@ def test_rope_is_written_as_both_transformers_read_it(calibration: CalibrationCo
         record = run(source, asked, calibration, tmp_path / asked.quant_algo)
         raw = json.loads((record.path / "config.json").read_text())
         assert raw["rope_theta"] == 500000.0  # transformers 4.x
-        assert raw["rope_scaling"] == {key: value for key, value in scaling.items() if key != "rope_theta"}
+        assert raw["rope_scaling"] == {
+            key: value for key, value in scaling.items() if key != "rope_theta"
+        }
         assert raw["dtype"] == raw["torch_dtype"] == "bfloat16"
         read = AutoConfig.from_pretrained(record.path)  # transformers 5.x, installed here
         assert read.rope_parameters == AutoConfig.from_pretrained(source).rope_parameters
 
 
-def test_a_source_in_the_old_rope_spelling_keeps_it(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_a_source_in_the_old_rope_spelling_keeps_it(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "source")
     file = source / "config.json"
     raw = json.loads(file.read_text())
     del raw["rope_parameters"], raw["dtype"]
-    file.write_text(json.dumps({**raw, "rope_theta": 12345.0, "rope_scaling": None, "torch_dtype": "bfloat16"}))
+    file.write_text(
+        json.dumps({**raw, "rope_theta": 12345.0, "rope_scaling": None, "torch_dtype": "bfloat16"})
+    )
     record = run(source, WEIGHT_ONLY, calibration, tmp_path / "out")
     written = json.loads((record.path / "config.json").read_text())
     assert (written["rope_theta"], written["rope_parameters"]["rope_theta"]) == (12345.0, 12345.0)
@@ -245,22 +317,35 @@ def test_code_comes_along_only_where_it_is_trusted(with_code: bool, tmp_path: Pa
     assert (out_dir / "tokenization_own.py").exists() == with_code
 
 
-def test_tokenizer_and_generation_config_come_along(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_tokenizer_and_generation_config_come_along(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "source")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    (source / "generation_config.json").write_text('{"eos_token_id": [257], "top_p": 0.9, "do_sample": false}')
+    (source / "generation_config.json").write_text(
+        '{"eos_token_id": [257], "top_p": 0.9, "do_sample": false}'
+    )
     record = run(source, FP8, calibration, tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         assert (record.path / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_an_already_quantized_checkpoint_is_used_as_it_is(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_an_already_quantized_checkpoint_is_used_as_it_is(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "source")
     first = run(source, FP8_KV, calibration, tmp_path / "first")
     again = run(first.path, FP8_KV, None, tmp_path / "again")
     assert again.quality is None
     assert {finding.severity for finding in again.checks} == {"ok"}
-    assert (again.path / "model.safetensors").read_bytes() == (first.path / "model.safetensors").read_bytes()
+    assert (again.path / "model.safetensors").read_bytes() == (
+        first.path / "model.safetensors"
+    ).read_bytes()
     (first.path / "hf_quant_config.json").unlink()  # config.json alone says it too
     assert run(first.path, FP8_KV, None, tmp_path / "third").kv_cache_quant_algo == "FP8"
 
@@ -270,7 +355,9 @@ def test_another_algorithm_than_asked_is_refused_with_both(
     asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     first = run(write_checkpoint(tmp_path / "source"), FP8_KV, calibration, tmp_path / "first")
-    with pytest.raises(CheckpointError, match="already quantized with FP8 and a FP8 KV cache, the YAML asks for") as caught:
+    with pytest.raises(
+        CheckpointError, match="already quantized with FP8 and a FP8 KV cache, the YAML asks for"
+    ) as caught:
         run(first.path, asked, calibration, tmp_path / "out")
     assert asked.quant_algo in str(caught.value)
     assert "{quant_algo: FP8, kv_cache_quant_algo: FP8}" in str(caught.value)
@@ -279,7 +366,9 @@ def test_another_algorithm_than_asked_is_refused_with_both(
 def test_one_quantized_by_something_else_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     raw = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    (source / "config.json").write_text(
+        json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}})
+    )
     with pytest.raises(CheckpointError, match="'gptq' is not ModelOpt's"):
         run(source, NO_QUANT, None, tmp_path / "out")
 
@@ -304,8 +393,12 @@ def test_progress_is_shown_and_the_libraries_are_silent(
     assert err == ""
 
 
-def test_quality_is_of_the_checkpoint_that_was_written(calibration: CalibrationConfig, tmp_path: Path) -> None:
-    """W8A16 has no activation quantization, so the source's code with dequantized weights must show the recorded KL."""
+def test_quality_is_of_the_checkpoint_that_was_written(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
+    """W8A16 has no activation quantization, so the source's code with dequantized weights must
+    show the recorded KL.
+    """
     import torch
     import transformers
 
@@ -313,20 +406,30 @@ def test_quality_is_of_the_checkpoint_that_was_written(calibration: CalibrationC
 
     source = write_checkpoint(tmp_path / "source", dtype="float32")
     record = run(source, WEIGHT_ONLY, calibration, tmp_path / "out")
-    models = [transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for _ in range(2)]
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        for _ in range(2)
+    ]
     with torch.no_grad():
         for name, module in models[1].named_modules():
             if name.endswith("_proj"):
                 module.weight.copy_(dequantized(record.path, name))
         kl, nll = [], []
         for ids in encode(split_texts(calibration)[1], source, 48, 258):
-            rows = [torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], dim=-1) for model in models]
+            rows = [
+                torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], dim=-1)
+                for model in models
+            ]
             kl += (rows[0].exp() * (rows[0] - rows[1])).sum(-1).tolist()
             nll += (-rows[0].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]).tolist()
     assert record.quality is not None
     assert record.quality.tokens == len(kl)
-    assert record.quality.kl_mean == pytest.approx(sum(kl) / len(kl), rel=1e-2)  # float32 sums in another order
-    assert record.quality.source_perplexity == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-4)
+    assert record.quality.kl_mean == pytest.approx(
+        sum(kl) / len(kl), rel=1e-2
+    )  # float32 sums in another order
+    assert record.quality.source_perplexity == pytest.approx(
+        math.exp(sum(nll) / len(nll)), rel=1e-4
+    )
 
 
 def test_calibration_is_required(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Layers that visit another device compute what they compute at home. The device is a stand-in: what is there is a copy."""
+"""Layers that visit another device compute what they compute at home. The device is a stand-in:
+what is there is a copy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from toolkit.quantize.streaming import computing_on, streamed
 
 
 class Elsewhere:
-    """Notes the largest tensor. As everything there is a copy, whatever forgets to go back is found by its address."""
+    """Notes the largest tensor. As everything there is a copy, whatever forgets to go back is
+    found by its address.
+    """
 
     def __init__(self) -> None:
         self.largest = 0
@@ -29,7 +33,9 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("quant_algo", ["FP8", "W8A8_SQ_PER_CHANNEL"])
-def test_a_model_is_calibrated_and_run_elsewhere_as_at_home(quant_algo: str, tmp_path: Path) -> None:
+def test_a_model_is_calibrated_and_run_elsewhere_as_at_home(
+    quant_algo: str, tmp_path: Path
+) -> None:
     import torch
 
     source = open_source(write_checkpoint(tmp_path / "source", family="qwen3"))
@@ -44,14 +50,21 @@ def test_a_model_is_calibrated_and_run_elsewhere_as_at_home(quant_algo: str, tmp
             away = visiting.model(input_ids=tokens, use_cache=False).last_hidden_state
         expected = at_home.model(input_ids=tokens, use_cache=False).last_hidden_state
         assert torch.equal(away, expected)
-        again = visiting.model(input_ids=tokens, use_cache=False).last_hidden_state  # no hook is left
+        again = visiting.model(
+            input_ids=tokens, use_cache=False
+        ).last_hidden_state  # no hook is left
     assert torch.equal(again, expected)
     assert {name: parameter.data_ptr() for name, parameter in visiting.named_parameters()} == homes
-    states = [{name: value for name, value in model.state_dict().items() if "_amax" in name} for model in (at_home, visiting)]
+    states = [
+        {name: value for name, value in model.state_dict().items() if "_amax" in name}
+        for model in (at_home, visiting)
+    ]
     assert states[0].keys() == states[1].keys()
     assert len(states[0]) > 20
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert 0 < elsewhere.largest <= 128 * 64 * 2 * 2  # one layer's linears and activations, never the embedding
+    assert (
+        0 < elsewhere.largest <= 128 * 64 * 2 * 2
+    )  # one layer's linears and activations, never the embedding
 
 
 def test_a_layer_that_fails_elsewhere_leaves_no_hook(tmp_path: Path) -> None:

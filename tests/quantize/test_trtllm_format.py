@@ -1,4 +1,6 @@
-"""The TRT-LLM form is ModelOpt's own export, tensor for tensor, and says more than it in config.json."""
+"""The TRT-LLM form is ModelOpt's own export, tensor for tensor, and says more than it in
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ LLAMA3_ROPE = {
 }
 CASES: dict[str, tuple[str, str, str | None, Ranks, dict[str, Any]]] = {
     "fp8+kv tp1": ("llama", "FP8", "FP8", Ranks(), {"rope_parameters": LLAMA3_ROPE}),
-    "fp8+kv tp2 pp2": ("llama", "FP8", "FP8", Ranks(2, 2), {"rope_parameters": LLAMA3_ROPE, "attention_bias": True}),
+    "fp8+kv tp2 pp2": (
+        "llama",
+        "FP8",
+        "FP8",
+        Ranks(2, 2),
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True},
+    ),
     "fp8 kv heads twice, tied, odd vocabulary": (
         "llama",
         "FP8",
@@ -61,17 +69,28 @@ def test_it_is_what_modelopt_writes(case: str, tmp_path: Path) -> None:
     source = open_source(write_checkpoint(tmp_path / "source", family=family, **options))
     with modelopt.quiet():
         model = calibrated_model(source, quant_algo, kv)
-        write_trtllm(calibrated_from_model(model, source, ALGORITHMS[quant_algo]), ranks, tmp_path / "ours", lambda rank: None)
+        write_trtllm(
+            calibrated_from_model(model, source, ALGORITHMS[quant_algo]),
+            ranks,
+            tmp_path / "ours",
+            lambda rank: None,
+        )
         export_trtllm(model, source.dtype, tmp_path / "theirs", ranks.tp_size, ranks.pp_size)
     files = {file.name for file in (tmp_path / "theirs").iterdir()}
     assert {file.name for file in (tmp_path / "ours").iterdir()} == files
     for rank in range(ranks.world_size):
-        ours, theirs = (load_file(tmp_path / side / f"rank{rank}.safetensors") for side in ("ours", "theirs"))
+        ours, theirs = (
+            load_file(tmp_path / side / f"rank{rank}.safetensors") for side in ("ours", "theirs")
+        )
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-            assert torch.equal(ours[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
-    config, bare = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+            assert torch.equal(
+                ours[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+            ), name
+    config, bare = (
+        json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs")
+    )
     assert {key: config[key] for key in bare} == bare
     added = {key: config[key] for key in config.keys() - bare.keys()}
     assert added["rotary_base"] == source.shape.rope_theta
@@ -79,15 +98,23 @@ def test_it_is_what_modelopt_writes(case: str, tmp_path: Path) -> None:
 
 
 def reassembled(folder: Path, ranks: Ranks, shape: Any) -> dict[str, Any]:
-    """HF name -> weight [out, in] in float32, put together from all ranks by a dequantizer that shares nothing with ours."""
+    """HF name -> weight [out, in] in float32, put together from all ranks by a dequantizer that
+    shares nothing with ours.
+    """
     import torch
 
     files = [load_file(folder / f"rank{rank}.safetensors") for rank in range(ranks.world_size)]
     per_stage, found = shape.num_layers // ranks.pp_size, {}
-    q, kv = shape.num_heads * shape.head_dim // ranks.tp_size, max(1, shape.num_kv_heads // ranks.tp_size) * shape.head_dim
+    q, kv = (
+        shape.num_heads * shape.head_dim // ranks.tp_size,
+        max(1, shape.num_kv_heads // ranks.tp_size) * shape.head_dim,
+    )
 
     def weight(tensors: dict[str, Any], name: str) -> Any:
-        codes, scale = tensors[f"{name}.weight"].float(), tensors.get(f"{name}.weights_scaling_factor")
+        codes, scale = (
+            tensors[f"{name}.weight"].float(),
+            tensors.get(f"{name}.weights_scaling_factor"),
+        )
         smoothing = tensors.get(f"{name}.prequant_scaling_factor")
         real = codes if scale is None else codes * scale.view(-1, 1)
         return real if smoothing is None else real * smoothing.float()
@@ -106,7 +133,9 @@ def reassembled(folder: Path, ranks: Ranks, shape: Any) -> dict[str, Any]:
             ("mlp.up_proj", "mlp.gate", 0),
             ("mlp.down_proj", "mlp.proj", 1),
         ):
-            found[f"{name}.{theirs}"] = torch.cat([weight(tensors, f"{prefix}.{ours}") for tensors in stage], dim=axis)
+            found[f"{name}.{theirs}"] = torch.cat(
+                [weight(tensors, f"{prefix}.{ours}") for tensors in stage], dim=axis
+            )
     return found
 
 
@@ -114,29 +143,47 @@ def silent(done: int, total: int | None, what: str) -> None:
     pass
 
 
-def stage_run(source: Path, asked: QuantizationConfig, calibration: CalibrationConfig | None, out: Path, ranks: Ranks) -> Any:
+def stage_run(
+    source: Path,
+    asked: QuantizationConfig,
+    calibration: CalibrationConfig | None,
+    out: Path,
+    ranks: Ranks,
+) -> Any:
     return quantize("target", source, asked, calibration, out, silent, trtllm=ranks)
 
 
 TOLERANCE = {"FP8": 0.05, "W8A8_SQ_PER_CHANNEL": 0.03, "W8A16": 0.0, "NO_QUANT": 0.0}
 STAGE_CASES = [
     ("llama", QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8"), Ranks(2, 2)),
-    ("qwen2", QuantizationConfig(quant_algo="W8A8_SQ_PER_CHANNEL"), Ranks(4, 1)),  # 2 key heads: INT8 scales held twice
+    (
+        "qwen2",
+        QuantizationConfig(quant_algo="W8A8_SQ_PER_CHANNEL"),
+        Ranks(4, 1),
+    ),  # 2 key heads: INT8 scales held twice
     ("qwen3", QuantizationConfig(quant_algo="W8A16"), Ranks(2, 1)),
     ("mistral", QuantizationConfig(), Ranks(2, 2)),
 ]
 
 
-@pytest.mark.parametrize(("family", "asked", "ranks"), STAGE_CASES, ids=[case[1].quant_algo for case in STAGE_CASES])
+@pytest.mark.parametrize(
+    ("family", "asked", "ranks"), STAGE_CASES, ids=[case[1].quant_algo for case in STAGE_CASES]
+)
 def test_both_forms_come_from_one_calibration(
-    family: str, asked: QuantizationConfig, ranks: Ranks, calibration: CalibrationConfig, tmp_path: Path
+    family: str,
+    asked: QuantizationConfig,
+    ranks: Ranks,
+    calibration: CalibrationConfig,
+    tmp_path: Path,
 ) -> None:
     from toolkit.checkpoints.quantized import open_checkpoint
 
     source = write_checkpoint(tmp_path / "source", family=family)
     record = stage_run(source, asked, calibration, tmp_path / "out", ranks)
     assert {finding.severity for finding in record.checks} == {"ok"}
-    assert {"trtllm: codes", "trtllm: rope", "trtllm: unquantized"} <= {finding.check for finding in record.checks}
+    assert {"trtllm: codes", "trtllm: rope", "trtllm: unquantized"} <= {
+        finding.check for finding in record.checks
+    }
     assert record.trtllm == TrtllmForm(record.path / "trtllm", ranks.tp_size, ranks.pp_size)
     assert from_json(QuantizedCheckpoint, json.loads(json.dumps(to_json(record)))) == record
     originals = load_file(source / "model.safetensors")
@@ -150,42 +197,84 @@ def test_both_forms_come_from_one_calibration(
         assert unified.linear("model.layers.1.mlp.up_proj").weight_scale is not None
         tensors = load_file(record.trtllm.path / "rank0.safetensors")
         assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
-        assert json.loads((record.trtllm.path / "config.json").read_text())["quantization"]["quant_algo"] == "W8A16"
+        assert (
+            json.loads((record.trtllm.path / "config.json").read_text())["quantization"][
+                "quant_algo"
+            ]
+            == "W8A16"
+        )
 
 
-def test_a_checkpoint_that_is_quantized_already_is_divided_as_it_is(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_quantized_already_is_divided_as_it_is(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     from toolkit.checkpoints.quantized import dequantize, open_checkpoint
 
     asked = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
     source = write_checkpoint(tmp_path / "source", vocab_size=300)
     first = quantize("target", source, asked, calibration, tmp_path / "first", silent)
     assert first.trtllm is None
-    again = quantize("target", first.path, asked, None, tmp_path / "again", silent, vocab_size=264, trtllm=Ranks(2, 1))
+    again = quantize(
+        "target",
+        first.path,
+        asked,
+        None,
+        tmp_path / "again",
+        silent,
+        vocab_size=264,
+        trtllm=Ranks(2, 1),
+    )
     assert {finding.severity for finding in again.checks} == {"ok"}
     unified = open_checkpoint(first.path)
     weights = reassembled(again.trtllm.path, Ranks(2, 1), unified.shape) if again.trtllm else {}
-    for name in ("self_attn.o_proj", "mlp.down_proj"):  # not fused with anything: the very same codes
-        assert (weights[f"model.layers.0.{name}"] == dequantize(unified.linear(f"model.layers.0.{name}"))).all()
+    for name in (
+        "self_attn.o_proj",
+        "mlp.down_proj",
+    ):  # not fused with anything: the very same codes
+        assert (
+            weights[f"model.layers.0.{name}"]
+            == dequantize(unified.linear(f"model.layers.0.{name}"))
+        ).all()
     assert load_file(again.path / "trtllm/rank1.safetensors")["lm_head.weight"].shape[0] == 132
 
 
 def test_the_settings_of_llama_3_reach_the_engine(tmp_path: Path) -> None:
-    """ModelOpt beside transformers 5.x loses both, and TensorRT-LLM computes with base 10000 then."""
+    """ModelOpt beside transformers 5.x loses both, and TensorRT-LLM computes with base 10000
+    then.
+    """
     source = write_checkpoint(tmp_path / "source", rope_parameters=LLAMA3_ROPE)
     record = stage_run(source, QuantizationConfig(), None, tmp_path / "out", Ranks())
     config = json.loads((record.path / "trtllm/config.json").read_text())
     assert config["rotary_base"] == 500000.0
-    assert config["rotary_scaling"] == {"type": "llama3", **{k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}}
+    assert config["rotary_scaling"] == {
+        "type": "llama3",
+        **{k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"},
+    }
 
 
-def test_the_engine_flow_builds_from_what_was_written(calibration: CalibrationConfig, tmp_path: Path) -> None:
+def test_the_engine_flow_builds_from_what_was_written(
+    calibration: CalibrationConfig, tmp_path: Path
+) -> None:
     """The compile stage finds the form by itself; the builder is the contract's stand-in."""
-    source = write_checkpoint(tmp_path / "source", max_position_embeddings=1024, rope_parameters=LLAMA3_ROPE)
+    source = write_checkpoint(
+        tmp_path / "source", max_position_embeddings=1024, rope_parameters=LLAMA3_ROPE
+    )
     asked = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
     record = stage_run(source, asked, calibration, tmp_path / "out", Ranks(2, 1))
-    spec = EngineSpec("target", 4, 256, 512, 4, tensorrt_llm=TensorRtLlmSpec("1.2.1", speculation="draft_target", tp_size=2))
+    spec = EngineSpec(
+        "target",
+        4,
+        256,
+        512,
+        4,
+        tensorrt_llm=TensorRtLlmSpec("1.2.1", speculation="draft_target", tp_size=2),
+    )
     (tmp_path / "engine").mkdir()
-    engine = place_with_builder(tmp_path / "bin").backend().compile(record, spec, tmp_path / "engine", silent)
+    engine = (
+        place_with_builder(tmp_path / "bin")
+        .backend()
+        .compile(record, spec, tmp_path / "engine", silent)
+    )
     assert engine.tensorrt_llm is not None
     assert {finding.severity for finding in engine.tensorrt_llm.checks} == {"ok"}
     built = json.loads((engine.path / "config.json").read_text())["pretrained_config"]
@@ -194,7 +283,13 @@ def test_the_engine_flow_builds_from_what_was_written(calibration: CalibrationCo
 
 def test_ranks_that_do_not_divide_the_model_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tp_size 3 does not divide the model's 4 attention heads"):
-        stage_run(write_checkpoint(tmp_path / "source"), QuantizationConfig(), None, tmp_path / "out", Ranks(3, 1))
+        stage_run(
+            write_checkpoint(tmp_path / "source"),
+            QuantizationConfig(),
+            None,
+            tmp_path / "out",
+            Ranks(3, 1),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -243,10 +338,22 @@ def _extra(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "detail"),
     [
-        (_code, "codes", "rank1.safetensors: 1 codes of transformer.layers.1.mlp.fc.weight are not the nearest"),
+        (
+            _code,
+            "codes",
+            "rank1.safetensors: 1 codes of transformer.layers.1.mlp.fc.weight are not the nearest",
+        ),
         (_scale, "codes", "codes of transformer.layers.1.attention.qkv.weight are not the nearest"),
-        (_no_activation, "tensors", "transformer.layers.1.mlp.proj.activation_scaling_factor is missing"),
-        (_low_activation, "scales", "attention.qkv.activation_scaling_factor is below what calibration saw"),
+        (
+            _no_activation,
+            "tensors",
+            "transformer.layers.1.mlp.proj.activation_scaling_factor is missing",
+        ),
+        (
+            _low_activation,
+            "scales",
+            "attention.qkv.activation_scaling_factor is below what calibration saw",
+        ),
         (_smoothing, "scales", "mlp.proj.prequant_scaling_factor is not what calibration decided"),
         (_embedding, "unquantized", "transformer.vocab_embedding.weight differs from the source"),
         (_extra, "tensors", "transformer.layers.1.mlp.fc.bias does not belong there"),
@@ -262,7 +369,11 @@ def test_a_rank_that_does_not_hold_what_was_quantized_is_found(
     damage(tensors)
     file.unlink()
     save_file(tensors, file, metadata={"format": "pt"})
-    errors = [finding for finding in check_trtllm(tmp_path / "copy", calibrated, Ranks(2, 1)) if finding.severity == "error"]
+    errors = [
+        finding
+        for finding in check_trtllm(tmp_path / "copy", calibrated, Ranks(2, 1))
+        if finding.severity == "error"
+    ]
     assert [finding.check for finding in errors] == [f"trtllm: {check}"]
     assert detail in errors[0].detail
 
@@ -273,7 +384,10 @@ def test_a_rank_that_does_not_hold_what_was_quantized_is_found(
         ({"rotary_base": None}, "rope"),
         ({"rotary_scaling": None}, "rope"),
         ({"rotary_scaling": {**LLAMA3_ROPE, "type": "llama3", "factor": 32.0}}, "rope"),
-        ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL", "kv_cache_quant_algo": "INT8"}}, "quant_algo"),
+        (
+            {"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL", "kv_cache_quant_algo": "INT8"}},
+            "quant_algo",
+        ),
         ({"mapping": {"world_size": 2, "tp_size": 1, "pp_size": 2}}, "config"),
     ],
 )
@@ -285,7 +399,9 @@ def test_a_config_that_says_something_else_is_found(
     file = tmp_path / "copy/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     found = check_trtllm(tmp_path / "copy", calibrated, Ranks(2, 1))
-    assert [finding.check for finding in found if finding.severity == "error"] == [f"trtllm: {check}"]
+    assert [finding.check for finding in found if finding.severity == "error"] == [
+        f"trtllm: {check}"
+    ]
 
 
 def test_a_missing_rank_is_found(written: tuple[Calibrated, Path], tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""One report that passed and one with every kind of trouble, both measured on the scripted endpoint."""
+"""One report that passed and one with every kind of trouble, both measured on the scripted
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,32 @@ from toolkit.records.advice import (
     TargetQuality,
 )
 from toolkit.records.bench import BenchArm, BenchPoint, Crossover
-from toolkit.records.build import CompiledEngine, LayerError, LayerKl, Quality, QuantizationQuality, StageCost
+from toolkit.records.build import (
+    CompiledEngine,
+    LayerError,
+    LayerKl,
+    Quality,
+    QuantizationQuality,
+    StageCost,
+)
 from toolkit.records.measured import Acceptance, Interval, Latency, Ratio
 from toolkit.records.plan import MemoryItem, StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.validate.stage import References, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"
-LAYERS = tuple(LayerError(f"model.layers.{i}.{name}", 0.01 + i / 500) for i in range(4) for name in ("q_proj", "down_proj"))
+LAYERS = tuple(
+    LayerError(f"model.layers.{i}.{name}", 0.01 + i / 500)
+    for i in range(4)
+    for name in ("q_proj", "down_proj")
+)
 LAYER_KL = tuple(LayerKl(f"model.layers.{i}", 1.5e-4 / (i + 1)) for i in range(4))
 QUALITY = QuantizationQuality(5000, 0.0132, 0.2, 0.97, 4.31, 4.36, LAYERS, LAYER_KL, 500)
 
 
-def measured(folder: Path, endpoint: ScriptedEndpoint, prompts: list[str], max_draft_len: int = 4) -> ValidationReport:
+def measured(
+    folder: Path, endpoint: ScriptedEndpoint, prompts: list[str], max_draft_len: int = 4
+) -> ValidationReport:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     engine = CompiledEngine(
@@ -73,26 +88,42 @@ def measured(folder: Path, endpoint: ScriptedEndpoint, prompts: list[str], max_d
         engines={"target": engine},
         environment={"cpu": "a <cpu> & more"},
         counters=endpoint.counters,
-        stages=[StageCost("quantize", 41.2, 600 << 20, reused=False), StageCost("compile", 73.0, None, reused=True)],
+        stages=[
+            StageCost("quantize", 41.2, 600 << 20, reused=False),
+            StageCost("compile", 73.0, None, reused=True),
+        ],
     )
 
 
 @pytest.fixture(scope="session")
 def passing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
-    return measured(tmp_path_factory.mktemp("passing"), ScriptedEndpoint(), [f"prompt {i}" for i in range(60)])
+    return measured(
+        tmp_path_factory.mktemp("passing"), ScriptedEndpoint(), [f"prompt {i}" for i in range(60)]
+    )
 
 
 @pytest.fixture(scope="session")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
     prompts = [HOSTILE, *(f"prompt {i}" for i in range(59))]
-    faults = [Fault(HOSTILE, 5), Fault(prompts[7], 3, margin=0.01), Fault(prompts[9], 2, seeded=True)]
-    endpoint = ScriptedEndpoint(faults=faults, speculative_step_ms=9.0, jitter=0.4, counted_twice=True)
+    faults = [
+        Fault(HOSTILE, 5),
+        Fault(prompts[7], 3, margin=0.01),
+        Fault(prompts[9], 2, seeded=True),
+    ]
+    endpoint = ScriptedEndpoint(
+        faults=faults, speculative_step_ms=9.0, jitter=0.4, counted_twice=True
+    )
     return measured(tmp_path_factory.mktemp("failing"), endpoint, prompts)
 
 
 @pytest.fixture(scope="session")
 def plain_only(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
-    return measured(tmp_path_factory.mktemp("plain"), ScriptedEndpoint(), [f"prompt {i}" for i in range(12)], max_draft_len=0)
+    return measured(
+        tmp_path_factory.mktemp("plain"),
+        ScriptedEndpoint(),
+        [f"prompt {i}" for i in range(12)],
+        max_draft_len=0,
+    )
 
 
 def prediction(mode: str, draft_len: int, *, measured: float | None = None) -> SpeedupPrediction:
@@ -124,20 +155,44 @@ def prediction(mode: str, draft_len: int, *, measured: float | None = None) -> S
 
 
 def sweep_arm(name: str, tokens_per_s: float | None, tpot_ms: float) -> BenchArm:
-    latency = Latency(120, tpot_ms, tpot_ms, tpot_ms * 1.2, None, None, None, {"p99": "12 of 10 samples"}, ())
+    latency = Latency(
+        120, tpot_ms, tpot_ms, tpot_ms * 1.2, None, None, None, {"p99": "12 of 10 samples"}, ()
+    )
     latencies = dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency)
     nothing = Acceptance(None, None, 0, 0, 0, ())
-    return BenchArm(name, 120, 0, {}, 4000, 9.0, tokens_per_s, 13.0, None, (), (), (), latencies, nothing, None, None, None)
+    return BenchArm(
+        name,
+        120,
+        0,
+        {},
+        4000,
+        9.0,
+        tokens_per_s,
+        13.0,
+        None,
+        (),
+        (),
+        (),
+        latencies,
+        nothing,
+        None,
+        None,
+        None,
+    )
 
 
 def sweep_point(concurrency: int, plain: float, ratio: float) -> BenchPoint:
     arms = (sweep_arm("plain", plain, 2.5), sweep_arm("speculative", plain * ratio, 2.5 / ratio))
-    return BenchPoint(concurrency, None, 3, arms, (Ratio("speed", ratio, ratio * 0.95, ratio * 1.05),))
+    return BenchPoint(
+        concurrency, None, 3, arms, (Ratio("speed", ratio, ratio * 0.95, ratio * 1.05),)
+    )
 
 
 @pytest.fixture(scope="session")
 def advised(failing: ValidationReport) -> ValidationReport:
-    """Everything that a report can hold: also what the advisor found, a sweep, and the plan's memory."""
+    """Everything that a report can hold: also what the advisor found, a sweep, and the plan's
+    memory.
+    """
     candidate = Candidate(
         "a <draft>",
         "draft_target",
@@ -150,7 +205,10 @@ def advised(failing: ValidationReport) -> ValidationReport:
         3.3,
         1.9,
         0.42,
-        (Alpha("greedy", None, 0.71, 0.69, 0.73, 4000), Alpha("rejection", "code & <b>", 0.68, 0.6, 0.75, 900)),
+        (
+            Alpha("greedy", None, 0.71, 0.69, 0.73, 4000),
+            Alpha("rejection", "code & <b>", 0.68, 0.6, 0.75, 900),
+        ),
         {"greedy": (0.75, 0.72, 0.7, None)},
         {},
         (
@@ -177,10 +235,21 @@ def advised(failing: ValidationReport) -> ValidationReport:
         21.0,
         (candidate, replace(candidate, name="ngram", drafter="ngram", speedup=0.97)),
     )
-    points = tuple(sweep_point(n, 400 * n**0.6, ratio) for n, ratio in ((1, 1.6), (2, 1.4), (4, 1.1), (8, 0.82)))
-    items = (MemoryItem("target weights", 90 << 20, "22.1 M parameters"), MemoryItem("runtime", 1 << 29, "assumed: libraries"))
+    points = tuple(
+        sweep_point(n, 400 * n**0.6, ratio)
+        for n, ratio in ((1, 1.6), (2, 1.4), (4, 1.1), (8, 0.82))
+    )
+    items = (
+        MemoryItem("target weights", 90 << 20, "22.1 M parameters"),
+        MemoryItem("runtime", 1 << 29, "assumed: libraries"),
+    )
     memory = (
-        StageMemory("quantize", "the machine", (MemoryItem("target as it is", 88 << 20, "22.1 M parameters"),), 24 << 30),
+        StageMemory(
+            "quantize",
+            "the machine",
+            (MemoryItem("target as it is", 88 << 20, "22.1 M parameters"),),
+            24 << 30,
+        ),
         StageMemory("serve", "the machine", items, 24 << 30),
         StageMemory("compile", "each GPU", items, 1 << 30),
     )
@@ -221,4 +290,12 @@ def advised(failing: ValidationReport) -> ValidationReport:
         0.95,
     )
     crossover = Crossover(4, 8, 5.3, "faster up to 4 at a time, slower from 8 on")
-    return replace(failing, advice=advice, grid=grid, loads=points, crossover=crossover, memory=memory, stages=stages)
+    return replace(
+        failing,
+        advice=advice,
+        grid=grid,
+        loads=points,
+        crossover=crossover,
+        memory=memory,
+        stages=stages,
+    )

@@ -1,4 +1,6 @@
-"""What `toolkit tune` prints: the verdict and the choice first, beside what the YAML has and what was served."""
+"""What `toolkit tune` prints: the verdict and the choice first, beside what the YAML has and
+what was served.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,27 @@ def test_verdict_and_choice_come_first_and_fit_a_screen(advice: Advice) -> None:
     assert len(lines) <= 16
     assert "--details" in lines[-1] and "alpha, greedy" not in "\n".join(lines)
     detailed = "\n".join(printed(advice, details=True))
-    assert "speed-up over draft length" in detailed and "a <draft>: alpha" in detailed and "--details" not in detailed
+    assert (
+        "speed-up over draft length" in detailed
+        and "a <draft>: alpha" in detailed
+        and "--details" not in detailed
+    )
 
 
 def test_a_schedule_that_cannot_be_set_is_told_and_not_put_into_the_yaml(advice: Advice) -> None:
     assert advice.max_concurrency == 4
     limited = printed(advice, schedule=False)
-    assert limited[1:5] == ["speculation:", "  kind: draft_target", "  max_draft_len: 4", "  max_concurrency: 4"]
+    assert limited[1:5] == [
+        "speculation:",
+        "  kind: draft_target",
+        "  max_draft_len: 4",
+        "  max_concurrency: 4",
+    ]
     lines = printed(advice, schedule=False, max_concurrency=False)
     assert lines[1:4] == ["speculation:", "  kind: draft_target", "  max_draft_len: 4"]
     assert lines[4].startswith(
-        "best are 4 from 1 request at once on, 2 from 4 requests at once on, 0 from 8 requests at once on;"
+        "best are 4 from 1 request at once on, 2 from 4 requests at once on, 0 from 8 requests at"
+        " once on;"
     )
 
 
@@ -70,7 +82,9 @@ def test_numbers_stand_to_the_right(advice: Advice) -> None:
     assert {found[0][:2] for found in ends if found} == {"3.", "12"}
 
 
-@pytest.mark.parametrize("most, words", [(1, "up to 1 request at once"), (4, "up to 4 requests at once")])
+@pytest.mark.parametrize(
+    "most, words", [(1, "up to 1 request at once"), (4, "up to 4 requests at once")]
+)
 def test_one_request_is_no_plural(advice: Advice, most: int, words: str) -> None:
     assert f"it pays {words}, and not beyond" in printed(replace(advice, max_concurrency=most))
 
@@ -86,49 +100,78 @@ def test_one_request_is_no_plural(advice: Advice, most: int, words: str) -> None
         ({"kind": "ngram", "max_draft_len": 2}, None, "the YAML has ngram with max_draft_len 2"),
     ],
 )
-def test_the_choice_is_set_beside_the_yaml_s(advice: Advice, present: dict[str, Any], own: str | None, words: str) -> None:
+def test_the_choice_is_set_beside_the_yaml_s(
+    advice: Advice, present: dict[str, Any], own: str | None, words: str
+) -> None:
     lines = printed(advice, present=SpeculationConfig(**present), own_draft=own)
     assert any(words in line for line in lines), lines
 
 
 def test_a_draft_that_loses_at_every_length_is_said_to(advice: Advice) -> None:
-    lookup, draft = advice.candidates[1], replace(advice.candidates[0], name="bad", speedup=0.9, low=0.8, high=0.97)
-    against = replace(advice, drafter="ngram", draft=None, candidates=(replace(lookup, speedup=1.2, low=1.1, high=1.3), draft))
+    lookup, draft = (
+        advice.candidates[1],
+        replace(advice.candidates[0], name="bad", speedup=0.9, low=0.8, high=0.97),
+    )
+    against = replace(
+        advice,
+        drafter="ngram",
+        draft=None,
+        candidates=(replace(lookup, speedup=1.2, low=1.1, high=1.3), draft),
+    )
     lines = printed(against, present=SpeculationConfig(), own_draft="bad")
     assert any("bad loses at every length: this gains " in line for line in lines), lines
 
 
 def test_advice_against_speculation_says_what_becomes_of_the_yaml_s(advice: Advice) -> None:
-    against = replace(advice, speculate=False, drafter="none", max_draft_len=0, schedule=(), max_concurrency=None)
-    assert any(line.endswith(": leave it out") for line in printed(against, present=SpeculationConfig(), own_draft="a <draft>"))
+    against = replace(
+        advice, speculate=False, drafter="none", max_draft_len=0, schedule=(), max_concurrency=None
+    )
+    assert any(
+        line.endswith(": leave it out")
+        for line in printed(against, present=SpeculationConfig(), own_draft="a <draft>")
+    )
     assert "as the YAML has it" in printed(against, present=SpeculationConfig(kind="none"))
 
 
-def test_a_prediction_is_set_beside_what_was_served(advice: Advice, advised: ValidationReport) -> None:
+def test_a_prediction_is_set_beside_what_was_served(
+    advice: Advice, advised: ValidationReport
+) -> None:
     assert any("costs: `toolkit build` measures it served" in line for line in printed(advice))
     lines = printed(advice, present=SpeculationConfig(), own_draft="a <draft>", served=advised)
     greedy = next(line for line in lines if line.startswith("  greedy: "))
     assert advised.speedup is not None
-    assert greedy.startswith(f"  greedy: {advised.speedup.estimate:.2f}x (") and greedy.endswith("x predicted")
+    assert greedy.startswith(f"  greedy: {advised.speedup.estimate:.2f}x (") and greedy.endswith(
+        "x predicted"
+    )
     elsewhere = printed(replace(advice, costs_are="predicted"), served=advised)
-    assert any("measure on that machine" in line for line in elsewhere) and not any("greedy: " in line for line in elsewhere)
+    assert any("measure on that machine" in line for line in elsewhere) and not any(
+        "greedy: " in line for line in elsewhere
+    )
 
 
-def test_what_was_served_leads_where_the_prediction_is_not_decided(advice: Advice, advised: ValidationReport) -> None:
+def test_what_was_served_leads_where_the_prediction_is_not_decided(
+    advice: Advice, advised: ValidationReport
+) -> None:
     assert advised.speedup is not None
-    pays = replace(advised, sampled=replace(advised.sampled, speedup=replace(advised.speedup, low=1.2)))
+    pays = replace(
+        advised, sampled=replace(advised.sampled, speedup=replace(advised.speedup, low=1.2))
+    )
     pays = replace(pays, speedup=replace(advised.speedup, low=1.2))
     undecided = replace(advice, decided=False, reason="undecided: 1.10x (0.90 to 1.30)")
     lines = printed(undecided, present=SpeculationConfig(), own_draft="a <draft>", served=pays)
     assert any(line.startswith("the interval holds 1") for line in lines)
     assert any(line.startswith("what was served decides") for line in lines)
     for other, served in ((undecided, advised), (advice, pays)):
-        assert not any("decides" in line for line in printed(other, present=SpeculationConfig(), served=served))
+        assert not any(
+            "decides" in line for line in printed(other, present=SpeculationConfig(), served=served)
+        )
 
 
 def test_a_predicted_grid_says_so_wherever_its_speeds_stand(advised: ValidationReport) -> None:
     assert advised.grid is not None
-    predicted = replace(advised.grid, costs_are="predicted for H200", left_out=("target W8A16: not established",))
+    predicted = replace(
+        advised.grid, costs_are="predicted for H200", left_out=("target W8A16: not established",)
+    )
     for grid, count in ((advised.grid, 0), (predicted, 2)):
         report = replace(advised, grid=grid)
         console = Console(file=io.StringIO(), width=200)
@@ -139,7 +182,15 @@ def test_a_predicted_grid_says_so_wherever_its_speeds_stand(advised: ValidationR
         assert ("left out: target W8A16: not established" in text) == bool(count)
         tables = {one.title: one.note for one in outlook_tables(report)}
         assert sum("predicted for H200" in title for title in tables) == count
-        note = next(note for title, note in tables.items() if title.startswith("Precisions of target and draft"))
-        assert ("intervals of acceptance alone. Left out: target W8A16: not established." in note) == bool(count)
+        note = next(
+            note
+            for title, note in tables.items()
+            if title.startswith("Precisions of target and draft")
+        )
+        assert (
+            "intervals of acceptance alone. Left out: target W8A16: not established." in note
+        ) == bool(count)
         plot = grid_plot(report)
-        assert plot is not None and f"best draft length, {grid.costs_are}, one request" in plot.caption
+        assert (
+            plot is not None and f"best draft length, {grid.costs_are}, one request" in plot.caption
+        )

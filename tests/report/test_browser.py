@@ -1,4 +1,6 @@
-"""Every kind of report in a real browser: desktop and phone, light and dark. `make browser-check` keeps the screenshots."""
+"""Every kind of report in a real browser: desktop and phone, light and dark. `make
+browser-check` keeps the screenshots.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def looks(
     plain_only: ValidationReport,
     advised: ValidationReport,
 ) -> Looks:
-    """Each page at each width; in both schemes where screenshots are wanted or the width is a phone's."""
+    """Each page at each width; in both schemes where screenshots are wanted or the width is a
+    phone's.
+    """
     folder = tmp_path_factory.mktemp("pages")
     kept = request.config.getoption("--screenshots")
     pages = {"passing": passing, "failing": failing, "plain_only": plain_only, "advised": advised}
@@ -37,7 +41,9 @@ def looks(
     for name, report in pages.items():
         files[name].write_text(render_html(report), encoding="utf-8")
     if kept is not None:
-        files |= {f"built-{file.parent.name}": file for file in sorted(REPORTS.glob("*/report.html"))}
+        files |= {
+            f"built-{file.parent.name}": file for file in sorted(REPORTS.glob("*/report.html"))
+        }
 
     views: dict[tuple[str, int, bool], View] = {}
     for name, file in files.items():
@@ -60,7 +66,9 @@ def test_nothing_is_logged_and_nothing_is_fetched(looks: Looks) -> None:
 
 
 def test_nothing_runs_out_of_the_page(looks: Looks) -> None:
-    assert {key: one.scroll for key, one in looks.items() if one.scroll > key[1] or one.inner != key[1]} == {}
+    assert {
+        key: one.scroll for key, one in looks.items() if one.scroll > key[1] or one.inner != key[1]
+    } == {}
 
 
 def test_texts_of_plots_are_inside_apart_and_readable(looks: Looks) -> None:
@@ -86,8 +94,9 @@ def test_a_browser_that_complains_or_fetches_is_noticed(tmp_path: Path) -> None:
     """The checks above can fail: a page with each fault."""
     page = tmp_path / "faulty.html"
     page.write_text(
-        "<!doctype html><body style='width:2000px'><figure><svg viewBox='0 0 9 9'><text x='4' y='4'>a</text><text x='4' y='4'>b"
-        "</text></svg></figure><img src='missing.png'><script>console.error('no'); throw Error('oh')</script>"
+        "<!doctype html><body style='width:2000px'><figure><svg viewBox='0 0 9 9'><text x='4'"
+        " y='4'>a</text><text x='4' y='4'>b</text></svg></figure><img"
+        " src='missing.png'><script>console.error('no'); throw Error('oh')</script>"
     )
     browser = find_browser()
     assert browser is not None

@@ -46,7 +46,9 @@ def test_the_page_stands_alone(which: str, request: pytest.FixtureRequest) -> No
     page = render_html(request.getfixturevalue(which))
     reader = Reader(page)
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
-    assert not re.search(r"https?://|@import|url\(|\ssrc=", re.sub(r"<td[^>]*>.*?</td>|<title>.*?</title>", "", page))
+    assert not re.search(
+        r"https?://|@import|url\(|\ssrc=", re.sub(r"<td[^>]*>.*?</td>|<title>.*?</title>", "", page)
+    )
     assert "default-src 'none'" in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
@@ -54,7 +56,10 @@ def test_the_page_stands_alone(which: str, request: pytest.FixtureRequest) -> No
 
 def test_verdict_and_gates_come_first_then_what_to_do(failing: ValidationReport) -> None:
     page = render_html(failing)
-    places = [page.index(text) for text in ("<h1>", ">Gates<", ">What to do next<", ">What was measured<", ">All figures<")]
+    places = [
+        page.index(text)
+        for text in ("<h1>", ">Gates<", ">What to do next<", ">What was measured<", ">All figures<")
+    ]
     assert places == sorted(places)
     assert page.count('class="outcome') == len(failing.gates)
 
@@ -67,7 +72,16 @@ def test_what_a_prompt_holds_is_shown_and_not_obeyed(failing: ValidationReport) 
 
 def test_every_figure_has_its_formula_one_click_away(passing: ValidationReport) -> None:
     page = render_html(passing)
-    for name in ("speedup", "tokens_per_s", "acceptance_rate", "ttft", "itl", "kl_mean", "layer_error", "parity"):
+    for name in (
+        "speedup",
+        "tokens_per_s",
+        "acceptance_rate",
+        "ttft",
+        "itl",
+        "kl_mean",
+        "layer_error",
+        "parity",
+    ):
         assert f"<dt>{name} = {escape(passing.definitions[name].formula)}" in page
 
 

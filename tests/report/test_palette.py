@@ -1,4 +1,6 @@
-"""The colours of plots are told apart by readers with each form of colour blindness, and stand out from the page."""
+"""The colours of plots are told apart by readers with each form of colour blindness, and stand
+out from the page.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ import pytest
 # Machado, Oliveira and Fernandes 2009, severity 1.0, for linear RGB.
 SIGHT = {
     "usual": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 MARKS = ("plain", "spec", "spec2", "bad")
 TOGETHER = [("plain", "spec"), ("spec", "spec2"), ("spec", "bad")]  # in one plot
@@ -40,13 +54,19 @@ def linear(hexadecimal: str) -> np.ndarray:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
-    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz / [0.9505, 1.0, 1.089])
+    xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    ) @ np.clip(rgb, 0, 1)
+    x, y, z = (
+        t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz / [0.9505, 1.0, 1.089]
+    )
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def contrast(a: np.ndarray, b: np.ndarray) -> float:
-    light, dark = sorted((float(np.dot(one, [0.2126, 0.7152, 0.0722])) for one in (a, b)), reverse=True)
+    light, dark = sorted(
+        (float(np.dot(one, [0.2126, 0.7152, 0.0722])) for one in (a, b)), reverse=True
+    )
     return (light + 0.05) / (dark + 0.05)
 
 

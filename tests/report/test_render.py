@@ -14,7 +14,14 @@ from toolkit.records.measured import Finding, Gate
 from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.report.cells import Table, number
 from toolkit.report.expected import deployed_draft_len, draft_length_plot
-from toolkit.report.figures import gate_definitions, gate_title, gates_table, next_steps, shown, tables
+from toolkit.report.figures import (
+    gate_definitions,
+    gate_title,
+    gates_table,
+    next_steps,
+    shown,
+    tables,
+)
 from toolkit.report.html import render_html
 from toolkit.report.markdown import render_markdown
 from toolkit.report.plots import plots
@@ -22,15 +29,24 @@ from toolkit.report.render import print_report, read_report, render_json, write_
 from toolkit.validate.gates import not_judged
 
 
-def printed(report: ValidationReport, *, width: int = 100, terminal: bool = False, full: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system="standard" if terminal else None)
+def printed(
+    report: ValidationReport, *, width: int = 100, terminal: bool = False, full: bool = False
+) -> str:
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=terminal,
+        color_system="standard" if terminal else None,
+    )
     print_report(report, console, full=full)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize("which", ["passing", "failing", "plain_only", "advised"])
-def test_files_are_written_and_the_json_reads_back_equal(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_files_are_written_and_the_json_reads_back_equal(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     report: ValidationReport = request.getfixturevalue(which)
     paths = write_report(report, tmp_path / "out")
     assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
@@ -41,7 +57,9 @@ def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     data = json.loads(render_json(failing))
     assert data["schema_version"] == REPORT_SCHEMA_VERSION
     assert data["verdict"] == "FAIL"
-    assert all({"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"])
+    assert all(
+        {"name", "outcome", "measured", "limit", "detail"} <= set(gate) for gate in data["gates"]
+    )
     for arm in ("plain", "speculative"):
         assert data["arms"][arm]["tokens_per_s"] > 0
         assert {"p50", "p90", "p99"} <= set(data["arms"][arm]["latencies"]["ttft"])
@@ -62,11 +80,19 @@ def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
         ("[1]", "no JSON object"),
         ("null", "no JSON object"),
         (f'{{"schema_version": {REPORT_SCHEMA_VERSION}}}', "is damaged"),
-        (f'{{"schema_version": {REPORT_SCHEMA_VERSION - 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION - 1}, .* validate"),
-        (f'{{"schema_version": {REPORT_SCHEMA_VERSION + 1}}}', f"has schema_version {REPORT_SCHEMA_VERSION + 1}, .* newer"),
+        (
+            f'{{"schema_version": {REPORT_SCHEMA_VERSION - 1}}}',
+            f"has schema_version {REPORT_SCHEMA_VERSION - 1}, .* validate",
+        ),
+        (
+            f'{{"schema_version": {REPORT_SCHEMA_VERSION + 1}}}',
+            f"has schema_version {REPORT_SCHEMA_VERSION + 1}, .* newer",
+        ),
     ],
 )
-def test_a_file_that_is_no_report_of_this_version_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_of_this_version_is_refused(
+    text: str, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
     with pytest.raises(StageError, match=f"(?s){said}"):
@@ -101,7 +127,9 @@ def test_a_value_of_another_kind_is_named(
         read_report(tmp_path / "report.json")
 
 
-def test_a_report_with_a_damaged_value_is_refused(passing: ValidationReport, tmp_path: Path) -> None:
+def test_a_report_with_a_damaged_value_is_refused(
+    passing: ValidationReport, tmp_path: Path
+) -> None:
     data = json.loads(render_json(passing))
     path = tmp_path / "report.json"
     for key, value in (("gates", [1]), ("arms", []), ("findings", 3), ("quality", "none")):
@@ -110,7 +138,9 @@ def test_a_report_with_a_damaged_value_is_refused(passing: ValidationReport, tmp
             read_report(path)
 
 
-def test_terminal_ends_with_gates_and_verdict(passing: ValidationReport, failing: ValidationReport) -> None:
+def test_terminal_ends_with_gates_and_verdict(
+    passing: ValidationReport, failing: ValidationReport
+) -> None:
     assert printed(passing).rstrip().endswith("tiny: PASS")
     text = printed(failing)
     assert text.rstrip().endswith("tiny: FAIL")
@@ -132,16 +162,24 @@ def test_markup_in_a_prompt_is_printed_as_it_is(failing: ValidationReport) -> No
     assert "<script>" in printed(failing, width=400)
 
 
-def test_every_gate_that_did_not_pass_says_what_to_do(failing: ValidationReport, passing: ValidationReport) -> None:
+def test_every_gate_that_did_not_pass_says_what_to_do(
+    failing: ValidationReport, passing: ValidationReport
+) -> None:
     assert all(gate.next_step for gate in failing.gates if gate.outcome != "PASS")
     steps = next_steps(failing)
-    assert all(any(str(gate.next_step) in step for step in steps) for gate in failing.gates if gate.outcome != "PASS")
+    assert all(
+        any(str(gate.next_step) in step for step in steps)
+        for gate in failing.gates
+        if gate.outcome != "PASS"
+    )
     assert len(steps) == len(set(steps))
     assert any(step.startswith("Counters: ") for step in steps)
     assert next_steps(passing)[0].startswith("Nothing needs mending")
 
 
-def test_every_table_is_rectangular(failing: ValidationReport, plain_only: ValidationReport) -> None:
+def test_every_table_is_rectangular(
+    failing: ValidationReport, plain_only: ValidationReport
+) -> None:
     for report in (failing, plain_only):
         for table in [gates_table(report), *tables(report)]:
             assert all(len(row) == len(table.columns) for row in table.rows), table.title
@@ -180,7 +218,9 @@ def test_markdown_fits_a_comment_and_its_tables_hold(failing: ValidationReport) 
     assert text.count("<details>") == text.count("</details>")
 
 
-def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(advised: ValidationReport) -> None:
+def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(
+    advised: ValidationReport,
+) -> None:
     engine = replace(advised.engines["target"], notes=("a long note " * 6000,))
     stages = (StageCost("short", 1.0, None, reused=False),)
     text = render_markdown(replace(advised, engines={"target": engine}, stages=stages))
@@ -188,7 +228,9 @@ def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(advised: Valid
     assert text.rstrip().endswith("Left out for length, and in report.html: Engines.")
     assert "<summary>Stages</summary>" in text and "<summary>Environment</summary>" in text
     assert text.count("<details>") == text.count("</details>")
-    endless = replace(advised, findings=tuple(Finding("x", "warning", f"{i} " + "long " * 300) for i in range(60)))
+    endless = replace(
+        advised, findings=tuple(Finding("x", "warning", f"{i} " + "long " * 300) for i in range(60))
+    )
     assert len(render_markdown(endless)) <= 65_536
 
 
@@ -196,7 +238,10 @@ def test_gates_on_ratios_are_named_and_shown_as_ratios(failing: ValidationReport
     gate = Gate("ttft_p90_ratio_sampled", "FAIL", 1.25, 1.1, "worse")
     assert gate_title(gate.name, 0.8) == "TTFT p90 against plain, T = 0.8"
     failed = Gate("errors@4", "PASS", 0.0, 0.0, "")
-    assert (gate_title(failed.name, 0.8), shown(failed)) == ("Failed requests, 4 requests at once", ("0.0%", "none"))
+    assert (gate_title(failed.name, 0.8), shown(failed)) == (
+        "Failed requests, 4 requests at once",
+        ("0.0%", "none"),
+    )
     assert gate_definitions(failed.name) == ("errors",)
     assert shown(gate) == ("1.25x", "≤ 1.10x")
     assert set(gate_definitions(gate.name)) <= set(failing.definitions)
@@ -218,25 +263,39 @@ def test_advice_load_and_memory_are_in_the_tables(advised: ValidationReport) -> 
     assert ways.rows[0][:3] == ("a <draft>", "4", "1.62 (1.50 to 1.70)")
     assert "4 from batch 1 on, 2 from batch 4 on, 0 from batch 8 on" in ways.note
     lengths = {row[0]: row for row in found["Speed-up over draft length, a <draft>"].rows}
-    assert lengths["greedy, 4"][2:4] == ("1.70 (1.60 to 1.78)", f"{1.7 / advised_prediction(advised):.2f}")
+    assert lengths["greedy, 4"][2:4] == (
+        "1.70 (1.60 to 1.78)",
+        f"{1.7 / advised_prediction(advised):.2f}",
+    )
     assert lengths["greedy, 5"][2:4] == ("-", "-")
     assert deployed_draft_len(advised) == 4 and advised.sampled.speedup is not None
     served = advised.sampled.speedup
-    assert lengths["sampled, 4"][2] == f"{served.estimate:.2f} ({served.low:.2f} to {served.high:.2f}), served"
+    assert (
+        lengths["sampled, 4"][2]
+        == f"{served.estimate:.2f} ({served.low:.2f} to {served.high:.2f}), served"
+    )
     assert " ms a token as served and " in found["Speed-up over draft length, a <draft>"].note
     cells = found["Precisions of target and draft"].rows
     assert [row[:2] for row in cells if row[2].endswith(", best")] == [("W8A8_SQ_PER_CHANNEL",) * 2]
-    assert [row[2] for row in found["What quantizing the target costs"].rows] == ["yes", "yes", "NO"]
+    assert [row[2] for row in found["What quantizing the target costs"].rows] == [
+        "yes",
+        "yes",
+        "NO",
+    ]
     load = found["Load: several requests at once"]
     assert [row[0] for row in load.rows] == ["1", "2", "4", "8"]
     assert load.rows[3][3] == "0.82 (0.78 to 0.86)"
     memory = {row[0]: row for row in found["Memory"].rows}
     assert memory["serve, the machine"][1:4] == ("631 MB", "944 MB", "25.8 GB")
     assert memory["quantize, the machine"][2] == "629 MB"
-    assert memory["compile, each GPU"][2] == "-"  # what a stage takes on the host says nothing about a GPU
+    assert (
+        memory["compile, each GPU"][2] == "-"
+    )  # what a stage takes on the host says nothing about a GPU
 
 
-def test_divergences_are_counted_by_how_decided_the_reference_was(passing: ValidationReport, failing: ValidationReport) -> None:
+def test_divergences_are_counted_by_how_decided_the_reference_was(
+    passing: ValidationReport, failing: ValidationReport
+) -> None:
     title = "Divergences of all arms by how decided the reference was"
     (table,) = [one for one in tables(failing) if one.title == title]
     for column, parity in enumerate((failing.parity, failing.sampled.parity), start=1):
@@ -259,7 +318,9 @@ def advised_prediction(report: ValidationReport) -> float:
     return next(one.speedup for one in predictions if (one.mode, one.draft_len) == ("greedy", 4))
 
 
-def test_the_deployment_s_own_way_to_draft_is_drawn_and_not_the_best(advised: ValidationReport) -> None:
+def test_the_deployment_s_own_way_to_draft_is_drawn_and_not_the_best(
+    advised: ValidationReport,
+) -> None:
     """What was served stands in the plot as dots: the lines have to be of the same drafter."""
     assert advised.advice is not None
     best, other = advised.advice.candidates
@@ -277,7 +338,9 @@ def test_markdown_neutralises_what_a_prompt_holds(failing: ValidationReport) -> 
 
 
 def test_engines_that_no_gpu_has_seen_are_reported_so(passing: ValidationReport) -> None:
-    counts = LayerCounts(layers=9, fused=4, plugins={"GPTAttention": 2}, precisions={"FP8": 5, "BF16": 4})
+    counts = LayerCounts(
+        layers=9, fused=4, plugins={"GPTAttention": 2}, precisions={"FP8": 5, "BF16": 4}
+    )
     build = TensorRtLlmBuild(
         version="1.2.1",
         builder="container: image",
@@ -291,7 +354,11 @@ def test_engines_that_no_gpu_has_seen_are_reported_so(passing: ValidationReport)
         layers=counts,
     )
     engine = replace(passing.engines["target"], kind="trt_engine", tensorrt_llm=build)
-    (table,) = (table for table in tables(replace(passing, engines={"target": engine})) if table.title == "Engines")
+    (table,) = (
+        table
+        for table in tables(replace(passing, engines={"target": engine}))
+        if table.title == "Engines"
+    )
     rows = dict(table.rows)  # type: ignore[arg-type]
     assert rows["ranks"] == "TP 2, PP 1"
     assert rows["layers"] == "9, 4 of them fused; 5 FP8, 4 BF16; plugins: 2 GPTAttention"
@@ -299,17 +366,25 @@ def test_engines_that_no_gpu_has_seen_are_reported_so(passing: ValidationReport)
     assert "target: not executed on a GPU: no token was generated with it." in table.note
 
 
-def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(passing: ValidationReport) -> None:
+def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(
+    passing: ValidationReport,
+) -> None:
     gates = tuple(not_judged(passing.gates))
     report = replace(
-        passing, gates=gates, replaced=("target big/Model: random weights, layers 80 -> 2", "engine x: the embedded one")
+        passing,
+        gates=gates,
+        replaced=("target big/Model: random weights, layers 80 -> 2", "engine x: the embedded one"),
     )
     for text in (printed(report), render_markdown(report), render_html(report)):
         assert "big/Model" in text and "NOT JUDGED" in text and "rehears" in text
         assert "x faster" not in text and "x slower" not in text
     assert printed(report).index("big/Model") < printed(report).index("output tokens/s")
-    assert not any(gate.outcome == "PASS" for gate in gates if gate.name.startswith(("speedup", "quality")))
-    assert next_steps(replace(report, findings=()))[0].startswith("Nothing needs mending. Build it where")
+    assert not any(
+        gate.outcome == "PASS" for gate in gates if gate.name.startswith(("speedup", "quality"))
+    )
+    assert next_steps(replace(report, findings=()))[0].startswith(
+        "Nothing needs mending. Build it where"
+    )
 
 
 def test_a_verdict_says_what_it_would_hide(
@@ -321,9 +396,14 @@ def test_a_verdict_says_what_it_would_hide(
     for text in (printed(refused), render_markdown(refused), render_html(refused)):
         assert "without speculation: the advisor left it out" in text
     assert printed(plain_only).rstrip().endswith("INCONCLUSIVE (without speculation)")
-    rehearsed = replace(passing, gates=tuple(not_judged(passing.gates)), replaced=("target a/b: random weights",))
+    rehearsed = replace(
+        passing, gates=tuple(not_judged(passing.gates)), replaced=("target a/b: random weights",)
+    )
     unjudged = sum(gate.outcome == "NOT JUDGED" for gate in rehearsed.gates)
-    assert f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)" in printed(rehearsed)
+    assert (
+        f"PASS (rehearsed with stand-ins, {unjudged} of {len(rehearsed.gates)} gates not judged)"
+        in printed(rehearsed)
+    )
 
 
 def test_what_did_not_pass_stands_first(failing: ValidationReport) -> None:
@@ -345,7 +425,9 @@ def test_terms_are_explained_where_they_stand(failing: ValidationReport) -> None
 
 
 def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
-    table = Table("t", ("name", "size", "made of"), (("a", "4e-15", "so many tokens"),), words=("made of",))
+    table = Table(
+        "t", ("name", "size", "made of"), (("a", "4e-15", "so many tokens"),), words=("made of",)
+    )
     assert [table.right(index) for index in range(3)] == [False, True, False]
     assert [replace(table, text=True).right(index) for index in range(3)] == [False] * 3
 
@@ -370,10 +452,14 @@ def test_more_memory_than_planned_is_a_remark(advised: ValidationReport) -> None
     assert "was planned" not in printed(replace(advised, stages=(cost,)), width=200)
 
 
-def test_serving_without_speculation_says_who_chose_it(plain_only: ValidationReport, advised: ValidationReport) -> None:
+def test_serving_without_speculation_says_who_chose_it(
+    plain_only: ValidationReport, advised: ValidationReport
+) -> None:
     assert "The advisor chose" not in printed(plain_only)
     assert advised.advice is not None
-    refused = replace(advised.advice, speculate=False, reason="do not speculate: it would give 0.92x")
+    refused = replace(
+        advised.advice, speculate=False, reason="do not speculate: it would give 0.92x"
+    )
     assert "The advisor chose that: do not speculate: it would give 0.92x." in printed(
         replace(plain_only, advice=refused), width=200
     )

@@ -1,4 +1,6 @@
-"""docs/report.schema.json is what report.json is: made from the records, and every kind of report validates against it."""
+"""docs/report.schema.json is what report.json is: made from the records, and every kind of
+report validates against it.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ def test_the_schema_in_the_docs_is_that_of_the_records(request: pytest.FixtureRe
     text = json.dumps(schema_of_the_records(), indent=1, ensure_ascii=False) + "\n"
     if request.config.getoption("--update-golden"):
         SCHEMA.write_text(text, encoding="utf-8")
-    assert text == SCHEMA.read_text(encoding="utf-8"), "report.json changed: refresh with --update-golden, raise its version"
+    assert text == SCHEMA.read_text(encoding="utf-8"), (
+        "report.json changed: refresh with --update-golden, raise its version"
+    )
 
 
 @pytest.mark.parametrize("which", ["passing", "failing", "plain_only", "advised"])
 def test_a_real_report_validates(which: str, request: pytest.FixtureRequest) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the dev extra, is not installed")
+    jsonschema = pytest.importorskip(
+        "jsonschema", reason="jsonschema, of the dev extra, is not installed"
+    )
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)

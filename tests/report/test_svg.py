@@ -55,8 +55,12 @@ def test_text_and_tips_are_escaped() -> None:
     assert [element.text for element in root.iter() if element.text] == ["<script>", "a & <b>"]
 
 
-@pytest.mark.parametrize(("which", "least"), [("passing", 10), ("failing", 11), ("plain_only", 7), ("advised", 15)])
-def test_plots_are_well_formed_and_inside_their_frame(which: str, least: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("which", "least"), [("passing", 10), ("failing", 11), ("plain_only", 7), ("advised", 15)]
+)
+def test_plots_are_well_formed_and_inside_their_frame(
+    which: str, least: int, request: pytest.FixtureRequest
+) -> None:
     report: ValidationReport = request.getfixturevalue(which)
     found = plots(report)
     assert len(found) >= least
@@ -74,17 +78,28 @@ def test_plots_are_well_formed_and_inside_their_frame(which: str, least: int, re
                 ("cy", height),
             ):
                 if name in element.attrib:
-                    assert -1 <= float(element.attrib[name]) <= limit + 1, (plot.title, element.attrib)
+                    assert -1 <= float(element.attrib[name]) <= limit + 1, (
+                        plot.title,
+                        element.attrib,
+                    )
 
 
 def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> None:
     titles = {plot.title for plot in plots(failing)}
-    assert titles >= {"Speed-up", "Output tokens per second", "Acceptance by position", "Time to first token", "Divergences"}
+    assert titles >= {
+        "Speed-up",
+        "Output tokens per second",
+        "Acceptance by position",
+        "Time to first token",
+        "Divergences",
+    }
     for role in ("target", "draft"):
         assert {f"KL by layer: {role}", f"Quantization error by layer: {role}"} <= titles
 
 
-def test_plots_of_expectations_need_their_data(failing: ValidationReport, advised: ValidationReport) -> None:
+def test_plots_of_expectations_need_their_data(
+    failing: ValidationReport, advised: ValidationReport
+) -> None:
     expected = {
         "Speed-up over draft length",
         "Precisions of target and draft",
@@ -98,10 +113,14 @@ def test_plots_of_expectations_need_their_data(failing: ValidationReport, advise
 
 def test_measured_speed_ups_stand_beside_the_predicted(advised: ValidationReport) -> None:
     (plot,) = (plot for plot in plots(advised) if plot.title == "Speed-up over draft length")
-    tips = [element.text or "" for element in ET.fromstring(plot.svg).iter() if element.tag == "title"]
+    tips = [
+        element.text or "" for element in ET.fromstring(plot.svg).iter() if element.tag == "title"
+    ]
     assert any(tip.startswith("greedy, length 4: run 1.70x") for tip in tips)
     assert advised.speedup is not None
-    assert any(tip.startswith(f"greedy: {advised.speedup.estimate:.2f}x on the endpoint") for tip in tips)
+    assert any(
+        tip.startswith(f"greedy: {advised.speedup.estimate:.2f}x on the endpoint") for tip in tips
+    )
 
 
 def test_bars_begin_at_zero_and_are_as_long_as_their_values(advised: ValidationReport) -> None:
@@ -111,4 +130,6 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_values(advised: ValidationR
         for element in ET.fromstring(plot.svg).iter("rect")
         if element[0].text and "GB" in element[0].text
     }
-    assert bars["serve: measured 0.944 GB"] / bars["serve: planned 0.631 GB"] == pytest.approx(900 / 602, rel=0.01)
+    assert bars["serve: measured 0.944 GB"] / bars["serve: planned 0.631 GB"] == pytest.approx(
+        900 / 602, rel=0.01
+    )

@@ -1,4 +1,6 @@
-"""The accept rules by exact enumeration: the law of the output is the target's, and planted faults are seen."""
+"""The accept rules by exact enumeration: the law of the output is the target's, and planted
+faults are seen.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ Reject = Callable[[Sequence[int], Sequence[Rows], Rows, Sequence[float]], tuple[
 def law(
     outcome: Callable[[float], Hashable], low: float = 0.0, high: float = 1.0 - 2**-53
 ) -> dict[Hashable, tuple[float, float]]:
-    """Value -> (measure, a point where it is taken) of a step function of one uniform, by bisection of its steps.
+    """Value -> (measure, a point where it is taken) of a step function of one uniform, by bisection
+    of its steps.
 
-    The functions here never take a value on both sides of another one, so equal ends mean a constant stretch.
+    The functions here never take a value on both sides of another one, so equal ends mean a
+    constant stretch.
     """
     left, right = outcome(low), outcome(high)
     if left == right:
@@ -37,18 +41,26 @@ def law(
     middle = (low + high) / 2
     found = law(outcome, low, middle)
     for value, (size, point) in law(outcome, middle, high).items():
-        found[value] = (found[value][0] + size, found[value][1]) if value in found else (size, point)
+        found[value] = (
+            (found[value][0] + size, found[value][1]) if value in found else (size, point)
+        )
     return found
 
 
-def output_law(drafts: list[int], draft_probs: list[Rows], target_probs: Rows, rule: Reject) -> dict[tuple[int, ...], float]:
-    """Output tokens of one block -> probability, given its drafts, over all uniforms of the accept rule."""
+def output_law(
+    drafts: list[int], draft_probs: list[Rows], target_probs: Rows, rule: Reject
+) -> dict[tuple[int, ...], float]:
+    """Output tokens of one block -> probability, given its drafts, over all uniforms of the
+    accept rule.
+    """
     out: dict[tuple[int, ...], float] = {}
 
     def explore(fixed: list[float], chance: float) -> None:
         index = len(fixed)
         rest = [0.0] * (len(drafts) - index - 1)  # accepts whatever can be accepted
-        survives = law(lambda u: rule(drafts, draft_probs, target_probs, [*fixed, u, *rest, 0.5])[0] > index)
+        survives = law(
+            lambda u: rule(drafts, draft_probs, target_probs, [*fixed, u, *rest, 0.5])[0] > index
+        )
         size, point = survives.get(True, (0.0, 0.0))
         if size:
             if index + 1 < len(drafts):
@@ -60,7 +72,9 @@ def output_law(drafts: list[int], draft_probs: list[Rows], target_probs: Rows, r
             finish([*fixed, point, *rest], chance * size)
 
     def finish(fixed: list[float], chance: float) -> None:
-        for value, (size, _) in law(lambda u: rule(drafts, draft_probs, target_probs, [*fixed, u])).items():
+        for value, (size, _) in law(
+            lambda u: rule(drafts, draft_probs, target_probs, [*fixed, u])
+        ).items():
             kept, token = value  # type: ignore[misc]
             tokens = (*drafts[:kept], token)
             out[tokens] = out.get(tokens, 0.0) + chance * size
@@ -75,10 +89,11 @@ def output_law(drafts: list[int], draft_probs: list[Rows], target_probs: Rows, r
 def block_law(
     draft: Callable[[list[int]], Rows], target: Callable[[list[int]], Rows], k: int, rule: Reject
 ) -> dict[int, float]:
-    """First two tokens of a block's output, as one number, -> probability, over all drafts and uniforms.
+    """First two tokens of a block's output, as one number, -> probability, over all drafts and
+    uniforms.
 
-    draft and target give a row of probabilities behind the drafts before it. A block that ends after one token goes on with
-    the target's own next row, as the next block would.
+    draft and target give a row of probabilities behind the drafts before it. A block that ends
+    after one token goes on with the target's own next row, as the next block would.
     """
     total = dict.fromkeys(range(VOCAB * VOCAB), 0.0)
 
@@ -102,7 +117,9 @@ def block_law(
 
 
 def model(seed: int, sampling: Sampling) -> Callable[[list[int]], Rows]:
-    """A next-token distribution that depends on the last token, after the request's own penalties and filters."""
+    """A next-token distribution that depends on the last token, after the request's own
+    penalties and filters.
+    """
     logits = np.random.default_rng(seed).normal(scale=1.5, size=(VOCAB + 1, VOCAB))
 
     def row(drafts: list[int]) -> Rows:
@@ -116,10 +133,14 @@ def model(seed: int, sampling: Sampling) -> Callable[[list[int]], Rows]:
 
 
 def distance(seed: int, sampling: Sampling, k: int, rule: Reject) -> float:
-    """Total variation between the output of one block and the target's own, over the first two tokens."""
+    """Total variation between the output of one block and the target's own, over the first two
+    tokens.
+    """
     draft, target = model(seed, sampling), model(seed + 1000, sampling)
     found = block_law(draft, target, k, rule)
-    expected = {a * VOCAB + b: target([])[a] * target([a])[b] for a in range(VOCAB) for b in range(VOCAB)}
+    expected = {
+        a * VOCAB + b: target([])[a] * target([a])[b] for a in range(VOCAB) for b in range(VOCAB)
+    }
     return sum(abs(found[pair] - expected[pair]) for pair in expected) / 2
 
 
@@ -129,14 +150,21 @@ SAMPLINGS = {
     "top-k": Sampling(temperature=1.0, top_k=2),
     "top-p": Sampling(temperature=1.0, top_p=0.7),
     "penalties": Sampling(temperature=1.0, frequency_penalty=0.7, presence_penalty=0.9),
-    "all": Sampling(temperature=0.8, top_k=3, top_p=0.9, frequency_penalty=-0.4, presence_penalty=0.6),
+    "all": Sampling(
+        temperature=0.8, top_k=3, top_p=0.9, frequency_penalty=-0.4, presence_penalty=0.6
+    ),
 }
 
 
 def match_samples(
-    drafts: Sequence[int], draft_probs: Sequence[Rows], target_probs: Rows, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Rows],
+    target_probs: Rows,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """sample_match in the form of the enumeration: uniform i is what the target's sample at position i is drawn with."""
+    """sample_match in the form of the enumeration: uniform i is what the target's sample at
+    position i is drawn with.
+    """
     return match(drafts, lambda index: draw(target_probs[index], uniforms[index]))
 
 
@@ -148,7 +176,12 @@ def test_rejection_gives_the_targets_distribution(name: str, k: int) -> None:
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 10**6), temperature=st.floats(0.2, 3.0), top_p=st.floats(0.3, 1.0), penalty=st.floats(-1.0, 1.0))
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.floats(0.2, 3.0),
+    top_p=st.floats(0.3, 1.0),
+    penalty=st.floats(-1.0, 1.0),
+)
 def test_rejection_gives_the_targets_distribution_whatever_the_sampling(
     seed: int, temperature: float, top_p: float, penalty: float
 ) -> None:
@@ -158,7 +191,9 @@ def test_rejection_gives_the_targets_distribution_whatever_the_sampling(
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sample_match_gives_the_targets_distribution(name: str) -> None:
-    """The replacement is the very sample that did not match the draft, so one uniform decides both."""
+    """The replacement is the very sample that did not match the draft, so one uniform decides
+    both.
+    """
     sampling = SAMPLINGS[name]
     draft, target = model(1, sampling), model(1001, sampling)
     found = dict.fromkeys(range(VOCAB), 0.0)
@@ -172,23 +207,36 @@ def test_sample_match_gives_the_targets_distribution(name: str) -> None:
 
 
 def accept_by_argmax(
-    drafts: Sequence[int], draft_probs: Sequence[Rows], target_probs: Rows, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Rows],
+    target_probs: Rows,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: keeps a draft while it is the target's most likely token, at a temperature above 0."""
+    """Broken: keeps a draft while it is the target's most likely token, at a temperature above
+    0.
+    """
     kept = next((i for i, d in enumerate(drafts) if d != target_probs[i].argmax()), len(drafts))
     return kept, draw(target_probs[kept], uniforms[-1])
 
 
 def without_residual(
-    drafts: Sequence[int], draft_probs: Sequence[Rows], target_probs: Rows, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Rows],
+    target_probs: Rows,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: replaces a rejected draft by a draw from the target instead of from what the draft left over."""
+    """Broken: replaces a rejected draft by a draw from the target instead of from what the draft
+    left over.
+    """
     kept, _ = reject(drafts, draft_probs, target_probs, uniforms)
     return kept, draw(target_probs[kept], uniforms[-1])
 
 
 def without_normalisation(
-    drafts: Sequence[int], draft_probs: Sequence[Rows], target_probs: Rows, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Rows],
+    target_probs: Rows,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
     """Broken: reads the residual as if it summed to 1; what is missing falls to the last token."""
     kept, token = reject(drafts, draft_probs, target_probs, uniforms)
@@ -199,7 +247,10 @@ def without_normalisation(
 
 
 def bonus_from_the_draft(
-    drafts: Sequence[int], draft_probs: Sequence[Rows], target_probs: Rows, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Rows],
+    target_probs: Rows,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
     """Broken: the token behind a fully kept block is drawn from the draft's last row."""
     kept, token = reject(drafts, draft_probs, target_probs, uniforms)
@@ -216,15 +267,22 @@ def test_the_enumeration_sees_a_broken_rule(rule: Reject) -> None:
 
 def test_rows_that_agree_are_always_kept() -> None:
     row = np.array([0.25, 0.5, 0.25, 0.0])
-    assert reject([1, 2], [row, row], np.array([row, row, row]), [1.0 - 2**-53, 1.0 - 2**-53, 0.9]) == (2, 2)
+    assert reject(
+        [1, 2], [row, row], np.array([row, row, row]), [1.0 - 2**-53, 1.0 - 2**-53, 0.9]
+    ) == (2, 2)
 
 
 def test_a_draft_that_the_target_excludes_is_never_kept() -> None:
-    assert reject([3], [np.array([0.0, 0.0, 0.0, 1.0])], np.array([[0.5, 0.5, 0.0, 0.0]] * 2), [0.0, 0.6]) == (0, 1)
+    assert reject(
+        [3], [np.array([0.0, 0.0, 0.0, 1.0])], np.array([[0.5, 0.5, 0.0, 0.0]] * 2), [0.0, 0.6]
+    ) == (0, 1)
 
 
 def test_match_keeps_the_common_beginning() -> None:
-    assert match([5, 6, 7], [5, 6, 9].__getitem__) == (2, 9)  # nothing is asked behind the first that differs
+    assert match([5, 6, 7], [5, 6, 9].__getitem__) == (
+        2,
+        9,
+    )  # nothing is asked behind the first that differs
     assert match([], [4].__getitem__) == (0, 4)
     assert match([5], [5, 8, 0, 0].__getitem__) == (1, 8)  # a padded row
 
@@ -234,7 +292,11 @@ def test_the_rule_follows_from_temperature_wish_and_seed() -> None:
     assert choose_rule(make_request(temperature=1.0), "auto") == "rejection"
     assert choose_rule(make_request(temperature=1.0, seed=3), "auto") == "coupled"
     assert choose_rule(make_request(temperature=1.0, seed=3), "sample_match") == "sample_match"
-    assert choose_rule(make_request(temperature=1.0, seed=3, acceptance="auto"), "auto") == "coupled"
-    assert choose_rule(make_request(temperature=1.0, acceptance="coupled"), "rejection") == "coupled"
+    assert (
+        choose_rule(make_request(temperature=1.0, seed=3, acceptance="auto"), "auto") == "coupled"
+    )
+    assert (
+        choose_rule(make_request(temperature=1.0, acceptance="coupled"), "rejection") == "coupled"
+    )
     with pytest.raises(RequestError, match="known: auto"):
         choose_rule(make_request(temperature=1.0, acceptance="greedy"), "auto")

@@ -1,4 +1,6 @@
-"""Rounds over two engines that can only be called: the plain text, whatever the drafts, the ends and the failures."""
+"""Rounds over two engines that can only be called: the plain text, whatever the drafts, the ends
+and the failures.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,17 @@ END = 257
 
 
 class Scripted:
-    """Engines of a fixed text. hides_end: the target keeps its end token to itself, as some backends do."""
+    """Engines of a fixed text. hides_end: the target keeps its end token to itself, as some
+    backends do.
+    """
 
     def __init__(
-        self, text: Sequence[int], drafts: Sequence[int], *, hides_end: bool = False, fails_after: int | None = None
+        self,
+        text: Sequence[int],
+        drafts: Sequence[int],
+        *,
+        hides_end: bool = False,
+        fails_after: int | None = None,
     ) -> None:
         self.text, self.drafts, self.hides_end = list(text), list(drafts), hides_end
         self.draft_calls, self.plain_calls, self.closed = 0, 0, 0
@@ -55,22 +64,43 @@ class Scripted:
         try:
             new = self._new(ids, count)
             for start in range(0, len(new), 2):
-                yield Part(tuple(new[start : start + 2]), tuple(-0.5 for _ in new[start : start + 2]))
+                yield Part(
+                    tuple(new[start : start + 2]), tuple(-0.5 for _ in new[start : start + 2])
+                )
         finally:
             self.closed += 1
 
 
-def serve(engines: Scripted, *, stop: tuple[str, ...] = (), **fields: Any) -> tuple[list[TokenEvent], Rounds]:
+def serve(
+    engines: Scripted, *, stop: tuple[str, ...] = (), **fields: Any
+) -> tuple[list[TokenEvent], Rounds]:
     cancelled = fields.pop("cancelled", lambda: False)
     clock = fields.pop("clock", lambda: 0)
-    asked = {"max_tokens": 12, "draft_len": 3, "end_ids": frozenset([END]), "arrival_ns": 0, **fields}
-    rounds = Rounds(Settings("r", PROMPT, **asked), engines, CODEC.stream(PROMPT, stop), cancelled=cancelled, clock=clock)
+    asked = {
+        "max_tokens": 12,
+        "draft_len": 3,
+        "end_ids": frozenset([END]),
+        "arrival_ns": 0,
+        **fields,
+    }
+    rounds = Rounds(
+        Settings("r", PROMPT, **asked),
+        engines,
+        CODEC.stream(PROMPT, stop),
+        cancelled=cancelled,
+        clock=clock,
+    )
     return list(rounds), rounds
 
 
 def summary(events: list[TokenEvent]) -> tuple[tuple[int, ...], str, str | None, str | None]:
     ids = tuple(token for event in events for token in event.token_ids)
-    return ids, "".join(event.text for event in events), events[-1].finish_reason, events[-1].stop_reason
+    return (
+        ids,
+        "".join(event.text for event in events),
+        events[-1].finish_reason,
+        events[-1].stop_reason,
+    )
 
 
 def stats(events: list[TokenEvent]) -> RequestStats:
@@ -88,14 +118,31 @@ def stats(events: list[TokenEvent]) -> RequestStats:
     hides_end=st.booleans(),
 )
 def test_the_drafts_change_nothing(
-    text: list[int], drafts: list[int], draft_len: int, max_tokens: int, stop: tuple[str, ...], hides_end: bool
+    text: list[int],
+    drafts: list[int],
+    draft_len: int,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    hides_end: bool,
 ) -> None:
-    plain, _ = serve(Scripted(text, drafts, hides_end=hides_end), draft_len=0, max_tokens=max_tokens, stop=stop)
-    events, _ = serve(Scripted(text, drafts, hides_end=hides_end), draft_len=draft_len, max_tokens=max_tokens, stop=stop)
+    plain, _ = serve(
+        Scripted(text, drafts, hides_end=hides_end), draft_len=0, max_tokens=max_tokens, stop=stop
+    )
+    events, _ = serve(
+        Scripted(text, drafts, hides_end=hides_end),
+        draft_len=draft_len,
+        max_tokens=max_tokens,
+        stop=stop,
+    )
     assert summary(events) == summary(plain)
     figures = stats(events)
     assert figures.output_tokens == len(summary(events)[0])
-    assert sum(figures.accepted_by_position) == figures.accepted <= figures.drafted == sum(figures.drafted_by_position)
+    assert (
+        sum(figures.accepted_by_position)
+        == figures.accepted
+        <= figures.drafted
+        == sum(figures.drafted_by_position)
+    )
 
 
 def test_a_step_that_keeps_all_counts_them() -> None:

@@ -1,8 +1,10 @@
-"""The distribution of what the runtime really says, against the target's own by the chain rule; broken parts fail it.
+"""The distribution of what the runtime really says, against the target's own by the chain rule;
+broken parts fail it.
 
-Each run starts anew from one prompt with its own seed, and says four tokens of a vocabulary of four: the first from prefill,
-the rest from blocks with drafts. The 256 outputs are counted and compared with their exact probabilities by a G-test. Seeds are
-fixed, so a run of this file always counts the same.
+Each run starts anew from one prompt with its own seed, and says four tokens of a vocabulary of
+four: the first from prefill, the rest from blocks with drafts. The 256 outputs are counted and
+compared with their exact probabilities by a G-test. Seeds are fixed, so a run of this file always
+counts the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from tests.speculative.test_acceptance import Reject, accept_by_argmax, without_normalisation, without_residual
+from tests.speculative.test_acceptance import (
+    Reject,
+    accept_by_argmax,
+    without_normalisation,
+    without_residual,
+)
 from tests.support.runtimes import make_request, make_runtime, serve
 from tests.support.step_engines import ForgetfulRewind, TableEngine
 from toolkit.interfaces import Sampling
@@ -39,14 +46,18 @@ def engine(seed: int, kind: type[TableEngine] = TableEngine) -> TableEngine:
 
 
 def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Output -> probability: the target asked token by token, each choice by the request's own sampling."""
+    """Output -> probability: the target asked token by token, each choice by the request's own
+    sampling.
+    """
     target, out = engine(1), {}
     for output in itertools.product(range(VOCAB), repeat=TOKENS):
         logits = target.forward([0], torch.tensor([[*PROMPT, *output]]))[0].numpy()
         target.rewind([0], [0])
         penalties, chance = Penalties(sampling, VOCAB), 1.0
         for index, token in enumerate(output):
-            row = weights(penalties.apply(logits[None, len(PROMPT) - 1 + index], [], 0), sampling)[0]
+            row = weights(penalties.apply(logits[None, len(PROMPT) - 1 + index], [], 0), sampling)[
+                0
+            ]
             chance *= row[token] / row.sum()
             penalties.note(token)
         out[output] = chance
@@ -54,10 +65,21 @@ def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
     return out
 
 
-def p_value(fields: dict[str, Any], acceptance: str, *, target: type[TableEngine] = TableEngine, **options: Any) -> float:
+def p_value(
+    fields: dict[str, Any],
+    acceptance: str,
+    *,
+    target: type[TableEngine] = TableEngine,
+    **options: Any,
+) -> float:
     """G-test of RUNS outputs; outputs that are expected fewer than five times are pooled."""
-    runtime = make_runtime(engine(1, target), engine(2), max_draft_len=2, max_queue_size=RUNS, **options)
-    requests = [make_request(PROMPT, TOKENS, f"r{seed}", seed=seed, acceptance=acceptance, **fields) for seed in range(RUNS)]
+    runtime = make_runtime(
+        engine(1, target), engine(2), max_draft_len=2, max_queue_size=RUNS, **options
+    )
+    requests = [
+        make_request(PROMPT, TOKENS, f"r{seed}", seed=seed, acceptance=acceptance, **fields)
+        for seed in range(RUNS)
+    ]
     counts = Counter(tuple(outcome.ids) for outcome in serve(runtime, requests))
     expected = {output: RUNS * chance for output, chance in exact(Sampling(**fields)).items()}
     if any(expected[output] == 0 for output in counts):
@@ -107,7 +129,11 @@ def rejects(name: str, *, factory: Any = None, **options: Any) -> None:
     assert p_value(SAMPLINGS[name], "rejection", rules=rules, **options) < 1e-6
 
 
-@pytest.mark.parametrize("rule", [accept_by_argmax, without_residual, without_normalisation], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [accept_by_argmax, without_residual, without_normalisation],
+    ids=lambda rule: rule.__name__,
+)
 def test_a_broken_accept_rule_is_seen(rule: Reject) -> None:
     rejects("plain", factory=with_rule(rule))
 
@@ -124,8 +150,14 @@ def test_the_planted_rule_itself_is_no_fault() -> None:
     from toolkit.speculative.acceptance import reject
 
     def intact(
-        drafts: Sequence[int], draft_probs: Sequence[Floats], rows: Floats, uniforms: Sequence[float]
+        drafts: Sequence[int],
+        draft_probs: Sequence[Floats],
+        rows: Floats,
+        uniforms: Sequence[float],
     ) -> tuple[int, int]:
         return reject(drafts, draft_probs, rows, uniforms)
 
-    assert p_value(SAMPLINGS["plain"], "rejection", rules={**RULES, "rejection": with_rule(intact)}) > ALPHA
+    assert (
+        p_value(SAMPLINGS["plain"], "rejection", rules={**RULES, "rejection": with_rule(intact)})
+        > ALPHA
+    )

@@ -1,4 +1,6 @@
-"""An engine that is called with whole sequences: the tokens of plain decoding, computed from where a slot left off."""
+"""An engine that is called with whole sequences: the tokens of plain decoding, computed from
+where a slot left off.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling
 from toolkit.speculative.executor import Call, Executor, Output
 
-PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 40, size=1 + 3 * i)) for i in range(9)]
+PROMPTS = [
+    tuple(int(t) for t in np.random.default_rng(i).integers(0, 40, size=1 + 3 * i))
+    for i in range(9)
+]
 
 
 def run(executor: Executor, *calls: Call) -> list[list[Output]]:
@@ -34,7 +39,12 @@ def ids_of(executor: Executor, ids: tuple[int, ...], count: int, **fields: Any) 
 
 
 def rounds(
-    target: Executor, draft: Executor, prompt: tuple[int, ...], count: int, draft_len: int, **fields: Any
+    target: Executor,
+    draft: Executor,
+    prompt: tuple[int, ...],
+    count: int,
+    draft_len: int,
+    **fields: Any,
 ) -> tuple[int, ...]:
     """What a client does: ask for drafts, have them checked, until there are `count` tokens."""
     ids = prompt
@@ -51,10 +61,16 @@ def rounds(
     draft_len=st.integers(1, 6),
     prompt=st.sampled_from(PROMPTS),
     sampling=st.sampled_from(
-        [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(temperature=1.1, top_k=9, top_p=0.8, seed=6)]
+        [
+            Sampling(),
+            Sampling(temperature=0.9, seed=5),
+            Sampling(temperature=1.1, top_k=9, top_p=0.8, seed=6),
+        ]
     ),
 )
-def test_rounds_give_what_one_call_gives(closeness: float, draft_len: int, prompt: tuple[int, ...], sampling: Sampling) -> None:
+def test_rounds_give_what_one_call_gives(
+    closeness: float, draft_len: int, prompt: tuple[int, ...], sampling: Sampling
+) -> None:
     target, draft = Executor(TableEngine(1)), Executor(TableEngine(2, closeness=closeness))
     plain = ids_of(Executor(TableEngine(1)), prompt, 20, sampling=sampling)
     assert rounds(target, draft, prompt, 20, draft_len, sampling=sampling) == plain
@@ -95,7 +111,9 @@ def test_a_sequence_that_turned_elsewhere_is_computed_from_there() -> None:
     other = (*PROMPTS[8][:20], 39, 38)
     (outputs,) = run(executor, Call("other", other, 5))
     assert outputs[-1].reused_tokens == 20
-    assert tuple(token for output in outputs for token in output.ids) == ids_of(Executor(TableEngine(1)), other, 5)
+    assert tuple(token for output in outputs for token in output.ids) == ids_of(
+        Executor(TableEngine(1)), other, 5
+    )
 
 
 def test_a_shared_beginning_does_not_throw_away_a_long_sequence() -> None:
@@ -127,23 +145,41 @@ def test_ends_hold_inside_a_block() -> None:
 
 
 def test_draft_logits_keep_the_distribution_of_the_target() -> None:
-    """Speculative sampling over two engines: the first token, drafted by another model, against its probability."""
-    target_engine, draft_engine = TableEngine(1, vocab_size=6, sharpness=0.8), TableEngine(2, vocab_size=6, sharpness=0.8)
+    """Speculative sampling over two engines: the first token, drafted by another model, against
+    its probability.
+    """
+    target_engine, draft_engine = (
+        TableEngine(1, vocab_size=6, sharpness=0.8),
+        TableEngine(2, vocab_size=6, sharpness=0.8),
+    )
     target, draft = Executor(target_engine), Executor(draft_engine)
     prompt, counts = (1, 2, 3), np.zeros(6)
     for seed in range(3000):
-        (proposed,) = run(draft, Call("d", prompt, 1, sampling=Sampling(temperature=1.0, seed=2 * seed + 1), logits=True))
+        (proposed,) = run(
+            draft,
+            Call(
+                "d", prompt, 1, sampling=Sampling(temperature=1.0, seed=2 * seed + 1), logits=True
+            ),
+        )
         logits = np.stack(proposed[-1].logits)
         asked = Sampling(temperature=1.0, seed=2 * seed)
-        counts[ids_of(target, prompt, 2, drafts=proposed[-1].ids, draft_logits=logits, sampling=asked)[0]] += 1
+        counts[
+            ids_of(target, prompt, 2, drafts=proposed[-1].ids, draft_logits=logits, sampling=asked)[
+                0
+            ]
+        ] += 1
     (reference,) = run(Executor(target_engine), Call("r", prompt, 1, logits=True))
     row = np.exp(reference[-1].logits[0] - reference[-1].logits[0].max())
     expected = 3000 * row / row.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 25  # chi-squared, 5 degrees of freedom: p = 0.0001
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 25  # chi-squared, 5 degrees of freedom: p = 0.0001
 
 
 def test_log_probabilities_are_the_model_s_own() -> None:
-    (outputs,) = run(Executor(TableEngine(1)), Call("x", PROMPTS[2], 3, log_probs=True, logits=True))
+    (outputs,) = run(
+        Executor(TableEngine(1)), Call("x", PROMPTS[2], 3, log_probs=True, logits=True)
+    )
     for output in outputs:
         for token, value, logits in zip(output.ids, output.log_probs, output.logits, strict=True):
             assert value == pytest.approx(float(logits[token] - np.log(np.exp(logits).sum())))
@@ -164,7 +200,10 @@ def test_run_serves_until_it_is_stopped() -> None:
     thread = threading.Thread(target=executor.run, args=(stop,))
     thread.start()
     seen: list[Output] = []
-    executor.submit(Call("x", PROMPTS[1], 3), lambda output: (seen.append(output), output.finish_reason and done.set())[0])
+    executor.submit(
+        Call("x", PROMPTS[1], 3),
+        lambda output: (seen.append(output), output.finish_reason and done.set())[0],
+    )
     assert done.wait(10)
     stop.set()
     thread.join(10)
@@ -194,10 +233,14 @@ def test_draft_logits_that_are_not_finite_end_their_call_and_no_other() -> None:
     executor, warm = Executor(TableEngine(1)), Sampling(temperature=1.0, seed=3)
     fields: dict[str, Any] = {"drafts": (1, 2), "sampling": warm}
     poisoned = Call("poisoned", PROMPTS[2], 3, draft_logits=np.full((2, 40), np.nan), **fields)
-    one, bad, other = run(executor, Call("one", PROMPTS[2], 9), poisoned, Call("other", PROMPTS[2], 9))
+    one, bad, other = run(
+        executor, Call("one", PROMPTS[2], 9), poisoned, Call("other", PROMPTS[2], 9)
+    )
     assert "not finite" in str(bad[-1].error)
     expected = ids_of(Executor(TableEngine(1)), PROMPTS[2], 9)
-    assert [tuple(token for output in each for token in output.ids) for each in (one, other)] == [expected] * 2
+    assert [tuple(token for output in each for token in output.ids) for each in (one, other)] == [
+        expected
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -207,8 +250,14 @@ def test_draft_logits_that_are_not_finite_end_their_call_and_no_other() -> None:
         (Call("x", (1,), 0), "0 tokens are asked for"),
         (Call("x", (40,), 1), "outside the vocabulary of 40"),
         (Call("x", (1,), 96), "exceed max_seq_len 96 together"),
-        (Call("x", (1,), 9, drafts=(1,) * 8), "8 draft tokens were sent, and this engine checks at most 7"),
-        (Call("x", (1,), 3, drafts=(1, 2), draft_logits=np.zeros((1, 40))), r"draft_logits has the shape \(1, 40\)"),
+        (
+            Call("x", (1,), 9, drafts=(1,) * 8),
+            "8 draft tokens were sent, and this engine checks at most 7",
+        ),
+        (
+            Call("x", (1,), 3, drafts=(1, 2), draft_logits=np.zeros((1, 40))),
+            r"draft_logits has the shape \(1, 40\)",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(call: Call, message: str) -> None:

@@ -24,18 +24,26 @@ def slow_lookup(ids: list[int], room: int, most: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4))
-def test_lookup_finds_the_latest_place_of_the_longest_end(ids: list[int], room: int, most: int) -> None:
+def test_lookup_finds_the_latest_place_of_the_longest_end(
+    ids: list[int], room: int, most: int
+) -> None:
     lookup, grown = Lookup(most), 0
-    for length in range(1, len(ids) + 1, 1 + len(ids) % 3):  # sequences grow by one token or several
+    for length in range(
+        1, len(ids) + 1, 1 + len(ids) % 3
+    ):  # sequences grow by one token or several
         grown = length
         assert lookup(ids[:length], room) == slow_lookup(ids[:length], room, most)
     assert grown > 0
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5, "acceptance": "coupled"}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5, "acceptance": "coupled"}]
+)
 def test_prompt_lookup_does_not_change_the_output(sampling: dict[str, object]) -> None:
     """Greedy and seeded outputs equal plain decoding's, alone and together with others."""
-    requests = [make_request([1, 2, 3, 1, 2, index], 40, str(index), **sampling) for index in range(6)]
+    requests = [
+        make_request([1, 2, 3, 1, 2, index], 40, str(index), **sampling) for index in range(6)
+    ]
     plain = serve(make_runtime(TableEngine(1)), requests)
     engine = TableEngine(1)
     runtime = make_runtime(engine, None, max_draft_len=4, drafter=NgramDrafter(3))
@@ -48,17 +56,25 @@ def test_prompt_lookup_does_not_change_the_output(sampling: dict[str, object]) -
 def test_prompt_lookup_saves_steps_where_text_repeats() -> None:
     """A target of few tokens runs into a cycle, and from then on a block is kept whole."""
     engine = TableEngine(4, vocab_size=5, sharpness=6.0)
-    outcome = serve_one(make_runtime(engine, None, max_draft_len=4, drafter=NgramDrafter(3)), make_request([1, 2, 3], 60))
+    outcome = serve_one(
+        make_runtime(engine, None, max_draft_len=4, drafter=NgramDrafter(3)),
+        make_request([1, 2, 3], 60),
+    )
     assert outcome.stats.verify_steps < 30
     assert len(outcome.ids) == 60
 
 
 def test_rejection_keeps_the_distribution_when_drafts_are_certain() -> None:
-    """The second token, given the first, against the target's own distribution; the draft is always the same token."""
+    """The second token, given the first, against the target's own distribution; the draft is
+    always the same token.
+    """
     engine = TableEngine(1, vocab_size=6, sharpness=1.0)
     runtime = make_runtime(engine, None, max_draft_len=2, drafter=NgramDrafter(1))
     prompt, seen = [2, 4, 2, 4, 2], dict[int, collections.Counter[int]]()
-    requests = [make_request(prompt, 3, str(i), temperature=1.0, acceptance="rejection", seed=i) for i in range(3000)]
+    requests = [
+        make_request(prompt, 3, str(i), temperature=1.0, acceptance="rejection", seed=i)
+        for i in range(3000)
+    ]
     for start in range(0, len(requests), 8):
         for outcome in serve(runtime, requests[start : start + 8]):
             seen.setdefault(outcome.ids[0], collections.Counter())[outcome.ids[1]] += 1
@@ -77,20 +93,32 @@ def test_rejection_keeps_the_distribution_when_drafts_are_certain() -> None:
 
 
 def test_schedule_bounds_drafts_by_load_and_lets_them_return() -> None:
-    """Four requests run undrafted; as three end, the last one drafts again, with its text unchanged."""
+    """Four requests run undrafted; as three end, the last one drafts again, with its text
+    unchanged.
+    """
     target, draft = TableEngine(1), TableEngine(1)
-    runtime = make_runtime(target, draft, max_draft_len=4, draft_len_schedule=((1, 4), (2, 1), (4, 0)))
+    runtime = make_runtime(
+        target, draft, max_draft_len=4, draft_len_schedule=((1, 4), (2, 1), (4, 0))
+    )
     requests = [make_request([1, index], 8 if index else 60, str(index)) for index in range(4)]
     outcomes = serve(runtime, requests)
-    assert [each.ids for each in outcomes] == [each.ids for each in serve(make_runtime(TableEngine(1)), requests)]
+    assert [each.ids for each in outcomes] == [
+        each.ids for each in serve(make_runtime(TableEngine(1)), requests)
+    ]
     assert all(each.stats.drafted == 0 for each in outcomes[1:])
     last = outcomes[0].stats
     assert last.drafted_by_position[3] > 0
-    assert last.acceptance_rate == 1.0  # the same engine: what it missed while drafting was off was caught up
+    assert (
+        last.acceptance_rate == 1.0
+    )  # the same engine: what it missed while drafting was off was caught up
 
 
 def test_a_request_that_states_its_draft_length_is_not_bound_by_the_schedule() -> None:
-    runtime = make_runtime(TableEngine(1), TableEngine(1), max_draft_len=4, draft_len_schedule=((1, 0),))
-    outcomes = serve(runtime, [make_request(request_id="own", draft_len=3), make_request(request_id="none")])
+    runtime = make_runtime(
+        TableEngine(1), TableEngine(1), max_draft_len=4, draft_len_schedule=((1, 0),)
+    )
+    outcomes = serve(
+        runtime, [make_request(request_id="own", draft_len=3), make_request(request_id="none")]
+    )
     assert outcomes[0].stats.drafted > 0
     assert outcomes[1].stats.drafted == 0

@@ -1,4 +1,6 @@
-"""Speculation against plain decoding on real transformers: 200 prompts, four draft lengths, one by one and eight at a time."""
+"""Speculation against plain decoding on real transformers: 200 prompts, four draft lengths, one
+by one and eight at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from toolkit.speculative.runtime import SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
 PROMPTS, MAX_TOKENS, DRAFT_LENS = 200, 9, (1, 2, 4, 7)
-# In logits, of which best and second best are 0.2 apart at the median here. float32: a forward of another shape was seen to
-# round differently by up to 4e-6. INT8: such a difference can push an activation across the edge of its quantization step.
+# In logits, of which best and second best are 0.2 apart at the median here. float32: a forward of
+# another shape was seen to round differently by up to 4e-6. INT8: such a difference can push an
+# activation across the edge of its quantization step.
 EPSILON = {"float32": 1e-4, "int8": 2e-2}
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -43,7 +46,9 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kindred(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a draft that is the target with noise on its weights: it agrees often and not always."""
+    """A target, and a draft that is the target with noise on its weights: it agrees often and
+    not always.
+    """
     folder = tmp_path_factory.mktemp("kindred")
     target = write_checkpoint(folder / "target", dtype="float32", init_scale=1.5)
     draft = shutil.copytree(target, folder / "draft")
@@ -56,14 +61,18 @@ def kindred(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def kindred_int8(kindred: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def kindred_int8(
+    kindred: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """The same pair, quantized to INT8 weights and activations."""
     from toolkit.quantize.stage import quantize
 
     folder = tmp_path_factory.mktemp("kindred_int8")
     lines = [json.dumps({"text": f"def f{i}(x): return x + {i * i}"}) for i in range(12)]
     (folder / "calib.jsonl").write_text("\n".join(lines) + "\n")
-    calibration = CalibrationConfig(dataset=folder / "calib.jsonl", calib_size=8, calib_max_seq_length=32)
+    calibration = CalibrationConfig(
+        dataset=folder / "calib.jsonl", calib_size=8, calib_max_seq_length=32
+    )
     for role, source in zip(("target", "draft"), kindred, strict=True):
         (folder / role).mkdir()
         algo = QuantizationConfig(quant_algo="W8A8_SQ_PER_CHANNEL")
@@ -71,14 +80,18 @@ def kindred_int8(kindred: tuple[Path, Path], tmp_path_factory: pytest.TempPathFa
     return folder / "target", folder / "draft"
 
 
-def open_pair(pair: tuple[Path, Path], dtype: str, batch: int) -> tuple[EmbeddedEngine, EmbeddedEngine]:
+def open_pair(
+    pair: tuple[Path, Path], dtype: str, batch: int
+) -> tuple[EmbeddedEngine, EmbeddedEngine]:
     limits = {"max_batch_size": batch, "max_seq_len": 64, "max_step_tokens": 16}
     return tuple(open_checkpoint(path, dtype=dtype, **limits) for path in pair)  # type: ignore[return-value,arg-type]
 
 
 def requests(**fields: Any) -> list[GenerationRequest]:
     rng = np.random.default_rng(17)
-    prompts = [(BOS_ID, *rng.integers(0, 256, size=rng.integers(1, 24)).tolist()) for _ in range(PROMPTS)]
+    prompts = [
+        (BOS_ID, *rng.integers(0, 256, size=rng.integers(1, 24)).tolist()) for _ in range(PROMPTS)
+    ]
     return [make_request(prompt, MAX_TOKENS, f"r{i}", **fields) for i, prompt in enumerate(prompts)]
 
 
@@ -86,7 +99,9 @@ def outputs(runtime: SpeculativeRuntime, kind: str) -> list[list[int]]:
     return [outcome.ids for outcome in serve(runtime, requests(**SAMPLED[kind]))]
 
 
-def runtime_of(pair: tuple[Path, Path], dtype: str, batch: int, draft_len: int) -> SpeculativeRuntime:
+def runtime_of(
+    pair: tuple[Path, Path], dtype: str, batch: int, draft_len: int
+) -> SpeculativeRuntime:
     target, draft = open_pair(pair, dtype, batch)
     codec = TextCodec.from_file(pair[0] / "tokenizer.json")
     options = {"max_queue_size": PROMPTS, "eos_token_ids": (EOS_ID,), "codec": codec}
@@ -104,7 +119,11 @@ def plain(kindred: tuple[Path, Path]) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("draft_len", DRAFT_LENS)
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_float64_outputs_are_those_of_plain_decoding(
-    kindred: tuple[Path, Path], plain: dict[str, list[list[int]]], kind: str, draft_len: int, batch: int
+    kindred: tuple[Path, Path],
+    plain: dict[str, list[list[int]]],
+    kind: str,
+    draft_len: int,
+    batch: int,
 ) -> None:
     runtime = runtime_of(kindred, "float64", batch, draft_len)
     assert outputs(runtime, kind) == plain[kind]
@@ -123,20 +142,32 @@ def test_another_draft_changes_no_coupled_output(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", EPSILON)
-def test_other_precisions_differ_from_plain_decoding_at_near_ties_only(precision: str, request: pytest.FixtureRequest) -> None:
-    """A divergence is excused only where the reference, teacher-forced, scores both tokens within EPSILON of its best."""
+def test_other_precisions_differ_from_plain_decoding_at_near_ties_only(
+    precision: str, request: pytest.FixtureRequest
+) -> None:
+    """A divergence is excused only where the reference, teacher-forced, scores both tokens
+    within EPSILON of its best.
+    """
     pair = request.getfixturevalue("kindred" if precision == "float32" else "kindred_int8")
     expected = outputs(runtime_of(pair, "float32", 1, 0), "greedy")
     reference, _ = open_pair(pair, "float32", 1)
     for batch, draft_len in itertools.product((1, 8), DRAFT_LENS):
         found = outputs(runtime_of(pair, "float32", batch, draft_len), "greedy")
-        pairs = [triple for triple in zip(requests(), found, expected, strict=True) if triple[1] != triple[2]]
+        pairs = [
+            triple
+            for triple in zip(requests(), found, expected, strict=True)
+            if triple[1] != triple[2]
+        ]
         assert len(pairs) <= PROMPTS // 20
         for asked, one, other in pairs:
             at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
             ids = [*asked.prompt_ids, *other[:at]]
             for start in range(0, len(ids), 16):
-                logits = reference.forward([0], torch.tensor([ids[start : start + 16]]), last_only=True)[0, -1].clone()
+                logits = reference.forward(
+                    [0], torch.tensor([ids[start : start + 16]]), last_only=True
+                )[0, -1].clone()
             reference.rewind([0], [0])
             margin = float(logits.max() - logits[[one[at], other[at]]].min())
-            assert margin < EPSILON[precision], f"{asked.request_id} at {at}: {one[at]} instead of {other[at]}"
+            assert margin < EPSILON[precision], (
+                f"{asked.request_id} at {at}: {one[at]} instead of {other[at]}"
+            )

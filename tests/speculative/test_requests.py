@@ -1,4 +1,6 @@
-"""How requests come and go: refusals, overload, cancellation, deadlines, faults, threads. Nothing is ever left behind."""
+"""How requests come and go: refusals, overload, cancellation, deadlines, faults, threads.
+Nothing is ever left behind.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runtimes import Outcome, assert_idle, make_request, make_runtime, serve, serve_one
+from tests.support.runtimes import (
+    Outcome,
+    assert_idle,
+    make_request,
+    make_runtime,
+    serve,
+    serve_one,
+)
 from tests.support.step_engines import FailingEngine, TableEngine
 from toolkit.errors import RequestError, UsageError
 from toolkit.interfaces import TokenEvent
@@ -30,7 +39,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
     "top_k": ({"temperature": 1.0, "top_k": -1}, "top_k"),
     "penalty": ({"presence_penalty": float("inf")}, "presence_penalty inf; from -1000"),
-    "penalty that float32 cannot add up": ({"frequency_penalty": -3.4e38}, "frequency_penalty is -3.4e"),
+    "penalty that float32 cannot add up": (
+        {"frequency_penalty": -3.4e38},
+        "frequency_penalty is -3.4e",
+    ),
     "acceptance": ({"temperature": 1.0, "acceptance": "hope"}, "known: auto"),
 }
 
@@ -86,7 +98,9 @@ def test_a_cancelled_request_frees_its_slot_wherever_it_stands(steps: int) -> No
     assert first.finish_reason == "cancelled"
     assert first.stats.output_tokens == len(first.ids)
     assert second.finish_reason == "length"
-    assert second.ids == serve_one(make_runtime(TableEngine(1), max_draft_len=0), make_request()).ids
+    assert (
+        second.ids == serve_one(make_runtime(TableEngine(1), max_draft_len=0), make_request()).ids
+    )
     assert_idle(runtime, target, draft)
     assert runtime.counters().requests == {"cancelled": 1, "length": 1}
     runtime.cancel("first")  # it has ended: no effect, and its id may be used again
@@ -98,7 +112,9 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     target, draft = TableEngine(1, max_batch_size=1), TableEngine(2, max_batch_size=1)
     runtime = make_runtime(target, draft, clock=lambda: now[0])
     running, waiting = Outcome(), Outcome()
-    runtime.submit(make_request(max_tokens=60, request_id="running", deadline_ns=2000), running.events.append)
+    runtime.submit(
+        make_request(max_tokens=60, request_id="running", deadline_ns=2000), running.events.append
+    )
     runtime.submit(make_request(request_id="waiting", deadline_ns=2000), waiting.events.append)
     for _ in range(3):
         runtime.step()
@@ -112,13 +128,22 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
 
 @pytest.mark.parametrize("where", ["target", "draft"])
 def test_a_failed_forward_ends_the_requests_of_its_step_and_no_other(where: str) -> None:
-    engines = {"target": FailingEngine(1, max_batch_size=2), "draft": FailingEngine(2, max_batch_size=2)}
+    engines = {
+        "target": FailingEngine(1, max_batch_size=2),
+        "draft": FailingEngine(2, max_batch_size=2),
+    }
     runtime = make_runtime(engines["target"], engines["draft"])
     requests = [make_request(request_id=str(i), max_tokens=8) for i in range(5)]
     expected = serve_one(make_runtime(TableEngine(1), max_draft_len=0), requests[0]).ids
     engines[where].failing = frozenset({3})
     outcomes = serve(runtime, requests)
-    assert [outcome.finish_reason for outcome in outcomes] == ["error", "error", "length", "length", "length"]
+    assert [outcome.finish_reason for outcome in outcomes] == [
+        "error",
+        "error",
+        "length",
+        "length",
+        "length",
+    ]
     assert outcomes[0].events[-1].error == "RuntimeError: planted fault"
     assert all(outcome.ids == expected for outcome in outcomes[2:])
     assert_idle(runtime, *engines.values())
@@ -145,14 +170,22 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled", "sample_match", "verify_only"])
-def test_numbers_that_are_not_finite_end_one_request_and_no_other(temperature: float, acceptance: str) -> None:
+def test_numbers_that_are_not_finite_end_one_request_and_no_other(
+    temperature: float, acceptance: str
+) -> None:
     class Poisoned(TableEngine):
         """No number behind a token 39, which no output holds."""
 
-        def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+        def forward(
+            self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+        ) -> torch.Tensor:
             logits = super().forward(slots, tokens, last_only=last_only)
             logits[..., 39] = -1e9
-            rows = [row for row, slot in enumerate(slots) if self.length(slot) > 6 and 39 in self._cache[slot][: 4 + 6]]
+            rows = [
+                row
+                for row, slot in enumerate(slots)
+                if self.length(slot) > 6 and 39 in self._cache[slot][: 4 + 6]
+            ]
             logits[rows] = float("nan")
             return logits
 
@@ -190,7 +223,9 @@ def test_generate_takes_the_steps_itself() -> None:
     runtime = make_runtime(TableEngine(1), TableEngine(2))
     events = list(runtime.generate(make_request()))
     assert [event.finish_reason for event in events] == [*[None] * (len(events) - 1), "length"]
-    assert [token for event in events for token in event.token_ids] == serve_one(runtime, make_request()).ids
+    assert [token for event in events for token in event.token_ids] == serve_one(
+        runtime, make_request()
+    ).ids
 
 
 def test_leaving_generate_early_frees_the_slot() -> None:

@@ -1,4 +1,6 @@
-"""What the runtime gives a request: the same tokens as plain decoding, whatever the draft, its length and the company."""
+"""What the runtime gives a request: the same tokens as plain decoding, whatever the draft, its
+length and the company.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.runtimes import CODEC, Outcome, assert_idle, make_request, make_runtime, serve, serve_one
+from tests.support.runtimes import (
+    CODEC,
+    Outcome,
+    assert_idle,
+    make_request,
+    make_runtime,
+    serve,
+    serve_one,
+)
 from tests.support.step_engines import ForgetfulRewind, TableEngine
 from toolkit.interfaces import GenerationRequest
 from toolkit.speculative.drafters import ModelDrafter
 
 VOCAB = 40
-PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(0, VOCAB, size=1 + i % 23)) for i in range(64)]
+PROMPTS = [
+    tuple(int(t) for t in np.random.default_rng(i).integers(0, VOCAB, size=1 + i % 23))
+    for i in range(64)
+]
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.4},
     "coupled": {"temperature": 0.8, "seed": 11},
     "coupled, filters": {"temperature": 1.1, "seed": 12, "top_k": 9, "top_p": 0.8},
-    "coupled, penalties": {"temperature": 0.9, "seed": 13, "frequency_penalty": 0.5, "presence_penalty": -0.3},
+    "coupled, penalties": {
+        "temperature": 0.9,
+        "seed": 13,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.3,
+    },
 }
 
 
@@ -47,7 +65,13 @@ def requests_of(count: int, max_tokens: int = 20, **fields: Any) -> list[Generat
     max_tokens=st.integers(1, 24),
 )
 def test_the_draft_changes_nothing(
-    draft_seed: int, closeness: float, draft_len: int, batch: int, kind: str, eos: tuple[int, ...], max_tokens: int
+    draft_seed: int,
+    closeness: float,
+    draft_len: int,
+    batch: int,
+    kind: str,
+    eos: tuple[int, ...],
+    max_tokens: int,
 ) -> None:
     requests = requests_of(8, max_tokens, **SAMPLED[kind])
     target = TableEngine(1, closeness=closeness)
@@ -74,7 +98,9 @@ def test_a_seed_reproduces_the_output_for_one_draft_length_in_any_company(rule: 
 
 def test_without_a_seed_outputs_differ() -> None:
     runtime = make_runtime(TableEngine(1), TableEngine(2))
-    assert len({tuple(serve_one(runtime, make_request(temperature=1.0)).ids) for _ in range(4)}) == 4
+    assert (
+        len({tuple(serve_one(runtime, make_request(temperature=1.0)).ids) for _ in range(4)}) == 4
+    )
 
 
 def test_500_mixed_requests_at_concurrency_16_come_out_as_one_by_one() -> None:
@@ -103,9 +129,16 @@ def test_500_mixed_requests_at_concurrency_16_come_out_as_one_by_one() -> None:
     runtime = make_runtime(many_target, many_draft, eos_token_ids=(3,), max_queue_size=500)
     found = serve(runtime, requests)
     for one, other in zip(found, expected, strict=True):
-        assert (one.ids, one.text, one.finish_reason) == (other.ids, other.text, other.finish_reason)
+        assert (one.ids, one.text, one.finish_reason) == (
+            other.ids,
+            other.text,
+            other.finish_reason,
+        )
         assert one.events[-1].stop_reason == other.events[-1].stop_reason
-        assert (one.stats.accepted, one.stats.verify_steps) == (other.stats.accepted, other.stats.verify_steps)
+        assert (one.stats.accepted, one.stats.verify_steps) == (
+            other.stats.accepted,
+            other.stats.verify_steps,
+        )
     assert max(rows for rows, _ in many_target.forwards) == 16
     assert {each.finish_reason for each in found} == {"stop", "length"}
     assert_idle(runtime, many_target, many_draft)
@@ -126,7 +159,9 @@ def test_a_draft_equal_to_the_target_is_always_kept() -> None:
 
 
 class WithoutCatchUp(ModelDrafter):
-    """Broken: takes a cache behind a wholly kept block for complete, so the last draft is never fed."""
+    """Broken: takes a cache behind a wholly kept block for complete, so the last draft is never
+    fed.
+    """
 
     def settle(self, slot: int, length: int) -> None:
         super().settle(slot, length)
@@ -156,7 +191,11 @@ def test_plain_decoding_touches_no_draft_and_takes_one_token_per_forward() -> No
     outcome = serve_one(runtime, make_request((1, 2), 6, draft_len=0))
     assert target.forwards == [(1, 2), *[(1, 1)] * 5]
     assert draft.forwards == []
-    assert (outcome.stats.verify_steps, outcome.stats.drafted, outcome.stats.acceptance_rate) == (5, 0, None)
+    assert (outcome.stats.verify_steps, outcome.stats.drafted, outcome.stats.acceptance_rate) == (
+        5,
+        0,
+        None,
+    )
 
 
 def test_no_token_is_drafted_that_could_not_be_used() -> None:
@@ -250,7 +289,9 @@ def test_log_probabilities_add_up_to_those_of_plain_decoding() -> None:
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = make_runtime(target, draft)
     for fields in SAMPLED.values():
-        outcome = serve_one(runtime, make_request(PROMPTS[9], 20, cumulative_logprob=True, **fields))
+        outcome = serve_one(
+            runtime, make_request(PROMPTS[9], 20, cumulative_logprob=True, **fields)
+        )
         ids = [*PROMPTS[9], *outcome.ids]
         target.max_step_tokens = len(ids)
         rows = torch.log_softmax(target.forward([0], torch.tensor([ids])), -1)[0]
@@ -268,7 +309,9 @@ def test_times_are_in_order_and_counted() -> None:
     assert stats.last_token_ns is not None
     assert stats.arrival_ns <= stats.first_scheduled_ns < stats.first_token_ns < stats.last_token_ns
     assert min(stats.draft_ns, stats.verify_ns, stats.host_ns) > 0
-    assert stats.draft_ns + stats.verify_ns + stats.host_ns < 10**9 + 2 * (stats.last_token_ns - stats.first_token_ns)
+    assert stats.draft_ns + stats.verify_ns + stats.host_ns < 10**9 + 2 * (
+        stats.last_token_ns - stats.first_token_ns
+    )
 
 
 def continuation(ids: list[int]) -> str:
@@ -279,12 +322,19 @@ def continuation(ids: list[int]) -> str:
 
 
 def assert_consistent(outcome: Outcome) -> None:
-    """One token from prefill, one per verify step and the accepted ones; a block cut at a draft brought no bonus token."""
+    """One token from prefill, one per verify step and the accepted ones; a block cut at a draft
+    brought no bonus token.
+    """
     stats = outcome.stats
     assert stats.output_tokens == len(outcome.ids)
     assert 1 + stats.verify_steps + stats.accepted - stats.output_tokens in (0, 1)
-    assert (stats.drafted, stats.accepted) == (sum(stats.drafted_by_position), sum(stats.accepted_by_position))
-    for drafted, accepted in zip(stats.drafted_by_position, stats.accepted_by_position, strict=True):
+    assert (stats.drafted, stats.accepted) == (
+        sum(stats.drafted_by_position),
+        sum(stats.accepted_by_position),
+    )
+    for drafted, accepted in zip(
+        stats.drafted_by_position, stats.accepted_by_position, strict=True
+    ):
         assert accepted <= drafted <= stats.verify_steps
     assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
     if stats.verify_steps:
@@ -295,8 +345,13 @@ def assert_consistent(outcome: Outcome) -> None:
 @pytest.mark.parametrize("kind", sorted(SAMPLED))
 def test_verify_only_drafts_and_verifies_and_keeps_nothing(kind: str) -> None:
     """The plain text, on the speculative path: what tells its forwards from its accept rule."""
-    plain = serve(make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0), requests_of(8, **SAMPLED[kind]))
-    runtime = make_runtime(TableEngine(1, closeness=0.9), TableEngine(2, closeness=0.9), max_draft_len=3)
+    plain = serve(
+        make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0),
+        requests_of(8, **SAMPLED[kind]),
+    )
+    runtime = make_runtime(
+        TableEngine(1, closeness=0.9), TableEngine(2, closeness=0.9), max_draft_len=3
+    )
     found = serve(runtime, requests_of(8, acceptance="verify_only", **SAMPLED[kind]))
     assert ids_of(found) == ids_of(plain)
     assert all(outcome.stats.drafted > 0 and outcome.stats.accepted == 0 for outcome in found)

@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from toolkit.interfaces import Sampling
-from toolkit.speculative.sampling import ExponentialRace, Penalties, argmax, draw, log_probability, weights
+from toolkit.speculative.sampling import (
+    ExponentialRace,
+    Penalties,
+    argmax,
+    draw,
+    log_probability,
+    weights,
+)
 
 
 def reference(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[Any, Any]:
-    """Probabilities by the definition, token by token: a token stays if fewer than top_k are better, and if the better ones
-    together hold less than top_p."""
+    """Probabilities by the definition, token by token: a token stays if fewer than top_k are
+    better, and if the better ones together hold less than top_p."""
     out = np.zeros_like(logits)
     for row, target in zip(logits, out, strict=True):
         scaled = np.exp((row - row.max()) / sampling.temperature)
@@ -39,12 +46,16 @@ def reference(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[An
     top_k=st.sampled_from([0, 1, 2, 40, 500]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
 )
-def test_weights_are_those_of_the_definition(seed: int, vocab: int, temperature: float, top_k: int, top_p: float) -> None:
+def test_weights_are_those_of_the_definition(
+    seed: int, vocab: int, temperature: float, top_k: int, top_p: float
+) -> None:
     logits = np.random.default_rng(seed).normal(scale=2.0, size=(3, vocab))
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     found = weights(logits, sampling)
     assert found.max(axis=-1) == pytest.approx(1.0)
-    np.testing.assert_allclose(found / found.sum(axis=-1, keepdims=True), reference(logits, sampling), atol=1e-12)
+    np.testing.assert_allclose(
+        found / found.sum(axis=-1, keepdims=True), reference(logits, sampling), atol=1e-12
+    )
 
 
 def test_a_nucleus_larger_than_the_candidates_is_found_by_the_full_sort() -> None:
@@ -73,7 +84,9 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 def test_draw_inverts_the_cumulative_distribution_and_never_takes_a_token_of_weight_zero() -> None:
     weight = np.array([0.0, 1.0, 0.0, 2.0, 1.0, 0.0], dtype=np.float32)
-    assert [draw(weight, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, math.nextafter(1.0, 0.0))] == [1, 1, 3, 3, 4, 4]
+    assert [
+        draw(weight, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, math.nextafter(1.0, 0.0))
+    ] == [1, 1, 3, 3, 4, 4]
 
 
 @given(
@@ -81,8 +94,12 @@ def test_draw_inverts_the_cumulative_distribution_and_never_takes_a_token_of_wei
     st.floats(0, 1, exclude_max=True),
     st.sampled_from([np.float32, np.float64]),
 )
-def test_draw_by_blocks_is_the_search_through_one_cumulative_sum(weight: list[float], uniform: float, dtype: type) -> None:
-    """Weights whose sums are exact in either dtype, so that the two must agree to the token, at the blocks' edges too."""
+def test_draw_by_blocks_is_the_search_through_one_cumulative_sum(
+    weight: list[float], uniform: float, dtype: type
+) -> None:
+    """Weights whose sums are exact in either dtype, so that the two must agree to the token, at
+    the blocks' edges too.
+    """
     row = np.array(weight, dtype=dtype)
     cumulative = row.cumsum(dtype=np.float64)
     assert draw(row, uniform) == cumulative.searchsorted(uniform * cumulative[-1], side="right")
@@ -93,7 +110,11 @@ def test_draw_takes_a_token_of_positive_weight_however_the_sums_are_rounded(seed
     rng = np.random.default_rng(seed)
     row = np.exp(rng.normal(scale=6.0, size=1000)).astype(np.float32)
     row[rng.random(1000) < 0.5] = 0.0
-    ends = np.nextafter(np.add.reduceat(row, np.arange(0, 1000, 64)).cumsum(dtype=np.float64) / row.sum(dtype=np.float64), 0.0)
+    ends = np.nextafter(
+        np.add.reduceat(row, np.arange(0, 1000, 64)).cumsum(dtype=np.float64)
+        / row.sum(dtype=np.float64),
+        0.0,
+    )
     for uniform in [*ends.clip(0.0, np.nextafter(1.0, 0.0)), *rng.random(200)]:
         assert row[draw(row, float(uniform))] > 0.0
 
@@ -104,7 +125,9 @@ def test_penalties_count_the_output_and_inside_a_block_the_drafts_before_a_posit
         penalties.note(token)
     rows = penalties.apply(np.zeros((3, 4)), [2, 1], first=0)
     np.testing.assert_array_equal(rows, [[0, -3.0, 0, 0], [0, -3.0, -2.5, 0], [0, -3.5, -2.5, 0]])
-    np.testing.assert_array_equal(penalties.apply(np.zeros((1, 4)), [2, 1], first=2), rows[2:])  # as the draft sees it
+    np.testing.assert_array_equal(
+        penalties.apply(np.zeros((1, 4)), [2, 1], first=2), rows[2:]
+    )  # as the draft sees it
 
 
 def test_noise_depends_on_seed_and_position_and_on_nothing_else() -> None:
@@ -117,7 +140,9 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else() -> None:
     assert [race.winner(weight, position) for position in range(8)] == forwards
     assert len(set(forwards)) > 4
     assert [ExponentialRace(6, 1000).winner(weight, position) for position in range(8)] != forwards
-    assert ExponentialRace(-5, 1000).winner(weight, 0) == ExponentialRace(2**64 - 5, 1000).winner(weight, 0)
+    assert ExponentialRace(-5, 1000).winner(weight, 0) == ExponentialRace(2**64 - 5, 1000).winner(
+        weight, 0
+    )
 
 
 def test_races_are_won_in_proportion_to_the_weights() -> None:
@@ -136,10 +161,14 @@ def test_noise_is_bearable_for_a_large_vocabulary() -> None:
         start = time.perf_counter()
         race.winner(weight, position)
         spans.append(time.perf_counter() - start)
-    assert min(spans) < 0.05  # 1.5 ms on an idle core; the bound only catches another order of magnitude
+    assert (
+        min(spans) < 0.05
+    )  # 1.5 ms on an idle core; the bound only catches another order of magnitude
 
 
 def test_log_probability_is_that_of_the_softmax() -> None:
     logits = np.random.default_rng(0).normal(scale=5, size=50)
     expected = torch.log_softmax(torch.from_numpy(logits), -1)
-    assert [log_probability(logits, token) for token in range(50)] == pytest.approx(expected.tolist())
+    assert [log_probability(logits, token) for token in range(50)] == pytest.approx(
+        expected.tolist()
+    )

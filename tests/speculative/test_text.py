@@ -18,14 +18,28 @@ WORDS = ["▁the", "▁cat", "s", "▁", "é", "▁sat", "ing", "▁mat"]
 
 
 def metaspace_codec() -> TextCodec:
-    """Llama 2's form: words with a leading ▁, bytes as <0xNN> where the vocabulary has no piece, the first space stripped."""
+    """Llama 2's form: words with a leading ▁, bytes as <0xNN> where the vocabulary has no piece,
+    the first space stripped.
+    """
     pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *WORDS]
     tokenizer = Tokenizer(
-        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
     )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     return TextCodec(tokenizer)
@@ -41,7 +55,12 @@ def chunks_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def stream(codec: TextCodec, chunks: list[list[int]], prompt: list[int] | None = None, stop: tuple[str, ...] = ()) -> list[str]:
+def stream(
+    codec: TextCodec,
+    chunks: list[list[int]],
+    prompt: list[int] | None = None,
+    stop: tuple[str, ...] = (),
+) -> list[str]:
     texts, out = codec.stream(prompt or [], stop), []
     for chunk in chunks:
         _, text = texts.push(chunk)
@@ -59,12 +78,16 @@ def test_chunks_add_up_to_the_text(text: str, cuts: list[int]) -> None:
 
 
 @settings(deadline=None)
-@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 200), max_size=12))
+@given(
+    ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 200), max_size=12)
+)
 def test_any_bytes_add_up_to_their_decoding(ids: list[int], cuts: list[int]) -> None:
     assert "".join(stream(CODEC, chunks_of(ids, cuts))) == CODEC.decode(ids)
 
 
-PIECES = st.sampled_from([*[[each] for each in WORD_IDS.values()], [SPECIAL], [1 + 0x41], [1 + 0xE2, 1 + 0x82, 1 + 0xAC]])
+PIECES = st.sampled_from(
+    [*[[each] for each in WORD_IDS.values()], [SPECIAL], [1 + 0x41], [1 + 0xE2, 1 + 0x82, 1 + 0xAC]]
+)
 
 
 @settings(deadline=None)
@@ -79,12 +102,22 @@ def test_word_pieces_and_byte_fallback_add_up_to_the_continuation_of_the_prompt(
 
 
 def test_a_word_keeps_its_leading_space_behind_a_prompt() -> None:
-    assert stream(METASPACE, [[WORD_IDS["▁cat"]], [WORD_IDS["s"]]], [WORD_IDS["▁the"]]) == [" cat", "s", ""]
+    assert stream(METASPACE, [[WORD_IDS["▁cat"]], [WORD_IDS["s"]]], [WORD_IDS["▁the"]]) == [
+        " cat",
+        "s",
+        "",
+    ]
 
 
 def test_broken_bytes_between_words_do_not_hurt_the_words() -> None:
     ids = [WORD_IDS["▁the"], 1 + 0xE2, 1 + 0x82, WORD_IDS["▁cat"]]
-    assert stream(METASPACE, [[each] for each in ids]) == ["the", "", "", "\N{REPLACEMENT CHARACTER}" * 2 + " cat", ""]
+    assert stream(METASPACE, [[each] for each in ids]) == [
+        "the",
+        "",
+        "",
+        "\N{REPLACEMENT CHARACTER}" * 2 + " cat",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("before", range(8))
@@ -93,13 +126,18 @@ def test_bytes_behind_a_prompt_of_bytes_are_not_broken(before: int) -> None:
     emoji = [1 + byte for byte in "\N{GRINNING FACE}".encode()]
     prompt = [SPECIAL, WORD_IDS["▁the"], *emoji, *[WORD_IDS["s"]] * before, *emoji, *emoji]
     for cuts in ([], [1, 2, 3], [2]):
-        assert "".join(stream(METASPACE, chunks_of([*emoji, WORD_IDS["▁cat"]], cuts), prompt)) == "\N{GRINNING FACE} cat"
+        assert (
+            "".join(stream(METASPACE, chunks_of([*emoji, WORD_IDS["▁cat"]], cuts), prompt))
+            == "\N{GRINNING FACE} cat"
+        )
 
 
 @pytest.mark.parametrize("codec", [CODEC, METASPACE])
 @pytest.mark.parametrize("stop", [(), ("never",)])
 @pytest.mark.parametrize("size", [4, 40])
-def test_chunks_that_always_end_inside_a_character_are_not_broken(codec: TextCodec, stop: tuple[str, ...], size: int) -> None:
+def test_chunks_that_always_end_inside_a_character_are_not_broken(
+    codec: TextCodec, stop: tuple[str, ...], size: int
+) -> None:
     text = "\N{GRINNING FACE}" * 50
     ids = codec.encode(text)[-200:]
     chunks = [ids[:1], *[ids[start : start + size] for start in range(1, 200, size)]]
@@ -111,7 +149,9 @@ def test_a_character_behind_many_broken_bytes_is_waited_for() -> None:
     word, emoji = CODEC.encode("ab"), CODEC.encode("\N{GRINNING FACE}")
     ids = [*broken * 3, *word] * 15 + [*broken * 3, *emoji]
     for cut in range(60, len(ids)):
-        assert "".join(stream(CODEC, [ids[:30], ids[30:60], ids[60:cut], ids[cut:]])) == CODEC.decode(ids)
+        assert "".join(
+            stream(CODEC, [ids[:30], ids[30:60], ids[60:cut], ids[cut:]])
+        ) == CODEC.decode(ids)
 
 
 def test_special_tokens_are_not_printed() -> None:
@@ -147,18 +187,27 @@ def test_a_stop_word_names_the_token_that_completed_it() -> None:
 
 
 @settings(deadline=None)
-@given(text=st.text("abc", max_size=20), stop=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
+@given(
+    text=st.text("abc", max_size=20),
+    stop=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3),
+)
 def test_text_ends_before_the_first_stop_word_however_it_is_cut(text: str, stop: list[str]) -> None:
     ids = CODEC.encode(text)
-    complete = next((end for end in range(len(text) + 1) if any(word in text[:end] for word in stop)), None)
+    complete = next(
+        (end for end in range(len(text) + 1) if any(word in text[:end] for word in stop)), None
+    )
     expected = (
-        text if complete is None else text[: min(text[:complete].index(word) for word in stop if word in text[:complete])]
+        text
+        if complete is None
+        else text[: min(text[:complete].index(word) for word in stop if word in text[:complete])]
     )
     assert "".join(stream(CODEC, [[each] for each in ids], stop=tuple(stop))) == expected
     assert "".join(stream(CODEC, [ids], stop=tuple(stop))) == expected
 
 
-def test_encoding_has_the_tokenizers_own_habits_and_no_limits(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+def test_encoding_has_the_tokenizers_own_habits_and_no_limits(
+    tmp_path: Path, tiny_pair: tuple[Path, Path]
+) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_pair[0] / "tokenizer.json"))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=50)

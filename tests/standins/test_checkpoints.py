@@ -37,16 +37,22 @@ def scaled(name: str, tp_size: int = 1) -> tuple[ModelShape, ModelShape]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_but_the_sizes_is_kept(name: str) -> None:
     real, made = scaled(name)
-    assert {field: getattr(made, field) for field in KEPT} == {field: getattr(real, field) for field in KEPT}
+    assert {field: getattr(made, field) for field in KEPT} == {
+        field: getattr(real, field) for field in KEPT
+    }
     assert made.num_heads * real.num_kv_heads == real.num_heads * made.num_kv_heads
     assert made.num_layers == LAYERS and made.hidden_size <= 512 and made.vocab_size == 384
     # Qwen3 has heads that are wider together than the hidden size; the others have not.
-    assert (made.hidden_size == made.num_heads * made.head_dim) == (real.hidden_size == real.num_heads * real.head_dim)
+    assert (made.hidden_size == made.num_heads * made.head_dim) == (
+        real.hidden_size == real.num_heads * real.head_dim
+    )
 
 
 def test_the_heads_divide_the_hidden_size_where_they_divide_the_real_one() -> None:
     """Six heads of the quickstart's target: transformers refuses a Llama whose heads do not."""
-    config = read_json(Path(__file__).parents[2] / "configs" / "quickstart" / "target" / "config.json")
+    config = read_json(
+        Path(__file__).parents[2] / "configs" / "quickstart" / "target" / "config.json"
+    )
     real = parse_shape(config, where="x")
     made = parse_shape(scaled_config(config, real, 384, 1, 1), where="x")
     assert real.num_heads == made.num_heads == 6
@@ -55,14 +61,19 @@ def test_the_heads_divide_the_hidden_size_where_they_divide_the_real_one() -> No
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
-def test_tensor_parallelism_splits_a_stand_in_as_it_splits_the_model(name: str, tp_size: int) -> None:
+def test_tensor_parallelism_splits_a_stand_in_as_it_splits_the_model(
+    name: str, tp_size: int
+) -> None:
     real, made = scaled(name, tp_size)
     assert splits(made, tp_size) == splits(real, tp_size)
     assert (made.num_kv_heads % tp_size == 0) == (real.num_kv_heads % tp_size == 0)
     assert made.intermediate_size % tp_size == 0
 
 
-@pytest.mark.parametrize("name", [LLAMA_1B, "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B", "mistralai/Mistral-7B-Instruct-v0.3"])
+@pytest.mark.parametrize(
+    "name",
+    [LLAMA_1B, "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B", "mistralai/Mistral-7B-Instruct-v0.3"],
+)
 def test_a_stand_in_is_a_whole_checkpoint_that_transformers_runs(name: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -83,7 +94,9 @@ def test_a_stand_in_is_a_whole_checkpoint_that_transformers_runs(name: str, tmp_
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path) -> None:
-    config = scaled_config(CONFIGS[LLAMA_1B], parse_shape(CONFIGS[LLAMA_1B], where=LLAMA_1B), 384, 1, 1)
+    config = scaled_config(
+        CONFIGS[LLAMA_1B], parse_shape(CONFIGS[LLAMA_1B], where=LLAMA_1B), 384, 1, 1
+    )
     habits = habits_of("LlamaForCausalLM")
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         write_stand_in(tmp_path / folder, config, habits, seed=seed)
@@ -103,8 +116,13 @@ def test_what_only_fits_the_real_layers_is_left_out(tmp_path: Path) -> None:
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_the_tokenizer_takes_any_text_and_has_its_familys_habits(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+)
+def test_the_tokenizer_takes_any_text_and_has_its_familys_habits(
+    architecture: str, tmp_path: Path
+) -> None:
     from tokenizers import Tokenizer
 
     habits = habits_of(architecture)
@@ -115,7 +133,9 @@ def test_the_tokenizer_takes_any_text_and_has_its_familys_habits(architecture: s
         encoded = tokenizer.encode(text).ids
         assert tokenizer.decode(encoded) == text
         assert encoded[: habits.bos is not None] == ([ids[habits.bos]] if habits.bos else [])
-    assert len(tokenizer.encode("return the import", add_special_tokens=False).ids) < 12  # pieces, not bytes
+    assert (
+        len(tokenizer.encode("return the import", add_special_tokens=False).ids) < 12
+    )  # pieces, not bytes
     assert set(habits.eos) <= set(ids)
 
 

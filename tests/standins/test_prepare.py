@@ -38,13 +38,17 @@ def test_qwens_padding_is_kept_row_by_row_and_repaired(tmp_path: Path) -> None:
     assert read_shape(target).vocab_size - read_shape(draft).vocab_size == 152064 - 151936
     proof = prove_pair(target, draft, DigestMemo(tmp_path / "memo.json"), tp_size=2)
     assert proof.vocab_size == read_shape(draft).vocab_size
-    assert any(finding.check == "vocabulary" and "trimmed" in finding.detail for finding in proof.findings)
+    assert any(
+        finding.check == "vocabulary" and "trimmed" in finding.detail for finding in proof.findings
+    )
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_texts_that_are_not_here_are_made_up_and_said_to_be(missing: bool, tmp_path: Path) -> None:
     text = (CONFIGS / "qwen3-32b.yaml").read_text()
-    text = text.replace("quickstart/data/", "nowhere/" if missing else f"{CONFIGS}/quickstart/data/")
+    text = text.replace(
+        "quickstart/data/", "nowhere/" if missing else f"{CONFIGS}/quickstart/data/"
+    )
     (tmp_path / "a.yaml").write_text(text)
     found = prepare(load_config(tmp_path / "a.yaml", texts=False), tmp_path / "made")
     assert any("which is not here" in line for line in found.replaced) == missing
@@ -73,7 +77,11 @@ def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_pat
 @pytest.mark.parametrize(
     ("name", "asked", "said"),
     [
-        ("llama70b", [], "sample_match in trtllm_pytorch, over its draft's likeliest token: rejection; "),
+        (
+            "llama70b",
+            [],
+            "sample_match in trtllm_pytorch, over its draft's likeliest token: rejection; ",
+        ),
         ("llama70b-engine", [], "sample_match in trt_engine: rejection; "),
         ("llama70b-engine", ["speculation.acceptance=sample_match"], None),
         ("llama70b-engine", ["speculation.acceptance=rejection"], None),
@@ -81,11 +89,15 @@ def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_pat
         ("quickstart", [], None),
     ],
 )
-def test_another_accept_rule_than_the_real_one_is_said(name: str, asked: list[str], said: str | None, tmp_path: Path) -> None:
+def test_another_accept_rule_than_the_real_one_is_said(
+    name: str, asked: list[str], said: str | None, tmp_path: Path
+) -> None:
     found = prepare(load_config(CONFIGS / f"{name}.yaml", asked), tmp_path)
     lines = [line for line in found.replaced if line.startswith("accept rule of sampled tokens, ")]
     assert len(lines) == (said is not None) and all(said in line for line in lines)
-    assert found.served.speculation.acceptance == found.asked.speculation.acceptance  # what is stated is what is served
+    assert (
+        found.served.speculation.acceptance == found.asked.speculation.acceptance
+    )  # what is stated is what is served
 
 
 def test_every_rank_of_a_pipeline_has_a_layer(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ async def _started(browser: str, profile: Path) -> AsyncIterator[str]:
             if len(lines) == 2 or process.returncode is not None:
                 break
             await asyncio.sleep(0.05)
-        assert file.exists(), f"{browser} did not start: {errors.read_text(errors='replace')[-2000:]}"
+        assert file.exists(), (
+            f"{browser} did not start: {errors.read_text(errors='replace')[-2000:]}"
+        )
         port, path = file.read_text().split()
         yield f"ws://127.0.0.1:{port}{path}"
     finally:
@@ -140,7 +142,12 @@ class _Protocol:
 
     async def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         number = next(self._ids)
-        message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        message = {
+            "id": number,
+            "method": method,
+            "params": params,
+            **({"sessionId": session} if session else {}),
+        }
         await self._socket.send_json(message)
         while True:
             answer = await self._next()
@@ -167,16 +174,25 @@ async def _view(tab: _Protocol, view: View) -> Look:
     for domain in ("Page", "Runtime", "Log", "Network"):
         await tab.call(f"{domain}.enable", session)
     phone = view.width < 600
-    metrics = {"width": view.width, "height": 844, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+    metrics = {
+        "width": view.width,
+        "height": 844,
+        "deviceScaleFactor": 2 if phone else 1,
+        "mobile": phone,
+    }
     await tab.call("Emulation.setDeviceMetricsOverride", session, **metrics)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if view.dark else "light"}
     await tab.call("Emulation.setEmulatedMedia", session, features=[scheme])
     tab.events.clear()
     await tab.call("Page.navigate", session, url=view.page.absolute().as_uri())
     await tab.until("Page.loadEventFired")
-    found = (await tab.call("Runtime.evaluate", session, expression=MEASURE, returnByValue=True))["result"]["value"]
+    found = (await tab.call("Runtime.evaluate", session, expression=MEASURE, returnByValue=True))[
+        "result"
+    ]["value"]
     if view.screenshot is not None:
-        shot = await tab.call("Page.captureScreenshot", session, captureBeyondViewport=True, clip=_all_of(view, found))
+        shot = await tab.call(
+            "Page.captureScreenshot", session, captureBeyondViewport=True, clip=_all_of(view, found)
+        )
         view.screenshot.parent.mkdir(parents=True, exist_ok=True)
         view.screenshot.write_bytes(base64.b64decode(shot["data"]))
     own = view.page.absolute().as_uri()
@@ -184,7 +200,11 @@ async def _view(tab: _Protocol, view: View) -> Look:
     await tab.call("Target.closeTarget", targetId=target)
     return Look(
         messages=[json.dumps(one) for name, one in params if name in COMPLAINTS],
-        requests=[url for name, one in params if name == "Network.requestWillBeSent" and (url := one["request"]["url"]) != own],
+        requests=[
+            url
+            for name, one in params
+            if name == "Network.requestWillBeSent" and (url := one["request"]["url"]) != own
+        ],
         **found,
     )
 

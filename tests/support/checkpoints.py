@@ -1,4 +1,6 @@
-"""Small seeded checkpoints in Hugging Face form, made in a second: every family, with a byte-level tokenizer beside them."""
+"""Small seeded checkpoints in Hugging Face form, made in a second: every family, with a
+byte-level tokenizer beside them.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,31 @@ CONFIG_CLASSES = {
 
 
 def write_byte_tokenizer(directory: Path, *, bos: bool = True) -> None:
-    """A tokenizer with one id per byte below 256, then <|bos|> and <|eos|>; with `bos`, encoding begins with <|bos|>."""
+    """A tokenizer with one id per byte below 256, then <|bos|> and <|eos|>; with `bos`, encoding
+    begins with <|bos|>.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|eos|>", special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<|bos|>", special=True), AddedToken("<|eos|>", special=True)]
+    )
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS_ID)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", BOS_ID)]
+        )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
@@ -43,7 +57,8 @@ def write_checkpoint(
     init_scale: float = 1.0,
     **overrides: Any,
 ) -> Path:
-    """A random two-layer model of `family` with its tokenizer. overrides go to the transformers config class.
+    """A random two-layer model of `family` with its tokenizer. overrides go to the transformers
+    config class.
 
     init_scale above 1 sharpens the logits, so that greedy text does not sit on near-ties.
     """
@@ -85,6 +100,11 @@ def write_pair(directory: Path, *, seed: int = 0, **overrides: Any) -> tuple[Pat
     """A target and a one-layer draft that share a tokenizer."""
     target = write_checkpoint(directory / "target", seed=seed, **overrides)
     draft = write_checkpoint(
-        directory / "draft", seed=seed + 1, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=8
+        directory / "draft",
+        seed=seed + 1,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=64,
+        head_dim=8,
     )
     return target, draft

@@ -27,7 +27,9 @@ def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comple
 
 def write_config(folder: Path, pair: tuple[Path, Path], **sections: Any) -> Path:
     """A YAML that needs nothing quantized and measures next to nothing."""
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(4)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(4))
+    )
     config: dict[str, Any] = {
         "name": "tiny",
         "target": {"checkpoint": str(pair[0])},

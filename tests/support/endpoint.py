@@ -1,4 +1,6 @@
-"""An endpoint with a scripted model behind it: texts, chunk times and counters are the test's, and faults can be planted."""
+"""An endpoint with a scripted model behind it: texts, chunk times and counters are the test's,
+and faults can be planted.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def gumbel(seed: int, position: int, vocab: int) -> np.ndarray:
 
 @dataclass
 class Fault:
-    """At this output position of this prompt the speculative arm takes the token of this rank; the margin there is set."""
+    """At this output position of this prompt the speculative arm takes the token of this rank;
+    the margin there is set.
+    """
 
     prompt: str
     position: int
@@ -46,7 +50,9 @@ class Fault:
 
 @dataclass
 class ScriptedEndpoint:
-    """One forward takes `step_ms`, a speculative step `speculative_step_ms`, with noise of `jitter` (a share) per request."""
+    """One forward takes `step_ms`, a speculative step `speculative_step_ms`, with noise of
+    `jitter` (a share) per request.
+    """
 
     step_ms: float = 2.0
     speculative_step_ms: float = 3.0
@@ -58,7 +64,9 @@ class ScriptedEndpoint:
     looping: bool = False
     counted_twice: bool = False
     deaf: bool = False  # to stop words
-    busy: Callable[[float], float] = lambda temperature: 1.0  # how much longer everything takes then
+    busy: Callable[[float], float] = lambda temperature: (
+        1.0
+    )  # how much longer everything takes then
     late_ms: float = 0.0  # how long the first tokens wait between server and client
     clock_ns: int = 1_000_000_000
     generator: random.Random = field(default_factory=lambda: random.Random(5))
@@ -73,7 +81,9 @@ class ScriptedEndpoint:
 
     @property
     def reference(self) -> Reference:
-        return Reference(encode, lambda ids: self._logits(tuple(ids)), eos_token_ids=(0,), noise=gumbel)
+        return Reference(
+            encode, lambda ids: self._logits(tuple(ids)), eos_token_ids=(0,), noise=gumbel
+        )
 
     def _logits(self, ids: tuple[int, ...]) -> np.ndarray:
         logits = np.zeros(VOCAB) if self.looping else logits_after(ids)
@@ -81,19 +91,29 @@ class ScriptedEndpoint:
             logits[2 + len(ids) % 2] = 5.0
         for fault in self.faults:
             prefix = encode(fault.prompt)
-            if fault.margin is not None and len(ids) == len(prefix) + fault.position and ids[: len(prefix)] == prefix:
+            if (
+                fault.margin is not None
+                and len(ids) == len(prefix) + fault.position
+                and ids[: len(prefix)] == prefix
+            ):
                 best, second = np.argsort(logits)[::-1][:2]
                 logits[second] = logits[best] - fault.margin
         return logits
 
-    def _token(self, prompt: str, ids: tuple[int, ...], position: int, options: dict[str, Any]) -> int:
+    def _token(
+        self, prompt: str, ids: tuple[int, ...], position: int, options: dict[str, Any]
+    ) -> int:
         scores = self._logits(ids)
         if options["temperature"] > 0:
             seed = options.get("seed", 99)
             scores = scores + options["temperature"] * gumbel(seed, len(ids), VOCAB)
         rank = 0
         for fault in self.faults:
-            hit = fault.prompt == prompt and fault.position == position and fault.seeded == ("seed" in options)
+            hit = (
+                fault.prompt == prompt
+                and fault.position == position
+                and fault.seeded == ("seed" in options)
+            )
             arm = "verify" if options.get("acceptance") == "verify_only" else "speculative"
             if options.get("num_draft_tokens") == 0 or arm not in fault.arms or options.get("stop"):
                 continue
@@ -115,7 +135,9 @@ class ScriptedEndpoint:
             tokens = tokens[: 1 + text.count(" ")]
             length = len(tokens)
         plain = options.get("num_draft_tokens") == 0
-        slowness = (1 + self.jitter * self.generator.uniform(-1, 1)) * self.busy(options.get("temperature", 0.0))
+        slowness = (1 + self.jitter * self.generator.uniform(-1, 1)) * self.busy(
+            options.get("temperature", 0.0)
+        )
         sent = now = self.clock_ns
         now += round(5e6 * slowness)
         chunks, done, steps = [(now, 1)], 1, 0

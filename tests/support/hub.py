@@ -1,4 +1,6 @@
-"""A hub of one model on loopback: the two routes that huggingface_hub asks for a snapshot, and nothing else."""
+"""A hub of one model on loopback: the two routes that huggingface_hub asks for a snapshot, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class SmallHub:
-    """folder: what `name` holds. gone: answer as if out of reach. asked: file names that were sent."""
+    """folder: what `name` holds. gone: answer as if out of reach. asked: file names that were
+    sent.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.asked = name, folder, list[str]()
@@ -24,12 +28,27 @@ class SmallHub:
         self.url = ""
 
     def listing(self) -> dict[str, Any]:
-        files = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(self.folder.iterdir())]
-        return {"id": self.name, "modelId": self.name, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
+        files = [
+            {"rfilename": file.name, "size": file.stat().st_size}
+            for file in sorted(self.folder.iterdir())
+        ]
+        return {
+            "id": self.name,
+            "modelId": self.name,
+            "sha": COMMIT,
+            "siblings": files,
+            "private": False,
+            "tags": [],
+        }
 
     def tree(self) -> list[dict[str, Any]]:
         return [
-            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": hashlib.sha1(file.read_bytes()).hexdigest()}
+            {
+                "type": "file",
+                "path": file.name,
+                "size": file.stat().st_size,
+                "oid": hashlib.sha1(file.read_bytes()).hexdigest(),
+            }
             for file in sorted(self.folder.iterdir())
         ]
 
@@ -57,16 +76,26 @@ def small_hub(name: str, folder: Path) -> Iterator[SmallHub]:
             if hub.status != 200:
                 self.answer(b"", {}, send=send)
             elif path.startswith(f"/api/models/{hub.name}/tree/"):
-                self.answer(json.dumps(hub.tree()).encode(), {"Content-Type": "application/json"}, send=send)
+                self.answer(
+                    json.dumps(hub.tree()).encode(), {"Content-Type": "application/json"}, send=send
+                )
             elif path.startswith(f"/api/models/{hub.name}"):
-                self.answer(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, send=send)
+                self.answer(
+                    json.dumps(hub.listing()).encode(),
+                    {"Content-Type": "application/json"},
+                    send=send,
+                )
             else:
                 file = hub.folder / path.rsplit("/", 1)[1]
                 content = file.read_bytes()
                 if send:
                     hub.asked.append(file.name)
                 tag = hashlib.sha1(content).hexdigest()
-                self.answer(content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}, send=send)
+                self.answer(
+                    content,
+                    {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"},
+                    send=send,
+                )
 
         def do_GET(self) -> None:
             self.route(send=True)

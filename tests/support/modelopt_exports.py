@@ -1,4 +1,6 @@
-"""ModelOpt's own exports, which change the model they are given: what the forms that we write must be equal to."""
+"""ModelOpt's own exports, which change the model they are given: what the forms that we write
+must be equal to.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,12 @@ __all__ = ["keep"]
 
 
 def keep(
-    store: Store, stage_name: str, record: Advice | Grid | ValidationReport, parts: Mapping[str, Any], *, name: str = "tiny"
+    store: Store,
+    stage_name: str,
+    record: Advice | Grid | ValidationReport,
+    parts: Mapping[str, Any],
+    *,
+    name: str = "tiny",
 ) -> None:
     """As the pipeline does it when the stage runs."""
 

@@ -1,5 +1,5 @@
-"""The runtime itself as an endpoint, in this process: what validation asks of a server, without one, so that any part can be
-broken.
+"""The runtime itself as an endpoint, in this process: what validation asks of a server, without
+one, so that any part can be broken.
 
 Chunks are steps, as with `stream_interval_ms: 0`. Times count steps: a fault is no matter of speed.
 """
@@ -28,7 +28,9 @@ def noise(seed: int, position: int, vocab: int) -> np.ndarray:
 
 @dataclass
 class RuntimeEndpoint:
-    """encode: how the server reads a prompt. overrides: options that every request gets, whatever was asked."""
+    """encode: how the server reads a prompt. overrides: options that every request gets,
+    whatever was asked.
+    """
 
     runtime: SpeculativeRuntime
     encode: Callable[[str], list[int]] = CODEC.encode
@@ -40,7 +42,13 @@ class RuntimeEndpoint:
         return [self._answer(prompt, {**options, **self.overrides}) for prompt in prompts]
 
     def _answer(self, prompt: str, options: dict[str, Any]) -> RequestTiming:
-        sampling = Sampling(**{name: options[name] for name in Sampling.__dataclass_fields__ if options.get(name) is not None})
+        sampling = Sampling(
+            **{
+                name: options[name]
+                for name in Sampling.__dataclass_fields__
+                if options.get(name) is not None
+            }
+        )
         self.served += 1
         request = GenerationRequest(
             request_id=f"r{self.served}",
@@ -69,11 +77,18 @@ class RuntimeEndpoint:
             accepted_by_position=stats.accepted_by_position,
         )
         text, ids = outcome.text, tuple(outcome.ids)
-        return RequestTiming(prompt, text, ids, outcome.finish_reason, sent, tuple(chunks), statistics)
+        return RequestTiming(
+            prompt, text, ids, outcome.finish_reason, sent, tuple(chunks), statistics
+        )
 
 
 def reference_of(
-    target: StepEngine, draft: StepEngine | None = None, *, encode: Callable[[str], list[int]] = CODEC.encode
+    target: StepEngine,
+    draft: StepEngine | None = None,
+    *,
+    encode: Callable[[str], list[int]] = CODEC.encode,
 ) -> Reference:
     """Sound engines as the reference."""
-    return reference_from_engine(lambda: target, encode, (), noise, None if draft is None else lambda: draft)
+    return reference_from_engine(
+        lambda: target, encode, (), noise, None if draft is None else lambda: draft
+    )

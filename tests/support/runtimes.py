@@ -14,9 +14,13 @@ from toolkit.speculative.text import TextCodec
 
 
 def byte_codec() -> TextCodec:
-    """One token per byte; the id of an ASCII character is its place in GPT-2's byte alphabet: use encode, not ord."""
+    """One token per byte; the id of an ASCII character is its place in GPT-2's byte alphabet:
+    use encode, not ord.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return TextCodec(tokenizer)
@@ -28,9 +32,13 @@ CODEC = byte_codec()
 def make_runtime(
     target: StepEngine, draft: StepEngine | None = None, *, max_draft_len: int = 4, **options: Any
 ) -> SpeculativeRuntime:
-    settings = {name: options.pop(name) for name in RuntimeSettings.__dataclass_fields__ if name in options}
+    settings = {
+        name: options.pop(name) for name in RuntimeSettings.__dataclass_fields__ if name in options
+    }
     codec = options.pop("codec", CODEC)
-    return SpeculativeRuntime(target, draft, codec, RuntimeSettings(max_draft_len=max_draft_len, **settings), **options)
+    return SpeculativeRuntime(
+        target, draft, codec, RuntimeSettings(max_draft_len=max_draft_len, **settings), **options
+    )
 
 
 def make_request(
@@ -85,4 +93,6 @@ def assert_idle(runtime: SpeculativeRuntime, *engines: StepEngine) -> None:
     counters = runtime.counters()
     assert (counters.active, counters.queued) == (0, 0)
     for engine in engines:
-        assert [engine.length(slot) for slot in range(engine.max_batch_size)] == [0] * engine.max_batch_size
+        assert [engine.length(slot) for slot in range(engine.max_batch_size)] == [
+            0
+        ] * engine.max_batch_size

@@ -18,7 +18,9 @@ MAX_DRAFT_LEN = 3
 
 
 def compile_eager(role: str, checkpoint: Path, out_dir: Path) -> CompiledEngine:
-    """An eager float64 engine: in float64 no result depends on which other requests are in the batch."""
+    """An eager float64 engine: in float64 no result depends on which other requests are in the
+    batch.
+    """
     from toolkit.engines.stage import compile_engine
 
     source = QuantizedCheckpoint(
@@ -52,8 +54,23 @@ def package_pair(pair: tuple[Path, Path], folder: Path, **triton: Any) -> Triton
     target = compile_eager("target", pair[0], folder / "target")
     draft = compile_eager("draft", pair[1], folder / "draft")
     speculation = SpeculationConfig(max_draft_len=MAX_DRAFT_LEN)
-    config = TritonConfig(**{"max_queue_size": MAX_QUEUE_SIZE, "default_max_tokens": 16, "request_timeout_s": 60.0, **triton})
-    return package(target, draft, speculation, config, 1, folder / "repository", end_ids=eos_token_ids(target.path))
+    config = TritonConfig(
+        **{
+            "max_queue_size": MAX_QUEUE_SIZE,
+            "default_max_tokens": 16,
+            "request_timeout_s": 60.0,
+            **triton,
+        }
+    )
+    return package(
+        target,
+        draft,
+        speculation,
+        config,
+        1,
+        folder / "repository",
+        end_ids=eos_token_ids(target.path),
+    )
 
 
 def add_bls_variant(repository: Path, name: str, parameters: dict[str, str]) -> None:

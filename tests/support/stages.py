@@ -1,7 +1,8 @@
 """A pipeline of three small stages that really write files: words -> upper-cased -> counted.
 
-Run as a program it is a build that a test can kill: `python -m tests.support.stages ROOT WORDS [STAGE=SECONDS]`; it prints
-`STAGE started` when a stage has written half of its output, and `STAGE built` or `STAGE reused` when one is done.
+Run as a program it is a build that a test can kill: `python -m tests.support.stages ROOT WORDS
+[STAGE=SECONDS]`; it prints `STAGE started` when a stage has written half of its output, and `STAGE
+built` or `STAGE reused` when one is done.
 """
 
 from __future__ import annotations
@@ -22,13 +23,23 @@ Pause = Callable[[str], None]
 
 
 def small_stages(
-    words: str, ran: list[str] | None = None, *, pause: Pause = lambda stage: None, layout: str = "llmapi", version: int = 1
+    words: str,
+    ran: list[str] | None = None,
+    *,
+    pause: Pause = lambda stage: None,
+    layout: str = "llmapi",
+    version: int = 1,
 ) -> list[Stage]:
-    """ran: where the names of stages that run are noted. pause: called in the middle of each. layout: of the last record."""
+    """ran: where the names of stages that run are noted. pause: called in the middle of each.
+    layout: of the last record.
+    """
     log = ran if ran is not None else []
 
     def stage(
-        name: str, needs: tuple[str, ...], text: Callable[[Finished], str], parts: Callable[[Finished], Mapping[str, Any]]
+        name: str,
+        needs: tuple[str, ...],
+        text: Callable[[Finished], str],
+        parts: Callable[[Finished], Mapping[str, Any]],
     ) -> Stage:
         def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
             log.append(name)
@@ -37,9 +48,19 @@ def small_stages(
             (out_dir / "sub").mkdir()
             (out_dir / "sub" / "text").write_text(text(finished))
             progress(1, 1, "writing")
-            return TritonRepository(path=out_dir / "sub", layout=layout, model=name, decoupled=True, max_draft_len=0)
+            return TritonRepository(
+                path=out_dir / "sub", layout=layout, model=name, decoupled=True, max_draft_len=0
+            )
 
-        return Stage(name, version, TritonRepository, needs, parts, run, lambda record: record.layout != "undecided")
+        return Stage(
+            name,
+            version,
+            TritonRepository,
+            needs,
+            parts,
+            run,
+            lambda record: record.layout != "undecided",
+        )
 
     def of(finished: Finished, name: str) -> str:
         return str((finished[name].record.path / "text").read_text())
@@ -56,7 +77,10 @@ def small_stages(
             "count",
             ("upper/target",),
             lambda finished: str(len(of(finished, "upper/target").split())),
-            lambda finished: {"inputs": {"upper": finished["upper/target"].entry.digest}, "config": {"layout": layout}},
+            lambda finished: {
+                "inputs": {"upper": finished["upper/target"].entry.digest},
+                "config": {"layout": layout},
+            },
         ),
     ]
 

@@ -1,4 +1,6 @@
-"""Step engines for tests of the runtime: a tiny language model with a cache that can go wrong, and wrappers that misbehave."""
+"""Step engines for tests of the runtime: a tiny language model with a cache that can go wrong,
+and wrappers that misbehave.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ LOOK_BACK = 4  # tokens that the logits depend on
 
 
 class TableEngine:
-    """Logits are a sum of random tables, one per look-back distance, read through a per-slot cache of tokens.
+    """Logits are a sum of random tables, one per look-back distance, read through a per-slot cache
+    of tokens.
 
-    A stand-in for attention where arithmetic has to be exact: the same prefix gives bitwise the same logits in any batch, width
-    or dtype-preserving path, and garbage that a missing rewind or catch-up leaves in the cache changes them.
-    `closeness` in [0, 1] mixes in the tables of seed 0, so engines of different seeds can be made to agree more or less.
+    A stand-in for attention where arithmetic has to be exact: the same prefix gives bitwise the
+    same logits in any batch, width or dtype-preserving path, and garbage that a missing rewind or
+    catch-up leaves in the cache changes them. `closeness` in [0, 1] mixes in the tables of seed 0,
+    so engines of different seeds can be made to agree more or less.
     """
 
     def __init__(
@@ -39,12 +43,18 @@ class TableEngine:
         common = np.random.default_rng(0).normal(size=shape)
         tables = sharpness * (closeness * common + (1 - closeness) * own)
         # One row more, of zeros, for the places before a sequence begins.
-        self._tables = np.concatenate([tables, np.zeros((LOOK_BACK, 1, vocab_size))], axis=1).astype(dtype)
-        self._cache = np.full((max_batch_size, LOOK_BACK + max_seq_len + 2 * max_step_tokens), vocab_size)
+        self._tables = np.concatenate(
+            [tables, np.zeros((LOOK_BACK, 1, vocab_size))], axis=1
+        ).astype(dtype)
+        self._cache = np.full(
+            (max_batch_size, LOOK_BACK + max_seq_len + 2 * max_step_tokens), vocab_size
+        )
         self._lengths = [0] * max_batch_size
         self.forwards: list[tuple[int, int]] = []  # (batch, n) of every forward
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         rows, n = tokens.shape
         assert rows == len(slots) == len(set(slots))
         assert 0 < n <= self.max_step_tokens
@@ -71,13 +81,17 @@ class TableEngine:
 
 
 class ForgetfulRewind(TableEngine):
-    """Claims to rewind and keeps the rejected tokens: the lengths it reports are right, what it computes with is not."""
+    """Claims to rewind and keeps the rejected tokens: the lengths it reports are right, what it
+    computes with is not.
+    """
 
     def __init__(self, seed: int, **settings: object) -> None:
         super().__init__(seed, **settings)  # type: ignore[arg-type]
         self._claimed = [0] * self.max_batch_size
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         for slot in slots:
             self._claimed[slot] += tokens.shape[1]
         self._cache = np.pad(self._cache, ((0, 0), (0, tokens.shape[1])))
@@ -98,7 +112,9 @@ class FailingEngine(TableEngine):
 
     failing: frozenset[int] = frozenset()
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         if len(self.forwards) in self.failing:
             self.forwards.append((0, 0))
             raise RuntimeError("planted fault")

@@ -1,12 +1,14 @@
-"""An endpoint that streams on a schedule, in a process of its own: Triton's gRPC and HTTP, and OpenAI's, with faults to order.
+"""An endpoint that streams on a schedule, in a process of its own: Triton's gRPC and HTTP, and
+OpenAI's, with faults to order.
 
     with StubServer(Script(chunks=((5, "a", 1), (10, "bcd", 3)))) as stub:
         stub.http, stub.grpc, stub.log()
 
-It knows when it really wrote every chunk (one monotonic clock serves all processes of a machine), so a client's times can be
-compared with the server's own and not with a schedule that a busy machine bends. A prompt with "fault:NAME " gets it: refuse,
-stall, die, garbage, fewer (total below what was streamed), down (a count that decreases), more (than max_tokens), silent (no
-counts at all), endless (no finish reason), half (events cut in two, which is no fault).
+It knows when it really wrote every chunk (one monotonic clock serves all processes of a machine),
+so a client's times can be compared with the server's own and not with a schedule that a busy
+machine bends. A prompt with "fault:NAME " gets it: refuse, stall, die, garbage, fewer (total below
+what was streamed), down (a count that decreases), more (than max_tokens), silent (no counts at
+all), endless (no finish reason), half (events cut in two, which is no fault).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ READY = {"/v2/health/ready", "/v1/models"}
 
 @dataclass(frozen=True)
 class Script:
-    """chunks: (ms after the one before, text, tokens). usage: what the OpenAI side counts: continuous | total | none | ids."""
+    """chunks: (ms after the one before, text, tokens). usage: what the OpenAI side counts:
+    continuous | total | none | ids.
+    """
 
     chunks: tuple[tuple[float, str, int], ...] = tuple((1.0, "word ", 1) for _ in range(8))
     usage: str = "continuous"
@@ -39,7 +43,9 @@ class Script:
     triton: bool = True
     log: bool = True
     at_once: bool = False  # over HTTP, all events in one write
-    plain_factor: float = 1.0  # how much longer every chunk takes over HTTP where num_draft_tokens is 0
+    plain_factor: float = (
+        1.0  # how much longer every chunk takes over HTTP where num_draft_tokens is 0
+    )
 
     def dump(self) -> str:
         return json.dumps(self.__dict__)
@@ -58,19 +64,28 @@ class StubServer:
 
     def __enter__(self) -> StubServer:
         command = [sys.executable, "-m", "tests.support.stub", self.script.dump()]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         ports = json.loads(self._process.stdout.readline())
         self.http, self.grpc = f"http://127.0.0.1:{ports['http']}", f"127.0.0.1:{ports['grpc']}"
         self.metrics = f"{self.http}/metrics"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._process.kill()
         self._process.communicate()
 
     def log(self) -> list[dict[str, Any]]:
-        """Of every answer: prompt, when the request had come (came_ns), and written: (ns, tokens) of every chunk."""
+        """Of every answer: prompt, when the request had come (came_ns), and written: (ns,
+        tokens) of every chunk.
+        """
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.http}/log", timeout=10) as response:
             found: list[dict[str, Any]] = json.loads(response.read())
@@ -97,11 +112,16 @@ class Book:
 
     def end(self) -> None:
         self.requests += 1
-        self.tokens += sum(tokens for _, _, tokens in self.script.chunks) * (2 if self.script.counted_twice else 1)
+        self.tokens += sum(tokens for _, _, tokens in self.script.chunks) * (
+            2 if self.script.counted_twice else 1
+        )
 
     def page(self) -> str:
         names = {"toolkit_requests": self.requests, "toolkit_output_tokens": self.tokens}
-        names |= {"vllm:request_success_total": self.requests, "vllm:generation_tokens_total": self.tokens}
+        names |= {
+            "vllm:request_success_total": self.requests,
+            "vllm:generation_tokens_total": self.tokens,
+        }
         names["nv_inference_request_success"] = self.requests
         return "".join(f'{name}{{model="stub"}} {value}\n' for name, value in names.items())
 
@@ -137,9 +157,19 @@ def openai_events(script: Script, fault: str, chat: bool, usage: str) -> list[by
         choice: dict[str, Any] = {"index": 0, **said, "finish_reason": reason}
         if usage == "ids":
             choice["token_ids"] = list(range(ids))
-        data: dict[str, Any] = {"id": "stub", "object": kind, "model": "stub", "created": 0, "choices": [choice]}
+        data: dict[str, Any] = {
+            "id": "stub",
+            "object": kind,
+            "model": "stub",
+            "created": 0,
+            "choices": [choice],
+        }
         if counted is not None and usage == "continuous" and fault != "silent":
-            data["usage"] = {"prompt_tokens": 3, "completion_tokens": counted, "total_tokens": 3 + counted}
+            data["usage"] = {
+                "prompt_tokens": 3,
+                "completion_tokens": counted,
+                "total_tokens": 3 + counted,
+            }
         return b"data: " + json.dumps(data).encode() + b"\n\n"
 
     for i, (_, text, tokens) in enumerate(script.chunks):
@@ -198,7 +228,10 @@ class Http(asyncio.Protocol):
             self.answer(path, rest[:length])
 
     def whole(self, body: bytes, status: int = 200) -> None:
-        head = f"HTTP/1.1 {status} Said\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} Said\r\nContent-Length: {len(body)}\r\nContent-Type:"
+            " application/json\r\n\r\n"
+        )
         self.transport.write(head.encode() + body)
 
     def answer(self, path: str, body: bytes) -> None:
@@ -223,7 +256,11 @@ class Http(asyncio.Protocol):
             prompt = asked["text_input"]
         else:
             prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
-            prompt = prompt if isinstance(prompt, str) else "".join(part.get("text", "") for part in prompt)
+            prompt = (
+                prompt
+                if isinstance(prompt, str)
+                else "".join(part.get("text", "") for part in prompt)
+            )
         fault = fault_of(prompt)
         options = asked.get("stream_options", {})
         if fault == "refuse" or (script.refuses_continuous and "continuous_usage_stats" in options):
@@ -231,7 +268,10 @@ class Http(asyncio.Protocol):
             return
         entry = self.book.begin(prompt, asked)
         if path.endswith("/generate_stream"):
-            events = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in triton_outputs(script, fault)]
+            events = [
+                b"data: " + json.dumps(one).encode() + b"\n\n"
+                for one in triton_outputs(script, fault)
+            ]
             if fault == "garbage":
                 events[1] = b"data: {this is no JSON\n\n"
         else:
@@ -240,21 +280,36 @@ class Http(asyncio.Protocol):
                 usage = "total" if options.get("include_usage") else "none"
             events = openai_events(script, fault, chat, usage)
         events = [b"".join(events)] if script.at_once else events
-        self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding:"
+            b" chunked\r\n\r\n"
+        )
         loop = asyncio.get_running_loop()
         self.send(loop, loop.time(), events, 0, entry, fault)
 
-    def send(self, loop: Any, began: float, events: list[bytes], i: int, entry: dict[str, Any], fault: str) -> None:
+    def send(
+        self,
+        loop: Any,
+        began: float,
+        events: list[bytes],
+        i: int,
+        entry: dict[str, Any],
+        fault: str,
+    ) -> None:
         if i == 1 and fault == "stall":
             return
         if i == 1 and fault == "die":
             self.transport.abort()
             return
-        factor = self.book.script.plain_factor if entry["asked"].get("num_draft_tokens") == 0 else 1.0
+        factor = (
+            self.book.script.plain_factor if entry["asked"].get("num_draft_tokens") == 0 else 1.0
+        )
         due = began + factor * self.book.script.chunks[i][0] / 1000
         loop.call_at(due, self.write, loop, due, events, i, entry, fault)
 
-    def write(self, loop: Any, due: float, events: list[bytes], i: int, entry: dict[str, Any], fault: str) -> None:
+    def write(
+        self, loop: Any, due: float, events: list[bytes], i: int, entry: dict[str, Any], fault: str
+    ) -> None:
         if self.transport.is_closing():
             return
         last = i == len(events) - 1
@@ -277,7 +332,9 @@ def model_config() -> dict[str, Any]:
 
     from toolkit.triton.package import model_config as packaged
 
-    found: dict[str, Any] = json_format.MessageToDict(packaged.build(decoupled=True), preserving_proto_field_name=True)
+    found: dict[str, Any] = json_format.MessageToDict(
+        packaged.build(decoupled=True), preserving_proto_field_name=True
+    )
     return found
 
 
@@ -290,9 +347,17 @@ def response_of(outputs: dict[str, Any]) -> bytes:
     for name, value in outputs.items():
         values = value if isinstance(value, list) else [value]
         text = bool(values) and isinstance(values[0], str)
-        response.infer_response.outputs.add(name=name, datatype="BYTES" if text else "INT32", shape=[len(values)])
-        raw = b"".join(struct.pack("<I", len(one.encode())) + one.encode() for one in values) if text else b""
-        response.infer_response.raw_output_contents.append(raw if text else np.asarray(values, np.int32).tobytes())
+        response.infer_response.outputs.add(
+            name=name, datatype="BYTES" if text else "INT32", shape=[len(values)]
+        )
+        raw = (
+            b"".join(struct.pack("<I", len(one.encode())) + one.encode() for one in values)
+            if text
+            else b""
+        )
+        response.infer_response.raw_output_contents.append(
+            raw if text else np.asarray(values, np.int32).tobytes()
+        )
     encoded: bytes = response.SerializeToString()
     return encoded
 
@@ -314,16 +379,26 @@ async def serve_grpc(book: Book) -> tuple[Any, int]:
 
     async def infer(requests: Any, context: Any) -> None:
         asked = service_pb2.ModelInferRequest.FromString(await context.read())
-        prompt = asked.raw_input_contents[[one.name for one in asked.inputs].index("text_input")][4:].decode()
+        prompt = asked.raw_input_contents[[one.name for one in asked.inputs].index("text_input")][
+            4:
+        ].decode()
         fault = fault_of(prompt)
         if fault == "refuse":
-            await context.write(service_pb2.ModelStreamInferResponse(error_message="no, on purpose").SerializeToString())
+            await context.write(
+                service_pb2.ModelStreamInferResponse(
+                    error_message="no, on purpose"
+                ).SerializeToString()
+            )
             return
-        frames = usual if not fault else [response_of(one) for one in triton_outputs(book.script, fault)]
+        frames = (
+            usual if not fault else [response_of(one) for one in triton_outputs(book.script, fault)]
+        )
         entry = book.begin(prompt, {})
         loop = asyncio.get_running_loop()
         due = loop.time()
-        for i, (frame, (delay_ms, _, tokens)) in enumerate(zip(frames, book.script.chunks, strict=True)):
+        for i, (frame, (delay_ms, _, tokens)) in enumerate(
+            zip(frames, book.script.chunks, strict=True)
+        ):
             if i == 1 and fault == "stall":
                 await asyncio.sleep(60)
             if i == 1 and fault == "die":
@@ -340,7 +415,9 @@ async def serve_grpc(book: Book) -> tuple[Any, int]:
         "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(infer),
     }
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, port

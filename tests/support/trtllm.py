@@ -1,4 +1,6 @@
-"""A place with a stand-in `trtllm-build` on the PATH, and `docker` where asked; and TRT-LLM checkpoints to build from."""
+"""A place with a stand-in `trtllm-build` on the PATH, and `docker` where asked; and TRT-LLM
+checkpoints to build from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from toolkit.engines.trt_engine import TrtEngineBackend
 from toolkit.records.build import QuantizedCheckpoint, TrtllmForm
 
 STAND_IN = Path(__file__).with_name("trtllm_build.py")
-# What `docker run ... IMAGE trtllm-build ARGUMENTS` comes to: the mounts' sources in place of the paths inside.
+# What `docker run ... IMAGE trtllm-build ARGUMENTS` comes to: the mounts' sources in place of the
+# paths inside.
 DOCKER = """#!{python}
 import os, re, sys
 line = sys.argv[1:]
@@ -27,7 +30,8 @@ if line[0] == "kill":
     sys.exit(0)
 with open({record!r}, "w") as record:
     record.write("\\n".join(line))
-mounts = dict(re.search(r"source=([^,]+),target=([^,]+)", part).groups()[::-1] for part in line if "target=" in part)
+targets = [part for part in line if "target=" in part]
+mounts = dict(re.search(r"source=([^,]+),target=([^,]+)", part).groups()[::-1] for part in targets)
 arguments = [mounts.get(part, part) for part in line[line.index("trtllm-build") + 1:]]
 arguments = [part.replace("/tmp/model.cache", {record!r} + ".cache") for part in arguments]
 os.execv({python!r}, [{python!r}, "-I", "-S", {stand_in!r}, *arguments])
@@ -36,7 +40,9 @@ os.execv({python!r}, [{python!r}, "-I", "-S", {stand_in!r}, *arguments])
 
 @dataclass
 class Place:
-    """A bin folder, and what the stand-in is told. gpus: what the backend believes this machine has."""
+    """A bin folder, and what the stand-in is told. gpus: what the backend believes this machine
+    has.
+    """
 
     bin: Path
     settings: dict[str, str] = field(default_factory=dict)
@@ -61,13 +67,18 @@ class Place:
     def add_docker(self) -> Path:
         """Returns the file that its arguments will be in, a line each."""
         record = self.bin / "docker-arguments"
-        _executable(self.bin / "docker", DOCKER.format(python=sys.executable, record=str(record), stand_in=str(STAND_IN)))
+        _executable(
+            self.bin / "docker",
+            DOCKER.format(python=sys.executable, record=str(record), stand_in=str(STAND_IN)),
+        )
         return record
 
 
 def place_with_builder(folder: Path, **settings: str) -> Place:
     folder.mkdir(parents=True, exist_ok=True)
-    _executable(folder / "trtllm-build", f'#!/bin/sh\nexec {sys.executable} -I -S {STAND_IN} "$@"\n')
+    _executable(
+        folder / "trtllm-build", f'#!/bin/sh\nexec {sys.executable} -I -S {STAND_IN} "$@"\n'
+    )
     return Place(folder, settings)
 
 
@@ -87,7 +98,9 @@ def write_trtllm_checkpoint(
     architecture: str = "LlamaForCausalLM",
     vocab_size: int = 258,
 ) -> QuantizedCheckpoint:
-    """A small random checkpoint in TRT-LLM's form, in a subfolder of one with tokenizer files. Returns its record."""
+    """A small random checkpoint in TRT-LLM's form, in a subfolder of one with tokenizer files.
+    Returns its record.
+    """
     write_byte_tokenizer(folder)
     world_size = tp_size * pp_size
     form = folder / "trtllm"
@@ -108,8 +121,12 @@ def write_trtllm_checkpoint(
     }
     (form / "config.json").write_text(json.dumps(config))
     for rank in range(world_size):
-        weights = torch.randint(-100, 100, (512, 64), generator=torch.Generator().manual_seed(rank), dtype=torch.int8)
-        save_file({"transformer.layers.0.attention.qkv.weight": weights}, form / f"rank{rank}.safetensors")
+        weights = torch.randint(
+            -100, 100, (512, 64), generator=torch.Generator().manual_seed(rank), dtype=torch.int8
+        )
+        save_file(
+            {"transformer.layers.0.attention.qkv.weight": weights}, form / f"rank{rank}.safetensors"
+        )
     return QuantizedCheckpoint(
         role=role,
         path=folder,

@@ -1,13 +1,16 @@
-"""A stand-in for `trtllm-build`, for tests only: the contract of its command line and of what it leaves behind, without a GPU.
+"""A stand-in for `trtllm-build`, for tests only: the contract of its command line and of what it
+leaves behind, without a GPU.
 
-It takes exactly the flags of a version, refuses what the real one refuses, makes the same silent adjustments, prints the same
-kind of log, and writes an engine directory of the same shape, whose rank files hold the checkpoint's bytes. It decodes nothing
-and chooses no kernels. Its table of flags stands here by itself, made from the same contract as `toolkit.facts.trtllm_build`
-and not from it: where the two differ, one of them was changed by mistake.
+It takes exactly the flags of a version, refuses what the real one refuses, makes the same silent
+adjustments, prints the same kind of log, and writes an engine directory of the same shape, whose
+rank files hold the checkpoint's bytes. It decodes nothing and chooses no kernels. Its table of
+flags stands here by itself, made from the same contract as `toolkit.facts.trtllm_build` and not
+from it: where the two differ, one of them was changed by mistake.
 
-The environment says what it is: STANDIN_VERSION (1.2.1), STANDIN_SM (90), STANDIN_DEVICES (8), and how it fails, STANDIN_FAIL:
-oom | host-oom | killed | partial-ranks | hollow | disk-full | tactics | silent; STANDIN_FAIL_RANK (0) says in which rank.
-Only the standard library is used, so that it starts in a few milliseconds.
+The environment says what it is: STANDIN_VERSION (1.2.1), STANDIN_SM (90), STANDIN_DEVICES (8), and
+how it fails, STANDIN_FAIL: oom | host-oom | killed | partial-ranks | hollow | disk-full | tactics |
+silent; STANDIN_FAIL_RANK (0) says in which rank. Only the standard library is used, so that it
+starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -68,7 +71,11 @@ FLAGS = (
     ("--lora_ckpt_source", "hf|nemo", "hf"),
     ("--lora_target_modules", "list", None),
     ("--max_lora_rank", "int", 64),
-    ("--speculative_decoding_mode", "draft_tokens_external|lookahead_decoding|medusa|explicit_draft_tokens|eagle", None),
+    (
+        "--speculative_decoding_mode",
+        "draft_tokens_external|lookahead_decoding|medusa|explicit_draft_tokens|eagle",
+        None,
+    ),
     ("--max_draft_len", "int", 0),
     ("--bert_attention_plugin", DTYPE, "auto"),
     ("--gpt_attention_plugin", DTYPE, "auto"),
@@ -104,7 +111,13 @@ FLAGS_UP_TO_0_21 = (
     ("--gpus_per_node", "int", 8),
     ("--cluster_key", "text", None),
 )
-MODES = {"draft_tokens_external": 2, "medusa": 4, "lookahead_decoding": 8, "explicit_draft_tokens": 16, "eagle": 32}
+MODES = {
+    "draft_tokens_external": 2,
+    "medusa": 4,
+    "lookahead_decoding": 8,
+    "explicit_draft_tokens": 16,
+    "eagle": 32,
+}
 PLUGINS_WITHOUT_FLAG: dict[str, Any] = {
     "identity_plugin": None,
     "qserve_gemm_plugin": None,
@@ -122,7 +135,9 @@ PLUGINS_WITHOUT_FLAG: dict[str, Any] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="trtllm-build", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made = argparse.ArgumentParser(
+        prog="trtllm-build", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for names, kind, default in (*FLAGS, *(FLAGS_UP_TO_0_21 if VERSION.startswith("0.") else ())):
         options: dict[str, Any] = {"default": default, "help": "of the contract"}
         if kind == "flag":
@@ -141,7 +156,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _kv_cache_type(text: str) -> str:
     if text.upper() not in ("CONTINUOUS", "PAGED", "DISABLED"):
-        raise argparse.ArgumentTypeError(f"Invalid value '{text}'. Expected one of ['continuous', 'paged', 'disabled']")
+        raise argparse.ArgumentTypeError(
+            f"Invalid value '{text}'. Expected one of ['continuous', 'paged', 'disabled']"
+        )
     return text.upper()
 
 
@@ -152,7 +169,9 @@ def say(text: str, level: str = "I", program: str = "TRT-LLM") -> None:
 def main() -> None:
     arguments = parser().parse_args()
     print(f"[TensorRT-LLM] TensorRT-LLM version: {VERSION}", flush=True)
-    if (arguments.gather_context_logits or arguments.gather_all_token_logits) and arguments.max_draft_len > 0:
+    if (
+        arguments.gather_context_logits or arguments.gather_all_token_logits
+    ) and arguments.max_draft_len > 0:
         raise RuntimeError("Gather context logits is not support with draft len > 0. ")
     out_dir = Path(arguments.output_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -173,7 +192,12 @@ def main() -> None:
     build = adjusted(arguments, pretrained)
     Path(arguments.output_timing_cache).write_bytes(b"timing cache")
     for rank in range(int(pretrained["mapping"]["world_size"])):
-        build_rank(rank, checkpoint, out_dir, {"version": VERSION, "pretrained_config": pretrained, "build_config": build})
+        build_rank(
+            rank,
+            checkpoint,
+            out_dir,
+            {"version": VERSION, "pretrained_config": pretrained, "build_config": build},
+        )
     say("Total time of building all engines: 00:00:00")
 
 
@@ -184,13 +208,19 @@ def adjusted(arguments: argparse.Namespace, pretrained: dict[str, Any]) -> dict[
     plugins = plugin_config(arguments, pretrained)
     mode = MODES.get(arguments.speculative_decoding_mode, 1)
     max_seq_len = arguments.max_seq_len or int(pretrained["max_position_embeddings"])
-    max_input_len, max_num_tokens = min(arguments.max_input_len, max_seq_len), arguments.max_num_tokens
+    max_input_len, max_num_tokens = (
+        min(arguments.max_input_len, max_seq_len),
+        arguments.max_num_tokens,
+    )
     if mode != 1:
         say(f"Increasing max_seq_len ({max_seq_len}) by max_draft_len ({arguments.max_draft_len})")
         max_seq_len += arguments.max_draft_len
         needed = arguments.max_batch_size * (arguments.max_draft_len + 1)
         if max_num_tokens < needed:
-            say(f"max_num_tokens ({max_num_tokens}) is smaller. New max_num_tokens is set to {needed}.")
+            say(
+                f"max_num_tokens ({max_num_tokens}) is smaller. New max_num_tokens is set to"
+                f" {needed}."
+            )
             max_num_tokens = needed
     if mode == 32 and (arguments.max_batch_size > 512 or arguments.max_draft_len > 256):
         raise RuntimeError("EAGLE: max_batch_size or max_draft_len too large")
@@ -204,11 +234,17 @@ def adjusted(arguments: argparse.Namespace, pretrained: dict[str, Any]) -> dict[
         "max_batch_size": arguments.max_batch_size,
         "max_beam_width": arguments.max_beam_width,
         "max_num_tokens": max_num_tokens,
-        "opt_num_tokens": arguments.opt_num_tokens or arguments.max_batch_size * arguments.max_beam_width,
+        "opt_num_tokens": (
+            arguments.opt_num_tokens or arguments.max_batch_size * arguments.max_beam_width
+        ),
         "max_prompt_embedding_table_size": 0,
         "kv_cache_type": arguments.kv_cache_type or "PAGED",
-        "gather_context_logits": arguments.gather_context_logits or arguments.gather_all_token_logits,
-        "gather_generation_logits": arguments.gather_generation_logits or arguments.gather_all_token_logits,
+        "gather_context_logits": (
+            arguments.gather_context_logits or arguments.gather_all_token_logits
+        ),
+        "gather_generation_logits": (
+            arguments.gather_generation_logits or arguments.gather_all_token_logits
+        ),
         "strongly_typed": True,
         "force_num_profiles": None,
         "profiling_verbosity": arguments.profiling_verbosity,
@@ -250,7 +286,8 @@ def refuse_precision(plugins: dict[str, Any], algo: str | None, kv_algo: str | N
         if algo is not None and algo.startswith("W8A8_SQ"):
             raise RuntimeError("SmoothQuant is not supported on SM>=100.")
     if SM >= 100 and any(
-        plugins[name] for name in ("gemm_swiglu_plugin", "fp8_rowwise_gemm_plugin", "low_latency_gemm_plugin")
+        plugins[name]
+        for name in ("gemm_swiglu_plugin", "fp8_rowwise_gemm_plugin", "low_latency_gemm_plugin")
     ):
         raise NotImplementedError("This plugin is not supported on SM>=100.")
 
@@ -258,17 +295,27 @@ def refuse_precision(plugins: dict[str, Any], algo: str | None, kv_algo: str | N
 def adjust_fusions(plugins: dict[str, Any], algo: str | None, pretrained: dict[str, Any]) -> None:
     if algo not in (None, "FP8", "MIXED_PRECISION"):
         plugins["use_fused_mlp"] = False
-    family = pretrained["architecture"] in ("LlamaForCausalLM", "Gemma2ForCausalLM", "MedusaForCausalLM")
+    family = pretrained["architecture"] in (
+        "LlamaForCausalLM",
+        "Gemma2ForCausalLM",
+        "MedusaForCausalLM",
+    )
     if plugins["reduce_fusion"] and (pretrained["mapping"]["tp_size"] == 1 or not family):
         plugins["reduce_fusion"] = False
-    plugins["nccl_plugin"] = pretrained["dtype"] if pretrained["mapping"]["world_size"] > 1 else None
+    plugins["nccl_plugin"] = (
+        pretrained["dtype"] if pretrained["mapping"]["world_size"] > 1 else None
+    )
     if algo == "W8A16":
         plugins["weight_only_quant_matmul_plugin"] = pretrained["dtype"]
 
 
 def plugin_config(arguments: argparse.Namespace, pretrained: dict[str, Any]) -> dict[str, Any]:
-    """Switches as truth values, types as text, `auto` as the checkpoint's type; disabled or unset is null."""
-    start = next(index for index, (names, _, _) in enumerate(FLAGS) if names == "--bert_attention_plugin")
+    """Switches as truth values, types as text, `auto` as the checkpoint's type; disabled or
+    unset is null.
+    """
+    start = next(
+        index for index, (names, _, _) in enumerate(FLAGS) if names == "--bert_attention_plugin"
+    )
     found: dict[str, Any] = {"dtype": pretrained["dtype"]}
     for names, kind, _ in FLAGS[start:]:
         name = names.split()[0].removeprefix("--")
@@ -313,15 +360,28 @@ def build_rank(rank: int, checkpoint: Path, out_dir: Path, config: dict[str, Any
 def fail() -> None:
     if FAIL == "oom":
         size = 24793579520
-        say("[virtualMemoryBuffer.cpp::resizePhysical::140] Error Code 2: OutOfMemory (no further information)", "E", "TRT")
+        say(
+            "[virtualMemoryBuffer.cpp::resizePhysical::140] Error Code 2: OutOfMemory (no further"
+            " information)",
+            "E",
+            "TRT",
+        )
         say(f"Requested amount of GPU memory ({size} bytes) could not be allocated.", "W", "TRT")
         gave_up("Engine building failed, please check the error log.")
     if FAIL == "host-oom":
-        raise RuntimeError("A process in the process pool was terminated abruptly while the future was running or pending.")
+        raise RuntimeError(
+            "A process in the process pool was terminated abruptly while the future was running or"
+            " pending."
+        )
     if FAIL == "disk-full":
         raise OSError(28, "No space left on device")
     if FAIL == "tactics":
-        say("Error Code 10: Internal Error (Could not find any implementation for node LlamaForCausalLM/lm_head.)", "E", "TRT")
+        say(
+            "Error Code 10: Internal Error (Could not find any implementation for node"
+            " LlamaForCausalLM/lm_head.)",
+            "E",
+            "TRT",
+        )
         gave_up("Engine building failed, please check the error log.")
     if FAIL == "silent":
         sys.exit(7)

@@ -1,4 +1,6 @@
-"""The bls layout in a real tritonserver: the answers of the llmapi layout, with streaming, company, and drafts that fail."""
+"""The bls layout in a real tritonserver: the answers of the llmapi layout, with streaming,
+company, and drafts that fail.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def variant(server: TritonServer, name: str) -> Client:
 
 
 def post(server: TritonServer, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    request = urllib.request.Request(f"http://{server.http_url}/v2/models/{path}", data=json.dumps(body).encode())
+    request = urllib.request.Request(
+        f"http://{server.http_url}/v2/models/{path}", data=json.dumps(body).encode()
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
@@ -64,7 +68,9 @@ def post(server: TritonServer, path: str, body: dict[str, Any]) -> tuple[int, st
             return error.code, error.read().decode()
 
 
-def infer(client: triton_grpc.InferenceServerClient, model: str, tensors: dict[str, Any]) -> dict[str, Any]:
+def infer(
+    client: triton_grpc.InferenceServerClient, model: str, tensors: dict[str, Any]
+) -> dict[str, Any]:
     """One answer of a model, decoupled or not, as name -> array."""
     inputs = []
     for name, value in tensors.items():
@@ -75,21 +81,38 @@ def infer(client: triton_grpc.InferenceServerClient, model: str, tensors: dict[s
     client.start_stream(lambda result, error: answers.append(error or result))
     client.async_stream_infer(model, inputs)
     client.stop_stream()
-    (answer,) = [each for each in answers if isinstance(each, Exception) or each.get_response().outputs]
+    (answer,) = [
+        each for each in answers if isinstance(each, Exception) or each.get_response().outputs
+    ]
     if isinstance(answer, Exception):
         raise answer
     return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_the_answers_are_those_of_the_llmapi_layout(client: Client, llmapi: Client, options: Options) -> None:
+def test_the_answers_are_those_of_the_llmapi_layout(
+    client: Client, llmapi: Client, options: Options
+) -> None:
     for prompt in PROMPTS[:3]:
         ours, theirs = client.generate(prompt, options), llmapi.generate(prompt, options)
-        assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
+        assert (ours.text, ours.token_ids, ours.finish_reason) == (
+            theirs.text,
+            theirs.token_ids,
+            theirs.finish_reason,
+        )
         assert ours.stop_reason == theirs.stop_reason
-        for figure in ("input_tokens", "output_tokens", "drafted", "accepted", "verify_steps", "accepted_by_position"):
+        for figure in (
+            "input_tokens",
+            "output_tokens",
+            "drafted",
+            "accepted",
+            "verify_steps",
+            "accepted_by_position",
+        ):
             if figure != "accepted_by_position" or options.num_draft_tokens != 0:
-                assert getattr(ours.statistics, figure) == getattr(theirs.statistics, figure), figure
+                assert getattr(ours.statistics, figure) == getattr(theirs.statistics, figure), (
+                    figure
+                )
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -145,10 +168,23 @@ def test_every_rule_serves_sampled_requests(client: Client, acceptance: str) -> 
     assert len(whole.token_ids) == 60 or whole.finish_reason == "stop"
 
 
-def test_an_http_client_written_for_tensorrt_llm_is_served(tiny_bls_server: TritonServer, client: Client) -> None:
+def test_an_http_client_written_for_tensorrt_llm_is_served(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
     expected = client.generate(PROMPTS[2], max_tokens=24)
-    body = {"text_input": PROMPTS[2], "max_tokens": 24, "bad_words": "", "stop_words": "", "stream": False}
-    speculative = {**body, "num_draft_tokens": 3, "use_draft_logits": False, "return_perf_metrics": True}
+    body = {
+        "text_input": PROMPTS[2],
+        "max_tokens": 24,
+        "bad_words": "",
+        "stop_words": "",
+        "stream": False,
+    }
+    speculative = {
+        **body,
+        "num_draft_tokens": 3,
+        "use_draft_logits": False,
+        "return_perf_metrics": True,
+    }
     for request in (body, speculative):
         status, text = post(tiny_bls_server, "tensorrt_llm_bls/generate", request)
         assert status == 200, text
@@ -156,7 +192,9 @@ def test_an_http_client_written_for_tensorrt_llm_is_served(tiny_bls_server: Trit
     figures = json.loads(text)
     assert figures["total_draft_tokens"] == expected.statistics.drafted
     assert figures["kv_cache_reused_blocks"] > figures["kv_cache_alloc_new_blocks"]
-    _, text = post(tiny_bls_server, "tensorrt_llm_bls/generate_stream", {**speculative, "stream": True})
+    _, text = post(
+        tiny_bls_server, "tensorrt_llm_bls/generate_stream", {**speculative, "stream": True}
+    )
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert "".join(event["text_output"] for event in events) == expected.text
 
@@ -164,19 +202,33 @@ def test_an_http_client_written_for_tensorrt_llm_is_served(tiny_bls_server: Trit
 def test_accumulated_chunks_repeat_the_text(tiny_bls_server: TritonServer, client: Client) -> None:
     body = {"text_input": PROMPTS[2], "max_tokens": 40, "stream": True}
     _, text = post(tiny_bls_server, "bls_accumulating/generate_stream", body)
-    texts = [json.loads(line.removeprefix("data: "))["text_output"] for line in text.splitlines() if line]
+    texts = [
+        json.loads(line.removeprefix("data: "))["text_output"] for line in text.splitlines() if line
+    ]
     assert texts[-1] == client.generate(PROMPTS[2], max_tokens=40).text
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     with variant(tiny_bls_server, "accumulating") as accumulating:
-        assert "".join(chunk.text for chunk in accumulating.stream(PROMPTS[2], max_tokens=40)) == texts[-1]
+        assert (
+            "".join(chunk.text for chunk in accumulating.stream(PROMPTS[2], max_tokens=40))
+            == texts[-1]
+        )
 
 
-def test_a_loop_written_against_the_engine_models_gives_the_same_text(tiny_bls_server: TritonServer, client: Client) -> None:
-    """The loop of TensorRT-LLM's own client: every model by its own tensors, prompt and output together in every answer."""
+def test_a_loop_written_against_the_engine_models_gives_the_same_text(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
+    """The loop of TensorRT-LLM's own client: every model by its own tensors, prompt and output
+    together in every answer.
+    """
     expected = client.generate(PROMPTS[4], max_tokens=20)
     with triton_grpc.InferenceServerClient(tiny_bls_server.grpc_url) as raw:
-        query = {"QUERY": [[PROMPTS[4].encode()]], "REQUEST_OUTPUT_LEN": np.array([[20]], dtype=np.int32)}
-        prepared = infer(raw, "preprocessing", {name: np.array(value) for name, value in query.items()})
+        query = {
+            "QUERY": [[PROMPTS[4].encode()]],
+            "REQUEST_OUTPUT_LEN": np.array([[20]], dtype=np.int32),
+        }
+        prepared = infer(
+            raw, "preprocessing", {name: np.array(value) for name, value in query.items()}
+        )
         prompt = prepared["INPUT_ID"][0].tolist()
         ids, reused = list(prompt), []
         while len(ids) < len(prompt) + 20 and ids[-1] != prepared["OUT_END_ID"][0][0]:
@@ -189,7 +241,11 @@ def test_a_loop_written_against_the_engine_models_gives_the_same_text(tiny_bls_s
             count = min(3, len(prompt) + 20 - len(ids) - 1)
             drafts: list[int] = []
             if count > 0:
-                draft = infer(raw, "tensorrt_llm_draft", {**common, "request_output_len": np.array([[count]], dtype=np.int32)})
+                draft = infer(
+                    raw,
+                    "tensorrt_llm_draft",
+                    {**common, "request_output_len": np.array([[count]], dtype=np.int32)},
+                )
                 length = draft["sequence_length"][0][0]
                 drafts = draft["output_ids"][0][0][len(ids) : length].tolist()
                 common["draft_input_ids"] = np.array([drafts], dtype=np.int32)
@@ -201,8 +257,13 @@ def test_a_loop_written_against_the_engine_models_gives_the_same_text(tiny_bls_s
             reused.append(int(target["kv_cache_reused_blocks"][0][0]) / (len(ids) - 1))
             ids = new
         assert tuple(ids[len(prompt) :]) == expected.token_ids
-        assert reused[1:] == [1.0] * len(reused[1:])  # every round but the first computes one token and the drafts
-        rows = {"TOKENS_BATCH": np.array([[ids]], dtype=np.int32), "SEQUENCE_LENGTH": np.array([[len(ids)]], dtype=np.int32)}
+        assert reused[1:] == [1.0] * len(
+            reused[1:]
+        )  # every round but the first computes one token and the drafts
+        rows = {
+            "TOKENS_BATCH": np.array([[ids]], dtype=np.int32),
+            "SEQUENCE_LENGTH": np.array([[len(ids)]], dtype=np.int32),
+        }
         assert infer(raw, "postprocessing", rows)["OUTPUT"][0].decode().endswith(expected.text)
 
 
@@ -216,7 +277,10 @@ def test_draft_logits_travel_from_engine_to_engine(tiny_bls_server: TritonServer
             "runtime_top_p": np.array([[1.0]], dtype=np.float32),
             "seed": np.array([[5]], dtype=np.uint64),
         }
-        asked = {"request_output_len": np.array([[3]], dtype=np.int32), "return_generation_logits": np.array([[True]])}
+        asked = {
+            "request_output_len": np.array([[3]], dtype=np.int32),
+            "return_generation_logits": np.array([[True]]),
+        }
         draft = infer(raw, "tensorrt_llm_draft", {**common, **asked})
         assert draft["generation_logits"].shape == (1, 1, 3, 258)
         more = {
@@ -227,20 +291,39 @@ def test_draft_logits_travel_from_engine_to_engine(tiny_bls_server: TritonServer
         target = infer(raw, "tensorrt_llm", {**common, **more})
         assert 1 <= target["sequence_length"][0][0] <= 4
         with pytest.raises(Exception, match="for these draft tokens it is"):
-            infer(raw, "tensorrt_llm", {**common, **more, "draft_logits": draft["generation_logits"][0][:, :2]})
+            infer(
+                raw,
+                "tensorrt_llm",
+                {**common, **more, "draft_logits": draft["generation_logits"][0][:, :2]},
+            )
 
 
 def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
     body = {"text_input": PROMPTS[5], "max_tokens": 15, "return_log_probs": True}
     speculative, plain = (
-        json.loads(post(tiny_bls_server, "tensorrt_llm_bls/generate", {**body, "num_draft_tokens": n})[1]) for n in (3, 0)
+        json.loads(
+            post(tiny_bls_server, "tensorrt_llm_bls/generate", {**body, "num_draft_tokens": n})[1]
+        )
+        for n in (3, 0)
     )
     assert speculative["output_log_probs"] == pytest.approx(plain["output_log_probs"])
     for told in (speculative, plain):
-        assert len(told["next_best_ids"]) == len(told["next_best_log_probs"]) == len(told["output_log_probs"]) == 15
-        assert all(other <= own for own, other in zip(told["output_log_probs"], told["next_best_log_probs"], strict=True))
+        assert (
+            len(told["next_best_ids"])
+            == len(told["next_best_log_probs"])
+            == len(told["output_log_probs"])
+            == 15
+        )
+        assert all(
+            other <= own
+            for own, other in zip(
+                told["output_log_probs"], told["next_best_log_probs"], strict=True
+            )
+        )
     assert speculative["next_best_ids"] == plain["next_best_ids"]
-    assert speculative["cum_log_probs"] == pytest.approx(sum(speculative["output_log_probs"]), rel=1e-5)
+    assert speculative["cum_log_probs"] == pytest.approx(
+        sum(speculative["output_log_probs"]), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,12 +333,18 @@ def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
         ("x", Options(max_tokens=0), "max_tokens is 0"),
         ("x", Options(max_tokens=MAX_SEQ_LEN + 1), f"exceed max_seq_len {MAX_SEQ_LEN} together"),
         ("x" * (MAX_INPUT_LEN + 1), Options(max_tokens=1), f"up to {MAX_INPUT_LEN}"),
-        ("x", Options(max_tokens=1, num_draft_tokens=MAX_DRAFT_LEN + 1), f"num_draft_tokens is {MAX_DRAFT_LEN + 1}"),
+        (
+            "x",
+            Options(max_tokens=1, num_draft_tokens=MAX_DRAFT_LEN + 1),
+            f"num_draft_tokens is {MAX_DRAFT_LEN + 1}",
+        ),
         ("x", Options(max_tokens=1, top_p=0.0), "top_p is 0"),
         ("x", Options(max_tokens=3, acceptance="hope"), "acceptance is 'hope'"),
     ],
 )
-def test_what_cannot_be_served_is_refused(client: Client, prompt: str, options: Options, message: str) -> None:
+def test_what_cannot_be_served_is_refused(
+    client: Client, prompt: str, options: Options, message: str
+) -> None:
     with pytest.raises(RequestRefused, match=message):
         client.generate(prompt, options)
     with pytest.raises(RequestRefused, match=message):
@@ -275,7 +364,9 @@ def test_what_cannot_be_served_is_refused(client: Client, prompt: str, options: 
 def test_what_this_deployment_lacks_is_refused_by_name(
     tiny_bls_server: TritonServer, extra: dict[str, Any], message: str
 ) -> None:
-    status, text = post(tiny_bls_server, "tensorrt_llm_bls/generate", {"text_input": "x", "max_tokens": 3, **extra})
+    status, text = post(
+        tiny_bls_server, "tensorrt_llm_bls/generate", {"text_input": "x", "max_tokens": 3, **extra}
+    )
     assert status in (400, 500)
     assert re.search(message, json.loads(text)["error"]), text
 
@@ -283,12 +374,23 @@ def test_what_this_deployment_lacks_is_refused_by_name(
 def test_a_deadline_ends_a_request_plain_or_not(client: Client) -> None:
     for drafts in (0, 3):
         with pytest.raises(RequestRefused, match="deadline of 5 ms passed after"):
-            list(client.stream(PROMPTS[6], max_tokens=200, timeout_ms=5, num_draft_tokens=drafts, temperature=1.0, seed=1))
+            list(
+                client.stream(
+                    PROMPTS[6],
+                    max_tokens=200,
+                    timeout_ms=5,
+                    num_draft_tokens=drafts,
+                    temperature=1.0,
+                    seed=1,
+                )
+            )
 
 
 def test_leaving_a_stream_frees_its_room(client: Client, tiny_bls_server: TritonServer) -> None:
     for number in range(6):
-        chunks = client.stream(PROMPTS[7], max_tokens=200, num_draft_tokens=0 if number % 2 else None)
+        chunks = client.stream(
+            PROMPTS[7], max_tokens=200, num_draft_tokens=0 if number % 2 else None
+        )
         next(chunks)
         chunks.close()  # type: ignore[attr-defined]
     assert eventually(lambda: metric(tiny_bls_server, "toolkit_active_requests") == 0)
@@ -298,19 +400,36 @@ def test_leaving_a_stream_frees_its_room(client: Client, tiny_bls_server: Triton
 def test_rounds_with_a_seed_each_are_repeatable(tiny_bls_server: TritonServer) -> None:
     """For backends that start their random numbers anew with every call."""
     with variant(tiny_bls_server, "seeds_by_call") as by_call:
-        one, two, other = (by_call.generate(PROMPTS[8], max_tokens=30, temperature=1.0, seed=seed) for seed in (4, 4, 5))
+        one, two, other = (
+            by_call.generate(PROMPTS[8], max_tokens=30, temperature=1.0, seed=seed)
+            for seed in (4, 4, 5)
+        )
     assert one.token_ids == two.token_ids != other.token_ids
 
 
-def test_a_missing_draft_is_an_error_or_borne(tiny_bls_server: TritonServer, client: Client) -> None:
+def test_a_missing_draft_is_an_error_or_borne(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
     expected = client.generate(PROMPTS[9], max_tokens=12, num_draft_tokens=0)
-    with variant(tiny_bls_server, "lost_draft") as strict, variant(tiny_bls_server, "lost_draft_plain") as lenient:
-        with pytest.raises(RequestRefused, match=r"(?s)the model 'nowhere' .*on_draft_failure: plain"):
+    with (
+        variant(tiny_bls_server, "lost_draft") as strict,
+        variant(tiny_bls_server, "lost_draft_plain") as lenient,
+    ):
+        with pytest.raises(
+            RequestRefused, match=r"(?s)the model 'nowhere' .*on_draft_failure: plain"
+        ):
             strict.generate(PROMPTS[9], max_tokens=12)
         assert strict.generate(PROMPTS[9], max_tokens=12, num_draft_tokens=0).text == expected.text
         assert lenient.generate(PROMPTS[9], max_tokens=12).token_ids == expected.token_ids
-        assert "".join(chunk.text for chunk in lenient.stream(PROMPTS[9], max_tokens=12)) == expected.text
-    _, text = post(tiny_bls_server, "bls_lost_draft_plain/generate", {"text_input": PROMPTS[9], "max_tokens": 12})
+        assert (
+            "".join(chunk.text for chunk in lenient.stream(PROMPTS[9], max_tokens=12))
+            == expected.text
+        )
+    _, text = post(
+        tiny_bls_server,
+        "bls_lost_draft_plain/generate",
+        {"text_input": PROMPTS[9], "max_tokens": 12},
+    )
     assert "the model 'nowhere'" in json.loads(text)["draft_failure"]
 
 
@@ -321,7 +440,10 @@ def test_a_dead_draft_is_an_error_or_borne(tiny_bls_server: TritonServer, client
     os.kill(stub_of("tensorrt_llm_draft", tiny_bls_server.pid), signal.SIGKILL)
     time.sleep(2.5)  # the supervisor looks twice at a dead process before it acts
     assert client.generate(PROMPTS[10], max_tokens=12).token_ids == expected.token_ids
-    with variant(tiny_bls_server, "strict") as strict, pytest.raises(RequestRefused, match="tensorrt_llm_draft"):
+    with (
+        variant(tiny_bls_server, "strict") as strict,
+        pytest.raises(RequestRefused, match="tensorrt_llm_draft"),
+    ):
         strict.generate(PROMPTS[10], max_tokens=12)
     tiny_bls_server.check()
 
@@ -334,7 +456,11 @@ def stub_of(model: str, server: int) -> int:
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
-        if parent == server and "triton_python_backend_stub" in words[0] and f"/{model}/" in words[1]:
+        if (
+            parent == server
+            and "triton_python_backend_stub" in words[0]
+            and f"/{model}/" in words[1]
+        ):
             return int(folder.name)
     raise AssertionError(f"no process runs {model}")
 
@@ -350,5 +476,9 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 def metric(server: TritonServer, name: str) -> float:
     page = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
-    found = [line.split()[-1] for line in page.splitlines() if line.startswith(f'{name}{{model="tensorrt_llm_bls"')]
+    found = [
+        line.split()[-1]
+        for line in page.splitlines()
+        if line.startswith(f'{name}{{model="tensorrt_llm_bls"')
+    ]
     return float(found[0])

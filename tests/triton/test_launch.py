@@ -1,4 +1,6 @@
-"""Other ways to serve a packaged repository: its launch.sh, a bare `tritonserver --model-repository`, and not decoupled."""
+"""Other ways to serve a packaged repository: its launch.sh, a bare `tritonserver
+--model-repository`, and not decoupled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from tests.support.serving import package_pair
 from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.errors import ServerError
 from toolkit.records.build import TritonRepository
-from toolkit.triton.process.server import TritonServer, Workspace, find_server, launch_command, sweep
+from toolkit.triton.process.server import (
+    TritonServer,
+    Workspace,
+    find_server,
+    launch_command,
+    sweep,
+)
 
 
 def free_ports(count: int) -> list[int]:
@@ -41,7 +49,9 @@ def free_ports(count: int) -> list[int]:
 @contextmanager
 def running(command: list[str], log: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **settings)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, **settings
+        )  # type: ignore[call-overload]
     try:
         yield process
     finally:
@@ -68,7 +78,12 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
     shutil.copytree(tiny_repository.path, repository)
     tmp.mkdir()
     http, grpc, metrics = free_ports(3)
-    command = [str(repository / "launch.sh"), f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    command = [
+        str(repository / "launch.sh"),
+        f"--http-port={http}",
+        f"--grpc-port={grpc}",
+        f"--metrics-port={metrics}",
+    ]
     environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp)}
     with running(command, tmp_path / "log", env=environment, cwd=tmp_path) as process:
         assert answers(process, grpc, tmp_path / "log")
@@ -78,17 +93,35 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
     assert not list(tmp.iterdir())
 
 
-def test_bare_tritonserver_serves_in_the_right_environment(tiny_repository: TritonRepository, tmp_path: Path) -> None:
-    """The right environment: backends in /opt/tritonserver, and a Python with the toolkit for the Python backend."""
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a mount namespace, to have /opt/tritonserver/backends for one process only")
+def test_bare_tritonserver_serves_in_the_right_environment(
+    tiny_repository: TritonRepository, tmp_path: Path
+) -> None:
+    """The right environment: backends in /opt/tritonserver, and a Python with the toolkit for
+    the Python backend.
+    """
+    namespace = (
+        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    )
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(
+            "needs a mount namespace, to have /opt/tritonserver/backends for one process only"
+        )
     if Path(sys.base_prefix).resolve().is_relative_to("/opt") or not Path("/opt").is_dir():
         pytest.skip("the interpreter itself is in /opt, which the test would hide")
     workspace = Workspace.create()
     try:
         arguments, environment = launch_command(tiny_repository.path, workspace)
-        backends = next((argument.split("=")[1] for argument in arguments if argument.startswith("--backend-directory")), None)
+        backends = next(
+            (
+                argument.split("=")[1]
+                for argument in arguments
+                if argument.startswith("--backend-directory")
+            ),
+            None,
+        )
         if backends is None:
             pytest.skip("the tritonserver on PATH has its backends already")
         http, grpc, metrics = free_ports(3)
@@ -97,17 +130,22 @@ def test_bare_tritonserver_serves_in_the_right_environment(tiny_repository: Trit
             f"ln -s {backends} /opt/tritonserver/backends && "
             f"exec {find_server().binary} --model-repository {tiny_repository.path} "
             # Only where it listens, which is not part of the repository.
-            f"--http-address 127.0.0.1 --http-port {http} --grpc-address 127.0.0.1 --grpc-port {grpc} "
+            f"--http-address 127.0.0.1 --http-port {http} --grpc-address 127.0.0.1 --grpc-port"
+            f" {grpc} "
             f"--metrics-address 127.0.0.1 --metrics-port {metrics}"
         )
-        with running([*namespace, "sh", "-c", script], tmp_path / "log", env=environment) as process:
+        with running(
+            [*namespace, "sh", "-c", script], tmp_path / "log", env=environment
+        ) as process:
             assert answers(process, grpc, tmp_path / "log")
     finally:
         workspace.close()
         sweep(workspace.path.parent)
 
 
-def test_a_repository_that_is_not_decoupled_answers_once(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repository_that_is_not_decoupled_answers_once(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     import tritonclient.grpc as triton
 
     repository = package_pair(tiny_pair, tmp_path, decoupled=False)
@@ -117,7 +155,9 @@ def test_a_repository_that_is_not_decoupled_answers_once(tiny_pair: tuple[Path, 
         with pytest.raises(RequestRefused, match="streaming needs a decoupled repository"):
             list(client.stream("def f", max_tokens=5))
         with ThreadPoolExecutor(8) as pool:
-            assert set(pool.map(lambda _: client.generate("def f", max_tokens=5).text, range(40))) == {completion.text}
+            assert set(
+                pool.map(lambda _: client.generate("def f", max_tokens=5).text, range(40))
+            ) == {completion.text}
         # A plain inference call, which Triton allows for models that are not decoupled.
         with triton.InferenceServerClient(server.grpc_url) as plain:
             prompt = triton.InferInput("text_input", [1], "BYTES")
@@ -145,7 +185,10 @@ def test_a_repository_of_another_version_is_to_be_packaged_again(
         config.parameters["package_version"].string_value = "4"
         path.parent.mkdir(parents=True)
         path.write_text(text_format.MessageToString(config))
-    with pytest.raises(ServerError, match=f"package version 4, and .*{path.name}") as failed, TritonServer(repository):
+    with (
+        pytest.raises(ServerError, match=f"package version 4, and .*{path.name}") as failed,
+        TritonServer(repository),
+    ):
         pass
     assert failed.value.mend == "Package it again: toolkit package CONFIG."
     by_hand = [sys.executable, "-m", "toolkit.triton.launch", str(repository)]

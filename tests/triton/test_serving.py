@@ -1,4 +1,6 @@
-"""The packaged model in a real tritonserver, over gRPC and HTTP: right answers, clear refusals, and slots that come back."""
+"""The packaged model in a real tritonserver, over gRPC and HTTP: right answers, clear refusals,
+and slots that come back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_INPUT_LEN, MAX_QUEUE_SIZE, MAX_SEQ_LEN
+from tests.support.serving import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_LEN,
+    MAX_INPUT_LEN,
+    MAX_QUEUE_SIZE,
+    MAX_SEQ_LEN,
+)
 from toolkit.client import Client, Completion, Options, RequestRefused
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.contract import METRICS
@@ -46,8 +54,12 @@ def endless(client: Client) -> str:
 def metrics(server: TritonServer) -> dict[str, float]:
     """'name' or 'name:outcome' -> value of our own metrics."""
     text = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
-    found = re.findall(r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,outcome="(\w+)")?\} (\S+)$', text, re.MULTILINE)
-    return {f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in found}
+    found = re.findall(
+        r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,outcome="(\w+)")?\} (\S+)$', text, re.MULTILINE
+    )
+    return {
+        f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in found
+    }
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -74,7 +86,9 @@ def settled(server: TritonServer) -> dict[str, float]:
 
 def post(server: TritonServer, path: str, body: dict[str, Any] | bytes) -> tuple[int, str]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{server.http_url}/v2/models/tensorrt_llm/{path}", data=data)
+    request = urllib.request.Request(
+        f"http://{server.http_url}/v2/models/tensorrt_llm/{path}", data=data
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
@@ -106,7 +120,9 @@ def test_streaming_gives_what_one_answer_gives(client: Client, options: Options)
         assert len(whole.token_ids) <= (options.max_tokens or 0)
 
 
-def test_speculation_does_not_change_greedy_text_and_reports_itself(client: Client, endless: str) -> None:
+def test_speculation_does_not_change_greedy_text_and_reports_itself(
+    client: Client, endless: str
+) -> None:
     plain = client.generate(endless, max_tokens=60, num_draft_tokens=0)
     assert plain.statistics.drafted == 0
     assert plain.statistics.acceptance_rate is None
@@ -131,17 +147,25 @@ def test_http_generate_and_generate_stream_agree(tiny_server: TritonServer, clie
     status, text = post(tiny_server, "generate", body)
     assert status == 200
     assert json.loads(text)["text_output"] == PROMPTS[0] + whole.text
-    status, text = post(tiny_server, "generate", {**body, "sampling_param_exclude_input_from_output": True})
+    status, text = post(
+        tiny_server, "generate", {**body, "sampling_param_exclude_input_from_output": True}
+    )
     assert json.loads(text)["text_output"] == whole.text
-    status, text = post(tiny_server, "generate_stream", {**body, "streaming": True, "return_token_ids": True})
+    status, text = post(
+        tiny_server, "generate_stream", {**body, "streaming": True, "return_token_ids": True}
+    )
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert status == 200
     assert "".join(event["text_output"] for event in events) == whole.text
     ids = [event["output_ids"] for event in events if "output_ids" in event]
-    assert [token for item in ids for token in (item if isinstance(item, list) else [item])] == list(whole.token_ids)
+    assert [
+        token for item in ids for token in (item if isinstance(item, list) else [item])
+    ] == list(whole.token_ids)
 
 
-def test_five_hundred_mixed_requests_are_all_right(client: Client, tiny_server: TritonServer) -> None:
+def test_five_hundred_mixed_requests_are_all_right(
+    client: Client, tiny_server: TritonServer
+) -> None:
     cases = [(PROMPTS[number % len(PROMPTS)], MIXED[number % len(MIXED)]) for number in range(100)]
     alone = [client.generate(prompt, options) for prompt, options in cases]
     before = settled(tiny_server)
@@ -159,17 +183,26 @@ def test_five_hundred_mixed_requests_are_all_right(client: Client, tiny_server: 
         results = list(pool.map(run, range(500)))
     for number, (_, text, ids, reason) in enumerate(results):
         expected = alone[number % len(cases)]
-        assert (text, ids, reason) == (expected.text, expected.token_ids, expected.finish_reason), cases[number % len(cases)]
+        assert (text, ids, reason) == (expected.text, expected.token_ids, expected.finish_reason), (
+            cases[number % len(cases)]
+        )
 
     after = settled(tiny_server)
     expected_tokens = sum(len(alone[number % len(cases)].token_ids) for number in range(500))
     assert after["toolkit_output_tokens"] - before["toolkit_output_tokens"] == expected_tokens
-    ended = {name: after.get(name, 0) - before.get(name, 0) for name in ("toolkit_requests:stop", "toolkit_requests:length")}
+    ended = {
+        name: after.get(name, 0) - before.get(name, 0)
+        for name in ("toolkit_requests:stop", "toolkit_requests:length")
+    }
     reasons = [alone[number % len(cases)].finish_reason for number in range(500)]
-    assert ended == {f"toolkit_requests:{reason}": reasons.count(reason) for reason in ("stop", "length")}
+    assert ended == {
+        f"toolkit_requests:{reason}": reasons.count(reason) for reason in ("stop", "length")
+    }
 
 
-def test_metrics_add_up_to_the_statistics_of_the_requests(client: Client, tiny_server: TritonServer) -> None:
+def test_metrics_add_up_to_the_statistics_of_the_requests(
+    client: Client, tiny_server: TritonServer
+) -> None:
     before = settled(tiny_server)
     done = [client.generate(prompt, max_tokens=20).statistics for prompt in PROMPTS[:5]]
     with pytest.raises(RequestRefused):
@@ -182,7 +215,9 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(client: Client, tiny_s
         ("toolkit_verify_steps", "verify_steps"),
         ("toolkit_output_tokens", "output_tokens"),
     ):
-        assert after[metric] - before[metric] == sum(getattr(statistics, field) for statistics in done), metric
+        assert after[metric] - before[metric] == sum(
+            getattr(statistics, field) for statistics in done
+        ), metric
     assert after["toolkit_requests:refused"] - before.get("toolkit_requests:refused", 0) == 1
 
 
@@ -193,7 +228,11 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(client: Client, tiny_s
         ("x", Options(max_tokens=0), "sampling_param_max_tokens is 0"),
         ("x", Options(max_tokens=MAX_SEQ_LEN + 1), str(MAX_SEQ_LEN)),
         ("x" * (MAX_INPUT_LEN + 1), Options(max_tokens=1), str(MAX_INPUT_LEN)),
-        ("x", Options(num_draft_tokens=MAX_DRAFT_LEN + 1), f"num_draft_tokens is {MAX_DRAFT_LEN + 1}"),
+        (
+            "x",
+            Options(num_draft_tokens=MAX_DRAFT_LEN + 1),
+            f"num_draft_tokens is {MAX_DRAFT_LEN + 1}",
+        ),
         ("x", Options(top_p=0.0), "sampling_param_top_p is 0"),
         ("x", Options(acceptance="hope"), "acceptance is 'hope'"),
         ("x", Options(stop=("",)), "empty stop word"),
@@ -213,11 +252,20 @@ def test_what_cannot_be_served_is_refused_and_the_server_goes_on(
     ("body", "message"),
     [
         ({"text_input": "x", "max_tokens": 3}, "unknown input 'max_tokens'"),
-        ({"text_input": "x", "sampling_param_beam_width": 2}, "unknown input 'sampling_param_beam_width'"),
-        ({"text_input": "x", "sampling_param_best_of": 2}, "sampling_param_best_of 2 is not supported"),
+        (
+            {"text_input": "x", "sampling_param_beam_width": 2},
+            "unknown input 'sampling_param_beam_width'",
+        ),
+        (
+            {"text_input": "x", "sampling_param_best_of": 2},
+            "sampling_param_best_of 2 is not supported",
+        ),
         ({"text_input": ["x", "y"]}, "text_input holds one prompt, 2 were sent"),
         ({"sampling_param_max_tokens": 2}, "text_input"),
-        ({"text_input": "x", "sampling_param_temperature": -1}, "sampling_param_temperature is -1.0"),
+        (
+            {"text_input": "x", "sampling_param_temperature": -1},
+            "sampling_param_temperature is -1.0",
+        ),
         (b'{"text_input": "a\xff"}', "text_input is not valid UTF-8"),
     ],
 )
@@ -231,13 +279,25 @@ def test_bad_http_requests_get_a_message(
 
 
 def test_statistics_over_http_are_the_contract_s(tiny_server: TritonServer) -> None:
-    body = {"text_input": PROMPTS[1], "sampling_param_max_tokens": 20, "sampling_param_return_perf_metrics": True}
+    body = {
+        "text_input": PROMPTS[1],
+        "sampling_param_max_tokens": 20,
+        "sampling_param_return_perf_metrics": True,
+    }
     _, text = post(tiny_server, "generate", body)
     figures = json.loads(text)
     assert figures["kv_cache_alloc_total_blocks"] == 1
-    assert figures["acceptance_rate"] == pytest.approx(figures["total_accepted_draft_tokens"] / figures["total_draft_tokens"])
+    assert figures["acceptance_rate"] == pytest.approx(
+        figures["total_accepted_draft_tokens"] / figures["total_draft_tokens"]
+    )
     times = [
-        figures[name] for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+        figures[name]
+        for name in (
+            "arrival_time_ns",
+            "first_scheduled_time_ns",
+            "first_token_time_ns",
+            "last_token_time_ns",
+        )
     ]
     assert times == sorted(times)
     assert "cumulative_logprob" not in figures
@@ -259,18 +319,25 @@ def cancelled(server: TritonServer) -> float:
     return metrics(server).get("toolkit_requests:cancelled", 0)
 
 
-def test_leaving_a_stream_frees_its_slot(client: Client, tiny_server: TritonServer, endless: str) -> None:
+def test_leaving_a_stream_frees_its_slot(
+    client: Client, tiny_server: TritonServer, endless: str
+) -> None:
     before = settled(tiny_server)
     for _ in range(MAX_BATCH_SIZE + 2):
         chunks = client.stream(endless, max_tokens=LONG)
         next(chunks)
         chunks.close()  # type: ignore[attr-defined]
     after = settled(tiny_server)
-    assert after["toolkit_requests:cancelled"] - before.get("toolkit_requests:cancelled", 0) == MAX_BATCH_SIZE + 2
+    assert (
+        after["toolkit_requests:cancelled"] - before.get("toolkit_requests:cancelled", 0)
+        == MAX_BATCH_SIZE + 2
+    )
     assert client.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
-def test_a_request_is_cancelled_by_its_id(client: Client, tiny_server: TritonServer, endless: str) -> None:
+def test_a_request_is_cancelled_by_its_id(
+    client: Client, tiny_server: TritonServer, endless: str
+) -> None:
     chunks = client.stream(endless, max_tokens=LONG, request_id="the one")
     next(chunks)
     body = {"id": "the one", "text_input": "x", "stop": True}
@@ -290,7 +357,9 @@ def test_a_killed_client_frees_its_slot(tiny_server: TritonServer, endless: str)
         f"chunks = Client(sys.argv[1]).stream(sys.argv[2], max_tokens={LONG}, num_draft_tokens=0)\n"
         "next(chunks); print('streaming', flush=True); import signal; signal.pause()"
     )
-    with subprocess.Popen([sys.executable, "-c", program, tiny_server.grpc_url, endless], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tiny_server.grpc_url, endless], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
@@ -298,10 +367,17 @@ def test_a_killed_client_frees_its_slot(tiny_server: TritonServer, endless: str)
     settled(tiny_server)
 
 
-def test_an_sse_client_that_hangs_up_frees_its_slot(tiny_server: TritonServer, endless: str) -> None:
+def test_an_sse_client_that_hangs_up_frees_its_slot(
+    tiny_server: TritonServer, endless: str
+) -> None:
     before = settled(tiny_server).get("toolkit_requests:cancelled", 0)
     connection = http.client.HTTPConnection(tiny_server.http_url, timeout=30)
-    body = {"text_input": endless, "streaming": True, "sampling_param_max_tokens": LONG, "num_draft_tokens": 0}
+    body = {
+        "text_input": endless,
+        "streaming": True,
+        "sampling_param_max_tokens": LONG,
+        "num_draft_tokens": 0,
+    }
     connection.request("POST", "/v2/models/tensorrt_llm/generate_stream", json.dumps(body))
     response = connection.getresponse()
     assert response.readline().startswith(b"data:")
@@ -311,7 +387,9 @@ def test_an_sse_client_that_hangs_up_frees_its_slot(tiny_server: TritonServer, e
     settled(tiny_server)
 
 
-def test_overload_is_refused_at_once_and_the_rest_is_served(client: Client, tiny_server: TritonServer, endless: str) -> None:
+def test_overload_is_refused_at_once_and_the_rest_is_served(
+    client: Client, tiny_server: TritonServer, endless: str
+) -> None:
     many = MAX_BATCH_SIZE + MAX_QUEUE_SIZE + 24
     start = threading.Barrier(many)
 
@@ -330,4 +408,6 @@ def test_overload_is_refused_at_once_and_the_rest_is_served(client: Client, tiny
     assert all("being served or waiting" in refusal for refusal in refusals)
     assert len(set(results) - set(refusals)) == 1
     after = settled(tiny_server)
-    assert after["toolkit_requests:overloaded"] - before.get("toolkit_requests:overloaded", 0) == len(refusals)
+    assert after["toolkit_requests:overloaded"] - before.get(
+        "toolkit_requests:overloaded", 0
+    ) == len(refusals)

@@ -1,4 +1,6 @@
-"""What a validation does with an endpoint that misbehaves: every fault ends it with an error, and none becomes a figure."""
+"""What a validation does with an endpoint that misbehaves: every fault ends it with an error,
+and none becomes a figure.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_a_sound_answer_is_taken(client: Client) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_of_an_endpoint_is_an_error_that_names_the_prompt(client: Client, fault: str) -> None:
+def test_every_fault_of_an_endpoint_is_an_error_that_names_the_prompt(
+    client: Client, fault: str
+) -> None:
     sender = Sender(client, 64)
     client.timeout_s = 1.0 if fault == "stall" else 10.0
     with pytest.raises(StageError, match="prompt 3, plain arm: ") as caught:

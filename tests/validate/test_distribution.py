@@ -1,4 +1,6 @@
-"""The tests of sampled tokens: their null by simulation, their power as stated, and that they see what they are for."""
+"""The tests of sampled tokens: their null by simulation, their power as stated, and that they
+see what they are for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ALPHA = 1e-3 / TESTS
 def contexts(count: int, vocab: int, seed: int = 0, sharpness: float = 2.0) -> np.ndarray:
     """Next-token distributions of several places, some flat and some nearly certain."""
     generator = np.random.default_rng(seed)
-    logits = generator.normal(size=(count, vocab)) * generator.uniform(0.1, sharpness, size=(count, 1))
+    logits = generator.normal(size=(count, vocab)) * generator.uniform(
+        0.1, sharpness, size=(count, 1)
+    )
     return distribution.probabilities(logits, 1.0)
 
 
@@ -55,8 +59,15 @@ def at_most(events: int, trials: int, rate: float) -> bool:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0, 1, 3, 40]), st.sampled_from([0.1, 0.6, 0.95, 1.0]), st.floats(0.3, 2.0))
-def test_probabilities_are_those_of_the_runtimes_sampler(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0, 1, 3, 40]),
+    st.sampled_from([0.1, 0.6, 0.95, 1.0]),
+    st.floats(0.3, 2.0),
+)
+def test_probabilities_are_those_of_the_runtimes_sampler(
+    seed: int, top_k: int, top_p: float, temperature: float
+) -> None:
     """Two implementations that share nothing."""
     logits = np.random.default_rng(seed).normal(size=(4, 40)) * 3
     found = distribution.probabilities(logits, temperature, top_k, top_p)
@@ -70,12 +81,16 @@ def test_points_of_true_tokens_are_uniform_whatever_the_order(order: str) -> Non
     ranks = probs if order == "probability" else other / probs
     tokens = drawn(probs, (1, 30_000), np.random.default_rng(2))[0]
     rows = np.arange(30_000) % 60
-    points = distribution.places(probs[rows], tokens, ranks[rows], np.random.default_rng(3).random(30_000))
+    points = distribution.places(
+        probs[rows], tokens, ranks[rows], np.random.default_rng(3).random(30_000)
+    )
     assert kstest(points, "uniform").pvalue > 1e-3
 
 
 def test_ten_thousand_sound_runs_raise_no_more_false_alarms_than_stated() -> None:
-    """Every pooled test of a run, on shared tokens, adjusted as a run does; the chance is stated over all of them together."""
+    """Every pooled test of a run, on shared tokens, adjusted as a run does; the chance is stated
+    over all of them together.
+    """
     generator = np.random.default_rng(4)
     probs, other = contexts(50, 24), contexts(50, 24, seed=1)
     tables = [table(probs, probs), table(probs, other / probs)]
@@ -86,7 +101,9 @@ def test_ten_thousand_sound_runs_raise_no_more_false_alarms_than_stated() -> Non
         for begin, width in tables if not p_values else tables[:1]:
             points = begin[rows, tokens] + generator.random(tokens.shape) * width[rows, tokens]
             p_values.append(chi2.sf(g_statistics(points), distribution.BINS - 1))
-    p_values.append(generator.random(DRAWS))  # the permutation test, whose null is had by permuting, stands in as itself
+    p_values.append(
+        generator.random(DRAWS)
+    )  # the permutation test, whose null is had by permuting, stands in as itself
     every = np.stack(p_values)
     assert distribution.g_test(points[0])[1] == pytest.approx(every[-2][0])
     for level in (0.05, 0.01, 1e-3):
@@ -102,7 +119,9 @@ def test_ten_thousand_permutation_tests_of_sound_texts_keep_their_level() -> Non
     p_values = []
     for number in range(DRAWS):
         both = texts[number * 12 : number * 12 + 12]
-        p_values.append(distribution.continuation_test([(both[:6], both[6:])], generator, permutations=99)[1])
+        p_values.append(
+            distribution.continuation_test([(both[:6], both[6:])], generator, permutations=99)[1]
+        )
     for level in (0.2, 0.05, 0.02):
         assert at_most(int((np.asarray(p_values) <= level).sum()), DRAWS, level)
 
@@ -115,7 +134,8 @@ def test_power_is_at_least_as_stated_against_the_hardest_shift(effect: float) ->
     shares = (1 + 2 * effect * (-1.0) ** np.arange(distribution.BINS)) / distribution.BINS
     assert np.abs(shares - 1 / distribution.BINS).sum() / 2 == pytest.approx(effect)
     points = (
-        generator.choice(distribution.BINS, p=shares, size=(400, count)) + generator.random((400, count))
+        generator.choice(distribution.BINS, p=shares, size=(400, count))
+        + generator.random((400, count))
     ) / distribution.BINS
     seen = (chi2.sf(g_statistics(points), distribution.BINS - 1) <= ALPHA).sum()
     assert binom.cdf(seen, 400, 0.9) > 1e-4
@@ -139,12 +159,17 @@ def test_texts_of_which_a_share_is_one_and_the_same_are_rejected() -> None:
     probs = contexts(30, 40)
     arms = [tuple(drawn(probs, (16, 30), generator).tolist() for _ in range(2)) for _ in range(3)]
     assert distribution.continuation_test(arms, generator)[1] > 1e-3
-    tilted = [(one, [other[0] if number < 7 else text for number, text in enumerate(other)]) for one, other in arms]
+    tilted = [
+        (one, [other[0] if number < 7 else text for number, text in enumerate(other)])
+        for one, other in arms
+    ]
     assert distribution.continuation_test(tilted, generator)[1] < ALPHA
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_adjusted_p_values_lie_between_plain_and_bonferroni_and_keep_their_order(p_values: list[float]) -> None:
+def test_adjusted_p_values_lie_between_plain_and_bonferroni_and_keep_their_order(
+    p_values: list[float],
+) -> None:
     adjusted = distribution.holm(p_values)
     assert min(adjusted) == pytest.approx(min(1.0, len(p_values) * min(p_values)))
     for one, other in zip(p_values, adjusted, strict=True):

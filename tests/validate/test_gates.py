@@ -13,7 +13,15 @@ from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import DraftCheck, Parity, StopCheck
 from toolkit.records.measured import Arm, Gate, Latency, Ratio, Speedup
 from toolkit.validate.draft_check import shortfall, telling
-from toolkit.validate.gates import check_gates, latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
+from toolkit.validate.gates import (
+    check_gates,
+    latency_gates,
+    not_judged,
+    parity_gate,
+    quality_gates,
+    ratio_gates,
+    speedup_gate,
+)
 from toolkit.validate.proportions import clopper_pearson
 
 
@@ -42,7 +50,9 @@ def parity(prompts: int, near_ties: int) -> Parity:
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.booleans())
-def test_an_interval_that_straddles_its_limit_is_inconclusive(a: float, b: float, limit: float, at_least: bool) -> None:
+def test_an_interval_that_straddles_its_limit_is_inconclusive(
+    a: float, b: float, limit: float, at_least: bool
+) -> None:
     low, high = min(a, b), max(a, b)
     found = outcome(low, high, limit, at_least=at_least)
     if low < limit < high:
@@ -90,16 +100,21 @@ def test_a_rate_of_zero_cannot_be_proved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"), [(1.2, 1.6, "PASS"), (0.9, 1.1, "FAIL"), (1.1, 1.3, "INCONCLUSIVE"), (1.15, 1.2, "PASS")]
+    ("low", "high", "expected"),
+    [(1.2, 1.6, "PASS"), (0.9, 1.1, "FAIL"), (1.1, 1.3, "INCONCLUSIVE"), (1.15, 1.2, "PASS")],
 )
 def test_speedup_is_judged_by_its_interval(low: float, high: float, expected: str) -> None:
-    (gate,) = speedup_gate("speedup", Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15))
+    (gate,) = speedup_gate(
+        "speedup", Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15)
+    )
     assert gate.outcome == expected
     assert (gate.next_step is None) == (expected == "PASS")
 
 
 def test_an_interval_that_ends_just_beyond_its_limit_shows_it() -> None:
-    (gate,) = speedup_gate("speedup", Speedup(1.28, 1.1487, 1.43, 0.95, 64, 3), LatencyGates(min_speedup=1.15))
+    (gate,) = speedup_gate(
+        "speedup", Speedup(1.28, 1.1487, 1.43, 0.95, 64, 3), LatencyGates(min_speedup=1.15)
+    )
     assert gate.outcome == "INCONCLUSIVE"
     assert "interval 1.149 to 1.430" in gate.detail
 
@@ -108,7 +123,9 @@ def test_a_bound_on_a_rate_is_told_from_what_differed() -> None:
     clean = parity_gate("parity", parity(64, 0), ParityGates())
     assert clean.detail == "0 of 64 prompts differ; with 95% confidence at most 4.6% do"
     some = parity_gate("parity", parity(200, 3), ParityGates())
-    assert some.detail.startswith("3 of 200 prompts differ, 3 of them numerically equivalent, none beyond rounding; with 95%")
+    assert some.detail.startswith(
+        "3 of 200 prompts differ, 3 of them numerically equivalent, none beyond rounding; with 95%"
+    )
     close = parity_gate("parity", parity(64, 0), ParityGates(max_divergence_rate=0.046))
     assert close.outcome == "PASS" and "at most 4.57% do" in close.detail
 
@@ -117,7 +134,12 @@ def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -
     stops = StopCheck(24, 0, None)
     assert [gate.name for gate in check_gates(None, stops, ())] == ["stop_words"]
     draft, stop_words = check_gates(None, stops, (), asked_draft=True)
-    assert (draft.name, draft.outcome, draft.measured, draft.next_step) == ("draft", "NOT JUDGED", None, None)
+    assert (draft.name, draft.outcome, draft.measured, draft.next_step) == (
+        "draft",
+        "NOT JUDGED",
+        None,
+        None,
+    )
     assert "stream_interval_ms: 0" in draft.detail
     assert verdict([draft, stop_words]) == "PASS"
 
@@ -125,8 +147,18 @@ def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -
 @pytest.mark.parametrize(
     ("behind", "before", "result", "said"),
     [
-        ((40, 30), (90, 60), "PASS", "90 first drafts of a step kept, 90 expected of the draft engine"),
-        ((3, 2), (90, 60), "PASS", "only 2 of them behind a whole block, too few to judge its cache by"),
+        (
+            (40, 30),
+            (90, 60),
+            "PASS",
+            "90 first drafts of a step kept, 90 expected of the draft engine",
+        ),
+        (
+            (3, 2),
+            (90, 60),
+            "PASS",
+            "only 2 of them behind a whole block, too few to judge its cache by",
+        ),
         ((40, 30), (5, 1), "PASS", "31 first drafts"),
         (
             (0, 0),
@@ -134,10 +166,17 @@ def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -
             "INCONCLUSIVE",
             "of 1,764 steps the draft engine proposes the right first token in none; it takes 27",
         ),
-        ((40, 26), (30, 26), "INCONCLUSIVE", "of 70 steps the draft engine proposes the right first token in 52 of them"),
+        (
+            (40, 26),
+            (30, 26),
+            "INCONCLUSIVE",
+            "of 70 steps the draft engine proposes the right first token in 52 of them",
+        ),
     ],
 )
-def test_a_draft_passes_on_evidence_only(behind: tuple[int, int], before: tuple[int, int], result: str, said: str) -> None:
+def test_a_draft_passes_on_evidence_only(
+    behind: tuple[int, int], before: tuple[int, int], result: str, said: str
+) -> None:
     check = DraftCheck(3, *behind, behind[1], *before, before[1])
     (found,) = check_gates(check, None, ())
     assert found.outcome == result and said in found.detail
@@ -151,7 +190,11 @@ def test_as_many_drafts_as_can_pass_would_tell_one_that_loses_half() -> None:
 
     def seen(expected: int) -> float:
         """How likely a draft that keeps every second of these is named."""
-        enough = next(lost for lost in range(1, expected + 1) if shortfall(expected, expected, expected - lost))
+        enough = next(
+            lost
+            for lost in range(1, expected + 1)
+            if shortfall(expected, expected, expected - lost)
+        )
         return float(binom.sf(enough - 1, expected, 0.5))
 
     assert telling(27) and seen(27) >= 0.99
@@ -164,21 +207,39 @@ def test_one_pair_is_too_few_for_any_interval() -> None:
 
 
 def test_gates_that_the_yaml_does_not_state_are_not_judged() -> None:
-    assert speedup_gate("speedup", Speedup(0.5, 0.5, 0.5, 0.95, 32, 3), LatencyGates(min_speedup=None)) == []
+    assert (
+        speedup_gate("speedup", Speedup(0.5, 0.5, 0.5, 0.95, 32, 3), LatencyGates(min_speedup=None))
+        == []
+    )
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(30.0, "PASS"), (25.0, "INCONCLUSIVE"), (20.0, "FAIL")])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(30.0, "PASS"), (25.0, "INCONCLUSIVE"), (20.0, "FAIL")]
+)
 def test_latency_gate(limit: float, expected: str) -> None:
     latency = Latency(200, 20.0, 20.0, 25.0, None, 24.0, 27.0, {"p99": "too few"}, ())
-    arm = Arm(200, 1, 1.0, 1.0, (), dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency), None, {})
+    arm = Arm(
+        200,
+        1,
+        1.0,
+        1.0,
+        (),
+        dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency),
+        None,
+        {},
+    )
     (gate,) = latency_gates(arm, LatencyGates(max_itl_p90_ms=limit))
     assert (gate.name, gate.outcome, gate.measured) == ("itl_p90", expected, 25.0)
     short = replace(latency, p90=None, unsupported={"p90": "24 samples; p90 needs 100"})
-    (gate,) = latency_gates(replace(arm, latencies={**arm.latencies, "itl": short}), LatencyGates(max_itl_p90_ms=limit))
+    (gate,) = latency_gates(
+        replace(arm, latencies={**arm.latencies, "itl": short}), LatencyGates(max_itl_p90_ms=limit)
+    )
     assert (gate.outcome, gate.measured) == ("INCONCLUSIVE", None)
     assert "p90 needs 100" in gate.detail
     none = metrics.latency([])  # as where every text has one token
-    (gate,) = latency_gates(replace(arm, latencies={**arm.latencies, "itl": none}), LatencyGates(max_itl_p90_ms=limit))
+    (gate,) = latency_gates(
+        replace(arm, latencies={**arm.latencies, "itl": none}), LatencyGates(max_itl_p90_ms=limit)
+    )
     assert (gate.outcome, gate.measured) == ("FAIL", None)
     assert gate.detail.startswith("not measured") and gate.next_step is not None
 
@@ -187,12 +248,16 @@ def test_quality_is_judged_for_the_target() -> None:
     quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, (), (), 0)
     (gate,) = quality_gates(quality, QualityGates(), quantized=True)
     assert (gate.outcome, gate.measured, gate.limit) == ("PASS", 0.02, 0.05)
-    gates = quality_gates(replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98), quantized=True)
+    gates = quality_gates(
+        replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98), quantized=True
+    )
     assert [gate.outcome for gate in gates] == ["FAIL", "FAIL"]
 
 
 def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_lose() -> None:
-    """A checkpoint that came quantized has no source here: what the YAML asks of it fails, and a default is not judged."""
+    """A checkpoint that came quantized has no source here: what the YAML asks of it fails, and a
+    default is not judged.
+    """
     both = QualityGates(max_kl=0.05, min_top1_agreement=0.98)
     assert [gate.outcome for gate in quality_gates(None, both, quantized=False)] == ["PASS", "PASS"]
     asked = quality_gates(None, both, quantized=True)
@@ -216,20 +281,38 @@ def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_los
         (Ratio("e2e_p90", 1.0, 0.95, 1.05), "FAIL"),
     ],
 )
-def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(ratio: Ratio, result: str) -> None:
+def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(
+    ratio: Ratio, result: str
+) -> None:
     (gate,) = ratio_gates([ratio], LatencyGates(max_ratios={"ttft_p90": 1.1}), "_sampled")
     assert (gate.name, gate.outcome) == ("ttft_p90_ratio_sampled", result)
     assert (gate.next_step is None) == (result == "PASS")
 
 
 def test_a_rehearsal_judges_what_is_right_and_not_what_is_fast_or_good() -> None:
-    empty = ("speedup", "speedup_sampled", "ttft_p90", "itl_p90_sampled", "tpot_p50_ratio", "quality_kl", "quality_top1")
+    empty = (
+        "speedup",
+        "speedup_sampled",
+        "ttft_p90",
+        "itl_p90_sampled",
+        "tpot_p50_ratio",
+        "quality_kl",
+        "quality_top1",
+    )
     kept = ("parity", "seeded_parity", "agreement_engine", "draft", "stop_words", "distribution")
-    gates = [Gate(name, result, 1.0, 2.0, "why", "mend") for name in (*empty, *kept) for result in ("PASS", "FAIL")]
+    gates = [
+        Gate(name, result, 1.0, 2.0, "why", "mend")
+        for name in (*empty, *kept)
+        for result in ("PASS", "FAIL")
+    ]
     found = not_judged(gates)
     assert {gate.name for gate in found if gate.outcome == "NOT JUDGED"} == set(empty)
-    assert [gate for gate in found if gate.name in kept] == [gate for gate in gates if gate.name in kept]
-    assert all("why" in gate.detail and gate.next_step is None for gate in found if gate.name in empty)
+    assert [gate for gate in found if gate.name in kept] == [
+        gate for gate in gates if gate.name in kept
+    ]
+    assert all(
+        "why" in gate.detail and gate.next_step is None for gate in found if gate.name in empty
+    )
 
 
 def test_a_rehearsal_judges_agreement_with_its_source_only_where_both_compute_the_same() -> None:

@@ -1,4 +1,6 @@
-"""Greedy parity by what the arms say of their own tokens: the judge, then a whole validation over the stand-in of `LLM`."""
+"""Greedy parity by what the arms say of their own tokens: the judge, then a whole validation
+over the stand-in of `LLM`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ PLACE = 3
 VOCAB = 24
 
 
-def text(ids: Iterable[int], log_probs: Iterable[float], next_best: Iterable[tuple[int, float]] | None = None) -> RequestTiming:
+def text(
+    ids: Iterable[int],
+    log_probs: Iterable[float],
+    next_best: Iterable[tuple[int, float]] | None = None,
+) -> RequestTiming:
     told = list(next_best or ())
     statistics = Statistics(
         log_probs=tuple(log_probs),
@@ -54,8 +60,12 @@ def kind_of(plain: RequestTiming, other: RequestTiming, margin: float = MARGIN) 
     return judge_log_probs(PLACE, plain, other, "speculative", margin).kind
 
 
-def chosen_at(plain: float, other: float, before: float = -0.3) -> tuple[RequestTiming, RequestTiming]:
-    """Chosen tokens alone; the three before have the same log-probability in the plain arm, `before` in the other."""
+def chosen_at(
+    plain: float, other: float, before: float = -0.3
+) -> tuple[RequestTiming, RequestTiming]:
+    """Chosen tokens alone; the three before have the same log-probability in the plain arm,
+    `before` in the other.
+    """
     return text([1, 2, 3, 4], [-0.3] * 3 + [plain]), text([1, 2, 3, 5], [before] * 3 + [other])
 
 
@@ -72,15 +82,22 @@ def chosen_at(plain: float, other: float, before: float = -0.3) -> tuple[Request
         (0.0, -0.01, "broken"),
     ],
 )
-def test_the_class_follows_the_least_change_that_allows_both_choices(plain: float, other: float, kind: str) -> None:
+def test_the_class_follows_the_least_change_that_allows_both_choices(
+    plain: float, other: float, kind: str
+) -> None:
     assert kind_of(*chosen_at(plain, other)) == kind_of(*reversed(chosen_at(plain, other))) == kind
 
 
 def test_a_drift_before_the_texts_part_is_a_fault_whatever_the_tie_looks_like() -> None:
     found = judge_log_probs(PLACE, *chosen_at(-0.70, -0.71, before=-0.9), "speculative", MARGIN)
     assert (found.kind, found.drift) == ("broken", pytest.approx(0.6))
-    assert "part by 0.600 nats on a token that both chose" in found.detail and "served log-probabilities" in found.detail
-    assert kind_of(*chosen_at(-0.70, -0.71, before=-0.5)) == "equivalent"  # coarser rounding than the tie needs, and no fault
+    assert (
+        "part by 0.600 nats on a token that both chose" in found.detail
+        and "served log-probabilities" in found.detail
+    )
+    assert (
+        kind_of(*chosen_at(-0.70, -0.71, before=-0.5)) == "equivalent"
+    )  # coarser rounding than the tie needs, and no fault
 
 
 @pytest.mark.parametrize(
@@ -89,7 +106,11 @@ def test_a_drift_before_the_texts_part_is_a_fault_whatever_the_tie_looks_like() 
         ((5, -0.74), (4, -0.75), "equivalent"),
         ((5, -0.90), (4, -0.90), "suspicious"),
         ((9, -0.72), (4, -0.75), "equivalent"),  # three tokens nearly tie
-        ((9, -0.90), (4, -0.75), "broken"),  # the other choice is farther down than a suspicious one may be
+        (
+            (9, -0.90),
+            (4, -0.75),
+            "broken",
+        ),  # the other choice is farther down than a suspicious one may be
         ((5, -2.00), (4, -0.75), "broken"),
     ],
 )
@@ -98,7 +119,10 @@ def test_next_best_tokens_make_each_arm_the_other_s_reference(
 ) -> None:
     own, others = text([1, 2, 3, 4], [-0.3] * 3 + [-0.71]), text([1, 2, 3, 5], [-0.3] * 3 + [-0.71])
     fill = [(0, -5.0)] * 3
-    told = [text(one.token_ids, one.statistics.log_probs or (), [*fill, best]) for one, best in ((own, plain), (others, other))]
+    told = [
+        text(one.token_ids, one.statistics.log_probs or (), [*fill, best])
+        for one, best in ((own, plain), (others, other))
+    ]
     found = judge_log_probs(PLACE, told[0], told[1], "speculative", MARGIN)
     assert found.kind == kind
     assert found.ranks == (1, 1 if plain[0] == 5 else 2)
@@ -106,9 +130,18 @@ def test_next_best_tokens_make_each_arm_the_other_s_reference(
     assert found.margin == found.gaps[1]
 
 
-@given(seed=st.integers(0, 10**6), rounding=st.sampled_from([1e-3, 0.02, 0.1]), next_best=st.booleans(), near=st.integers(1, 3))
-def test_rounding_is_never_taken_for_a_fault(seed: int, rounding: float, next_best: bool, near: int) -> None:
-    """Logits of each arm within `rounding` of the true ones move what is compared here by at most four times that."""
+@given(
+    seed=st.integers(0, 10**6),
+    rounding=st.sampled_from([1e-3, 0.02, 0.1]),
+    next_best=st.booleans(),
+    near=st.integers(1, 3),
+)
+def test_rounding_is_never_taken_for_a_fault(
+    seed: int, rounding: float, next_best: bool, near: int
+) -> None:
+    """Logits of each arm within `rounding` of the true ones move what is compared here by at
+    most four times that.
+    """
     generator = np.random.default_rng(seed)
     true = generator.normal(scale=3.0, size=(PLACE + 1, VOCAB))
     best = true[PLACE].max()
@@ -118,12 +151,18 @@ def test_rounding_is_never_taken_for_a_fault(seed: int, rounding: float, next_be
     ids = [[*shared, int(rows[PLACE].argmax())] for rows in arms]
     if ids[0] == ids[1]:
         return
-    plain, other = (said(rows, chosen, next_best=next_best) for rows, chosen in zip(arms, ids, strict=True))
+    plain, other = (
+        said(rows, chosen, next_best=next_best) for rows, chosen in zip(arms, ids, strict=True)
+    )
     assert kind_of(plain, other, 4 * rounding + 1e-9) == "equivalent"
 
 
-@pytest.mark.parametrize(("next_best", "missed", "broken"), [(False, 0.08, 0.4), (True, 0.01, 0.97)])
-def test_few_arms_that_read_different_texts_pass_by_chance(next_best: bool, missed: float, broken: float) -> None:
+@pytest.mark.parametrize(
+    ("next_best", "missed", "broken"), [(False, 0.08, 0.4), (True, 0.01, 0.97)]
+)
+def test_few_arms_that_read_different_texts_pass_by_chance(
+    next_best: bool, missed: float, broken: float
+) -> None:
     generator = np.random.default_rng(5)
     kinds = []
     for _ in range(400):
@@ -131,14 +170,23 @@ def test_few_arms_that_read_different_texts_pass_by_chance(next_best: bool, miss
         rows[1, :PLACE] = rows[0, :PLACE]
         ids = [[int(row.argmax()) for row in arm] for arm in rows]
         if ids[0] != ids[1]:
-            kinds.append(kind_of(*(said(arm, one, next_best=next_best) for arm, one in zip(rows, ids, strict=True))))
+            kinds.append(
+                kind_of(
+                    *(
+                        said(arm, one, next_best=next_best)
+                        for arm, one in zip(rows, ids, strict=True)
+                    )
+                )
+            )
     assert len(kinds) > 300
     assert sum(kind == "equivalent" for kind in kinds) < missed * len(kinds)
     assert sum(kind == "broken" for kind in kinds) > broken * len(kinds)
 
 
 @given(st.lists(st.floats(-20.0, 0.0), min_size=1, max_size=2))
-def test_the_least_change_allows_both_choices_and_no_smaller_one_does(log_probs: list[float]) -> None:
+def test_the_least_change_allows_both_choices_and_no_smaller_one_does(
+    log_probs: list[float],
+) -> None:
     change = least_change(log_probs)
     most = max(log_probs)
     assert 0.0 <= change < math.inf
@@ -159,7 +207,9 @@ def test_the_least_change_allows_both_choices_and_no_smaller_one_does(log_probs:
         ([-0.1, 2.0, -0.1, -0.1], "they are no log-probabilities"),
     ],
 )
-def test_values_that_cannot_be_log_probabilities_explain_nothing(values: list[float] | None, why: str) -> None:
+def test_values_that_cannot_be_log_probabilities_explain_nothing(
+    values: list[float] | None, why: str
+) -> None:
     plain, other = chosen_at(-0.7, -0.7)
     odd = replace(other, statistics=Statistics(log_probs=None if values is None else tuple(values)))
     found = judge_log_probs(PLACE, plain, odd, "speculative", MARGIN)
@@ -168,10 +218,15 @@ def test_values_that_cannot_be_log_probabilities_explain_nothing(values: list[fl
 
 
 def test_a_place_of_which_nothing_is_known_counts_only_where_the_texts_part() -> None:
-    plain, other = text([1, 2, 3, 4], [-0.3, math.nan, -0.3, -0.70]), text([1, 2, 3, 5], [-0.3, -9.0, -0.3, -0.71])
+    plain, other = (
+        text([1, 2, 3, 4], [-0.3, math.nan, -0.3, -0.70]),
+        text([1, 2, 3, 5], [-0.3, -9.0, -0.3, -0.71]),
+    )
     found = judge_log_probs(PLACE, plain, other, "speculative", MARGIN)
     assert (found.kind, found.drift) == ("equivalent", 0.0)
-    assert kind_of(text([1, 2, 3, 4], [-0.3, -0.3, -0.3, math.nan]), other) == "broken"  # the drift tells
+    assert (
+        kind_of(text([1, 2, 3, 4], [-0.3, -0.3, -0.3, math.nan]), other) == "broken"
+    )  # the drift tells
     assert kind_of(text([1, 2, 3, 4], [-0.3, -9.0, -0.3, math.nan]), other) == "unexplained"
 
 
@@ -186,8 +241,8 @@ def test_an_end_has_no_log_probability_and_a_sure_token_beside_it_is_a_fault() -
 
 @dataclass
 class InProcess:
-    """One arm's `LLM` behind our tensors. told: how many log-probabilities a place the version gives. fickle: asked for them,
-    the arm says something else.
+    """One arm's `LLM` behind our tensors. told: how many log-probabilities a place the version
+    gives. fickle: asked for them, the arm says something else.
     """
 
     llm: LLM
@@ -206,8 +261,16 @@ class InProcess:
             "sampling_param_temperature": [options["temperature"]],
             "sampling_param_stop": [word.encode() for word in options.get("stop") or ()],
         }
-        wanted = ("return_token_ids", "return_num_input_tokens", "return_num_output_tokens", "return_finish_reason")
-        tensors |= {name: [True] for name in (*wanted, *(["return_log_probs"] if options.get("log_probs") else []))}
+        wanted = (
+            "return_token_ids",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+            "return_finish_reason",
+        )
+        tensors |= {
+            name: [True]
+            for name in (*wanted, *(["return_log_probs"] if options.get("log_probs") else []))
+        }
         request = parse(tensors, {}, Limits(decoupled=True, max_draft_len=0), FORM)
         try:
             parameters = SamplingParams(**sampling_arguments(request, 128, self.told))
@@ -228,10 +291,14 @@ class InProcess:
         return [output async for output in stream if output.finished]
 
 
-def arms(folder: Path, fault: str | None = None, told: int = 2, fickle: str | None = None) -> Alternating:
+def arms(
+    folder: Path, fault: str | None = None, told: int = 2, fickle: str | None = None
+) -> Alternating:
     def start(arm: str) -> InProcess:
         speculation = None if arm == "plain" else {"speculative_model": str(folder)}
-        return InProcess(LLM(str(folder), speculation, step_s=0.0, fault=fault), told, fickle=fickle == arm)
+        return InProcess(
+            LLM(str(folder), speculation, step_s=0.0, fault=fault), told, fickle=fickle == arm
+        )
 
     return Alternating(start)
 
@@ -289,7 +356,9 @@ SOUND = [f"def f{number}(x):" for number in range(14)]
 
 
 @pytest.mark.parametrize("told", [1, 2])
-def test_a_near_tie_that_rounding_tips_is_numerically_equivalent_and_passes(tmp_path: Path, told: int) -> None:
+def test_a_near_tie_that_rounding_tips_is_numerically_equivalent_and_passes(
+    tmp_path: Path, told: int
+) -> None:
     report = judged(tmp_path, [*SOUND, f"{TIED} x", f"{ASTRAY} y"], told=told)
     outcome, counts, (tie,) = parity_of(report)
     assert (outcome, counts) == ("PASS", {"identical": 15, "equivalent": 1})
@@ -303,31 +372,52 @@ def test_a_near_tie_that_rounding_tips_is_numerically_equivalent_and_passes(tmp_
 @pytest.mark.parametrize("told", [1, 2])
 @pytest.mark.parametrize("fault", ["positions", "cache"])
 def test_a_fault_of_the_runtime_is_broken_and_fails(tmp_path: Path, fault: str, told: int) -> None:
-    outcome, counts, found = parity_of(judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault=fault, told=told))
-    # Every verify forward has wrong positions; a cache that is not rewound is wrong behind a rejected draft alone.
-    assert (outcome, counts) == ("FAIL", {"broken": 5} if fault == "positions" else {"identical": 4, "broken": 1})
+    outcome, counts, found = parity_of(
+        judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault=fault, told=told)
+    )
+    # Every verify forward has wrong positions; a cache that is not rewound is wrong behind a
+    # rejected draft alone.
+    assert (outcome, counts) == (
+        "FAIL",
+        {"broken": 5} if fault == "positions" else {"identical": 4, "broken": 1},
+    )
     assert all(one.judged_by == "log_probs" for one in found)
 
 
 def test_without_log_probabilities_a_divergence_stays_unexplained(tmp_path: Path) -> None:
     for options, why in (
         ({"asks": False}, "rounding and a fault look the same"),
-        ({"told": 0}, "the server refuses log-probabilities: return_log_probs: this version gives no"),
+        (
+            {"told": 0},
+            "the server refuses log-probabilities: return_log_probs: this version gives no",
+        ),
     ):
         outcome, counts, (one,) = parity_of(judged(tmp_path, [*SOUND, f"{TIED} x"], **options))  # type: ignore[arg-type]
         assert (outcome, counts) == ("INCONCLUSIVE", {"identical": 14, "unexplained": 1})
         assert why in one.detail and one.judged_by is None
 
 
-def test_a_text_that_is_another_one_when_it_is_asked_again_is_not_judged_by_it(tmp_path: Path) -> None:
-    outcome, counts, (one,) = parity_of(judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault="cache", fickle="speculative"))
+def test_a_text_that_is_another_one_when_it_is_asked_again_is_not_judged_by_it(
+    tmp_path: Path,
+) -> None:
+    outcome, counts, (one,) = parity_of(
+        judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault="cache", fickle="speculative")
+    )
     assert (outcome, counts) == ("INCONCLUSIVE", {"identical": 4, "unexplained": 1})
-    assert "the speculative arm said another text up to this place, so that nothing is known of this one" in one.detail
+    assert (
+        "the speculative arm said another text up to this place, so that nothing is known of"
+        " this one" in one.detail
+    )
 
 
 def test_a_replay_judges_by_log_probabilities_again_and_shows_the_mend(tmp_path: Path) -> None:
     kept: list[Replay] = []
-    judged(tmp_path, [*SOUND[:4], f"{ASTRAY} y"], fault="cache", keep_replay=lambda one: kept.append(one) or "file")
+    judged(
+        tmp_path,
+        [*SOUND[:4], f"{ASTRAY} y"],
+        fault="cache",
+        keep_replay=lambda one: kept.append(one) or "file",
+    )
     again = replay(kept[0], arms(tmp_path, fault="cache"), None, abilities())
     assert again.as_before and again.divergence is not None
     assert replace(again.divergence, prompt_index=4) == kept[0].divergence

@@ -18,14 +18,22 @@ MARGIN = 0.05
 
 def answers(endpoint: ScriptedEndpoint, **options: object) -> tuple[RequestTiming, RequestTiming]:
     asked = {"temperature": 0.0, "max_tokens": 16, **options}
-    return endpoint.measure([PROMPT], **asked, num_draft_tokens=0)[0], endpoint.measure([PROMPT], **asked)[0]
+    return endpoint.measure([PROMPT], **asked, num_draft_tokens=0)[0], endpoint.measure(
+        [PROMPT], **asked
+    )[0]
 
 
 def compared(
-    plain: RequestTiming, others: list[RequestTiming], reference: Reference, margin: float = MARGIN, **judge: Any
+    plain: RequestTiming,
+    others: list[RequestTiming],
+    reference: Reference,
+    margin: float = MARGIN,
+    **judge: Any,
 ) -> Parity:
     """One prompt, one speculative arm, its rounds."""
-    return compare([plain], [ArmTexts("speculative", 4, [others])], Judge(reference, margin, **judge))
+    return compare(
+        [plain], [ArmTexts("speculative", 4, [others])], Judge(reference, margin, **judge)
+    )
 
 
 def judged(endpoint: ScriptedEndpoint) -> Parity:
@@ -62,7 +70,9 @@ def test_a_near_tie_is_numerically_equivalent() -> None:
 
 def test_a_third_token_at_a_near_tie_of_two_others_is_a_fault() -> None:
     """The margin is small, but rounding cannot explain a token that is far below both."""
-    divergence = only(judged(ScriptedEndpoint(faults=[Fault(PROMPT, position=3, rank=5, margin=0.01)])))
+    divergence = only(
+        judged(ScriptedEndpoint(faults=[Fault(PROMPT, position=3, rank=5, margin=0.01)]))
+    )
     assert divergence.kind == "broken"
     assert divergence.margin == pytest.approx(0.01)
     assert divergence.speculative_rank == 5
@@ -73,7 +83,11 @@ def test_a_text_that_ends_early_without_reason_is_a_fault() -> None:
     plain, speculative = answers(endpoint)
     short = shortened(speculative, 9)
     divergence = only(compared(plain, [short], endpoint.reference))
-    assert (divergence.kind, divergence.position, divergence.speculative_token) == ("broken", 9, None)
+    assert (divergence.kind, divergence.position, divergence.speculative_token) == (
+        "broken",
+        9,
+        None,
+    )
     assert "ended early" in divergence.detail
 
 
@@ -115,13 +129,27 @@ def test_seeded_texts_are_judged_by_logits_plus_noise() -> None:
     """The plain token is the best of logits + T * noise, which is not the best logit."""
     endpoint = ScriptedEndpoint(faults=[Fault(PROMPT, position=5, seeded=True)])
     plain, speculative = answers(endpoint, temperature=0.8, seed=11)
-    divergence = only(compared(plain, [speculative], endpoint.reference, temperature=0.8, seeds=[11]))
-    assert (divergence.position, divergence.seed, divergence.plain_rank, divergence.speculative_rank) == (5, 11, 0, 1)
+    divergence = only(
+        compared(plain, [speculative], endpoint.reference, temperature=0.8, seeds=[11])
+    )
+    assert (
+        divergence.position,
+        divergence.seed,
+        divergence.plain_rank,
+        divergence.speculative_rank,
+    ) == (5, 11, 0, 1)
     ids = (*encode(PROMPT), *plain.token_ids[:5])
     scores = endpoint.reference.next_logits(ids) + 0.8 * gumbel(11, len(ids), VOCAB)
     best, second = np.sort(scores)[::-1][:2]
     assert divergence.margin == pytest.approx(best - second)
-    wide = compared(plain, [speculative], endpoint.reference, float(best - second) + 1e-9, temperature=0.8, seeds=[11])
+    wide = compared(
+        plain,
+        [speculative],
+        endpoint.reference,
+        float(best - second) + 1e-9,
+        temperature=0.8,
+        seeds=[11],
+    )
     assert only(wide).kind == "equivalent"
 
 
@@ -148,7 +176,8 @@ def test_prompts_whose_text_changes_between_rounds_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("margin", "kind"), [(0.049, "equivalent"), (0.051, "suspicious"), (0.49, "suspicious"), (0.51, "broken")]
+    ("margin", "kind"),
+    [(0.049, "equivalent"), (0.051, "suspicious"), (0.49, "suspicious"), (0.51, "broken")],
 )
 def test_the_class_follows_the_margin_between_the_two_best(margin: float, kind: str) -> None:
     divergence = only(judged(ScriptedEndpoint(faults=[Fault(PROMPT, position=3, margin=margin)])))
@@ -159,7 +188,10 @@ def at_lengths(*positions: int | None, margin: float = 0.3) -> Parity:
     """One prompt at draft lengths 1, 2, ..., each diverging at its position."""
     plain, same = answers(ScriptedEndpoint())
     marks = [Fault(PROMPT, position=at, margin=margin) for at in positions if at is not None]
-    said = [same if at is None else answers(ScriptedEndpoint(faults=[Fault(PROMPT, at)]))[1] for at in positions]
+    said = [
+        same if at is None else answers(ScriptedEndpoint(faults=[Fault(PROMPT, at)]))[1]
+        for at in positions
+    ]
     arms = [ArmTexts("speculative", number, [[text]]) for number, text in enumerate(said, 1)]
     return compare([plain], arms, Judge(ScriptedEndpoint(faults=marks).reference, MARGIN))
 
@@ -179,7 +211,11 @@ def test_near_ties_may_move() -> None:
 def test_a_prompt_counts_once_by_its_worst_arm_and_arms_are_counted_apart() -> None:
     parity = at_lengths(None, 4, 4, margin=2.0)
     assert (parity.prompts, parity.broken, parity.rate) == (1, 1, 1.0)
-    assert [(arm.draft_len, arm.identical, arm.broken) for arm in parity.arms] == [(1, 1, 0), (2, 0, 1), (3, 0, 1)]
+    assert [(arm.draft_len, arm.identical, arm.broken) for arm in parity.arms] == [
+        (1, 1, 0),
+        (2, 0, 1),
+        (3, 0, 1),
+    ]
     assert parity.arms_equal == 0
     assert sum(one.count for one in parity.severity) == 2
 

@@ -1,6 +1,8 @@
-"""One fault at a time is planted in a real runtime, and the whole stage has to name it, and nothing else.
+"""One fault at a time is planted in a real runtime, and the whole stage has to name it, and nothing
+else.
 
-The engines are tables with a token cache: exact, so that in a sound run everything is identical, and quick.
+The engines are tables with a token cache: exact, so that in a sound run everything is identical,
+and quick.
 """
 
 from __future__ import annotations
@@ -42,10 +44,17 @@ from toolkit.validate import diagnose
 from toolkit.validate.replay import Replay, read_replay, replay, write_replay
 from toolkit.validate.stage import References, rounds_wanted, validate
 
-PROMPTS = [f"{i:03d}" for i in range(60)]  # shorter than the tables look back, so that every token of a prompt matters
+PROMPTS = [
+    f"{i:03d}" for i in range(60)
+]  # shorter than the tables look back, so that every token of a prompt matters
 DRAFT_LEN = 3
 NOT_DRAWN = DistributionGates(enabled=False)  # test_sampled.py draws
-ENGINE: dict[str, Any] = {"vocab_size": 256, "closeness": 0.9, "max_step_tokens": 16, "max_seq_len": 64}
+ENGINE: dict[str, Any] = {
+    "vocab_size": 256,
+    "closeness": 0.9,
+    "max_step_tokens": 16,
+    "max_seq_len": 64,
+}
 
 
 def table(seed: int, kind: type[TableEngine] = TableEngine, **settings: Any) -> TableEngine:
@@ -72,8 +81,15 @@ def judged(
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     sound = (table(1, sharpness=sharpness), table(2, sharpness=sharpness))
     engines = (target or sound[0], draft or sound[1])
-    endpoint = kind(make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {})
-    measuring = {"rounds": 1, "max_rounds": 1, "latency": LatencyGates(min_speedup=None), **(settings or {})}
+    endpoint = kind(
+        make_runtime(*engines, max_draft_len=DRAFT_LEN, **runtime), encode, overrides or {}
+    )
+    measuring = {
+        "rounds": 1,
+        "max_rounds": 1,
+        "latency": LatencyGates(min_speedup=None),
+        **(settings or {}),
+    }
     config = ValidationConfig(prompts=path, max_tokens=16, distribution=gates, **measuring)
     report = validate(
         endpoint,
@@ -81,7 +97,9 @@ def judged(
         name="tables",
         max_draft_len=DRAFT_LEN,
         acceptance="auto",
-        references=References(reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))),
+        references=References(
+            reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))
+        ),
         quality=Quality(None, None),
         engines={},
         environment={},
@@ -103,7 +121,11 @@ def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: 
     report, _ = judged(tmp_path)
     assert named(report) == []
     assert set(outcomes(report).values()) == {"PASS"}
-    assert report.parity is not None and report.draft_check is not None and report.stop_check is not None
+    assert (
+        report.parity is not None
+        and report.draft_check is not None
+        and report.stop_check is not None
+    )
     assert [(arm.arm, arm.draft_len, arm.identical) for arm in report.parity.arms] == [
         ("speculative", 3, 60),
         ("verify", 3, 60),
@@ -113,7 +135,10 @@ def test_a_sound_runtime_is_identical_everywhere_and_nothing_is_named(tmp_path: 
     assert report.parity.arms_equal == 60
     check = report.draft_check
     assert check.after_full > 50 and check.earlier > 50
-    assert (check.after_full_kept, check.earlier_kept) == (check.after_full_expected, check.earlier_expected)
+    assert (check.after_full_kept, check.earlier_kept) == (
+        check.after_full_expected,
+        check.earlier_expected,
+    )
     assert (report.stop_check.requests, report.stop_check.wrong) == (24, 0)
     (agreement,) = report.agreements
     assert (agreement.kind, agreement.agreeing, agreement.tokens) == ("identical", 960, 960)
@@ -125,7 +150,9 @@ class Merging(RuntimeEndpoint):
     def _answer(self, prompt: str, options: dict[str, Any]) -> RequestTiming:
         answer = super()._answer(prompt, options)
         pairs = itertools.zip_longest(answer.chunks[::2], answer.chunks[1::2])
-        merged = tuple(((two or one)[0], (one[1] or 0) + (two[1] or 0 if two else 0)) for one, two in pairs)
+        merged = tuple(
+            ((two or one)[0], (one[1] or 0) + (two[1] or 0 if two else 0)) for one, two in pairs
+        )
         return dataclasses.replace(answer, chunks=merged)
 
 
@@ -134,7 +161,12 @@ def test_merged_chunks_leave_the_draft_unjudged_and_say_so_everywhere(tmp_path: 
     assert report.draft_check is None
     assert outcomes(report)["draft"] == "NOT JUDGED"
     assert set(outcomes(report).values()) == {"PASS", "NOT JUDGED"} and report.verdict == "PASS"
-    for rendered in (render_markdown(report), render_html(report), str(to_json(report)), printed(report)):
+    for rendered in (
+        render_markdown(report),
+        render_html(report),
+        str(to_json(report)),
+        printed(report),
+    ):
         assert "NOT JUDGED" in rendered and re.search(r"stream\\?_interval\\?_ms", rendered)
 
 
@@ -149,13 +181,24 @@ def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_p
     told: list[tuple[int, int | None, str]] = []
     gates = DistributionGates(effect=0.1)
     report, _ = judged(
-        tmp_path, gates=gates, sharpness=1.5, progress=lambda done, total, what: told.append((done, total, what))
+        tmp_path,
+        gates=gates,
+        sharpness=1.5,
+        progress=lambda done, total, what: told.append((done, total, what)),
     )
     assert outcomes(report)["distribution"] == "PASS"
     assert named(report) == []
-    drawn = [(done, total) for done, total, what in told if what == "drawing tokens" and total is not None]
+    drawn = [
+        (done, total)
+        for done, total, what in told
+        if what == "drawing tokens" and total is not None
+    ]
     assert drawn[0][0] < drawn[-1][0] and drawn[-1][0] == drawn[-1][1]
-    sent = [(done, total) for done, total, what in told if total is not None and what.endswith(", requests")]
+    sent = [
+        (done, total)
+        for done, total, what in told
+        if total is not None and what.endswith(", requests")
+    ]
     assert {total for _, total in sent} == {4 * (2 + 60) + 5 * 60 + 24}
     assert "Distribution of sampled tokens" in render_markdown(report)
 
@@ -163,8 +206,16 @@ def test_a_sound_runtime_that_is_drawn_from_passes_and_tells_how_far_it_is(tmp_p
 def test_rounds_that_are_added_are_told_with_their_reason(tmp_path: Path) -> None:
     told: list[tuple[int, int | None, str]] = []
     settings = {"max_rounds": 3, "latency": LatencyGates(min_speedup=None, precision=1e-6)}
-    judged(tmp_path, settings=settings, progress=lambda done, total, what: told.append((done, total, what)))
-    greedy = [(total, what) for _, total, what in told if "temperature 0" in what and "0.8" not in what and total is not None]
+    judged(
+        tmp_path,
+        settings=settings,
+        progress=lambda done, total, what: told.append((done, total, what)),
+    )
+    greedy = [
+        (total, what)
+        for _, total, what in told
+        if "temperature 0" in what and "0.8" not in what and total is not None
+    ]
     assert [what for _, what in dict.fromkeys(greedy)] == [
         "measuring at temperature 0, requests",
         "measuring at temperature 0, about 2 more rounds for the wanted precision, requests",
@@ -204,10 +255,14 @@ class ForgetfulDrafter(ModelDrafter):
         for sequence in sequences:
             self._valid[sequence.slot] += 1
             engine = self._engine
-            engine.forward([sequence.slot], torch.zeros((1, 1), dtype=torch.int64))  # whatever lies there
+            engine.forward(
+                [sequence.slot], torch.zeros((1, 1), dtype=torch.int64)
+            )  # whatever lies there
 
 
-def test_a_draft_cache_that_is_not_caught_up_is_named_though_every_text_is_right(tmp_path: Path) -> None:
+def test_a_draft_cache_that_is_not_caught_up_is_named_though_every_text_is_right(
+    tmp_path: Path,
+) -> None:
     report, _ = judged(tmp_path, drafter=ForgetfulDrafter(table(2)))
     assert named(report) == [diagnose.DRAFT_CACHE]
     found = outcomes(report)
@@ -223,7 +278,9 @@ def test_another_draft_model_is_named(tmp_path: Path) -> None:
 class ShiftedVerify(TableEngine):
     """A forward of several tokens behind a cache writes them one place too far."""
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         shift = tokens.shape[1] > 1 and all(self._lengths[slot] for slot in slots)
         for slot in slots if shift else ():
             self._cache[slot, 4 + self._lengths[slot]] = 7
@@ -243,7 +300,9 @@ def test_an_off_by_one_position_in_the_verify_forward_is_named(tmp_path: Path) -
 class ShiftedDecode(TableEngine):
     """Every forward behind a cache, plain decoding's too, writes one place too far."""
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         behind = [slot for slot in slots if self._lengths[slot]]
         for slot in behind:
             self._cache[slot, 4 + self._lengths[slot]] = 7
@@ -254,7 +313,9 @@ class ShiftedDecode(TableEngine):
         return logits
 
 
-def test_an_off_by_one_position_in_every_decode_is_named_though_all_arms_agree(tmp_path: Path) -> None:
+def test_an_off_by_one_position_in_every_decode_is_named_though_all_arms_agree(
+    tmp_path: Path,
+) -> None:
     report, _ = judged(tmp_path, target=table(1, ShiftedDecode))
     assert named(report)[0] == diagnose.DECODE
     assert outcomes(report)["agreement_engine"] == "FAIL"
@@ -283,7 +344,9 @@ class KeepsAll(Greedy):
         return len(drafts), int(logits[-1].argmax())
 
 
-@pytest.mark.parametrize(("rule", "name"), [(NextRow, diagnose.ROWS), (KeepsAll, diagnose.ACCEPT_RULE)])
+@pytest.mark.parametrize(
+    ("rule", "name"), [(NextRow, diagnose.ROWS), (KeepsAll, diagnose.ACCEPT_RULE)]
+)
 def test_a_wrong_accept_rule_is_named(rule: Any, name: str, tmp_path: Path) -> None:
     report, _ = judged(tmp_path, rules={**RULES, "greedy": rule})
     assert named(report)[0] == name
@@ -298,7 +361,10 @@ def test_a_dropped_bos_is_named_though_all_arms_agree(counted: bool, tmp_path: P
         def measure(self, prompts: Any, **options: Any) -> Any:
             answers = super().measure(prompts, **options)
             return [
-                dataclasses.replace(one, statistics=dataclasses.replace(one.statistics, input_tokens=None)) for one in answers
+                dataclasses.replace(
+                    one, statistics=dataclasses.replace(one.statistics, input_tokens=None)
+                )
+                for one in answers
             ]
 
     short = lambda prompt: CODEC.encode(prompt)[1:]  # noqa: E731
@@ -366,7 +432,9 @@ class Noisy(TableEngine):
         super().__init__(seed, **settings)
         self.noise = np.random.default_rng(8)
 
-    def forward(self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: torch.Tensor, *, last_only: bool = False
+    ) -> torch.Tensor:
         logits = super().forward(slots, tokens, last_only=last_only)
         return logits + 1e-3 * torch.from_numpy(self.noise.uniform(-1, 1, size=tuple(logits.shape)))
 
@@ -391,7 +459,9 @@ def test_a_wrong_weight_is_named_though_all_arms_agree(tmp_path: Path) -> None:
 
 def test_a_replay_file_is_read_back_and_a_bad_one_is_refused(tmp_path: Path) -> None:
     kept: list[Replay] = []
-    report, _ = judged(tmp_path, target=table(1, ForgetfulRewind), keep_replay=lambda one: kept.append(one) or "")
+    report, _ = judged(
+        tmp_path, target=table(1, ForgetfulRewind), keep_replay=lambda one: kept.append(one) or ""
+    )
     name = write_replay(tmp_path / "replay", kept[0])
     assert read_replay(tmp_path / name) == kept[0]
     assert report.parity is not None and len(kept) >= len(report.parity.divergences)
@@ -402,12 +472,19 @@ def test_a_replay_file_is_read_back_and_a_bad_one_is_refused(tmp_path: Path) -> 
 
 def test_a_replay_shows_the_fault_again_and_its_mend(tmp_path: Path) -> None:
     kept: list[Replay] = []
-    _, broken = judged(tmp_path, target=table(1, ForgetfulRewind), keep_replay=lambda one: kept.append(one) or "file")
+    _, broken = judged(
+        tmp_path,
+        target=table(1, ForgetfulRewind),
+        keep_replay=lambda one: kept.append(one) or "file",
+    )
     again = replay(kept[0], broken, reference_of(table(1)))
     assert again.as_before
     assert again.divergence is not None
     assert (
-        dataclasses.replace(again.divergence, prompt_index=kept[0].divergence.prompt_index, replay=None) == kept[0].divergence
+        dataclasses.replace(
+            again.divergence, prompt_index=kept[0].divergence.prompt_index, replay=None
+        )
+        == kept[0].divergence
     )
     sound = RuntimeEndpoint(make_runtime(table(1), table(2), max_draft_len=DRAFT_LEN))
     mended = replay(kept[0], sound, reference_of(table(1)))

@@ -1,4 +1,6 @@
-"""The same faults in real transformers: in the runtime of this process, and served by a real tritonserver."""
+"""The same faults in real transformers: in the runtime of this process, and served by a real
+tritonserver.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ def one_too_far(engine: EmbeddedEngine) -> None:
     """Positions and cache of a verify forward begin one place late."""
     run = engine._run
 
-    def shifted(tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, last_only: bool) -> torch.Tensor:
-        return run(tokens, slots, lengths + int(tokens.shape[1] > 1 and bool(lengths.all())), last_only)
+    def shifted(
+        tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, last_only: bool
+    ) -> torch.Tensor:
+        return run(
+            tokens, slots, lengths + int(tokens.shape[1] > 1 and bool(lengths.all())), last_only
+        )
 
     engine._run = shifted
 
@@ -85,7 +91,9 @@ def never_shorter(engine: EmbeddedEngine) -> None:
     engine.rewind = forget  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("fault", "name"), [(one_too_far, diagnose.VERIFY), (never_shorter, diagnose.CACHE)])
+@pytest.mark.parametrize(
+    ("fault", "name"), [(one_too_far, diagnose.VERIFY), (never_shorter, diagnose.CACHE)]
+)
 def test_a_fault_of_the_cache_of_a_real_model_is_named(
     fault: Callable[[EmbeddedEngine], None], name: str, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -101,7 +109,9 @@ def test_a_fault_of_the_cache_of_a_real_model_is_named(
 
 def damage_a_weight(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].roll(1, 0).contiguous()
+    tensors["model.layers.1.mlp.down_proj.weight"] = (
+        tensors["model.layers.1.mlp.down_proj.weight"].roll(1, 0).contiguous()
+    )
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -110,9 +120,15 @@ def drop_the_bos(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "name"), [(damage_a_weight, diagnose.WEIGHTS), (drop_the_bos, diagnose.BOS)])
+@pytest.mark.parametrize(
+    ("fault", "name"), [(damage_a_weight, diagnose.WEIGHTS), (drop_the_bos, diagnose.BOS)]
+)
 def test_a_fault_that_is_in_every_arm_of_a_served_pair_is_named(
-    fault: Callable[[Path], None], name: str, tiny_pair: tuple[Path, Path], tiny_repository: TritonRepository, tmp_path: Path
+    fault: Callable[[Path], None],
+    name: str,
+    tiny_pair: tuple[Path, Path],
+    tiny_repository: TritonRepository,
+    tmp_path: Path,
 ) -> None:
     """The repository is packaged from a damaged target; the reference is the sound one's engine."""
     faulty = Path(shutil.copytree(tiny_pair[0], tmp_path / "faulty"))
@@ -120,7 +136,9 @@ def test_a_fault_that_is_in_every_arm_of_a_served_pair_is_named(
     served = package_pair((faulty, tiny_pair[1]), tmp_path / "served")
     sound = tiny_repository.path.parent / "target"
     codec = TextCodec.from_file(sound / "tokenizer.json")
-    reference = reference_from_engine(lambda: loader("torch").load(sound, threads=1), codec.encode, (EOS_ID,), noise)
+    reference = reference_from_engine(
+        lambda: loader("torch").load(sound, threads=1), codec.encode, (EOS_ID,), noise
+    )
     with TritonServer(served.path) as server, Client(server.grpc_url, timeout_s=120) as client:
         report = judged(client, reference, tmp_path)
     assert named(report)[0] == name

@@ -21,11 +21,18 @@ from toolkit.records.build import QuantizationQuality
 from toolkit.speculative.text import TextCodec
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.gates import agreement_gate
-from toolkit.validate.reference import Reference, reference_from_checkpoint, reference_from_engine, text_logits
+from toolkit.validate.reference import (
+    Reference,
+    reference_from_checkpoint,
+    reference_from_engine,
+    text_logits,
+)
 
 
 class CountingEngine:
-    """Its logits are the sum of all tokens cached so far, in the first entry, and their number, in the second."""
+    """Its logits are the sum of all tokens cached so far, in the first entry, and their number,
+    in the second.
+    """
 
     vocab_size, max_batch_size, max_seq_len, max_step_tokens = 2, 1, 64, 4
 
@@ -76,12 +83,16 @@ def test_all_logits_of_a_text_are_those_of_its_prefixes() -> None:
     for first in (1, 4, 5, 10):
         expected = np.stack([reference.next_logits(ids[:end]) for end in range(first, len(ids))])
         np.testing.assert_array_equal(text_logits(reference, ids, first), expected)
-        np.testing.assert_array_equal(text_logits(replace(reference, text_logits=None), ids, first), expected)
+        np.testing.assert_array_equal(
+            text_logits(replace(reference, text_logits=None), ids, first), expected
+        )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source") / "target", dtype="float32", init_scale=1.5)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("source") / "target", dtype="float32", init_scale=1.5
+    )
 
 
 def served_by(checkpoint: Path, reference: Reference) -> list[Any]:
@@ -93,7 +104,9 @@ def served_by(checkpoint: Path, reference: Reference) -> list[Any]:
     return endpoint.measure(prompts, max_tokens=16, temperature=0.0)
 
 
-def test_the_source_checkpoint_in_transformers_agrees_with_an_unquantized_engine(checkpoint: Path) -> None:
+def test_the_source_checkpoint_in_transformers_agrees_with_an_unquantized_engine(
+    checkpoint: Path,
+) -> None:
     codec = TextCodec.from_file(checkpoint / "tokenizer.json")
     source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
     found = agreement("source", served_by(checkpoint, source), source, 0.01, same_precision=True)
@@ -102,12 +115,16 @@ def test_the_source_checkpoint_in_transformers_agrees_with_an_unquantized_engine
     assert agreement_gate(found).outcome == "PASS"
 
 
-def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(checkpoint: Path, tmp_path: Path) -> None:
+def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     codec = TextCodec.from_file(checkpoint / "tokenizer.json")
     source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
     damaged = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
     tensors = load_file(damaged / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].roll(1, 0)
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors[
+        "model.layers.1.mlp.down_proj.weight"
+    ].roll(1, 0)
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     texts = served_by(damaged, source)
     exact = agreement("source", texts, source, 0.01, same_precision=True)
@@ -119,15 +136,22 @@ def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(checkpoint: Path,
     assert quantized.decided_differing > 10
 
 
-def test_a_quantized_model_passes_against_its_source_and_an_unmeasured_one_is_not_judged(checkpoint: Path) -> None:
-    """Weights rounded to 8 bits in every row: other tokens at near-ties, the same ones where the source is decided."""
+def test_a_quantized_model_passes_against_its_source_and_an_unmeasured_one_is_not_judged(
+    checkpoint: Path,
+) -> None:
+    """Weights rounded to 8 bits in every row: other tokens at near-ties, the same ones where the
+    source is decided.
+    """
     codec = TextCodec.from_file(checkpoint / "tokenizer.json")
     source = reference_from_checkpoint(checkpoint, codec.encode, (257,))
     texts = served_by(checkpoint, source)
     found = agreement("source", texts, source, 0.01, same_precision=False, decided_margin=0.1)
     gate = agreement_gate(found)
     assert gate is not None and gate.outcome == "PASS"
-    assert "decided by at least 0.1 logits (an estimate of how far quantization moves them), and 5% may be" in gate.detail
+    assert (
+        "decided by at least 0.1 logits (an estimate of how far quantization moves them), and 5%"
+        " may be" in gate.detail
+    )
     assert 0 < found.decided < found.tokens
     assert agreement_gate(replace(found, decided_margin=None)) is None
     undecided = agreement_gate(replace(found, decided=0))

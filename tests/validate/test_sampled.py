@@ -1,4 +1,6 @@
-"""Drawing from a real runtime with one fault planted in how it samples: the fault is named, and a sound one passes."""
+"""Drawing from a real runtime with one fault planted in how it samples: the fault is named, and
+a sound one passes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from toolkit.validate.sampled import draw_samples, judge_samples
 
 PROMPTS = [f"{number:03d}" for number in range(8)]
 GATES = DistributionGates(effect=0.1, max_seconds=600)
-ENGINE: dict[str, Any] = {"vocab_size": 256, "closeness": 0.9, "max_step_tokens": 16, "max_seq_len": 96, "sharpness": 1.5}
+ENGINE: dict[str, Any] = {
+    "vocab_size": 256,
+    "closeness": 0.9,
+    "max_step_tokens": 16,
+    "max_seq_len": 96,
+    "sharpness": 1.5,
+}
 
 
 def judged(
@@ -37,10 +45,14 @@ def judged(
     """The record, its gate, and the names of what is wrong."""
     draft = {**ENGINE, "closeness": closeness}
     engines = (TableEngine(1, **ENGINE), TableEngine(2, **draft))
-    endpoint = RuntimeEndpoint(make_runtime(*engines, max_draft_len=3, **runtime), overrides=overrides or {})
+    endpoint = RuntimeEndpoint(
+        make_runtime(*engines, max_draft_len=3, **runtime), overrides=overrides or {}
+    )
     reference = reference_of(TableEngine(1, **ENGINE), TableEngine(2, **draft))
     sender = Sender(endpoint, max_tokens=48)
-    drawn = draw_samples(sender, PROMPTS, gates, reference, temperature=0.8, near_tie_margin=0.05, seed=seed)
+    drawn = draw_samples(
+        sender, PROMPTS, gates, reference, temperature=0.8, near_tie_margin=0.05, seed=seed
+    )
     found = judge_samples(drawn, gates, rule="rejection", seed=seed)
     findings: list[Finding] = list(diagnose.of_sampling(found))
     return found, distribution_gate(found), [finding.check for finding in findings]
@@ -59,8 +71,15 @@ def test_a_sound_runtime_passes_and_every_control_is_rejected() -> None:
         "top_p: by probability",
         "continuations, plain against speculative",
     ]
-    assert all(test.detectable is None or test.detectable <= 2 * GATES.effect for test in found.tests)
-    assert (found.outside_filters, found.unrepeated, found.seeds_matter, found.enough) == (0, 0, True, True)
+    assert all(
+        test.detectable is None or test.detectable <= 2 * GATES.effect for test in found.tests
+    )
+    assert (found.outside_filters, found.unrepeated, found.seeds_matter, found.enough) == (
+        0,
+        0,
+        True,
+        True,
+    )
 
 
 def test_an_argmax_that_is_accepted_at_temperature_above_0_is_named() -> None:
@@ -70,12 +89,16 @@ def test_an_argmax_that_is_accepted_at_temperature_above_0_is_named() -> None:
 
 
 def test_rejected_drafts_that_are_replaced_from_the_whole_target_lean_to_the_draft() -> None:
-    _, gate, named = judged(rules={**RULES, "rejection": with_rule(without_residual)}, closeness=0.7)
+    _, gate, named = judged(
+        rules={**RULES, "rejection": with_rule(without_residual)}, closeness=0.7
+    )
     assert (gate.outcome, named) == ("FAIL", [diagnose.TO_DRAFT])
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"temperature": 1.0}, {"top_k": 0}, {"top_p": 1.0}], ids=["temperature", "top_k", "top_p"]
+    "overrides",
+    [{"temperature": 1.0}, {"top_k": 0}, {"top_p": 1.0}],
+    ids=["temperature", "top_k", "top_p"],
 )
 def test_a_setting_that_does_not_reach_the_sampler_is_named(overrides: dict[str, Any]) -> None:
     _, gate, named = judged(overrides=overrides)

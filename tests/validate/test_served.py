@@ -1,4 +1,6 @@
-"""Validation of a real tritonserver with a real pair: over gRPC, with its own counters, against its own engine and noise."""
+"""Validation of a real tritonserver with a real pair: over gRPC, with its own counters, against
+its own engine and noise.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,14 @@ def client(tiny_server: TritonServer) -> Iterator[Client]:
 def reference(tiny_repository: TritonRepository) -> Reference:
     engine = tiny_repository.path.parent / "target"
     codec = TextCodec.from_file(engine / "tokenizer.json")
-    return reference_from_engine(lambda: loader("torch").load(engine, threads=1), codec.encode, (257,), noise)
+    return reference_from_engine(
+        lambda: loader("torch").load(engine, threads=1), codec.encode, (257,), noise
+    )
 
 
-def run(endpoint: Endpoint, server: TritonServer, reference: Reference, folder: Path, **config: Any) -> ValidationReport:
+def run(
+    endpoint: Endpoint, server: TritonServer, reference: Reference, folder: Path, **config: Any
+) -> ValidationReport:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     asked: dict[str, Any] = {
@@ -86,9 +92,15 @@ def test_a_served_float64_pair_is_identical_in_both_checks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7, "acceptance": "coupled"}])
-def test_the_reference_scores_every_served_token_best(client: Client, reference: Reference, options: dict[str, Any]) -> None:
-    """The reference's logits, with the runtime's own noise, choose token for token what the server chose."""
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7, "acceptance": "coupled"}]
+)
+def test_the_reference_scores_every_served_token_best(
+    client: Client, reference: Reference, options: dict[str, Any]
+) -> None:
+    """The reference's logits, with the runtime's own noise, choose token for token what the
+    server chose.
+    """
     (timing,) = client.measure(PROMPTS[:1], max_tokens=10, **options)
     ids = list(reference.encode(PROMPTS[0]))
     assert timing.statistics.input_tokens == len(ids)
@@ -96,13 +108,17 @@ def test_the_reference_scores_every_served_token_best(client: Client, reference:
     for token in timing.token_ids:
         scores = reference.next_logits(ids).astype(np.float64)
         if "seed" in options:
-            scores += options["temperature"] * reference.noise(options["seed"], len(ids), len(scores))
+            scores += options["temperature"] * reference.noise(
+                options["seed"], len(ids), len(scores)
+            )
         assert int(scores.argmax()) == token
         ids.append(token)
 
 
 class Tampered:
-    """A client that alters one token of one prompt's speculative text, as a faulty runtime would."""
+    """A client that alters one token of one prompt's speculative text, as a faulty runtime
+    would.
+    """
 
     def __init__(self, client: Client, prompt: str, position: int) -> None:
         self.client, self.prompt, self.position = client, prompt, position
@@ -110,7 +126,10 @@ class Tampered:
     def measure(self, prompts: Any, **options: Any) -> list[RequestTiming]:
         timings = self.client.measure(prompts, **options)
         return [
-            self._altered(one) if one.prompt == self.prompt and options.get("num_draft_tokens") != 0 else one for one in timings
+            self._altered(one)
+            if one.prompt == self.prompt and options.get("num_draft_tokens") != 0
+            else one
+            for one in timings
         ]
 
     def _altered(self, timing: RequestTiming) -> RequestTiming:
@@ -124,17 +143,29 @@ def test_a_wrong_token_between_server_and_client_fails_both_checks(
     client: Client, tiny_server: TritonServer, reference: Reference, tmp_path: Path
 ) -> None:
     endpoint = Tampered(client, PROMPTS[4], position=2)
-    report = run(endpoint, tiny_server, reference, tmp_path, parity=ParityGates(max_divergence_rate=0.9, near_tie_margin=1e-6))
+    report = run(
+        endpoint,
+        tiny_server,
+        reference,
+        tmp_path,
+        parity=ParityGates(max_divergence_rate=0.9, near_tie_margin=1e-6),
+    )
     assert report.verdict == "FAIL"
     for parity in (report.parity, report.sampled.parity):
         assert parity is not None
-        found = {(one.prompt_index, one.position, one.kind, one.plain_rank) for one in parity.divergences}
+        found = {
+            (one.prompt_index, one.position, one.kind, one.plain_rank) for one in parity.divergences
+        }
         assert found == {(4, 2, "broken", 0)}
 
 
 @pytest.mark.slow
-def test_texts_of_different_seeds_differ_at_near_ties_of_nobody(client: Client, reference: Reference) -> None:
+def test_texts_of_different_seeds_differ_at_near_ties_of_nobody(
+    client: Client, reference: Reference
+) -> None:
     """The seeded check is not empty: against another seed's noise a text is a fault."""
-    first, second = (client.measure(PROMPTS[:1], max_tokens=12, temperature=0.8, seed=seed)[0] for seed in (1, 2))
+    first, second = (
+        client.measure(PROMPTS[:1], max_tokens=12, temperature=0.8, seed=seed)[0] for seed in (1, 2)
+    )
     judge = Judge(reference, 0.05, temperature=0.8, seeds=[1])
     assert compare([first], [ArmTexts("speculative", 3, [[second]])], judge).broken == 1

@@ -36,14 +36,21 @@ def prompts_file(tmp_path: Path) -> Path:
 
 
 def run(
-    endpoint: ScriptedEndpoint, prompts_file: Path, *, max_draft_len: int = 4, sweep: Any = None, **config: Any
+    endpoint: ScriptedEndpoint,
+    prompts_file: Path,
+    *,
+    max_draft_len: int = 4,
+    sweep: Any = None,
+    **config: Any,
 ) -> ValidationReport:
     asked: dict[str, Any] = {
         "max_tokens": 8,
         "rounds": 1,
         "max_rounds": 2,
         "latency": LatencyGates(min_speedup=1.15),
-        "distribution": DistributionGates(enabled=False),  # the script does not draw at random; test_sampled.py does
+        "distribution": DistributionGates(
+            enabled=False
+        ),  # the script does not draw at random; test_sampled.py does
         **config,
     }
     return validate(
@@ -78,7 +85,10 @@ def test_a_sound_deployment_passes_and_the_report_survives_json(prompts_file: Pa
         "stop_words",
         "quality_kl",
     ]
-    assert report.parity is not None and (report.parity.prompts, report.parity.identical) == (60, 60)
+    assert report.parity is not None and (report.parity.prompts, report.parity.identical) == (
+        60,
+        60,
+    )
     assert report.sampled.parity is not None and report.sampled.parity.identical == 60
     assert report.acceptance is not None and report.acceptance.by_position[0].joint == 1.0
     data = json.loads(json.dumps(to_json(report)))
@@ -88,7 +98,9 @@ def test_a_sound_deployment_passes_and_the_report_survives_json(prompts_file: Pa
     assert set(data["gates"][0]) >= {"name", "outcome", "measured", "limit"}
 
 
-def test_arms_are_interleaved_in_random_order_after_a_warm_up_that_is_not_counted(prompts_file: Path) -> None:
+def test_arms_are_interleaved_in_random_order_after_a_warm_up_that_is_not_counted(
+    prompts_file: Path,
+) -> None:
     endpoint = ScriptedEndpoint()
     report = run(endpoint, prompts_file, rounds=2)
     warm_up = 2 * 2 * 2  # prompts, arms, temperatures
@@ -96,7 +108,9 @@ def test_arms_are_interleaved_in_random_order_after_a_warm_up_that_is_not_counte
     assert all(one["temperature"] == 0.0 for one in greedy)
     pairs = list(zip(greedy[::2], greedy[1::2], strict=True))
     assert all(
-        a["prompt"] == b["prompt"] and {a.get("num_draft_tokens"), b.get("num_draft_tokens")} == {0, None} for a, b in pairs
+        a["prompt"] == b["prompt"]
+        and {a.get("num_draft_tokens"), b.get("num_draft_tokens")} == {0, None}
+        for a, b in pairs
     )
     first = [pair[0].get("num_draft_tokens") == 0 for pair in pairs]
     assert 0.25 < sum(first) / len(first) < 0.75
@@ -104,13 +118,18 @@ def test_arms_are_interleaved_in_random_order_after_a_warm_up_that_is_not_counte
     assert report.arms.plain.requests == 2 * len(PROMPTS)
 
 
-def test_timed_requests_have_no_seed_and_the_exact_check_has_one_per_prompt(prompts_file: Path) -> None:
+def test_timed_requests_have_no_seed_and_the_exact_check_has_one_per_prompt(
+    prompts_file: Path,
+) -> None:
     endpoint = ScriptedEndpoint()
     run(endpoint, prompts_file, seed=40)
     seeded = [one for one in endpoint.seen if "seed" in one]
     assert {one["acceptance"] for one in seeded} == {"coupled"}
     assert [one["seed"] for one in seeded[::2]] == [40 + i for i in range(60)]
-    assert {one.get("acceptance") for one in endpoint.seen if "seed" not in one} == {None, "verify_only"}
+    assert {one.get("acceptance") for one in endpoint.seen if "seed" not in one} == {
+        None,
+        "verify_only",
+    }
 
 
 def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -> None:
@@ -119,7 +138,9 @@ def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -
     assert gate(report, "parity").outcome == "FAIL"
     assert "prompt 13, output token 6" in gate(report, "parity").detail
     assert report.parity is not None
-    assert {(one.prompt_index, one.position, one.kind) for one in report.parity.divergences} == {(12, 5, "broken")}
+    assert {(one.prompt_index, one.position, one.kind) for one in report.parity.divergences} == {
+        (12, 5, "broken")
+    }
     assert [(arm.arm, arm.draft_len, arm.broken) for arm in report.parity.arms] == [
         ("speculative", 4, 1),
         ("verify", 4, 0),
@@ -131,7 +152,9 @@ def test_a_token_at_a_large_margin_fails_with_its_position(prompts_file: Path) -
 
 
 def test_a_seeded_fault_fails_the_seeded_gate_alone(prompts_file: Path) -> None:
-    report = run(ScriptedEndpoint(faults=[Fault(PROMPTS[3], position=2, seeded=True)]), prompts_file)
+    report = run(
+        ScriptedEndpoint(faults=[Fault(PROMPTS[3], position=2, seeded=True)]), prompts_file
+    )
     assert gate(report, "parity").outcome == "PASS"
     assert gate(report, "seeded_parity").outcome == "FAIL"
 
@@ -153,7 +176,12 @@ def test_a_noisy_machine_is_inconclusive_after_all_rounds(prompts_file: Path) ->
     endpoint = ScriptedEndpoint(jitter=0.9)
     found = run(ScriptedEndpoint(), prompts_file)
     assert found.speedup is not None
-    report = run(endpoint, prompts_file, latency=LatencyGates(min_speedup=found.speedup.estimate), max_rounds=3)
+    report = run(
+        endpoint,
+        prompts_file,
+        latency=LatencyGates(min_speedup=found.speedup.estimate),
+        max_rounds=3,
+    )
     assert report.speedup is not None
     assert report.speedup.low < found.speedup.estimate < report.speedup.high
     assert (gate(report, "speedup").outcome, report.speedup.rounds) == ("INCONCLUSIVE", 3)
@@ -176,10 +204,16 @@ def test_counters_that_disagree_are_reported(prompts_file: Path) -> None:
 
 def test_texts_that_loop_are_reported(prompts_file: Path) -> None:
     report = run(ScriptedEndpoint(looping=True), prompts_file, max_tokens=40)
-    (*_, looping) = (one.detail for one in report.findings if one.check == "looping texts")
+    *_, looping = (one.detail for one in report.findings if one.check == "looping texts")
     assert "flatters the speed-up" in looping
-    alone = run(ScriptedEndpoint(looping=True), prompts_file, max_tokens=40, max_draft_len=0, latency=LatencyGates())
-    (looping, *_) = (one.detail for one in alone.findings if one.check == "looping texts")
+    alone = run(
+        ScriptedEndpoint(looping=True),
+        prompts_file,
+        max_tokens=40,
+        max_draft_len=0,
+        latency=LatencyGates(),
+    )
+    looping, *_ = (one.detail for one in alone.findings if one.check == "looping texts")
     assert "repeat themselves" in looping and "speed-up" not in looping
     assert report.arms.plain.distinct_4grams is not None and report.arms.plain.distinct_4grams < 0.5
 
@@ -196,9 +230,15 @@ def test_a_machine_that_drifts_is_remarked_and_asks_for_nothing(prompts_file: Pa
     def remarks(busy: Callable[[float], float]) -> list[str]:
         report = run(ScriptedEndpoint(busy=busy), prompts_file, rounds=2)
         assert report.verdict == "PASS" and not any("rift" in step for step in next_steps(report))
-        return [one.detail for one in report.findings if (one.check, one.severity) == ("drift", "note")]
+        return [
+            one.detail for one in report.findings if (one.check, one.severity) == ("drift", "note")
+        ]
 
-    assert remarks(lambda temperature: 1.0) == remarks(lambda temperature: 1.0 if temperature == 0 else 1.5) == []
+    assert (
+        remarks(lambda temperature: 1.0)
+        == remarks(lambda temperature: 1.0 if temperature == 0 else 1.5)
+        == []
+    )
     (greedy_slower,) = remarks(lambda temperature: 1.5 if temperature == 0 else 1.0)
     assert "where there is more to do" in greedy_slower and "round to round" not in greedy_slower
     sent = iter(range(10**6))
@@ -208,8 +248,14 @@ def test_a_machine_that_drifts_is_remarked_and_asks_for_nothing(prompts_file: Pa
 
 def test_load_and_sampled_tokens_that_were_not_looked_at_are_remarked(prompts_file: Path) -> None:
     (note,) = notes(run(ScriptedEndpoint(), prompts_file))
-    assert note.startswith("Not measured: speed and latency with several requests at a time (validation.latency.concurrency")
-    assert "whether sampled tokens are distributed as the target's own (validation.distribution.enabled: true)" in note
+    assert note.startswith(
+        "Not measured: speed and latency with several requests at a time"
+        " (validation.latency.concurrency"
+    )
+    assert (
+        "whether sampled tokens are distributed as the target's own"
+        " (validation.distribution.enabled: true)" in note
+    )
 
 
 def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> None:
@@ -217,16 +263,29 @@ def test_a_deployment_without_speculation_has_one_arm(prompts_file: Path) -> Non
     report = run(endpoint, prompts_file, max_draft_len=0, latency=LatencyGates(max_itl_p90_ms=3.0))
     assert report.verdict == "PASS"
     assert report.arms.speculative is None and report.speedup is None and report.parity is None
-    assert [one.name for one in report.gates] == ["itl_p90", "itl_p90_sampled", "agreement_engine", "quality_kl"]
+    assert [one.name for one in report.gates] == [
+        "itl_p90",
+        "itl_p90_sampled",
+        "agreement_engine",
+        "quality_kl",
+    ]
     assert {one["num_draft_tokens"] for one in endpoint.seen} == {0}
     assert from_json(ValidationReport, to_json(report)) == report
 
 
-def test_a_speed_up_that_is_asked_of_a_deployment_without_speculation_fails(prompts_file: Path) -> None:
-    report = run(ScriptedEndpoint(), prompts_file, max_draft_len=0, latency=LatencyGates(min_speedup=1.15))
+def test_a_speed_up_that_is_asked_of_a_deployment_without_speculation_fails(
+    prompts_file: Path,
+) -> None:
+    report = run(
+        ScriptedEndpoint(), prompts_file, max_draft_len=0, latency=LatencyGates(min_speedup=1.15)
+    )
     assert report.verdict == "FAIL"
-    assert gate(report, "speedup").detail.startswith("not measured: this deployment does not speculate")
-    assert gate(report, "speedup").measured is None and gate(report, "speedup").next_step is not None
+    assert gate(report, "speedup").detail.startswith(
+        "not measured: this deployment does not speculate"
+    )
+    assert (
+        gate(report, "speedup").measured is None and gate(report, "speedup").next_step is not None
+    )
 
 
 class Breaking(ScriptedEndpoint):
@@ -238,11 +297,17 @@ class Breaking(ScriptedEndpoint):
         return super().measure(prompts, **options)
 
 
-@pytest.mark.parametrize("error", [RequestRefused("prompt longer than max_input_len"), ServerUnavailable("gone")])
-def test_an_endpoint_that_breaks_is_an_error_that_names_the_prompt(error: Exception, prompts_file: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [RequestRefused("prompt longer than max_input_len"), ServerUnavailable("gone")]
+)
+def test_an_endpoint_that_breaks_is_an_error_that_names_the_prompt(
+    error: Exception, prompts_file: Path
+) -> None:
     endpoint = Breaking()
     endpoint.error = error
-    with pytest.raises(StageError, match=r"validate: prompt \d+, (plain|speculative) arm: .*" + str(error)) as caught:
+    with pytest.raises(
+        StageError, match=r"validate: prompt \d+, (plain|speculative) arm: .*" + str(error)
+    ) as caught:
         run(endpoint, prompts_file)
     assert caught.value.mend is not None
 
@@ -259,7 +324,9 @@ def test_an_endpoint_without_token_ids_cannot_be_validated(prompts_file: Path) -
         run(Mute(), prompts_file)
 
 
-def test_ratios_of_latencies_are_measured_in_both_kinds_of_decoding_and_gated(prompts_file: Path) -> None:
+def test_ratios_of_latencies_are_measured_in_both_kinds_of_decoding_and_gated(
+    prompts_file: Path,
+) -> None:
     limits = LatencyGates(max_ratios={"e2e_p50": 0.9, "ttft_p50": 1.05, "tpot_p99": 2.0})
     report = run(ScriptedEndpoint(), prompts_file, latency=limits)
     for suffix in ("", "_sampled"):
@@ -271,15 +338,31 @@ def test_ratios_of_latencies_are_measured_in_both_kinds_of_decoding_and_gated(pr
 
 
 def test_a_gate_on_ratios_of_a_deployment_without_speculation_fails(prompts_file: Path) -> None:
-    report = run(ScriptedEndpoint(), prompts_file, max_draft_len=0, latency=LatencyGates(max_ratios={"e2e_p50": 9.0}))
+    report = run(
+        ScriptedEndpoint(),
+        prompts_file,
+        max_draft_len=0,
+        latency=LatencyGates(max_ratios={"e2e_p50": 9.0}),
+    )
     assert report.verdict == "FAIL" and "not measured" in gate(report, "e2e_p50_ratio").detail
 
 
-def test_rounds_are_added_until_the_speedup_is_known_as_closely_as_wanted(prompts_file: Path) -> None:
-    """The gate is decided from the first round on; noise of 60 % a request leaves more than 2 % of doubt for some rounds."""
+def test_rounds_are_added_until_the_speedup_is_known_as_closely_as_wanted(
+    prompts_file: Path,
+) -> None:
+    """The gate is decided from the first round on; noise of 60 % a request leaves more than 2 %
+    of doubt for some rounds.
+    """
     noisy = {"min_speedup": 0.1, "precision": 0.02}
-    report = run(ScriptedEndpoint(jitter=0.6), prompts_file, max_rounds=5, latency=LatencyGates(**noisy))
-    coarse = run(ScriptedEndpoint(jitter=0.6), prompts_file, max_rounds=5, latency=LatencyGates(**{**noisy, "precision": 0.5}))
+    report = run(
+        ScriptedEndpoint(jitter=0.6), prompts_file, max_rounds=5, latency=LatencyGates(**noisy)
+    )
+    coarse = run(
+        ScriptedEndpoint(jitter=0.6),
+        prompts_file,
+        max_rounds=5,
+        latency=LatencyGates(**{**noisy, "precision": 0.5}),
+    )
     assert report.speedup is not None and coarse.speedup is not None
     assert (coarse.speedup.rounds, report.speedup.rounds) == (1, 5)
     assert report.speedup.high - report.speedup.low < coarse.speedup.high - coarse.speedup.low
@@ -288,20 +371,39 @@ def test_rounds_are_added_until_the_speedup_is_known_as_closely_as_wanted(prompt
 def swept(levels: Sequence[int], *, failed: bool = False) -> BenchRun:
     """What a sweep would have found: speculation that pays up to half of the highest level."""
     pays, stops = Ratio("speed", 1.2, 1.1, 1.3), Ratio("speed", 0.8, 0.7, 0.9)
-    points = tuple(BenchPoint(level, None, 2, (), (pays if 2 * level <= max(levels) else stops,)) for level in levels)
-    gate = Gate("errors@1", "FAIL" if failed else "PASS", 0.0, 0.0, "1 of 8 requests failed" if failed else "", None)
+    points = tuple(
+        BenchPoint(level, None, 2, (), (pays if 2 * level <= max(levels) else stops,))
+        for level in levels
+    )
+    gate = Gate(
+        "errors@1",
+        "FAIL" if failed else "PASS",
+        0.0,
+        0.0,
+        "1 of 8 requests failed" if failed else "",
+        None,
+    )
     found = Finding("lag", "warning", "sends were late")
-    return BenchRun(1, "", gate.outcome, (gate,), (), {}, points, crossover(points), (), (found,), {}, {}, ())
+    return BenchRun(
+        1, "", gate.outcome, (gate,), (), {}, points, crossover(points), (), (found,), {}, {}, ()
+    )
 
 
 def test_a_sweep_stands_in_the_report_and_its_failures_in_the_verdict(prompts_file: Path) -> None:
     limits = LatencyGates(concurrency=(1, 4, 8))
     report = run(ScriptedEndpoint(), prompts_file, latency=limits, sweep=swept)
     assert [point.concurrency for point in report.loads] == [1, 4, 8]
-    assert report.crossover is not None and (report.crossover.pays_up_to, report.crossover.stops_at) == (4, 8)
-    assert report.verdict == "PASS" and any(one.detail == "sends were late" for one in report.findings)
+    assert report.crossover is not None and (
+        report.crossover.pays_up_to,
+        report.crossover.stops_at,
+    ) == (4, 8)
+    assert report.verdict == "PASS" and any(
+        one.detail == "sends were late" for one in report.findings
+    )
     assert from_json(ValidationReport, to_json(report)) == report
-    broken = run(ScriptedEndpoint(), prompts_file, latency=limits, sweep=partial(swept, failed=True))
+    broken = run(
+        ScriptedEndpoint(), prompts_file, latency=limits, sweep=partial(swept, failed=True)
+    )
     assert broken.verdict == "FAIL"
 
 

@@ -26,8 +26,14 @@ def test_stop_words_are_taken_out_of_the_texts_and_end_them_at_their_first_place
         ("def read(path): ret", "stop", True),
         ("def read", "length", True),
         ("def r", "stop", True),
-        ("def open(file): return", "length", False),  # another text: a near-tie, which parity judges
+        (
+            "def open(file): return",
+            "length",
+            False,
+        ),  # another text: a near-tie, which parity judges
     ],
 )
-def test_a_text_that_runs_past_its_stop_word_or_ends_before_it_is_wrong(text: str, reason: str, wrong: bool) -> None:
+def test_a_text_that_runs_past_its_stop_word_or_ends_before_it_is_wrong(
+    text: str, reason: str, wrong: bool
+) -> None:
     assert (_fault(text, reason, "(pa", "def read") is not None) == wrong

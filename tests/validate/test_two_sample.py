@@ -1,4 +1,6 @@
-"""Plain against speculative samples, where no logits are to be had: its null, its power, its control, and what it sees."""
+"""Plain against speculative samples, where no logits are to be had: its null, its power, its
+control, and what it sees.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,22 @@ from toolkit.validate.two_sample import TESTS, draw_pairs, judge_pairs
 PROMPTS = [f"{number:03d}" for number in range(3)]
 DRAWS = 10_000
 GATES = DistributionGates(effect=0.19, max_seconds=600)
-ENGINE: dict[str, Any] = {"vocab_size": 256, "max_step_tokens": 16, "max_seq_len": 96, "sharpness": 6.0}
+ENGINE: dict[str, Any] = {
+    "vocab_size": 256,
+    "max_step_tokens": 16,
+    "max_seq_len": 96,
+    "sharpness": 6.0,
+}
 
 
 def endpoint(closeness: float = 0.7, sharpness: float = 6.0, **runtime: Any) -> RuntimeEndpoint:
-    engines = [TableEngine(seed, **{**ENGINE, "closeness": closeness, "sharpness": sharpness}) for seed in (1, 2)]
-    return RuntimeEndpoint(make_runtime(*engines, max_draft_len=3, **runtime), overrides={"seed": None})
+    engines = [
+        TableEngine(seed, **{**ENGINE, "closeness": closeness, "sharpness": sharpness})
+        for seed in (1, 2)
+    ]
+    return RuntimeEndpoint(
+        make_runtime(*engines, max_draft_len=3, **runtime), overrides={"seed": None}
+    )
 
 
 def judged(
@@ -42,7 +54,11 @@ def judged(
 ) -> tuple[Distribution, Gate, list[str]]:
     drawn = draw_pairs(Sender(served, max_tokens=48), PROMPTS, gates, temperature=0.8, seed=seed)
     found = judge_pairs(drawn, gates, rule="sample_match", seed=seed)
-    return found, distribution_gate(found), [finding.check for finding in diagnose.of_sampling(found)]
+    return (
+        found,
+        distribution_gate(found),
+        [finding.check for finding in diagnose.of_sampling(found)],
+    )
 
 
 def test_a_sound_runtime_passes_and_both_controls_are_rejected() -> None:
@@ -68,7 +84,9 @@ def test_too_little_time_is_inconclusive() -> None:
 
 
 def test_a_model_that_is_certain_shows_nothing() -> None:
-    found, gate, _ = judged(endpoint(sharpness=400.0), DistributionGates(effect=0.19, max_seconds=0.5))
+    found, gate, _ = judged(
+        endpoint(sharpness=400.0), DistributionGates(effect=0.19, max_seconds=0.5)
+    )
     assert not found.tests[1].control_rejected
     assert gate.outcome == "INCONCLUSIVE" and "shown nothing" in gate.detail
 
@@ -95,7 +113,9 @@ def test_arms_that_need_restarts_are_drawn_one_after_the_other() -> None:
 
 
 def test_every_request_has_a_seed_of_its_own() -> None:
-    """A runtime that starts its random numbers anew with every request would say one text over and over."""
+    """A runtime that starts its random numbers anew with every request would say one text over
+    and over.
+    """
     seeds: list[int] = []
 
     class Noting:
@@ -112,21 +132,31 @@ def test_every_request_has_a_seed_of_its_own() -> None:
 # The test itself, over texts of a small Markov chain
 
 
-def chain(generator: np.random.Generator, count: int, shift: float = 0.0, length: int = 8) -> list[tuple[int, ...]]:
-    """Two tokens of (1 - shift) / 2 and (1 + shift) / 2 after the first one, and an end now and then."""
+def chain(
+    generator: np.random.Generator, count: int, shift: float = 0.0, length: int = 8
+) -> list[tuple[int, ...]]:
+    """Two tokens of (1 - shift) / 2 and (1 + shift) / 2 after the first one, and an end now and
+    then.
+    """
     texts = generator.random((count, length)) < 0.5 * (1 + shift)
     texts[:, 0] = generator.random(count) < 0.9
     stops = generator.integers(length // 2, 2 * length, size=count)
     return [tuple(map(int, text[:stop])) for text, stop in zip(texts, stops, strict=True)]
 
 
-def found_of(generator: np.random.Generator, count: int, shift: float, permutations: int, effect: float = 0.1) -> PrefixFound:
+def found_of(
+    generator: np.random.Generator, count: int, shift: float, permutations: int, effect: float = 0.1
+) -> PrefixFound:
     arms = [(chain(generator, count), chain(generator, count, shift)) for _ in range(2)]
-    return prefix_test(arms, 8, generator, effect=effect, alpha=0.01, power=0.9, permutations=permutations)
+    return prefix_test(
+        arms, 8, generator, effect=effect, alpha=0.01, power=0.9, permutations=permutations
+    )
 
 
 def test_ten_thousand_tests_of_sound_texts_keep_their_level() -> None:
-    """As often below a level as stated, and hardly less often: few texts make the statistic coarse."""
+    """As often below a level as stated, and hardly less often: few texts make the statistic
+    coarse.
+    """
     generator = np.random.default_rng(7)
     found = np.array([found_of(generator, 12, 0.0, 99).p_value for _ in range(DRAWS)])
     for level in (0.2, 0.05, 0.02):
@@ -139,11 +169,18 @@ def test_the_first_token_is_no_part_of_it() -> None:
     generator = np.random.default_rng(8)
     same = chain(generator, 60)
     other = [(0, *text[1:]) for text in chain(generator, 60)]
-    assert prefix_test([(same, other)], 8, generator, effect=0.1, alpha=0.01, power=0.9, permutations=999).p_value > 0.01
+    assert (
+        prefix_test(
+            [(same, other)], 8, generator, effect=0.1, alpha=0.01, power=0.9, permutations=999
+        ).p_value
+        > 0.01
+    )
 
 
 def test_power_is_at_least_as_stated() -> None:
-    """At the total variation that is said to be detectable, the hardest shift is rejected that often."""
+    """At the total variation that is said to be detectable, the hardest shift is rejected that
+    often.
+    """
     generator = np.random.default_rng(9)
     detectable = [found_of(generator, 100, 0.0, 499).detectable for _ in range(5)]
     variation = float(np.mean([one for one in detectable if one is not None]))
@@ -161,11 +198,18 @@ def test_the_control_is_tilted_by_what_is_said() -> None:
 def test_an_end_is_a_token_too() -> None:
     generator = np.random.default_rng(11)
     whole, cut = [(1, 2, 3)] * 30, [(1, 2)] * 30
-    assert prefix_test([(whole, cut)], 3, generator, effect=0.1, alpha=0.01, power=0.9, permutations=999).p_value == 1e-3
+    assert (
+        prefix_test(
+            [(whole, cut)], 3, generator, effect=0.1, alpha=0.01, power=0.9, permutations=999
+        ).p_value
+        == 1e-3
+    )
 
 
 def test_nothing_in_common_is_nothing_to_compare() -> None:
-    found = prefix_test([([(1, 2)], [(3, 4)])], 2, np.random.default_rng(0), effect=0.1, alpha=0.01, power=0.9)
+    found = prefix_test(
+        [([(1, 2)], [(3, 4)])], 2, np.random.default_rng(0), effect=0.1, alpha=0.01, power=0.9
+    )
     assert (found.tokens, found.detectable, found.p_value) == (0, None, 1.0)
 
 

@@ -1,4 +1,6 @@
-"""`toolkit plan`: a shipped file has a reviewed one, a pair is proved where it is here, and what is listed is what runs."""
+"""`toolkit plan`: a shipped file has a reviewed one, a pair is proved where it is here, and what
+is listed is what runs.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,21 @@ def runs(config: DeploymentConfig, stage: str, *programs: str) -> list[PlannedRu
 
 
 @pytest.mark.parametrize("name", OF_NVIDIA)
-def test_the_plan_of_a_shipped_file_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
-    """What the machine of the test is does not stand in it: the files name the GPUs that they are for."""
+def test_the_plan_of_a_shipped_file_is_the_reviewed_one(
+    name: str, golden: Callable[[str, str], None]
+) -> None:
+    """What the machine of the test is does not stand in it: the files name the GPUs that they
+    are for.
+    """
     plan = planned(load_config(FOLDER / f"{name}.yaml"))
     assert plan.possible
     golden(f"plan-{name}.txt", printed(plan))
     assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
 
 
-def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     assert plan_of(load_config(write_config(tmp_path, tiny_pair))).possible
     other = tmp_path / "other"
     shutil.copytree(tiny_pair[1], other)
@@ -68,7 +76,9 @@ def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(tiny_pair: tuple[
 
 
 def test_what_is_trimmed_of_a_vocabulary_is_said_once(tmp_path: Path) -> None:
-    """By the tokenizers, which know what it is trimmed to; the rule over the shapes only suspects it."""
+    """By the tokenizers, which know what it is trimmed to; the rule over the shapes only
+    suspects it.
+    """
     pair = tmp_path / "target", tmp_path / "draft"
     write_checkpoint(pair[0])
     write_checkpoint(pair[1], vocab_size=320)
@@ -78,13 +88,20 @@ def test_what_is_trimmed_of_a_vocabulary_is_said_once(tmp_path: Path) -> None:
     assert "the draft's 320 rows are trimmed to 258" in one.what
 
 
-@pytest.mark.parametrize(("content", "said"), [("", "the file is empty"), ('{"question": "why?"}\n', "line 1 has no `prompt`")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "the file is empty"), ('{"question": "why?"}\n', "line 1 has no `prompt`")],
+)
 def test_prompts_that_a_build_would_refuse_are_refused(
     content: str, said: str, tmp_path: Path, tiny_pair: tuple[Path, Path]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     config = load_config(write_config(tmp_path, tiny_pair))
-    config = config.model_copy(update={"validation": config.validation.model_copy(update={"prompts": tmp_path / "bad.jsonl"})})
+    config = config.model_copy(
+        update={
+            "validation": config.validation.model_copy(update={"prompts": tmp_path / "bad.jsonl"})
+        }
+    )
     plan = plan_of(config)
     (one,) = [one for one in plan.judgements if one.severity == "refused"]
     assert (plan.possible, one.rule, one.path) == (False, "toolkit-texts", "validation.prompts")
@@ -96,33 +113,49 @@ def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) 
     """But for the folders, which are not known before."""
     place = place_with_builder(tmp_path / "bin")
     config = config_of("engine", engine__max_num_tokens=4096, engine__tokens_per_block=64)
-    source = write_trtllm_checkpoint(tmp_path / "checkpoint", role=role, quant_algo="FP8", kv_cache_quant_algo="FP8")
+    source = write_trtllm_checkpoint(
+        tmp_path / "checkpoint", role=role, quant_algo="FP8", kv_cache_quant_algo="FP8"
+    )
     (tmp_path / "engine").mkdir()
-    engine = place.backend().compile(source, engine_spec(config, role), tmp_path / "engine", lambda *step: None)
+    engine = place.backend().compile(
+        source, engine_spec(config, role), tmp_path / "engine", lambda *step: None
+    )
     assert engine.tensorrt_llm is not None
     [planned_run] = runs(config, f"compile/{role}", "trtllm-build")
     assert planned_run.command is not None
 
     def without_folders(command: tuple[str, ...]) -> list[str]:
         folders = {"--checkpoint_dir", "--output_dir", "--output_timing_cache"}
-        return [word for before, word in zip(("", *command), command, strict=False) if before not in folders]
+        return [
+            word
+            for before, word in zip(("", *command), command, strict=False)
+            if before not in folders
+        ]
 
     assert without_folders(planned_run.command) == without_folders(engine.tensorrt_llm.command)
 
 
 @pytest.mark.parametrize(
     ("asked", "programs", "first"),
-    [("auto", ("trtllm-build",), "trtllm-build"), ("auto", (), "docker"), ("local", (), "trtllm-build"),
-     ("container", ("trtllm-build",), "docker")],
-)  # fmt: skip
-def test_the_builder_is_the_one_that_would_be_taken(asked: str, programs: tuple[str, ...], first: str) -> None:
+    [
+        ("auto", ("trtllm-build",), "trtllm-build"),
+        ("auto", (), "docker"),
+        ("local", (), "trtllm-build"),
+        ("container", ("trtllm-build",), "docker"),
+    ],
+)
+def test_the_builder_is_the_one_that_would_be_taken(
+    asked: str, programs: tuple[str, ...], first: str
+) -> None:
     [run] = runs(config_of("engine", engine__builder=asked), "compile/target", *programs)
     assert run.command is not None and run.command[0] == first
     assert ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1" in run.command) == (first == "docker")
 
 
 def test_llm_is_called_with_what_the_yaml_says() -> None:
-    config = config_of("pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.3")
+    config = config_of(
+        "pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.3"
+    )
     *_, run = runs(config, "serve")
     assert run.call == "tensorrt_llm.LLM" and run.arguments is not None
     assert run.arguments["speculative_config"] == {
@@ -135,8 +168,12 @@ def test_llm_is_called_with_what_the_yaml_says() -> None:
 
 @pytest.mark.parametrize("stated", [(), ("target",), ("draft",)])
 def test_code_of_a_checkpoint_is_trusted_only_where_it_is_stated(stated: tuple[str, ...]) -> None:
-    *_, run = runs(config_of("pytorch", **{f"{role}__trust_remote_code": True for role in stated}), "serve")
-    assert run.arguments is not None and run.arguments.get("trust_remote_code") is (True if stated else None)
+    *_, run = runs(
+        config_of("pytorch", **{f"{role}__trust_remote_code": True for role in stated}), "serve"
+    )
+    assert run.arguments is not None and run.arguments.get("trust_remote_code") is (
+        True if stated else None
+    )
 
 
 def test_several_nodes_have_no_docker_line() -> None:
@@ -149,19 +186,35 @@ def test_several_nodes_have_no_docker_line() -> None:
 
 
 def test_the_build_inside_the_container_and_the_container_of_its_result_are_told_apart() -> None:
-    """The first serves and judges in an image that somebody started; the second is started from outside."""
+    """The first serves and judges in an image that somebody started; the second is started from
+    outside.
+    """
     [build] = runs(config_of("pytorch"), "validate")
     image = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
-    assert build.command == ("toolkit", "build", "CONFIG") and build.place.startswith(f"inside {image}; docs/tensorrt_llm.md")
+    assert build.command == ("toolkit", "build", "CONFIG") and build.place.startswith(
+        f"inside {image}; docs/tensorrt_llm.md"
+    )
     page = (FOLDER.parent / "docs" / "tensorrt_llm.md").read_text(encoding="utf-8")
-    assert "## Inside NVIDIA's container\n" in page and '"Inside NVIDIA\'s container"' in build.place
+    assert (
+        "## Inside NVIDIA's container\n" in page and '"Inside NVIDIA\'s container"' in build.place
+    )
     docker, *_ = runs(config_of("pytorch"), "serve")
-    assert docker.place.startswith("docker-run.sh, on the host") and docker.command is not None and image in docker.command
-    assert not runs(config_of("pytorch", triton__model_py="container"), "validate")  # it cannot be judged
+    assert (
+        docker.place.startswith("docker-run.sh, on the host")
+        and docker.command is not None
+        and image in docker.command
+    )
+    assert not runs(
+        config_of("pytorch", triton__model_py="container"), "validate"
+    )  # it cannot be judged
 
 
 def test_quantizing_names_the_presets_and_the_texts() -> None:
-    calls = {one.stage: one.arguments for one in planned(config_of("int8")).runs if one.call and "quantize" in one.stage}
+    calls = {
+        one.stage: one.arguments
+        for one in planned(config_of("int8")).runs
+        if one.call and "quantize" in one.stage
+    }
     assert calls["quantize/draft"] == {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
         "config": "INT8_SMOOTHQUANT_CFG",

@@ -1,4 +1,6 @@
-"""`toolkit build CONFIG --rehearse` by the real command: shipped deployments, built and served on this machine."""
+"""`toolkit build CONFIG --rehearse` by the real command: shipped deployments, built and served
+on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,27 @@ UNJUDGED = {"speedup", "speedup_sampled", "quality_kl"}
 
 
 def rehearse(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "toolkit", "build", str(CONFIGS / f"{name}.yaml"), "--rehearse", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "build",
+        str(CONFIGS / f"{name}.yaml"),
+        "--rehearse",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "model"), [("qwen3-32b", "tensorrt_llm"), ("qwen2.5-72b-int8", "tensorrt_llm_bls")])
-def test_a_shipped_deployment_is_built_served_and_judged(name: str, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "model"), [("qwen3-32b", "tensorrt_llm"), ("qwen2.5-72b-int8", "tensorrt_llm_bls")]
+)
+def test_a_shipped_deployment_is_built_served_and_judged(
+    name: str, model: str, tmp_path: Path
+) -> None:
     done = rehearse(name, *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stderr.splitlines()
@@ -31,21 +47,40 @@ def test_a_shipped_deployment_is_built_served_and_judged(name: str, model: str, 
     assert report["verdict"] == "PASS"
     assert report["replaced"] == [line.strip() for line in said[1 : len(report["replaced"]) + 1]]
     outcomes = {gate["name"]: gate["outcome"] for gate in report["gates"]}
-    assert {gate for gate, outcome in outcomes.items() if outcome == "NOT JUDGED"} >= UNJUDGED & set(outcomes)
-    assert {outcomes[gate] for gate in ("parity", "seeded_parity", "agreement_engine", "stop_words")} == {"PASS"}
-    assert report["acceptance"]["rate"] > 0  # drafts are kept, so accepting is rehearsed as well as refusing
+    assert {
+        gate for gate, outcome in outcomes.items() if outcome == "NOT JUDGED"
+    } >= UNJUDGED & set(outcomes)
+    assert {
+        outcomes[gate] for gate in ("parity", "seeded_parity", "agreement_engine", "stop_words")
+    } == {"PASS"}
+    assert (
+        report["acceptance"]["rate"] > 0
+    )  # drafts are kept, so accepting is rehearsed as well as refusing
     assert (tmp_path / f"triton_repo/{name}-rehearsal/{model}/config.pbtxt").is_file()
     real = tmp_path / f"triton_repo/{name}-rehearsal-trtllm"
     if model == "tensorrt_llm":
-        assert yaml.safe_load((real / model / "1/model.yaml").read_text())["speculative_config"]["max_draft_len"] == 4
+        assert (
+            yaml.safe_load((real / model / "1/model.yaml").read_text())["speculative_config"][
+                "max_draft_len"
+            ]
+            == 4
+        )
     else:
         assert 'backend: "tensorrtllm"' in (real / "tensorrt_llm/config.pbtxt").read_text()
-        for role in ("target", "draft"):  # both forms, the second one for the ranks of the real engine
+        for role in (
+            "target",
+            "draft",
+        ):  # both forms, the second one for the ranks of the real engine
             [entry] = (tmp_path / f"build/store/quantize/{role}").iterdir()
-            assert len([*entry.rglob("rank*.safetensors")]) == 2 and [*entry.rglob("model.safetensors")]
+            assert len([*entry.rglob("rank*.safetensors")]) == 2 and [
+                *entry.rglob("model.safetensors")
+            ]
         command = (real / "tensorrt_llm/1/engine/trtllm-build.sh").read_text()
         assert "--speculative_decoding_mode draft_tokens_external --max_draft_len 4" in command
-    assert not (tmp_path / f"triton_repo/{name}").exists() and not (tmp_path / f"engines/{name}").exists()
+    assert (
+        not (tmp_path / f"triton_repo/{name}").exists()
+        and not (tmp_path / f"engines/{name}").exists()
+    )
 
 
 def test_what_cannot_work_is_not_rehearsed(tmp_path: Path) -> None:

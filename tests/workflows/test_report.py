@@ -1,4 +1,6 @@
-"""The report after `tune`: what was found for its engines stands in it, what was found for others is named and left out."""
+"""The report after `tune`: what was found for its engines stands in it, what was found for
+others is named and left out.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,19 @@ SERVED: dict[str, Any] = {
 }
 TUNED: dict[str, Any] = {
     "config": {"max_prompts": 60, "temperature": 0.8, "threads": 1},
-    "inputs": {"target": "sha256:t", "drafts": {"draft": "sha256:d", "ngram": None}, "prompts": "sha256:p"},
+    "inputs": {
+        "target": "sha256:t",
+        "drafts": {"draft": "sha256:d", "ngram": None},
+        "prompts": "sha256:p",
+    },
     "machine": {"cpu": "one"},
 }
 COMPARED: dict[str, Any] = {
     **TUNED,
-    "inputs": {"engines": {"target": ["sha256:x", "sha256:t"], "draft": ["sha256:d", "sha256:y"]}, "prompts": "sha256:p"},
+    "inputs": {
+        "engines": {"target": ["sha256:x", "sha256:t"], "draft": ["sha256:d", "sha256:y"]},
+        "prompts": "sha256:p",
+    },
 }
 
 
@@ -45,7 +54,9 @@ def published(store: Store, tmp_path: Path) -> tuple[ValidationReport, bool]:
     return read_report(tmp_path / "report" / "report.json"), changed
 
 
-def test_without_a_validation_there_is_nothing_to_publish(store: Store, advised: ValidationReport, tmp_path: Path) -> None:
+def test_without_a_validation_there_is_nothing_to_publish(
+    store: Store, advised: ValidationReport, tmp_path: Path
+) -> None:
     assert advised.advice is not None
     keep(store, "tune", advised.advice, TUNED)
     assert not publish_report(store, "tiny", tmp_path / "report", Silent())
@@ -104,13 +115,22 @@ def test_advice_for_something_else_is_named_and_left_out(
 
 @pytest.mark.parametrize(("compiled_from", "stale"), [("sha256:q", False), ("sha256:other", True)])
 def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made_of(
-    compiled_from: str, stale: bool, store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
+    compiled_from: str,
+    stale: bool,
+    store: Store,
+    passing: ValidationReport,
+    advised: ValidationReport,
+    tmp_path: Path,
 ) -> None:
     """It looked at other engines of them, on a machine that its costs are not of."""
     assert advised.advice is not None
     for role, checkpoint in (("target", compiled_from), ("draft", "sha256:r")):
         keep(store, f"compile/{role}", advised.advice, {"inputs": {"checkpoint": checkpoint}})
-    inputs = {**TUNED["inputs"], "target": "sha256:twin", "checkpoints": {"target": ["sha256:q"], "draft": ["sha256:r"]}}
+    inputs = {
+        **TUNED["inputs"],
+        "target": "sha256:twin",
+        "checkpoints": {"target": ["sha256:q"], "draft": ["sha256:r"]},
+    }
     every = {"target": ["sha256:q", "sha256:q8"], "draft": ["sha256:r8", "sha256:r"]}
     keep(store, "validate", passing, SERVED)
     keep(store, "tune", advised.advice, {**TUNED, "inputs": inputs, "machine": {"cpu": "two"}})
@@ -131,11 +151,17 @@ def test_a_grid_without_the_served_engines_is_left_out(
     assert advised.grid is not None
     keep(store, "validate", passing, SERVED)
     pairs = {"target": ["sha256:t", "sha256:d"], "draft": ["sha256:x", "sha256:y"]}
-    keep(store, "grid", advised.grid, {**COMPARED, "inputs": {**COMPARED["inputs"], "engines": pairs}})
+    keep(
+        store,
+        "grid",
+        advised.grid,
+        {**COMPARED, "inputs": {**COMPARED["inputs"], "engines": pairs}},
+    )
     report, _ = published(store, tmp_path)
     assert report.grid is None
     assert [one.detail for one in report.findings if one.check == "grid"] == [
-        "the last grid is of other engines, and is not shown; measure again: toolkit tune CONFIG --grid"
+        "the last grid is of other engines, and is not shown; measure again: toolkit tune CONFIG"
+        " --grid"
     ]
 
 

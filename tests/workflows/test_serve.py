@@ -1,4 +1,6 @@
-"""A deployment for TensorRT-LLM, built and judged: everything is real but `LLM()`, for which the server finds a stand-in."""
+"""A deployment for TensorRT-LLM, built and judged: everything is real but `LLM()`, for which the
+server finds a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from toolkit.workflows.replay import replay_divergence
 from toolkit.workflows.serve import Machine, check_servable, served_here
 
 STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
-HERE = Machine(gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1")
+HERE = Machine(
+    gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1"
+)
 ENGINE = {"tensorrt_llm": "1.2.1", "max_batch_size": 2, "max_input_len": 64, "max_seq_len": 128}
 VALIDATION = {
     "prompts": "prompts.jsonl",
@@ -44,23 +48,34 @@ VALIDATION = {
 }
 
 
-def loaded(folder: Path, pair: tuple[Path, Path], kind: str = "trtllm_pytorch", **sections: Any) -> DeploymentConfig:
+def loaded(
+    folder: Path, pair: tuple[Path, Path], kind: str = "trtllm_pytorch", **sections: Any
+) -> DeploymentConfig:
     engine = {"kind": kind, **ENGINE, **sections.pop("engine", {})}
-    return load_config(write_config(folder, pair, engine=engine, **{"validation": VALIDATION, **sections}))
+    return load_config(
+        write_config(folder, pair, engine=engine, **{"validation": VALIDATION, **sections})
+    )
 
 
 @pytest.mark.slow
-def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one more of each, and asking
-    again for log-probabilities none: the last server answers, and the first one of the drawing. The stand-in lies in the
-    packaged model's version folder, where Triton looks for modules. One prompt in four is undecided at one place.
+def test_both_arms_are_served_in_turns_and_judged(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one
+    more of each, and asking again for log-probabilities none: the last server answers, and the
+    first one of the drawing. The stand-in lies in the packaged model's version folder, where Triton
+    looks for modules. One prompt in four is undecided at one place.
     """
     drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 60.0}
     config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
     prompts = ["def f(x):", "def g(x):", f"{TIED} def h(x):", "def i(x):"]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
-    packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    packaged = (
+        build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    )
     (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     built = build(config, workplace, Silent(), store, here=HERE)
     report = built.report
@@ -73,18 +88,27 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
     assert report.verdict == "PASS", report.gates
     gates = ["parity", "speedup", "speedup_sampled", "stop_words", "distribution", "quality_kl"]
     assert [gate.name for gate in report.gates] == gates
-    assert report.distribution is not None and all(test.control_rejected for test in report.distribution.tests)
+    assert report.distribution is not None and all(
+        test.control_rejected for test in report.distribution.tests
+    )
     assert report.plain_arm == "restarts"
     assert report.parity is not None
     (arm,) = report.parity.arms
     assert (arm.arm, arm.draft_len, arm.identical, arm.equivalent) == ("speculative", 2, 3, 1)
     (tie,) = report.parity.divergences
     assert (tie.prompt_index, tie.position, tie.judged_by) == (2, TIE, "log_probs")
-    assert tie.margin == pytest.approx(MARGIN, abs=1e-5) and tie.drift == pytest.approx(0.0, abs=1e-5)
+    assert tie.margin == pytest.approx(MARGIN, abs=1e-5) and tie.drift == pytest.approx(
+        0.0, abs=1e-5
+    )
     assert report.arms.speculative is not None
-    assert report.arms.plain.requests == report.arms.speculative.requests == 8  # 4 prompts in 2 rounds
+    assert (
+        report.arms.plain.requests == report.arms.speculative.requests == 8
+    )  # 4 prompts in 2 rounds
     assert report.acceptance is not None
-    steps, accepted = 3 * 3 + 4, 3 * 6 + 5  # 10 tokens: one of prefill and three steps, or four where the tie rejects a draft
+    steps, accepted = (
+        3 * 3 + 4,
+        3 * 6 + 5,
+    )  # 10 tokens: one of prefill and three steps, or four where the tie rejects a draft
     assert report.acceptance.length == pytest.approx(1 + accepted / steps)
     assert report.acceptance.rate is None and report.acceptance.alpha is not None
     unknown = " ".join(one.detail for one in report.findings if one.check == "not measured")
@@ -100,29 +124,45 @@ def test_both_arms_are_served_in_turns_and_judged(tiny_pair: tuple[Path, Path], 
         "engine.enable_block_reuse",
     ):
         assert what in unknown
-    assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(encoding="utf-8")
+    assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(
+        encoding="utf-8"
+    )
 
     assert tie.replay is not None
     (workplace.repository("tiny") / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     found, now = replay_divergence(workplace.report("tiny") / tie.replay, workplace, HERE)
     assert now.as_before and now.divergence is not None
-    assert replace(now.divergence, prompt_index=2, replay=tie.replay) == replace(found.divergence, replay=tie.replay) == tie
+    assert (
+        replace(now.divergence, prompt_index=2, replay=tie.replay)
+        == replace(found.divergence, replay=tie.replay)
+        == tie
+    )
 
 
 @pytest.mark.slow
 def test_where_auto_finds_nothing_one_plain_server_is_judged(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of random models no draft is kept. What is served then takes no draft length, and has no other arm."""
-    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling two engines
+    """Of random models no draft is kept. What is served then takes no draft length, and has no
+    other arm.
+    """
+    monkeypatch.setenv(
+        "CXX", "no-such-compiler"
+    )  # eager, which is quicker here than compiling two engines
     asked = {"speculation": {"max_draft_len": "auto"}, "hardware": {"gpu": "H200", "count": 1}}
     config = loaded(tmp_path, tiny_pair, **asked)
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
-    packaged = build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    packaged = (
+        build(config, workplace, Silent(), store, until="package").stages["package"].record.path
+    )
     (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     report = build(config, workplace, Silent(), store, here=HERE).report
     assert report is not None and report.advice is not None
-    assert (report.verdict, report.advice.costs_are, report.arms.speculative) == ("PASS", "predicted", None)
+    assert (report.verdict, report.advice.costs_are, report.arms.speculative) == (
+        "PASS",
+        "predicted",
+        None,
+    )
     log = (workplace.report("tiny") / "server.log").read_text(errors="replace")
     assert re.findall(r"stand-in LLM: (\w+)", log) == ["plain"]
     assert not build(config, workplace, Silent(), store, here=HERE).changed
@@ -134,14 +174,34 @@ def test_where_auto_finds_nothing_one_plain_server_is_judged(
         ("trtllm_pytorch", {}, {"gpus": list}, r"needs 1 NVIDIA GPU \(here: none\)"),
         ("trtllm_pytorch", {"tp_size": 2}, {}, r"needs 2 NVIDIA GPUs \(here: 1\)"),
         ("trtllm_pytorch", {}, {"which": lambda name: None}, "needs tritonserver on the PATH$"),
-        ("trt_engine", {}, {"which": lambda name: None}, "needs tritonserver on the PATH, mpirun on the PATH$"),
-        ("trtllm_pytorch", {}, {"tensorrt_llm": lambda: None}, "needs the Python package tensorrt_llm$"),
-        ("trtllm_pytorch", {}, {"tensorrt_llm": lambda: "1.1.0"}, r"needs tensorrt_llm 1.2.1 \(here is 1.1.0\)"),
+        (
+            "trt_engine",
+            {},
+            {"which": lambda name: None},
+            "needs tritonserver on the PATH, mpirun on the PATH$",
+        ),
+        (
+            "trtllm_pytorch",
+            {},
+            {"tensorrt_llm": lambda: None},
+            "needs the Python package tensorrt_llm$",
+        ),
+        (
+            "trtllm_pytorch",
+            {},
+            {"tensorrt_llm": lambda: "1.1.0"},
+            r"needs tensorrt_llm 1.2.1 \(here is 1.1.0\)",
+        ),
         ("trt_engine", {"tp_size": 16}, {}, "over 2 nodes is not served and judged by a build"),
     ],
 )
 def test_a_machine_that_cannot_serve_it_says_what_is_missing(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, kind: str, engine: Mapping[str, Any], here: Mapping[str, Any], message: str
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    kind: str,
+    engine: Mapping[str, Any],
+    here: Mapping[str, Any],
+    message: str,
 ) -> None:
     config = loaded(tmp_path, tiny_pair, kind, engine=engine)
     with pytest.raises(UsageError, match=re.compile(message, re.MULTILINE)) as raised:
@@ -153,18 +213,29 @@ def test_a_machine_that_cannot_serve_it_says_what_is_missing(
 def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s_folder(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Its settings name /models; on this machine they have to name the folder that the server is given."""
+    """Its settings name /models; on this machine they have to name the folder that the server is
+    given.
+    """
     config = loaded(tmp_path, tiny_pair)
     store = Store(tmp_path / "store")
-    packaged = build(config, Workplace(tmp_path), Silent(), store, until="package").stages["package"].record
+    packaged = (
+        build(config, Workplace(tmp_path), Silent(), store, until="package")
+        .stages["package"]
+        .record
+    )
     (packaged.path / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
-    with served_here(config, packaged.path, ports) as server, Client(server.grpc_url, model=packaged.model) as client:
+    with (
+        served_here(config, packaged.path, ports) as server,
+        Client(server.grpc_url, model=packaged.model) as client,
+    ):
         assert client.generate("def f(x):", max_tokens=4).text
         assert client.generate("def f(x):", max_tokens=4).statistics.output_tokens == 4
         folder = server.repository
         os.utime(folder.parent, (0, 0))
-        sweep(Path(tempfile.gettempdir()))  # as the next server on this machine does, a long time later
+        sweep(
+            Path(tempfile.gettempdir())
+        )  # as the next server on this machine does, a long time later
         assert client.generate("def f(x):", max_tokens=4).text
         assert folder.exists()
     assert not folder.parent.exists()
@@ -173,13 +244,25 @@ def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s
 @pytest.mark.parametrize(
     ("section", "here", "message"),
     [
-        ({}, {"gpus": list}, "engine.kind trtllm_pytorch cannot be served here: it needs 1 NVIDIA GPU"),
+        (
+            {},
+            {"gpus": list},
+            "engine.kind trtllm_pytorch cannot be served here: it needs 1 NVIDIA GPU",
+        ),
         ({"engine": {"tp_size": 16}}, {}, "over 2 nodes is not served by this command"),
-        ({"triton": {"model_py": "container"}}, {}, "model_py container is a file of the container"),
+        (
+            {"triton": {"model_py": "container"}},
+            {},
+            "model_py container is a file of the container",
+        ),
     ],
 )
 def test_serving_by_hand_needs_the_same_and_says_so_in_its_own_words(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, section: Mapping[str, Any], here: Mapping[str, Any], message: str
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    section: Mapping[str, Any],
+    here: Mapping[str, Any],
+    message: str,
 ) -> None:
     config = loaded(tmp_path, tiny_pair, **section)
     with pytest.raises(UsageError, match=message) as raised:
@@ -187,7 +270,9 @@ def test_serving_by_hand_needs_the_same_and_says_so_in_its_own_words(
     assert "judged" not in str(raised.value) and "--until" not in str(raised.value)
 
 
-def test_a_machine_with_everything_serves_every_kind(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_machine_with_everything_serves_every_kind(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     for kind in ("trtllm_pytorch", "trt_engine"):
         check_servable(loaded(tmp_path, tiny_pair, kind), HERE)
     with pytest.raises(UsageError, match="model_py container returns no token ids"):
@@ -220,9 +305,21 @@ def test_the_engines_of_a_bls_rendering_are_found(tmp_path: Path) -> None:
     from toolkit.triton.package.trtllm import package_bls
 
     pair = [engine(tmp_path / "engines", role, "trt_engine") for role in ("target", "draft")]
-    record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+    record = package_bls(
+        pair[0],
+        pair[1],
+        TritonConfig(),
+        tmp_path / "out",
+        name="pair",
+        end_ids=(257,),
+        max_draft_len=3,
+    )
     folder = render_here(record.path, tmp_path / "here")
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
-        path = model_config.read(folder / model / "config.pbtxt").parameters["gpt_model_path"].string_value
+        path = (
+            model_config.read(folder / model / "config.pbtxt")
+            .parameters["gpt_model_path"]
+            .string_value
+        )
         assert Path(path) == folder / model / "1" / "engine"
         assert (Path(path) / "config.json").is_file()

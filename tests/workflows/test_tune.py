@@ -1,4 +1,6 @@
-"""`max_draft_len: auto`: the advice is a stage of the build, and what is packaged follows from it."""
+"""`max_draft_len: auto`: the advice is a stage of the build, and what is packaged follows from
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from toolkit.records.advice import ScheduleStep
 from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
 from toolkit.workflows.build import build
-from toolkit.workflows.deployment import sampled_rule, speculation_of, takes_max_concurrency, takes_schedule
+from toolkit.workflows.deployment import (
+    sampled_rule,
+    speculation_of,
+    takes_max_concurrency,
+    takes_schedule,
+)
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.sequence import stages_of
 from toolkit.workflows.tune import tune, tune_grid
@@ -36,8 +43,12 @@ SMALL = ["validation.max_prompts=4", "validation.max_tokens=12", "engine.max_bat
 
 
 @pytest.mark.slow
-def test_auto_packages_what_the_advice_says_and_measures_once(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tiny_pair), ["speculation.max_draft_len=auto", *SMALL])
+def test_auto_packages_what_the_advice_says_and_measures_once(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(
+        write_config(tmp_path, tiny_pair), ["speculation.max_draft_len=auto", *SMALL]
+    )
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     built = build(config, workplace, Silent(), store, until="package")
@@ -60,27 +71,45 @@ def test_tune_ranks_drafts_and_prompt_lookup_and_tells_the_report(
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     validated = build(config, workplace, Silent(), store, until="package").stages
-    (validate,) = (stage for stage in stages_of(config, workplace, store.memo) if stage.name == "validate")
+    (validate,) = (
+        stage for stage in stages_of(config, workplace, store.memo) if stage.name == "validate"
+    )
     keep(store, "validate", passing, validate.parts(validated), name=config.name)
     advice, folder = tune(config, workplace, Silent(), store, drafts=[tiny_pair[0]])
-    assert read_report(workplace.report(config.name) / "report.json") == replace(passing, advice=advice)
+    assert read_report(workplace.report(config.name) / "report.json") == replace(
+        passing, advice=advice
+    )
     names = {(candidate.name, candidate.drafter) for candidate in advice.candidates}
-    assert names == {(tiny_pair[1].name, "draft_target"), (tiny_pair[0].name, "draft_target"), ("ngram", "ngram")}
+    assert names == {
+        (tiny_pair[1].name, "draft_target"),
+        (tiny_pair[0].name, "draft_target"),
+        ("ngram", "ngram"),
+    }
     assert folder == workplace.advice(config.name)
-    itself = next(candidate for candidate in advice.candidates if candidate.name == tiny_pair[0].name)
-    greedy = next(alpha for alpha in itself.alphas if (alpha.rule, alpha.domain) == ("greedy", None))
+    itself = next(
+        candidate for candidate in advice.candidates if candidate.name == tiny_pair[0].name
+    )
+    greedy = next(
+        alpha for alpha in itself.alphas if (alpha.rule, alpha.domain) == ("greedy", None)
+    )
     assert greedy.estimate > 0.95  # the target as its own draft, but for rounding
 
 
 def test_without_auto_nothing_is_tuned(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tiny_pair))
     workplace = Workplace(tmp_path)
-    assert "tune" not in [stage.name for stage in stages_of(config, workplace, Store(workplace.store).memo)]
+    assert "tune" not in [
+        stage.name for stage in stages_of(config, workplace, Store(workplace.store).memo)
+    ]
 
 
 @pytest.mark.slow
-def test_prompt_lookup_with_a_schedule_is_built_and_packaged(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """No draft section; the schedule's numbers are part of the key, so another one is another package."""
+def test_prompt_lookup_with_a_schedule_is_built_and_packaged(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """No draft section; the schedule's numbers are part of the key, so another one is another
+    package.
+    """
     speculation = {"kind": "ngram", "max_draft_len": 4, "draft_len_schedule": {1: 4, 2: 1}}
     config = load_config(write_config(tmp_path, tiny_pair))
     asked = config.speculation.model_copy(update=speculation)
@@ -93,7 +122,13 @@ def test_prompt_lookup_with_a_schedule_is_built_and_packaged(tiny_pair: tuple[Pa
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [2, 1]]
     assert not (workplace.engines(config.name) / "draft").exists()
     other = asked.model_copy(update={"draft_len_schedule": {1: 4, 2: 0}})
-    again = build(config.model_copy(update={"speculation": other}), workplace, Silent(), store, until="package")
+    again = build(
+        config.model_copy(update={"speculation": other}),
+        workplace,
+        Silent(),
+        store,
+        until="package",
+    )
     assert again.stages["package"].entry.key != built.stages["package"].entry.key
     assert again.stages["compile/target"].reused
 
@@ -103,7 +138,12 @@ def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> 
     data = yaml.safe_load(write_config(folder, pair).read_text())
     for role in ("target", "draft"):
         data[role].pop("quantization", None)
-    data["engine"] = {"kind": "trtllm_pytorch", "max_batch_size": 64, "max_input_len": 40, "max_seq_len": 64}
+    data["engine"] = {
+        "kind": "trtllm_pytorch",
+        "max_batch_size": 64,
+        "max_input_len": 40,
+        "max_seq_len": 64,
+    }
     data["triton"], data["hardware"] = {"layout": "llmapi"}, hardware
     file = folder / "tensorrt_llm.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -114,13 +154,20 @@ def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> 
 def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicted_gpu(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acceptance by the rule that serves, of engines that nobody deploys; loads beyond what runs here are predicted too."""
-    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling two engines
+    """Acceptance by the rule that serves, of engines that nobody deploys; loads beyond what runs
+    here are predicted too.
+    """
+    monkeypatch.setenv(
+        "CXX", "no-such-compiler"
+    )  # eager, which is quicker here than compiling two engines
     config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
     workplace = Workplace(tmp_path)
     advice, folder = tune(config, workplace, Silent(), Store(workplace.store))
     assert (advice.costs_are, advice.rule) == ("predicted", "sample_match_greedy_draft")
-    assert {(each.name, each.drafter) for each in advice.candidates} == {("draft", "draft_target"), ("ngram", "ngram")}
+    assert {(each.name, each.drafter) for each in advice.candidates} == {
+        ("draft", "draft_target"),
+        ("ngram", "ngram"),
+    }
     assert max(one.batch for one in advice.candidates[0].predictions) == 64
     assert (folder / "advice.json").is_file()
     assert not workplace.engines(config.name).exists()
@@ -130,41 +177,70 @@ def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicte
 def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of random models no draft is kept, so nothing is drafted; with other advice the same stages make other engines."""
+    """Of random models no draft is kept, so nothing is drafted; with other advice the same
+    stages make other engines.
+    """
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
-    config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"max_draft_len": "auto"})})
+    config = config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"max_draft_len": "auto"})}
+    )
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     built = build(config, workplace, Silent(), store, until="package")
     advice = built.stages["tune"].record
     assert (advice.costs_are, advice.speculate) == ("predicted", False)
     groups = [name.partition("/")[0] for name in built.stages]
-    assert groups == ["pair", *["quantize"] * 2, *["advised"] * 2, "tune", *["compile"] * 2, "package"]
+    assert groups == [
+        "pair",
+        *["quantize"] * 2,
+        *["advised"] * 2,
+        "tune",
+        *["compile"] * 2,
+        "package",
+    ]
     packaged = built.stages["package"].record
     assert packaged.max_draft_len == 0
-    assert "speculative_config" not in yaml.safe_load((packaged.path / "tensorrt_llm/1/model.yaml").read_text())
+    assert "speculative_config" not in yaml.safe_load(
+        (packaged.path / "tensorrt_llm/1/model.yaml").read_text()
+    )
     assert not build(config, workplace, Silent(), store, until="package").changed
     tune(config, workplace, Silent(), store)  # by the engines that the build has made
-    assert [len(list((workplace.store / group / "target").iterdir())) for group in ("advised", "compile")] == [1, 1]
+    assert [
+        len(list((workplace.store / group / "target").iterdir()))
+        for group in ("advised", "compile")
+    ] == [1, 1]
 
     schedule = (ScheduleStep(1, 3), ScheduleStep(4, 1))
-    other = replace(advice, speculate=True, drafter="draft_target", max_draft_len=3, schedule=schedule)
+    other = replace(
+        advice, speculate=True, drafter="draft_target", max_draft_len=3, schedule=schedule
+    )
     finished = {**built.stages, "tune": replace(built.stages["tune"], record=other)}
     stages = {stage.name: stage for stage in stages_of(config, workplace, store.memo)}
     for name in ("compile/target", "compile/draft", "package"):
         (out := tmp_path / "other" / name).mkdir(parents=True)
-        assert stages[name].parts(finished)["config"] != stages[name].parts(built.stages)["config"] or name == "compile/draft"
+        assert (
+            stages[name].parts(finished)["config"] != stages[name].parts(built.stages)["config"]
+            or name == "compile/draft"
+        )
         record = stages[name].run(finished, out, lambda done, total, what: None)
         finished[name] = replace(finished[name], record=record)
     settings = yaml.safe_load((tmp_path / "other/package/tensorrt_llm/1/model.yaml").read_text())
-    assert settings["speculative_config"]["max_draft_len"] == finished["package"].record.max_draft_len == 3
+    assert (
+        settings["speculative_config"]["max_draft_len"]
+        == finished["package"].record.max_draft_len
+        == 3
+    )
     assert settings["speculative_config"]["draft_len_schedule"] == {1: 3, 4: 1}
 
 
 def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
     file = folder / "calibration.jsonl"
-    file.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(40)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(40)
+        )
+    )
     calibration = CalibrationConfig(dataset=file, calib_size=8, calib_max_seq_length=32)
     return config.model_copy(update={"calibration": calibration})
 
@@ -173,28 +249,45 @@ def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
 def test_the_grid_of_what_tensorrt_llm_serves_has_predicted_speeds_of_the_pairs_that_it_takes(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the roofline does not say is measured; for the GPU that is asked for, whatever the YAML names."""
-    monkeypatch.setenv("CXX", "no-such-compiler")  # eager, which is quicker here than compiling four engines
+    """All that the roofline does not say is measured; for the GPU that is asked for, whatever
+    the YAML names.
+    """
+    monkeypatch.setenv(
+        "CXX", "no-such-compiler"
+    )  # eager, which is quicker here than compiling four engines
     config = calibrated(for_tensorrt_llm(tiny_pair, tmp_path, gpu="A100", count=1), tmp_path)
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     grid, folder = tune_grid(config, workplace, Silent(), store, gpu="h200")
     assert grid.costs_are == "predicted for H200"
-    assert {(cell.target, cell.draft) for cell in grid.cells} == set(itertools.product(("FP8", "NO_QUANT"), repeat=2))
+    assert {(cell.target, cell.draft) for cell in grid.cells} == set(
+        itertools.product(("FP8", "NO_QUANT"), repeat=2)
+    )
     assert [line.partition(": ")[0] for line in grid.left_out] == [
         f"target {algo}, draft {algo}" for algo in ("W8A8_SQ_PER_CHANNEL", "W8A16")
     ]
     quality = {one.quant_algo: one for one in grid.targets}
     assert quality["NO_QUANT"].kl.estimate == 0.0 < quality["FP8"].kl.estimate
     speeds = {(cell.target, cell.draft): cell for cell in grid.cells}
-    assert speeds["NO_QUANT", "NO_QUANT"].tokens_per_s.estimate < speeds["FP8", "FP8"].tokens_per_s.estimate
+    assert (
+        speeds["NO_QUANT", "NO_QUANT"].tokens_per_s.estimate
+        < speeds["FP8", "FP8"].tokens_per_s.estimate
+    )
     assert sum(cell.best for cell in grid.cells) == 1
     assert (folder / "grid.json").is_file()
     assert not workplace.engines(config.name).exists()
     fp8 = config.target.model_copy(update={"quantization": QuantizationConfig(quant_algo="FP8")})
     h200 = config.hardware.model_copy(update={"gpu": "H200"})
-    served = build(config.model_copy(update={"target": fp8, "hardware": h200}), workplace, Silent(), store, until="quantize")
-    assert all(served.stages[f"quantize/{role}"].reused for role in ("target", "draft"))  # the checkpoints that are served
+    served = build(
+        config.model_copy(update={"target": fp8, "hardware": h200}),
+        workplace,
+        Silent(),
+        store,
+        until="quantize",
+    )
+    assert all(
+        served.stages[f"quantize/{role}"].reused for role in ("target", "draft")
+    )  # the checkpoints that are served
 
 
 def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_anything_is_built(
@@ -216,7 +309,13 @@ def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_any
     ("kind", "keys", "rule", "by_load", "stops"),
     [
         ("torch", {}, "rejection", True, True),
-        ("torch", {"speculation__acceptance": "coupled", "triton__layout": "bls"}, "coupled", False, False),
+        (
+            "torch",
+            {"speculation__acceptance": "coupled", "triton__layout": "bls"},
+            "coupled",
+            False,
+            False,
+        ),
         ("pytorch", {}, "sample_match_greedy_draft", True, True),
         ("pytorch", {"engine__tensorrt_llm": "1.3"}, "sample_match_greedy_draft", True, True),
         ("pytorch", {"engine__tensorrt_llm": "1.1"}, "sample_match_greedy_draft", False, True),
@@ -228,4 +327,8 @@ def test_rule_and_schedule_are_those_of_what_serves(
     kind: str, keys: dict[str, Any], rule: str, by_load: bool, stops: bool
 ) -> None:
     config = config_of(kind, **keys)
-    assert (sampled_rule(config), takes_schedule(config), takes_max_concurrency(config)) == (rule, by_load, stops)
+    assert (sampled_rule(config), takes_schedule(config), takes_max_concurrency(config)) == (
+        rule,
+        by_load,
+        stops,
+    )

@@ -1,24 +1,28 @@
 """How many draft tokens a target would keep, found without speculating.
 
-The target writes texts by plain decoding. One teacher-forced pass of target and draft over them then tells, for every token of
-the output, how likely a draft token in its place would have been kept, under every rule of acceptance:
+The target writes texts by plain decoding. One teacher-forced pass of target and draft over them
+then tells, for every token of the output, how likely a draft token in its place would have been
+kept, under every rule of acceptance:
 
-    greedy                     1 if the draft's argmax is the token, else 0
-    rejection                  sum of min(p, q)
-    coupled                    sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
-    sample_match               sum of p q: the draft samples
-    sample_match_greedy_draft  p(argmax q): the draft takes its best token, as TensorRT-LLM's two-model flow does
+    greedy                     1 if the draft's argmax is the token, else 0 rejection
+    sum of min(p, q) coupled                    sum over i of 1 / sum over j of max(p_j / p_i, q_j /
+    q_i) sample_match               sum of p q: the draft samples sample_match_greedy_draft
+    p(argmax q): the draft takes its best token, as TensorRT-LLM's two-model flow does
 
-p is the target's distribution, q the draft's, both after temperature and filters. The third is the probability that two
-exponential races with shared noise have one winner (Daliri et al. 2024, arXiv:2408.07978, 3).
+p is the target's distribution, q the draft's, both after temperature and filters. The third is the
+probability that two exponential races with shared noise have one winner (Daliri et al. 2024,
+arXiv:2408.07978, 3).
 
-That is alpha. To know what a draft length would give, the text itself is replayed. Given the token x that the target chose, a
-draft in its place was kept with a probability of its own: min(1, q(x) / p(x)) under rejection, and so on. The output of every
-rule is distributed as the target's own, and given the output these events are independent, so the expected numbers of steps
-and of kept tokens follow by summing over the places where a block may begin. It assumes neither that acceptance is the same
-everywhere nor that neighbours are independent; for greedy decoding all probabilities are 0 or 1 and the replay is the run.
+That is alpha. To know what a draft length would give, the text itself is replayed. Given the token
+x that the target chose, a draft in its place was kept with a probability of its own: min(1, q(x) /
+p(x)) under rejection, and so on. The output of every rule is distributed as the target's own, and
+given the output these events are independent, so the expected numbers of steps and of kept tokens
+follow by summing over the places where a block may begin. It assumes neither that acceptance is the
+same everywhere nor that neighbours are independent; for greedy decoding all probabilities are 0 or
+1 and the replay is the run.
 
-Drafts without a model (prompt lookup) depend on where a block begins, so the general form is a table [start, place in block].
+Drafts without a model (prompt lookup) depend on where a block begins, so the general form is a
+table [start, place in block].
 """
 
 from __future__ import annotations
@@ -47,18 +51,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 RULES = ("greedy", "rejection", "coupled", "sample_match", "sample_match_greedy_draft")
-NEGLIGIBLE = (
-    1e-9  # probability below which a token is left out of the coupled sum; all of them together change it by less than 1e-3
-)
+# probability below which a token is left out of the coupled sum; all of them together change it by
+# less than 1e-3
+NEGLIGIBLE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """One text of n tokens under one rule. Places are output tokens but the first, which comes from prefill and is not drafted.
+    """One text of n tokens under one rule. Places are output tokens but the first, which comes from
+    prefill and is not drafted.
 
-    alpha [n - 1]: probability that a draft token is kept there, over all that the target may choose; not a number where nothing
-    would be drafted. kept [n - 1, width]: entry (s, j) is the probability that draft j of a block that begins at place s is
-    kept, given the text and that the drafts before it were. ready [n - 1]: how many drafts there are. limit: output tokens the
+    alpha [n - 1]: probability that a draft token is kept there, over all that the target may
+    choose; not a number where nothing would be drafted. kept [n - 1, width]: entry (s, j) is the
+    probability that draft j of a block that begins at place s is kept, given the text and that the
+    drafts before it were. ready [n - 1]: how many drafts there are. limit: output tokens the
     request may have (max_tokens), which bounds a block.
     """
 
@@ -69,24 +75,31 @@ class Drafted:
 
 
 def rule_probabilities(p: Floats, q: Floats, tokens: Ints) -> dict[str, tuple[Floats, Floats]]:
-    """Sampling rule -> (alpha, probability of keeping given the token). p, q [n, vocab] rows sum to 1, tokens [n] are p's."""
+    """Sampling rule -> (alpha, probability of keeping given the token). p, q [n, vocab] rows sum
+    to 1, tokens [n] are p's.
+    """
     rows = np.arange(len(tokens))
     px, qx = p[rows, tokens], q[rows, tokens]
     best = q.argmax(axis=-1)
     coupled = [coupled_match(p[row], q[row], int(tokens[row])) for row in rows]
     return {
         "rejection": (np.minimum(p, q).sum(axis=-1), np.minimum(1.0, qx / px)),
-        "coupled": (np.array([both for both, _ in coupled]), np.array([one for _, one in coupled]) / px),
+        "coupled": (
+            np.array([both for both, _ in coupled]),
+            np.array([one for _, one in coupled]) / px,
+        ),
         "sample_match": ((p * q).sum(axis=-1), qx),
         "sample_match_greedy_draft": (p[rows, best], (best == tokens).astype(np.float64)),
     }
 
 
 def coupled_match(p: Floats, q: Floats, token: int) -> tuple[float, float]:
-    """(probability that both races have the same winner, that both are won by `token`). p, q [vocab].
+    """(probability that both races have the same winner, that both are won by `token`). p, q
+    [vocab].
 
-    Token i wins both with probability 1 / sum_j max(p_j / p_i, q_j / q_i). In the order of q / p, all j up to i take the first
-    form and all behind it the second, so two running sums give every i.
+    Token i wins both with probability 1 / sum_j max(p_j / p_i, q_j / q_i). In the order of q / p,
+    all j up to i take the first form and all behind it the second, so two running sums give every
+    i.
     """
     both = np.flatnonzero(np.maximum(p, q) > NEGLIGIBLE)
     p_some, q_some = p[both], q[both]
@@ -102,7 +115,9 @@ def coupled_match(p: Floats, q: Floats, token: int) -> tuple[float, float]:
 
 
 def drafted_by_model(alpha: Floats, kept: Floats, width: int, limit: int) -> Drafted:
-    """A draft model, teacher-forced: what it proposes for a token depends on the text before it, not on where a block began."""
+    """A draft model, teacher-forced: what it proposes for a token depends on the text before it,
+    not on where a block began.
+    """
     padded = np.concatenate([kept, np.zeros(width)])
     table = np.lib.stride_tricks.sliding_window_view(padded, width)[: len(kept)].copy()
     return Drafted(alpha, table, np.full(len(kept), width, dtype=np.int64), limit)
@@ -116,10 +131,11 @@ def drafted_by_lookup(
     limit: int,
     target_probs: Callable[[int, int], float] | None = None,
 ) -> Drafted:
-    """Drafts that are certain tokens, found in the text itself. lookup(ids, room) -> at most room tokens to follow ids.
+    """Drafts that are certain tokens, found in the text itself. lookup(ids, room) -> at most room
+    tokens to follow ids.
 
-    Under every rule such a draft is kept exactly where it is the token that the target chose. target_probs(place, token): the
-    target's probability of a token there, for alpha; None: greedy.
+    Under every rule such a draft is kept exactly where it is the token that the target chose.
+    target_probs(place, token): the target's probability of a token there, for alpha; None: greedy.
     """
     ids, places = [*prompt, *output], len(output) - 1
     alpha, kept = np.full(places, np.nan), np.zeros((places, width))
@@ -131,7 +147,9 @@ def drafted_by_lookup(
         for offset, draft in enumerate(drafts):
             kept[place, offset] = float(start + offset < len(ids) and ids[start + offset] == draft)
         if drafts:
-            alpha[place] = kept[place, 0] if target_probs is None else target_probs(place, drafts[0])
+            alpha[place] = (
+                kept[place, 0] if target_probs is None else target_probs(place, drafts[0])
+            )
     return Drafted(alpha, kept, ready, limit)
 
 
@@ -139,9 +157,10 @@ def drafted_by_lookup(
 class Replay:
     """Expected counts of speculating with one draft length, per text (first axis).
 
-    steps_by_width [texts, draft_len + 1]: verify steps that drafted so many tokens. drafted_by_place and accepted_by_place
-    [texts, draft_len]: verify steps that drafted, and that kept, the token at that place of the block. tokens [texts]: output
-    tokens but the first; a text has as many in every replay.
+    steps_by_width [texts, draft_len + 1]: verify steps that drafted so many tokens.
+    drafted_by_place and accepted_by_place [texts, draft_len]: verify steps that drafted, and that
+    kept, the token at that place of the block. tokens [texts]: output tokens but the first; a text
+    has as many in every replay.
     """
 
     draft_len: int
@@ -169,13 +188,15 @@ class Replay:
 def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
     """Speculate over the texts with blocks of up to draft_len tokens, as the runtime would.
 
-    A block is never longer than what is left of max_tokens less one, since a step adds one token more than it keeps; tokens
-    behind the end of the text (EOS) are drafted and dropped.
+    A block is never longer than what is left of max_tokens less one, since a step adds one token
+    more than it keeps; tokens behind the end of the text (EOS) are drafted and dropped.
     """
     count, longest = len(texts), max((len(text.ready) for text in texts), default=0)
     places = np.array([len(text.ready) for text in texts])
     limits = np.array([text.limit for text in texts])
-    kept = np.zeros((count, longest, draft_len + 1))  # the last column stays 0: no draft stands there
+    kept = np.zeros(
+        (count, longest, draft_len + 1)
+    )  # the last column stays 0: no draft stands there
     ready = np.zeros((count, longest), dtype=np.int64)
     for row, text in enumerate(texts):
         width = min(draft_len, text.kept.shape[1])
@@ -187,7 +208,9 @@ def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
     drafted, accepted = np.zeros((count, draft_len)), np.zeros((count, draft_len))
     for start in range(longest):
         here = np.where(start < places, begins[:, start], 0.0)
-        drafts = np.minimum(ready[:, start], limits - start - 2)  # start + 1 tokens are there, one comes in any case
+        drafts = np.minimum(
+            ready[:, start], limits - start - 2
+        )  # start + 1 tokens are there, one comes in any case
         by_width[np.arange(count), np.maximum(drafts, 0)] += here
         run = here
         for offset in range(draft_len + 1):
@@ -206,19 +229,25 @@ def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:
-    """Tokens per target run, (1 - alpha^(k + 1)) / (1 - alpha). Leviathan et al. 2023 (arXiv:2211.17192), equation 1."""
+    """Tokens per target run, (1 - alpha^(k + 1)) / (1 - alpha). Leviathan et al. 2023
+    (arXiv:2211.17192), equation 1.
+    """
     if alpha >= 1.0:
         return draft_len + 1.0
     return float((1.0 - alpha ** (draft_len + 1)) / (1.0 - alpha))
 
 
 def leviathan_speedup(alpha: float, draft_len: int, c: float) -> float:
-    """Improvement in wall time, theorem 3.8 there; c: a draft step in units of a target step, which verifies for free."""
+    """Improvement in wall time, theorem 3.8 there; c: a draft step in units of a target step,
+    which verifies for free.
+    """
     return expected_tokens(alpha, draft_len) / (draft_len * c + 1.0)
 
 
 def leviathan_operations(alpha: float, draft_len: int, c_hat: float) -> float:
-    """Increase in arithmetic operations, theorem 3.11 there; c_hat: a draft's operations per token in units of the target's."""
+    """Increase in arithmetic operations, theorem 3.11 there; c_hat: a draft's operations per
+    token in units of the target's.
+    """
     return (draft_len * c_hat + draft_len + 1.0) / expected_tokens(alpha, draft_len)
 
 

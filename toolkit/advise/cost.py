@@ -1,11 +1,14 @@
-"""What a verify step costs, by batch size and by tokens drafted: measured on the runtime that serves, or predicted for a GPU.
+"""What a verify step costs, by batch size and by tokens drafted: measured on the runtime that
+serves, or predicted for a GPU.
 
-A step is the draft's forwards, the target's forward over one token more than was drafted, and the host's work around them. Each
-is timed in the serving runtime itself over a few steps whose outcome does not matter, so acceptance, which varies from text to
-text, adds no noise to it; a sweep that really speculates needs far longer for the same precision.
+A step is the draft's forwards, the target's forward over one token more than was drafted, and the
+host's work around them. Each is timed in the serving runtime itself over a few steps whose outcome
+does not matter, so acceptance, which varies from text to text, adds no noise to it; a sweep that
+really speculates needs far longer for the same precision.
 
-A step is taken to cost the lower quartile of its times: another process can only add to them, and adds to a long step more
-often than to a short one, so that a median would favour plain decoding on a busy machine.
+A step is taken to cost the lower quartile of its times: another process can only add to them, and
+adds to a long step more often than to a short one, so that a median would favour plain decoding on
+a busy machine.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ PREFILLS = 6  # prompts read in a round
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Nanoseconds of single steps, and of reading one prompt with everything that speculation adds to it."""
+    """Nanoseconds of single steps, and of reading one prompt with everything that speculation
+    adds to it.
+    """
 
     draft_ns: tuple[int, ...]
     verify_ns: tuple[int, ...]
@@ -53,26 +58,39 @@ class ServingRuntime(Protocol):
 
     max_batch_size: int
 
-    def write(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> list[tuple[int, ...]]:
+    def write(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
+    ) -> list[tuple[int, ...]]:
         """Plain decoding of all prompts, each up to EOS or max_tokens."""
         ...
 
     def time_steps(
-        self, drafter: str, prompts: Sequence[Sequence[int]], draft_len: int, temperature: float, steps: int
+        self,
+        drafter: str,
+        prompts: Sequence[Sequence[int]],
+        draft_len: int,
+        temperature: float,
+        steps: int,
     ) -> StepTimes:
-        """Steps with all prompts running together and draft_len tokens drafted for each; draft_len 0 decodes plainly."""
+        """Steps with all prompts running together and draft_len tokens drafted for each;
+        draft_len 0 decodes plainly.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Times of one mode of decoding. rows: a step's parts; samples: (batch, draft_len) -> single steps, whole."""
+    """Times of one mode of decoding. rows: a step's parts; samples: (batch, draft_len) -> single
+    steps, whole.
+    """
 
     source: str  # measured | predicted
     batches: tuple[int, ...]
     rows: tuple[StepCost, ...]
     samples: dict[tuple[int, int], Floats]
-    prefill_ns: dict[int, float]  # draft_len 0, and the longest: reading a prompt without and with speculation
+    prefill_ns: dict[
+        int, float
+    ]  # draft_len 0, and the longest: reading a prompt without and with speculation
 
     def step_ns(self, batch: int, draft_len: int) -> float:
         return float(np.quantile(self.samples[batch, draft_len], QUANTILE))
@@ -97,7 +115,8 @@ def predicted(
     batches: Sequence[int],
     prompt_tokens: int,
 ) -> StepCosts:
-    """Costs of hardware that is not here: forward_s(role, batch, tokens of each sequence) in seconds, and nothing for the host.
+    """Costs of hardware that is not here: forward_s(role, batch, tokens of each sequence) in
+    seconds, and nothing for the host.
 
     drafts: a model drafts, one forward per token; looking the text up is free.
     """
@@ -126,7 +145,8 @@ def measure(
     rounds: int,
     steps: int,
 ) -> StepCosts:
-    """Time every (batch, draft_len) behind sequences as long as an average step finds, and the reading of `prompts`.
+    """Time every (batch, draft_len) behind sequences as long as an average step finds, and the
+    reading of `prompts`.
 
     In rounds that go through all of them, so that a slow moment of the machine hits all alike.
     """
@@ -145,10 +165,15 @@ def measure(
     rows, samples = [], {}
     for (batch, draft_len), rounds_of in found.items():
         parts = np.array(
-            [[t for each in rounds_of for t in getattr(each, part)] for part in ("draft_ns", "verify_ns", "host_ns")]
+            [
+                [t for each in rounds_of for t in getattr(each, part)]
+                for part in ("draft_ns", "verify_ns", "host_ns")
+            ]
         )
         samples[batch, draft_len] = parts.sum(axis=0).astype(np.float64)
-        draft_ms, verify_ms, host_ms = (float(part) / 1e6 for part in np.quantile(parts, QUANTILE, axis=1))
+        draft_ms, verify_ms, host_ms = (
+            float(part) / 1e6 for part in np.quantile(parts, QUANTILE, axis=1)
+        )
         rows.append(StepCost(batch, draft_len, draft_ms, verify_ms, host_ms, parts.shape[1]))
     return StepCosts(
         MEASURED,

@@ -1,6 +1,8 @@
-"""One teacher-forced pass of target and draft over texts that the target wrote, and what each token of them says of acceptance.
+"""One teacher-forced pass of target and draft over texts that the target wrote, and what each token
+of them says of acceptance.
 
-Logits are looked at chunk by chunk and dropped, so that a vocabulary of 128k costs a chunk's memory and not a text's.
+Logits are looked at chunk by chunk and dropped, so that a vocabulary of 128k costs a chunk's memory
+and not a text's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.advise.acceptance import Drafted, drafted_by_lookup, drafted_by_model, rule_probabilities
+from toolkit.advise.acceptance import (
+    Drafted,
+    drafted_by_lookup,
+    drafted_by_model,
+    rule_probabilities,
+)
 from toolkit.interfaces import StepEngine
 
 if TYPE_CHECKING:
@@ -21,8 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Lookup", "Text", "greedy_drafts", "lookup_drafts", "sampled_drafts", "teacher_forced"]
 
 Floats = NDArray[Any]
-Probabilities = Callable[[Floats], Floats]  # logits [n, vocab] -> the distribution that tokens are drawn from, rows sum to 1
-Lookup = Callable[[Sequence[int], int], Sequence[int]]  # (ids, room) -> drafts; the next call has to go on where this one ended
+Probabilities = Callable[
+    [Floats], Floats
+]  # logits [n, vocab] -> the distribution that tokens are drawn from, rows sum to 1
+Lookup = Callable[
+    [Sequence[int], int], Sequence[int]
+]  # (ids, room) -> drafts; the next call has to go on where this one ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,10 @@ class Text:
 
 def greedy_drafts(draft: StepEngine, text: Text, width: int) -> Drafted:
     """The text is the target's greedy one, so the draft alone has to be asked."""
-    best = np.array([row for rows in teacher_forced(draft, text) for row in rows.argmax(axis=-1).tolist()], dtype=np.int64)
+    best = np.array(
+        [row for rows in teacher_forced(draft, text) for row in rows.argmax(axis=-1).tolist()],
+        dtype=np.int64,
+    )
     kept = (best == np.array(text.output[1:], dtype=np.int64)).astype(np.float64)
     return drafted_by_model(kept, kept, width, text.limit)
 
@@ -47,37 +61,60 @@ def sampled_drafts(
 ) -> dict[str, Drafted]:
     """Rule -> drafts, for a text that the target drew from `probabilities` of its logits."""
     place, found = 0, dict[str, list[tuple[Floats, Floats]]]()
-    for target_rows, draft_rows in zip(teacher_forced(target, text), teacher_forced(draft, text), strict=True):
+    for target_rows, draft_rows in zip(
+        teacher_forced(target, text), teacher_forced(draft, text), strict=True
+    ):
         tokens = np.array(text.output[1 + place : 1 + place + len(target_rows)], dtype=np.int64)
         p, q = (probabilities(rows).astype(np.float64) for rows in (target_rows, draft_rows))
         for rule, both in rule_probabilities(p, q, tokens).items():
             found.setdefault(rule, []).append(both)
         place += len(tokens)
-    joined = {rule: [np.concatenate(part) for part in zip(*chunks, strict=True)] for rule, chunks in found.items()}
-    return {rule: drafted_by_model(alpha, kept, width, text.limit) for rule, (alpha, kept) in joined.items()}
+    joined = {
+        rule: [np.concatenate(part) for part in zip(*chunks, strict=True)]
+        for rule, chunks in found.items()
+    }
+    return {
+        rule: drafted_by_model(alpha, kept, width, text.limit)
+        for rule, (alpha, kept) in joined.items()
+    }
 
 
 def lookup_drafts(
-    lookup: Lookup, text: Text, width: int, target: StepEngine | None = None, probabilities: Probabilities | None = None
+    lookup: Lookup,
+    text: Text,
+    width: int,
+    target: StepEngine | None = None,
+    probabilities: Probabilities | None = None,
 ) -> Drafted:
-    """Prompt lookup; with target and probabilities alpha is the target's probability of the first draft, else 0 or 1."""
+    """Prompt lookup; with target and probabilities alpha is the target's probability of the
+    first draft, else 0 or 1.
+    """
     if target is None or probabilities is None:
         return drafted_by_lookup(text.prompt, text.output, lookup, width, text.limit)
     chunks = [probabilities(chunk) for chunk in teacher_forced(target, text)]
     rows = np.concatenate(chunks) if chunks else np.empty((0, 0))
     return drafted_by_lookup(
-        text.prompt, text.output, lookup, width, text.limit, lambda place, token: float(rows[place, token])
+        text.prompt,
+        text.output,
+        lookup,
+        width,
+        text.limit,
+        lambda place, token: float(rows[place, token]),
     )
 
 
 def teacher_forced(engine: StepEngine, text: Text) -> Iterator[Floats]:
-    """[n, vocab] at a time: the rows that choose output tokens 1, 2, ... Uses slot 0 and frees it."""
+    """[n, vocab] at a time: the rows that choose output tokens 1, 2, ... Uses slot 0 and frees
+    it.
+    """
     import torch
 
     ids, first, step = [*text.prompt, *text.output[:-1]], len(text.prompt), engine.max_step_tokens
     try:
         for start in range(0, first, step):
-            engine.forward([0], torch.tensor([ids[start : min(start + step, first)]]), last_only=True)
+            engine.forward(
+                [0], torch.tensor([ids[start : min(start + step, first)]]), last_only=True
+            )
         for start in range(first, len(ids), step):
             yield _array(engine.forward([0], torch.tensor([ids[start : start + step]])))[0]
     finally:

@@ -1,6 +1,8 @@
-"""The advisor: texts of the target, acceptance and cost of every candidate, a ranking, and what should be set.
+"""The advisor: texts of the target, acceptance and cost of every candidate, a ranking, and what
+should be set.
 
-It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`; `toolkit.workflows` brings both.
+It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`;
+`toolkit.workflows` brings both.
 """
 
 from __future__ import annotations
@@ -12,14 +14,39 @@ from typing import Protocol
 
 from toolkit.advise.acceptance import RULES, Drafted
 from toolkit.advise.choose import Mode, judge, schedule_of
-from toolkit.advise.cost import MEASURED, PREDICTED, ServingRuntime, StepCosts, batch_sizes, measure, predicted
-from toolkit.advise.observe import Lookup, Probabilities, Text, greedy_drafts, lookup_drafts, sampled_drafts
+from toolkit.advise.cost import (
+    MEASURED,
+    PREDICTED,
+    ServingRuntime,
+    StepCosts,
+    batch_sizes,
+    measure,
+    predicted,
+)
+from toolkit.advise.observe import (
+    Lookup,
+    Probabilities,
+    Text,
+    greedy_drafts,
+    lookup_drafts,
+    sampled_drafts,
+)
 from toolkit.advise.sweep import RunningRuntime, sweep
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records.advice import Advice, Candidate, ScheduleStep, SpeedupPrediction
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 
-__all__ = ["MAX_DRAFT_LEN", "VERSION", "Contender", "Question", "Texts", "advise", "decide", "judged", "write"]
+__all__ = [
+    "MAX_DRAFT_LEN",
+    "VERSION",
+    "Contender",
+    "Question",
+    "Texts",
+    "advise",
+    "decide",
+    "judged",
+    "write",
+]
 
 VERSION = 5
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
@@ -32,8 +59,9 @@ class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it. forward_s: for hardware that is
-    not here, seconds of a forward by role, batch size and tokens; None: steps are timed on the runtime.
+    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it.
+    forward_s: for hardware that is not here, seconds of a forward by role, batch size and tokens;
+    None: steps are timed on the runtime.
     """
 
     name: str
@@ -49,7 +77,9 @@ Texts = Mapping[str, Sequence[Text]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be decided, and how much to measure. prompts: (domain, token ids). temperature None: greedy decoding alone."""
+    """What is to be decided, and how much to measure. prompts: (domain, token ids). temperature
+    None: greedy decoding alone.
+    """
 
     prompts: Sequence[tuple[str, tuple[int, ...]]]
     max_tokens: int
@@ -59,7 +89,8 @@ class Question:
     batches: Sequence[int] | None = None  # None: 1, 2, 4, ... max_batch_size
     rounds: int = 3
     steps: int = 8
-    measured_rounds: int = 0  # of really speculating with the best candidate, one request at a time; 0: predictions alone
+    # of really speculating with the best candidate, one request at a time; 0: predictions alone
+    measured_rounds: int = 0
 
 
 def advise(
@@ -73,15 +104,17 @@ def advise(
 ) -> Advice:
     """Measure and decide.
 
-    lookup: makes a fresh prompt lookup for each text. probabilities: logits -> the distribution that the runtime samples from
-    at question.temperature.
+    lookup: makes a fresh prompt lookup for each text. probabilities: logits -> the distribution
+    that the runtime samples from at question.temperature.
     """
     began = time.monotonic()
     batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
     texts = write(contenders[0].runtime, question, progress)
     candidates = []
     for contender in contenders:
-        candidates.append(judged(target, contender, question, texts, batches, lookup, probabilities, progress)[0])
+        candidates.append(
+            judged(target, contender, question, texts, batches, lookup, probabilities, progress)[0]
+        )
     candidates.sort(key=lambda candidate: -candidate.speedup)
     if question.measured_rounds > 0:
         best = next(each for each in contenders if each.name == candidates[0].name)
@@ -126,18 +159,29 @@ def judged(
     modes = []
     for mode, temperature in _temperatures(question).items():
         progress(0, None, f"{contender.name}: {mode} acceptance")
-        rules = _observe(target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities)
+        rules = _observe(
+            target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities
+        )
         doing = "timing" if contender.forward_s is None else "predicting the cost of"
         progress(0, None, f"{contender.name}: {doing} {mode} steps")
         serving = "greedy" if mode == "greedy" else _served_rule(question)
         costs = _costs(contender, question, texts[mode], batches, temperature)
         modes.append(Mode(mode, serving, rules[serving], rules, costs))
     domains = [domain for domain, _ in question.prompts]
-    return judge(contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len), modes
+    return (
+        judge(
+            contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len
+        ),
+        modes,
+    )
 
 
 def _temperatures(question: Question) -> dict[str, float]:
-    return {"greedy": 0.0} if question.temperature is None else {"greedy": 0.0, "sampled": question.temperature}
+    return (
+        {"greedy": 0.0}
+        if question.temperature is None
+        else {"greedy": 0.0, "sampled": question.temperature}
+    )
 
 
 def _served_rule(question: Question) -> str:
@@ -183,12 +227,17 @@ def decide(
     tokens: int,
     seconds: float,
 ) -> Advice:
-    """The best candidate's lengths, or none. candidates: the best first; own: the name of the deployment's."""
+    """The best candidate's lengths, or none. candidates: the best first; own: the name of the
+    deployment's.
+    """
     best = candidates[0]
     schedule = schedule_of(best, batches)
     speculate = schedule[0].draft_len > 0
     paying = [size for size in batches if _length_at(schedule, size) > 0]
-    needed = f"{best.break_even_length:.2f} tokens per step would break even, it gets {best.acceptance_length:.2f}"
+    needed = (
+        f"{best.break_even_length:.2f} tokens per step would break even, it gets"
+        f" {best.acceptance_length:.2f}"
+    )
     length = f"{best.draft_len} draft token{'' if best.draft_len == 1 else 's'}"
     gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {length}"
     decided = best.low > 1.0 or not speculate
@@ -197,7 +246,9 @@ def decide(
     elif decided:
         reason = f"{best.name}: {gain} for one request at a time; {needed}"
     else:
-        reason = f"undecided: {best.name}, {gain} for one request at a time, may gain or lose; {needed}"
+        reason = (
+            f"undecided: {best.name}, {gain} for one request at a time, may gain or lose; {needed}"
+        )
     return Advice(
         speculate=speculate,
         decided=decided,
@@ -237,7 +288,9 @@ def _observe(
     for text in texts:
         if contender.draft is None and mode == "greedy":
             rules = {"greedy": lookup_drafts(lookup(), text, width)}
-        elif contender.draft is None:  # a certain token is kept with its probability under the target, whatever the rule
+        elif (
+            contender.draft is None
+        ):  # a certain token is kept with its probability under the target, whatever the rule
             drafted = lookup_drafts(lookup(), text, width, target, probabilities)
             rules = dict.fromkeys(RULES[1:], drafted)
         elif mode == "greedy":
@@ -250,9 +303,15 @@ def _observe(
 
 
 def _costs(
-    contender: Contender, question: Question, texts: Sequence[Text], batches: Sequence[int], temperature: float
+    contender: Contender,
+    question: Question,
+    texts: Sequence[Text],
+    batches: Sequence[int],
+    temperature: float,
 ) -> StepCosts:
-    """Predicted, or timed behind prompts of middling length and half of their output, where an average step stands."""
+    """Predicted, or timed behind prompts of middling length and half of their output, where an
+    average step stands.
+    """
     lengths = range(1, question.max_draft_len + 1)
     if contender.forward_s is not None:
         return predicted(

@@ -1,5 +1,5 @@
-"""Really speculating, to set a measurement beside a prediction: the same prompts with every draft length, interleaved and
-paired.
+"""Really speculating, to set a measurement beside a prediction: the same prompts with every draft
+length, interleaved and paired.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ __all__ = ["RunningRuntime", "sweep"]
 
 Floats = NDArray[Any]
 
-GROUP = 4  # prompts of a group per request that is served at once: long enough that the ends of a group weigh little
+# prompts of a group per request that is served at once: long enough that the ends of a group weigh
+# little
+GROUP = 4
 
 
 class RunningRuntime(Protocol):
@@ -29,7 +31,9 @@ class RunningRuntime(Protocol):
         *,
         batch: int,
     ) -> int:
-        """Nanoseconds to serve all prompts, `batch` of them at a time; draft_len 0 decodes plainly."""
+        """Nanoseconds to serve all prompts, `batch` of them at a time; draft_len 0 decodes
+        plainly.
+        """
         ...
 
 
@@ -45,7 +49,9 @@ def sweep(
     rounds: int,
     seed: int = 0,
 ) -> dict[int, Floats]:
-    """Draft length -> nanoseconds [rounds, groups of prompts]. Within a group the lengths come in random order."""
+    """Draft length -> nanoseconds [rounds, groups of prompts]. Within a group the lengths come
+    in random order.
+    """
     size = 1 if batch == 1 else GROUP * batch
     groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     times = {length: np.zeros((rounds, len(groups))) for length in draft_lens}
@@ -54,5 +60,7 @@ def sweep(
         for index, group in enumerate(groups):
             generator.shuffle(order)
             for length in order:
-                times[length][number, index] = runtime.serve_ns(drafter, group, length, max_tokens, temperature, batch=batch)
+                times[length][number, index] = runtime.serve_ns(
+                    drafter, group, length, max_tokens, temperature, batch=batch
+                )
     return times

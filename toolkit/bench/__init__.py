@@ -1,1 +1,3 @@
-"""The meter: requests to any endpoint, their times, and the limits that a user states. It judges no correctness."""
+"""The meter: requests to any endpoint, their times, and the limits that a user states. It judges
+no correctness.
+"""

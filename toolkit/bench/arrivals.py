@@ -1,10 +1,13 @@
-"""How requests arrive: an open loop that keeps its schedule whatever the server does, or a closed loop of so many at a time.
+"""How requests arrive: an open loop that keeps its schedule whatever the server does, or a closed
+loop of so many at a time.
 
-An open loop is timed from when a request was due. A server that stalls then pays with every request that waits, and a client
-that is late cannot hide it; how late it was is the lag, and it is reported. A closed loop stops asking while the server stalls,
-so its latencies flatter; it measures throughput at a concurrency.
+An open loop is timed from when a request was due. A server that stalls then pays with every request
+that waits, and a client that is late cannot hide it; how late it was is the lag, and it is
+reported. A closed loop stops asking while the server stalls, so its latencies flatter; it measures
+throughput at a concurrency.
 
-Schedules are pure. Running one takes a transport and the encoded requests; the garbage collector rests meanwhile.
+Schedules are pure. Running one takes a transport and the encoded requests; the garbage collector
+rests meanwhile.
 """
 
 from __future__ import annotations
@@ -24,17 +27,32 @@ from toolkit.bench.timerfd import Alarm
 from toolkit.bench.transports import Exchange, Transport, too_many_files
 from toolkit.errors import UsageError
 
-__all__ = ["constant", "lag_ns", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
+__all__ = [
+    "constant",
+    "lag_ns",
+    "poisson",
+    "read_trace",
+    "run_closed",
+    "run_open",
+    "undisturbed",
+    "uniquely",
+]
 
 START_S = 0.05  # between the call and the first request of an open loop
-LEAD_NS = 2_000_000  # laying out a request takes a tenth of that, unless the loop is busy with answers
-BATCH = 8  # requests laid out at a time: what has become due meanwhile does not wait for more of them
+LEAD_NS = (
+    2_000_000  # laying out a request takes a tenth of that, unless the loop is busy with answers
+)
+BATCH = (
+    8  # requests laid out at a time: what has become due meanwhile does not wait for more of them
+)
 NS = 1_000_000_000
 NEVER_S = 1e12  # a clock of 64 bits has to hold it
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> tuple[int, ...]:
-    """`count` arrivals in ns after the start: independent exponential gaps of 1 / rate seconds on average."""
+    """`count` arrivals in ns after the start: independent exponential gaps of 1 / rate seconds
+    on average.
+    """
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
     return tuple(int(at * NS) for at in np.cumsum(gaps))
 
@@ -45,11 +63,16 @@ def constant(rate: float, count: int) -> tuple[int, ...]:
 
 
 def read_trace(path: Path) -> tuple[int, ...]:
-    """Arrivals of a trace file, in ns after its first: a number of seconds per line, or JSON Lines with `timestamp` in ms.
+    """Arrivals of a trace file, in ns after its first: a number of seconds per line, or JSON Lines
+    with `timestamp` in ms.
 
-    The latter is the form of the published Mooncake traces. Raises UsageError naming the line that cannot be used.
+    The latter is the form of the published Mooncake traces. Raises UsageError naming the line that
+    cannot be used.
     """
-    mend = "Write one arrival in seconds per line, or one JSON object with a `timestamp` in milliseconds."
+    mend = (
+        "Write one arrival in seconds per line, or one JSON object with a `timestamp` in"
+        " milliseconds."
+    )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +87,11 @@ def read_trace(path: Path) -> tuple[int, ...]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UsageError("no arrival time", where=f"{path}:{number}", mend=mend) from error
         if not abs(at) < NEVER_S or (seconds and at < seconds[-1]):
-            raise UsageError(f"{at:g} s is no time after the arrival before it", where=f"{path}:{number}", mend=mend)
+            raise UsageError(
+                f"{at:g} s is no time after the arrival before it",
+                where=f"{path}:{number}",
+                mend=mend,
+            )
         seconds.append(at)
     if not seconds:
         raise UsageError("no arrivals in this file", where=path, mend=mend)
@@ -74,7 +101,8 @@ def read_trace(path: Path) -> tuple[int, ...]:
 def uniquely(prompts: Sequence[str], count: int) -> list[str]:
     """`count` prompts, none twice: what a server has seen, it may answer from its cache.
 
-    The prompts in turn; from the second use on a number stands in front, where it changes every prefix.
+    The prompts in turn; from the second use on a number stands in front, where it changes every
+    prefix.
     """
     seen: set[str] = set()
     unique: list[str] = []
@@ -90,12 +118,17 @@ def uniquely(prompts: Sequence[str], count: int) -> list[str]:
 
 
 async def run_open(
-    transport: Transport, requests: Sequence[Any], arrivals: Sequence[int], on_done: Callable[[], None] = lambda: None
+    transport: Transport,
+    requests: Sequence[Any],
+    arrivals: Sequence[int],
+    on_done: Callable[[], None] = lambda: None,
 ) -> tuple[list[Exchange], list[int]]:
-    """Send each request when it is due, however many are on their way. (exchanges, due times in ns), in the requests' order.
+    """Send each request when it is due, however many are on their way. (exchanges, due times in
+    ns), in the requests' order.
 
-    A request is laid out, and has its connection, LEAD_NS before: what remains to be done at its time is to write it.
-    Raises StageError where the process has no descriptor left to keep time with. What a transport raises ends the run.
+    A request is laid out, and has its connection, LEAD_NS before: what remains to be done at its
+    time is to write it. Raises StageError where the process has no descriptor left to keep time
+    with. What a transport raises ends the run.
     """
     tasks: list[asyncio.Task[Exchange]] = []
     go = [asyncio.Event() for _ in requests]
@@ -109,8 +142,12 @@ async def run_open(
             if not all_sent.done():
                 all_sent.set_exception(error)
             raise
-        # What failed while it was made ready has failed at its time, and has neither lag nor latency to its credit.
-        exchange.sent_ns, exchange.ended_ns = max(exchange.sent_ns, due[i]), max(exchange.ended_ns, due[i])
+        # What failed while it was made ready has failed at its time, and has neither lag nor
+        # latency to its credit.
+        exchange.sent_ns, exchange.ended_ns = (
+            max(exchange.sent_ns, due[i]),
+            max(exchange.ended_ns, due[i]),
+        )
         on_done()
         return exchange
 
@@ -154,9 +191,14 @@ def _alarm(ring: Callable[[], None]) -> Iterator[Alarm]:
 
 
 async def run_closed(
-    transport: Transport, requests: Sequence[Any], concurrency: int, on_done: Callable[[], None] = lambda: None
+    transport: Transport,
+    requests: Sequence[Any],
+    concurrency: int,
+    on_done: Callable[[], None] = lambda: None,
 ) -> list[Exchange]:
-    """Keep `concurrency` requests on their way until all are done. Exchanges in the requests' order."""
+    """Keep `concurrency` requests on their way until all are done. Exchanges in the requests'
+    order.
+    """
     done: list[Exchange | None] = [None] * len(requests)
     waiting = iter(range(len(requests)))
 
@@ -177,7 +219,9 @@ def lag_ns(exchanges: Sequence[Exchange], due: Sequence[int]) -> list[int]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection inside: a full one takes tens of milliseconds in a process that has imported much."""
+    """No garbage collection inside: a full one takes tens of milliseconds in a process that has
+    imported much.
+    """
     if not gc.isenabled():
         yield
         return

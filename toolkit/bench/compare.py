@@ -1,8 +1,9 @@
 """Two saved runs of `toolkit bench` judged: is B slower than A by more than the tolerance?
 
-Where both sent the same prompts, requests pair by prompt, and what the prompts differ by cancels; else each run is drawn on
-its own, and the intervals are wider. Either way the runs were not interleaved: what the machine did differently in between is
-in the ratio and not in its interval, which is said. Endpoints that can run at once are better compared in one run (--baseline).
+Where both sent the same prompts, requests pair by prompt, and what the prompts differ by cancels;
+else each run is drawn on its own, and the intervals are wider. Either way the runs were not
+interleaved: what the machine did differently in between is in the ratio and not in its interval,
+which is said. Endpoints that can run at once are better compared in one run (--baseline).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from toolkit.resampling import TOO_FEW
 __all__ = ["compare_runs", "read_run"]
 
 Rows: TypeAlias = dict[int, dict[int, BenchRequest]]  # round -> index -> request
-JUDGED = ("speed", *(f"{name}_{q}" for name in ("ttft", "tpot", "e2e") for q in ("p50", "p90", "p99")))
+JUDGED = (
+    "speed",
+    *(f"{name}_{q}" for name in ("ttft", "tpot", "e2e") for q in ("p50", "p90", "p99")),
+)
 
 
 def read_run(path: Path) -> BenchRun:
@@ -42,7 +46,11 @@ def read_run(path: Path) -> BenchRun:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"not a saved run: {error}", where=path, mend=mend) from error
     if not _is_whole(run):
-        raise UsageError("the requests of this run are not all there, or have counts that cannot be", where=path, mend=mend)
+        raise UsageError(
+            "the requests of this run are not all there, or have counts that cannot be",
+            where=path,
+            mend=mend,
+        )
     return run
 
 
@@ -50,27 +58,36 @@ def _is_whole(run: BenchRun) -> bool:
     """Has every arm some, and the same ones in every round? Somebody may have edited the file."""
     for at, point in enumerate(run.points):
         rounds = [_rows(run, at, arm.name) for arm in point.arms]
-        if not rounds or not all(rows and len({frozenset(row) for row in rows.values()}) == 1 for rows in rounds):
+        if not rounds or not all(
+            rows and len({frozenset(row) for row in rows.values()}) == 1 for rows in rounds
+        ):
             return False
     counts = [count for one in run.requests for _, count in one.chunks if count is not None]
     return min(counts, default=0) >= 0
 
 
 def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int = 0) -> Comparison:
-    """B against A, for every load and arm that both have. Gates: B is at most `tolerance` slower, per figure and percentile.
+    """B against A, for every load and arm that both have. Gates: B is at most `tolerance` slower,
+    per figure and percentile.
 
     Raises UsageError where they have no load in common.
     """
     points: list[ComparedPoint] = []
     gates: list[Gate] = []
     findings = [
-        Finding("design", "warning", "two runs at two times: drift of the machine between them is not in the intervals")
+        Finding(
+            "design",
+            "warning",
+            "two runs at two times: drift of the machine between them is not in the intervals",
+        )
     ]
     for at_a, point in enumerate(a.points):
         for at_b, other in enumerate(b.points):
             if _load(a, point) != _load(b, other):
                 continue
-            shared = [arm.name for arm in other.arms if arm.name in {arm.name for arm in point.arms}]
+            shared = [
+                arm.name for arm in other.arms if arm.name in {arm.name for arm in point.arms}
+            ]
             for name in shared or [other.arms[-1].name]:
                 in_a = name if name in shared else point.arms[-1].name
                 rows = _rows(a, at_a, in_a), _rows(b, at_b, name)
@@ -80,22 +97,41 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
                 gates += [_errors(*rows, suffix), *_gates(compared, tolerance, suffix)]
     if not points:
         said = " and ".join(", ".join(_name(point) for point in run.points) for run in (a, b))
-        raise UsageError(f"the runs have no load in common: {said}", mend="Run both with the same --concurrency or --rate.")
+        raise UsageError(
+            f"the runs have no load in common: {said}",
+            mend="Run both with the same --concurrency or --rate.",
+        )
     for name in ("max_tokens", "temperature"):
         if a.settings.get(name) != b.settings.get(name):
             detail = f"{name} differs: {a.settings.get(name)} and {b.settings.get(name)}"
             findings.append(Finding("settings", "warning", detail))
     if any(not point.paired for point in points):
-        findings.append(Finding("prompts", "warning", "the runs sent different prompts, so requests could not be paired"))
+        findings.append(
+            Finding(
+                "prompts",
+                "warning",
+                "the runs sent different prompts, so requests could not be paired",
+            )
+        )
     return Comparison(verdict(gates), tuple(gates), tolerance, tuple(points), tuple(findings))
 
 
 def _load(run: BenchRun, point: BenchPoint) -> tuple[int | None, float | None, str]:
-    return point.concurrency, point.rate, run.settings.get("arrivals", "") if point.concurrency is None else ""
+    return (
+        point.concurrency,
+        point.rate,
+        run.settings.get("arrivals", "") if point.concurrency is None else "",
+    )
 
 
 def _name(point: BenchPoint | ComparedPoint) -> str:
-    return f"{point.concurrency}" if point.concurrency is not None else "trace" if point.rate is None else f"{point.rate:g}/s"
+    return (
+        f"{point.concurrency}"
+        if point.concurrency is not None
+        else "trace"
+        if point.rate is None
+        else f"{point.rate:g}/s"
+    )
 
 
 def _rows(run: BenchRun, point: int, arm: str) -> Rows:
@@ -109,9 +145,13 @@ def _rows(run: BenchRun, point: int, arm: str) -> Rows:
 def _point(a: Rows, b: Rows, point: BenchPoint, arm: str, seed: int) -> ComparedPoint:
     rounds = sorted(set(a) & set(b))
     paired = bool(rounds) and all(
-        {i: one.prompt for i, one in a[r].items()} == {i: one.prompt for i, one in b[r].items()} for r in rounds
+        {i: one.prompt for i, one in a[r].items()} == {i: one.prompt for i, one in b[r].items()}
+        for r in rounds
     )
-    grids = [[[_timing(run[r][i]) for i in sorted(run[r])] for r in (rounds if paired else sorted(run))] for run in (b, a)]
+    grids = [
+        [[_timing(run[r][i]) for i in sorted(run[r])] for r in (rounds if paired else sorted(run))]
+        for run in (b, a)
+    ]
     ratios = (
         speed_ratio(grids[0], grids[1], paired=paired, seed=seed),
         *metrics.latency_ratios(grids[0], grids[1], paired=paired, seed=seed),
@@ -122,13 +162,17 @@ def _point(a: Rows, b: Rows, point: BenchPoint, arm: str, seed: int) -> Compared
 def _timing(one: BenchRequest) -> RequestTiming | None:
     if one.error is not None:
         return None
-    figures = Statistics(one.input_tokens, one.output_tokens, one.drafted, one.accepted, one.verify_steps)
-    return RequestTiming("", "", (), one.finish_reason, one.sent_ns, one.chunks, figures, one.due_ns)
+    figures = Statistics(
+        one.input_tokens, one.output_tokens, one.drafted, one.accepted, one.verify_steps
+    )
+    return RequestTiming(
+        "", "", (), one.finish_reason, one.sent_ns, one.chunks, figures, one.due_ns
+    )
 
 
 def _gates(point: ComparedPoint, tolerance: float, suffix: str) -> list[Gate]:
-    """A percentile that neither run could support, or a figure that the endpoints do not give, is not judged; but the ratio of
-    something that only the one has, or of nothing at all, fails.
+    """A percentile that neither run could support, or a figure that the endpoints do not give, is
+    not judged; but the ratio of something that only the one has, or of nothing at all, fails.
     """
     ratios = {ratio.name: ratio for ratio in point.ratios}
     gates = [
@@ -145,7 +189,9 @@ def _gates(point: ComparedPoint, tolerance: float, suffix: str) -> list[Gate]:
         if result == INCONCLUSIVE
         else "Measure again, with an endpoint that answers."
     )
-    return [Gate(f"comparison {suffix}", result, None, None, f"nothing can be compared: {reason}", step)]
+    return [
+        Gate(f"comparison {suffix}", result, None, None, f"nothing can be compared: {reason}", step)
+    ]
 
 
 def _gate(ratio: Ratio, limit: float, suffix: str) -> Gate:
@@ -158,7 +204,10 @@ def _gate(ratio: Ratio, limit: float, suffix: str) -> Gate:
     steps = {
         PASS: None,
         FAIL: "B is slower than A by more than the tolerance.",
-        INCONCLUSIVE: "Not shown either way: save longer runs on an idle machine, or allow more with --tolerance.",
+        INCONCLUSIVE: (
+            "Not shown either way: save longer runs on an idle machine, or allow more with"
+            " --tolerance."
+        ),
     }
     return Gate(f"{ratio.name} {suffix}", result, ratio.estimate, limit, detail, steps[result])
 

@@ -1,7 +1,9 @@
-"""The server's own counters, beside what its client added up: a disagreement means that one of them is wrong.
+"""The server's own counters, beside what its client added up: a disagreement means that one of them
+is wrong.
 
-Counters are cumulative, so they are differenced over the window: everything that one validation sent, its warm-up included.
-The server publishes them with a short delay, so reading waits until they agree, for a few seconds at most.
+Counters are cumulative, so they are differenced over the window: everything that one validation
+sent, its warm-up included. The server publishes them with a short delay, so reading waits until
+they agree, for a few seconds at most.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ POLL_S = 0.1
 STILL_S = 0.5
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 MODEL_LABEL = re.compile(r'(?:^|,)model(?:_name)?="(?P<model>[^"]*)"')
-PER_MODEL = ("nv_", "vllm:")  # families that count every model of the server, each under its own label
-# What a server calls requests, output tokens, drafted and accepted tokens, verify steps. The first family that it has is taken.
+PER_MODEL = (
+    "nv_",
+    "vllm:",
+)  # families that count every model of the server, each under its own label
+# What a server calls requests, output tokens, drafted and accepted tokens, verify steps. The first
+# family that it has is taken.
 FAMILIES: tuple[dict[str, str], ...] = (
     {
         "requests": "toolkit_requests",
@@ -42,11 +48,14 @@ FAMILIES: tuple[dict[str, str], ...] = (
 
 
 def read_counters(metrics_url: str, model: str | None = None) -> dict[str, float]:
-    """Name -> value, summed over labels, of a Prometheus page; whole URL. Raises OSError when it cannot be read.
+    """Name -> value, summed over labels, of a Prometheus page; whole URL. Raises OSError when it
+    cannot be read.
 
     model: leave out what Triton and vLLM counted for other models.
     """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is near; no proxy stands between
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # the server is near; no proxy stands between
     with opener.open(metrics_url, timeout=10) as response:
         return parse_counters(response.read().decode("utf-8", "replace"), model)
 
@@ -58,18 +67,26 @@ def parse_counters(page: str, model: str | None = None) -> dict[str, float]:
         if (match := SAMPLE.match(line)) is None:
             continue
         label = MODEL_LABEL.search(match["labels"] or "")
-        if model is not None and label is not None and label["model"] != model and match["name"].startswith(PER_MODEL):
+        if (
+            model is not None
+            and label is not None
+            and label["model"] != model
+            and match["name"].startswith(PER_MODEL)
+        ):
             continue
         with contextlib.suppress(ValueError):
             totals[match["name"]] = totals.get(match["name"], 0.0) + float(match["value"])
     return totals
 
 
-def client_counts(requests: Sequence[RequestTiming], known: Iterable[str] | None = None) -> dict[str, int]:
+def client_counts(
+    requests: Sequence[RequestTiming], known: Iterable[str] | None = None
+) -> dict[str, int]:
     """What the server should have counted for these requests, under its own names.
 
-    known: names of the counters that it has; without it, ours. Empty where it has none of those that we know. What the client
-    was not told, such as the output tokens of a server that counts them only for itself, is left out.
+    known: names of the counters that it has; without it, ours. Empty where it has none of those
+    that we know. What the client was not told, such as the output tokens of a server that counts
+    them only for itself, is left out.
     """
     names = set(FAMILIES[0].values() if known is None else known)
     family = next((family for family in FAMILIES if family["requests"] in names), {})
@@ -92,7 +109,9 @@ def reconcile(
     settle_s: float = SETTLE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[CounterCheck, ...]:
-    """Difference the counters against `before`, and compare with the client's counts; server None: it has no such counter."""
+    """Difference the counters against `before`, and compare with the client's counts; server
+    None: it has no such counter.
+    """
     polls = math.ceil(settle_s / POLL_S)
     while True:
         now = read()
@@ -110,7 +129,9 @@ def settled(
     settle_s: float = SETTLE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Mapping[str, float]:
-    """The counters once those that we know have stood still for `still_s`; as they are after settle_s at the latest."""
+    """The counters once those that we know have stood still for `still_s`; as they are after
+    settle_s at the latest.
+    """
     known = {name for family in FAMILIES for name in family.values()}
     seen, still = read(), 0.0
     for _ in range(math.ceil(settle_s / POLL_S)):
@@ -123,6 +144,8 @@ def settled(
     return seen
 
 
-def _check(name: str, count: int, now: Mapping[str, float], before: Mapping[str, float]) -> CounterCheck:
+def _check(
+    name: str, count: int, now: Mapping[str, float], before: Mapping[str, float]
+) -> CounterCheck:
     server = round(now[name] - before.get(name, 0.0)) if name in now else None
     return CounterCheck(name, client=count, server=server, matches=server == count)

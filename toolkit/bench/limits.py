@@ -1,7 +1,9 @@
-"""Gates of a bench, as they are written on a command line: `ttft_p90<=200`, `tokens_per_s>=100`, `speed>=1.2`.
+"""Gates of a bench, as they are written on a command line: `ttft_p90<=200`, `tokens_per_s>=100`,
+`speed>=1.2`.
 
-A limit on something that was not measured FAILs and says so; one that too few samples support is INCONCLUSIVE and says how many
-it takes. Requests that fail are judged whether asked or not, since figures of the rest alone flatter.
+A limit on something that was not measured FAILs and says so; one that too few samples support is
+INCONCLUSIVE and says how many it takes. Requests that fail are judged whether asked or not, since
+figures of the rest alone flatter.
 """
 
 from __future__ import annotations
@@ -23,10 +25,18 @@ from toolkit.rounding import decimals
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 
-FORM = re.compile(r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+(?:e-?[0-9]+)?)\s*$")
+FORM = re.compile(
+    r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+(?:e-?[0-9]+)?)\s*$"
+)
 PERCENTILE_NAMES = tuple(f"{name}_p{q}" for name in LATENCIES for q in PERCENTILES)
 RATES = ("tokens_per_s", "requests_per_s", "goodput")
-NAMES = (*PERCENTILE_NAMES, *(f"{name}_ratio" for name in PERCENTILE_NAMES), *RATES, "speed", "errors")
+NAMES = (
+    *PERCENTILE_NAMES,
+    *(f"{name}_ratio" for name in PERCENTILE_NAMES),
+    *RATES,
+    "speed",
+    "errors",
+)
 TOO_NOISY = "Too close to call: run on an idle machine, or raise --max-rounds or --requests."
 
 
@@ -78,8 +88,12 @@ def straddled(gate: Gate) -> bool:
 
 
 def judge(limits: Sequence[Limit], point: BenchPoint, *, at: bool = False) -> list[Gate]:
-    """The gates of the last arm at one load, and one for failed requests. at: name the load, where there are several."""
-    suffix = "" if not at else f"@{point.concurrency if point.concurrency is not None else point.rate:g}"
+    """The gates of the last arm at one load, and one for failed requests. at: name the load,
+    where there are several.
+    """
+    suffix = (
+        "" if not at else f"@{point.concurrency if point.concurrency is not None else point.rate:g}"
+    )
     arm = point.arms[-1]
     stated = {limit.name for limit in limits}
     gates = [] if "errors" in stated else [_errors(point, Limit("errors", False, 0.0), suffix)]
@@ -96,12 +110,21 @@ def judge(limits: Sequence[Limit], point: BenchPoint, *, at: bool = False) -> li
 
 
 def _errors(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
-    requests, failed = sum(arm.requests for arm in point.arms), sum(arm.failed for arm in point.arms)
+    requests, failed = (
+        sum(arm.requests for arm in point.arms),
+        sum(arm.failed for arm in point.arms),
+    )
     share = failed / requests
     good = share >= limit.limit if limit.at_least else share <= limit.limit
     first = next((error for arm in point.arms for error in arm.errors), "")
-    detail = f"{failed} of {requests} requests failed" + (f"; the most common: {first}" if first else "")
-    step = None if good else "Mend the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
+    detail = f"{failed} of {requests} requests failed" + (
+        f"; the most common: {first}" if first else ""
+    )
+    step = (
+        None
+        if good
+        else "Mend the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
+    )
     return Gate(f"errors{suffix}", PASS if good else FAIL, share, limit.limit, detail, step)
 
 
@@ -113,31 +136,67 @@ def _latency(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
     name, percentile = limit.name.rsplit("_", 1)
     latency = arm.latencies[name]
     if latency.samples == 0:
-        why = "no request was answered" if arm.failed == arm.requests else f"this endpoint gives no {name}"
-        return _unmeasured(limit, suffix, why, "ITL and TPOT need a server that counts output tokens; gate icl or e2e instead.")
+        why = (
+            "no request was answered"
+            if arm.failed == arm.requests
+            else f"this endpoint gives no {name}"
+        )
+        return _unmeasured(
+            limit,
+            suffix,
+            why,
+            "ITL and TPOT need a server that counts output tokens; gate icl or e2e instead.",
+        )
     value, low, high = (getattr(latency, percentile + end) for end in ("", "_low", "_high"))
     if value is None:
         detail = f"no {percentile}: {latency.unsupported[percentile]}"
-        return Gate(limit.name + suffix, INCONCLUSIVE, None, limit.limit, detail, "Raise --requests or --rounds.")
+        return Gate(
+            limit.name + suffix,
+            INCONCLUSIVE,
+            None,
+            limit.limit,
+            detail,
+            "Raise --requests or --rounds.",
+        )
     digits = decimals((value, low, high), limit.limit)
-    detail = f"{value:.{digits}f} ms, {CONFIDENCE:.0%} interval {low:.{digits}f} to {high:.{digits}f}"
+    detail = (
+        f"{value:.{digits}f} ms, {CONFIDENCE:.0%} interval {low:.{digits}f} to {high:.{digits}f}"
+    )
     return _judged(limit, suffix, value, low, high, detail)
 
 
 def _rate(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
     value = getattr(arm, limit.name)
     if value is None:
-        why = "the server does not count output tokens" if limit.name == "tokens_per_s" else "no limits make a request good"
+        why = (
+            "the server does not count output tokens"
+            if limit.name == "tokens_per_s"
+            else "no limits make a request good"
+        )
         return _unmeasured(
-            limit, suffix, why, "State them with --goodput." if limit.name == "goodput" else "Gate requests_per_s."
+            limit,
+            suffix,
+            why,
+            "State them with --goodput." if limit.name == "goodput" else "Gate requests_per_s.",
         )
     rounds = getattr(arm, f"{limit.name}_by_round")
     if len(rounds) < 2:
         detail = f"{value:.2f}, of one round, which has no spread to judge by"
-        return Gate(limit.name + suffix, INCONCLUSIVE, value, limit.limit, detail, "Measure more: --rounds 3.")
+        return Gate(
+            limit.name + suffix,
+            INCONCLUSIVE,
+            value,
+            limit.limit,
+            detail,
+            "Measure more: --rounds 3.",
+        )
     from scipy.stats import t
 
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(rounds) - 1) * np.std(rounds, ddof=1) / math.sqrt(len(rounds)))
+    half = float(
+        t.ppf((1 + CONFIDENCE) / 2, len(rounds) - 1)
+        * np.std(rounds, ddof=1)
+        / math.sqrt(len(rounds))
+    )
     low, high = float(np.mean(rounds)) - half, float(np.mean(rounds)) + half
     digits = decimals((value, low, high), limit.limit)
     ends = f"{low:.{digits}f} to {high:.{digits}f}"
@@ -146,13 +205,24 @@ def _rate(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
 
 
 def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
-    ratio = next((ratio for ratio in point.ratios if ratio.name == limit.name.removesuffix("_ratio")), None)
+    ratio = next(
+        (ratio for ratio in point.ratios if ratio.name == limit.name.removesuffix("_ratio")), None
+    )
     if ratio is None:
-        return _unmeasured(limit, suffix, "there is one arm", "Compare two: --against-plain, or --baseline URL.")
+        return _unmeasured(
+            limit, suffix, "there is one arm", "Compare two: --against-plain, or --baseline URL."
+        )
     if ratio.estimate is None or ratio.low is None or ratio.high is None:
         reason = ratio.reason or "no samples"
         if TOO_FEW in reason:
-            return Gate(limit.name + suffix, INCONCLUSIVE, None, limit.limit, reason, "Raise --requests or --rounds.")
+            return Gate(
+                limit.name + suffix,
+                INCONCLUSIVE,
+                None,
+                limit.limit,
+                reason,
+                "Raise --requests or --rounds.",
+            )
         return _unmeasured(limit, suffix, reason, "Mend the endpoint, or gate what it gives.")
     digits = decimals((ratio.estimate, ratio.low, ratio.high), limit.limit, least=3)
     ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
@@ -162,5 +232,9 @@ def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
 
 def _judged(limit: Limit, suffix: str, value: float, low: float, high: float, detail: str) -> Gate:
     result = outcome(low, high, limit.limit, at_least=limit.at_least)
-    steps = {PASS: None, FAIL: "Not met: mend the deployment or the limit.", INCONCLUSIVE: TOO_NOISY}
+    steps = {
+        PASS: None,
+        FAIL: "Not met: mend the deployment or the limit.",
+        INCONCLUSIVE: TOO_NOISY,
+    }
     return Gate(limit.name + suffix, result, value, limit.limit, detail, steps[result])

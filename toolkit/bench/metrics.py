@@ -1,6 +1,8 @@
-"""From timed requests to the figures of an arm. Pure: measurements in, records out. DEFINITIONS says what each figure means.
+"""From timed requests to the figures of an arm. Pure: measurements in, records out. DEFINITIONS
+says what each figure means.
 
-A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the prompts' order.
+A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the prompts'
+order.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from toolkit.records.measured import Acceptance, Arm, Interval, Latency, PositionAcceptance, Ratio, Speedup
+from toolkit.records.measured import (
+    Acceptance,
+    Arm,
+    Interval,
+    Latency,
+    PositionAcceptance,
+    Ratio,
+    Speedup,
+)
 from toolkit.resampling import (
     CONFIDENCE,
     bootstrap_percentile_ratios,
@@ -49,11 +59,15 @@ NS_PER_MS = 1e6
 
 
 def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
-    """The figures of one arm. Requests that put out no token count as requests and add nothing else."""
+    """The figures of one arm. Requests that put out no token count as requests and add nothing
+    else.
+    """
     requests = [request for one in rounds for request in one]
     columns = list(zip(*rounds, strict=True))  # [prompt][round]
     tokens, elapsed_s = _sums(requests)
-    ratios = [ratio for request in requests if (ratio := distinct_ngrams(request.token_ids)) is not None]
+    ratios = [
+        ratio for request in requests if (ratio := distinct_ngrams(request.token_ids)) is not None
+    ]
     return Arm(
         requests=len(requests),
         output_tokens=tokens,
@@ -62,7 +76,9 @@ def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
         tokens_per_s_by_prompt=tuple(throughput(column) for column in columns),
         latencies=latencies(columns, seed=seed),
         distinct_4grams=float(np.mean(ratios)) if ratios else None,
-        finish_reasons=dict(sorted(Counter(request.finish_reason or "none" for request in requests).items())),
+        finish_reasons=dict(
+            sorted(Counter(request.finish_reason or "none" for request in requests).items())
+        ),
     )
 
 
@@ -75,7 +91,9 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
     if not values:
         reasons = {f"p{q}": "no samples" for q in PERCENTILES}
         return Latency(0, None, None, None, None, None, None, reasons, ())
-    reasons = {f"p{q}": reason for q in PERCENTILES if (reason := unsupported(count, q)) is not None}
+    reasons = {
+        f"p{q}": reason for q in PERCENTILES if (reason := unsupported(count, q)) is not None
+    }
     supported = [q for q in PERCENTILES if f"p{q}" not in reasons]
     intervals = (
         bootstrap_percentiles(
@@ -87,7 +105,9 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
         if supported
         else ()
     )
-    found: dict[int, tuple[float | None, float | None, float | None]] = dict.fromkeys(PERCENTILES, (None, None, None))
+    found: dict[int, tuple[float | None, float | None, float | None]] = dict.fromkeys(
+        PERCENTILES, (None, None, None)
+    )
     for q, (low, high) in zip(supported, intervals, strict=True):
         found[q] = (percentile(values, q, weights), low, high)
     return Latency(
@@ -99,7 +119,10 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
         p90_low=found[90][1],
         p90_high=found[90][2],
         unsupported=reasons,
-        curve=tuple(round(float(value), 4) for value in np.percentile(np.repeat(values, weights), range(101))),
+        curve=tuple(
+            round(float(value), 4)
+            for value in np.percentile(np.repeat(values, weights), range(101))
+        ),
         p50_low=found[50][1],
         p50_high=found[50][2],
         p99_low=found[99][1],
@@ -111,23 +134,44 @@ def latencies(by_prompt: Sequence[Iterable[RequestTiming]], *, seed: int = 0) ->
     """Every latency of requests that are grouped by prompt."""
     groups = [list(group) for group in by_prompt]
     return {
-        name: latency([[sample for request in group for sample in _samples(name, request)] for group in groups], seed)
+        name: latency(
+            [
+                [sample for request in group for sample in _samples(name, request)]
+                for group in groups
+            ],
+            seed,
+        )
         for name in LATENCIES
     }
 
 
-def latency_ratios(first: Answers, second: Answers, *, paired: bool = True, seed: int = 0) -> tuple[Ratio, ...]:
-    """Percentiles of first's latencies over second's. [round][prompt]; None is a request that failed.
+def latency_ratios(
+    first: Answers, second: Answers, *, paired: bool = True, seed: int = 0
+) -> tuple[Ratio, ...]:
+    """Percentiles of first's latencies over second's. [round][prompt]; None is a request that
+    failed.
 
     paired: both measured the same prompts in the same rounds. Above 1, first is slower.
     """
     ratios: list[Ratio] = []
     for name in LATENCIES:
-        arms = [[[[] if one is None else _samples(name, one) for one in row] for row in arm] for arm in (first, second)]
-        counts = [sum(weight for row in arm for group in row for _, weight in group) for arm in arms]
-        reasons = {q: "no samples" if min(counts) == 0 else unsupported(min(counts), q) for q in PERCENTILES}
+        arms = [
+            [[[] if one is None else _samples(name, one) for one in row] for row in arm]
+            for arm in (first, second)
+        ]
+        counts = [
+            sum(weight for row in arm for group in row for _, weight in group) for arm in arms
+        ]
+        reasons = {
+            q: "no samples" if min(counts) == 0 else unsupported(min(counts), q)
+            for q in PERCENTILES
+        }
         supported = [q for q in PERCENTILES if reasons[q] is None]
-        intervals = bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed) if supported else ()
+        intervals = (
+            bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed)
+            if supported
+            else ()
+        )
         found = dict(zip(supported, intervals, strict=True))
         for q in PERCENTILES:
             if (reason := reasons[q]) is not None:
@@ -142,15 +186,25 @@ def latency_ratios(first: Answers, second: Answers, *, paired: bool = True, seed
     return tuple(ratios)
 
 
-def goodput(requests: Iterable[RequestTiming | None], limits_ms: Mapping[str, float], window_s: float) -> float:
-    """Requests per second that met every limit; latency -> ms. One that failed, or lacks a limited latency, met none."""
-    return sum(one is not None and _meets(one, limits_ms) for one in requests) / window_s if window_s > 0 else 0.0
+def goodput(
+    requests: Iterable[RequestTiming | None], limits_ms: Mapping[str, float], window_s: float
+) -> float:
+    """Requests per second that met every limit; latency -> ms. One that failed, or lacks a
+    limited latency, met none.
+    """
+    return (
+        sum(one is not None and _meets(one, limits_ms) for one in requests) / window_s
+        if window_s > 0
+        else 0.0
+    )
 
 
 def _meets(request: RequestTiming, limits_ms: Mapping[str, float]) -> bool:
-    """A gap's limit holds for the largest gap of the request, so that one stall is not averaged away.
+    """A gap's limit holds for the largest gap of the request, so that one stall is not averaged
+    away.
 
-    One token has no gap that could be too long; tokens that nobody counted have gaps that nobody knows.
+    One token has no gap that could be too long; tokens that nobody counted have gaps that nobody
+    knows.
     """
     for name, limit in limits_ms.items():
         values = [value for value, _ in _samples(name, request)]
@@ -166,15 +220,26 @@ def _values(arm: Sequence[Sequence[Samples]], q: float) -> tuple[list[float], fl
 
 
 def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
-    """Speculative over plain output tokens per second; both measured on the same prompts in the same rounds."""
-    tokens = tuple([[request.output_tokens or 0 for request in one] for one in rounds] for rounds in (speculative, plain))
-    times = tuple([[request.e2e_ns or 0 for request in one] for one in rounds] for rounds in (speculative, plain))
+    """Speculative over plain output tokens per second; both measured on the same prompts in the
+    same rounds.
+    """
+    tokens = tuple(
+        [[request.output_tokens or 0 for request in one] for one in rounds]
+        for rounds in (speculative, plain)
+    )
+    times = tuple(
+        [[request.e2e_ns or 0 for request in one] for one in rounds]
+        for rounds in (speculative, plain)
+    )
     estimate, low, high = bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=seed)
     return Speedup(estimate, low, high, CONFIDENCE, prompts=len(plain[0]), rounds=len(plain))
 
 
-def acceptance(requests: Iterable[RequestTiming], *, draft_len: int | None = None, seed: int = 0) -> Acceptance:
-    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives zeros and None.
+def acceptance(
+    requests: Iterable[RequestTiming], *, draft_len: int | None = None, seed: int = 0
+) -> Acceptance:
+    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives
+    zeros and None.
 
     draft_len: of every block, where the server does not say how much was drafted.
     """
@@ -183,7 +248,8 @@ def acceptance(requests: Iterable[RequestTiming], *, draft_len: int | None = Non
         by_prompt.setdefault(request.prompt, []).append(request.statistics)
     statistics = [one for group in by_prompt.values() for one in group]
     drafted, accepted, steps = (
-        sum(getattr(one, name) or 0 for one in statistics) for name in ("drafted", "accepted", "verify_steps")
+        sum(getattr(one, name) or 0 for one in statistics)
+        for name in ("drafted", "accepted", "verify_steps")
     )
     told = any(one.drafted is not None for one in statistics)
     block = drafted / max(steps, 1) if told else draft_len
@@ -209,29 +275,40 @@ def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ..
     for proposed, kept in zip(drafted_at, accepted_at, strict=True):
         joint = kept / proposed if proposed else None
         conditional = joint / before if joint is not None and before else None
-        positions.append(PositionAcceptance(proposed, kept, joint, None if conditional is None else min(1.0, conditional)))
+        positions.append(
+            PositionAcceptance(
+                proposed, kept, joint, None if conditional is None else min(1.0, conditional)
+            )
+        )
         before = joint
     return tuple(positions)
 
 
 def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Interval | None:
-    """Maximum likelihood of alpha where every draft is kept alike and on its own: a geometric distribution, cut off at the
-    draft length. A draft is looked at where all before it were kept; blocks of one length are looked at alike.
+    """Maximum likelihood of alpha where every draft is kept alike and on its own: a geometric
+    distribution, cut off at the draft length. A draft is looked at where all before it were kept;
+    blocks of one length are looked at alike.
     """
     accepted: list[int] = []
     looked_at: list[float] = []
     for positions in by_prompt:
         reached = (1.0, *(place.joint or 0.0 for place in positions))
         accepted.append(sum(place.accepted for place in positions))
-        looked_at.append(sum(place.drafted * before for place, before in zip(positions, reached, strict=False)))
+        looked_at.append(
+            sum(place.drafted * before for place, before in zip(positions, reached, strict=False))
+        )
     if not any(looked_at):
         return None
     estimate, low, high = bootstrap_ratio_of_sums(accepted, looked_at, seed=seed)
     return Interval(estimate, low, min(1.0, high))
 
 
-def _alpha_of_totals(by_prompt: Iterable[Sequence[Statistics]], block: float, seed: int) -> Interval | None:
-    """The same where drafts are not counted by position: the alpha under which a block keeps as many as it does on average."""
+def _alpha_of_totals(
+    by_prompt: Iterable[Sequence[Statistics]], block: float, seed: int
+) -> Interval | None:
+    """The same where drafts are not counted by position: the alpha under which a block keeps as
+    many as it does on average.
+    """
     groups = list(by_prompt)
     accepted = [sum(answer.accepted or 0 for answer in group) for group in groups]
     steps = [sum(answer.verify_steps or 0 for answer in group) for group in groups]
@@ -258,13 +335,19 @@ def _alpha_that_keeps(kept: float, block: float) -> float:
 def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:
     """(requests whose first token reached the client late, requests that can be judged).
 
-    Late: the client's time to first token exceeds the server's own (arrival to first token, on its clock) by more than `share`
-    of the whole request. Tokens that wait between server and client arrive in bursts, and bend TTFT, ITL and ICL.
+    Late: the client's time to first token exceeds the server's own (arrival to first token, on its
+    clock) by more than `share` of the whole request. Tokens that wait between server and client
+    arrive in bursts, and bend TTFT, ITL and ICL.
     """
     late, judged = 0, 0
     for request in requests:
         known, arrived = request.statistics.first_token_ns, request.statistics.arrival_ns
-        if known is not None and arrived is not None and request.ttft_ns is not None and request.e2e_ns is not None:
+        if (
+            known is not None
+            and arrived is not None
+            and request.ttft_ns is not None
+            and request.e2e_ns is not None
+        ):
             judged += 1
             late += request.ttft_ns - (known - arrived) > share * request.e2e_ns
     return late, judged
@@ -290,7 +373,11 @@ def _samples(name: str, request: RequestTiming) -> Samples:
 
 def _sums(requests: Iterable[RequestTiming]) -> tuple[int, float]:
     """(output tokens, seconds) of the requests that put out tokens."""
-    done = [(request.output_tokens or 0, request.e2e_ns) for request in requests if request.e2e_ns is not None]
+    done = [
+        (request.output_tokens or 0, request.e2e_ns)
+        for request in requests
+        if request.e2e_ns is not None
+    ]
     return sum(tokens for tokens, _ in done), sum(ns for _, ns in done) / 1e9
 
 
@@ -302,4 +389,6 @@ def throughput(requests: Iterable[RequestTiming]) -> float:
 
 def _sum_positions(rows: Iterable[Sequence[int]]) -> list[int]:
     rows = list(rows)
-    return [sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
+    return [
+        sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))
+    ]

@@ -16,13 +16,16 @@ def read_prompts(path: Path, limit: int) -> tuple[str, ...]:
     return tuple(read_texts(path, "prompt", "text", limit=limit))
 
 
-def check_lengths(path: Path, limit: int, encode: Callable[[str], Sequence[int]], max_input_len: int) -> None:
+def check_lengths(
+    path: Path, limit: int, encode: Callable[[str], Sequence[int]], max_input_len: int
+) -> None:
     """Raise UsageError for the first prompt that is longer than an engine would take."""
     for number, prompt in enumerate(read_prompts(path, limit), start=1):
         length = len(encode(prompt))
         if length > max_input_len:
             raise UsageError(
-                f"prompt {number} has {length} tokens, and engine.max_input_len is {max_input_len}: {prompt[:40]!r}...",
+                f"prompt {number} has {length} tokens, and engine.max_input_len is {max_input_len}:"
+                f" {prompt[:40]!r}...",
                 where=path,
                 mend="shorten or remove it, or raise max_input_len",
             )

@@ -1,4 +1,5 @@
-"""What `toolkit bench` does behind its arguments: connect, choose arms and loads, find the server's counters, run.
+"""What `toolkit bench` does behind its arguments: connect, choose arms and loads, find the server's
+counters, run.
 
 It works on any endpoint that `toolkit.bench.transports` can talk to, and needs no YAML of ours.
 """
@@ -57,8 +58,12 @@ class Asked:
     seed: int = 0
 
 
-def bench(url: str, asked: Asked, *, progress: Progress = lambda done, total, what: None) -> BenchRun:
-    """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError when it cannot be used."""
+def bench(
+    url: str, asked: Asked, *, progress: Progress = lambda done, total, what: None
+) -> BenchRun:
+    """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError
+    when it cannot be used.
+    """
     plan = _plan(asked)
     with _many_files():
         return asyncio.run(_bench(url, asked, plan, progress))
@@ -66,7 +71,9 @@ def bench(url: str, asked: Asked, *, progress: Progress = lambda done, total, wh
 
 @contextlib.contextmanager
 def _many_files() -> Iterator[None]:
-    """As many open files as this process may have: each HTTP connection is one, and 1024 is a usual limit until one asks."""
+    """As many open files as this process may have: each HTTP connection is one, and 1024 is a
+    usual limit until one asks.
+    """
     usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
@@ -88,7 +95,9 @@ def sweep(
     metrics_url: str | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
-    """A deployment, beside its own plain decoding, at each concurrency: 2 rounds, and one more where that is not precise."""
+    """A deployment, beside its own plain decoding, at each concurrency: 2 rounds, and one more
+    where that is not precise.
+    """
     asked = Asked(
         prompts=prompts,
         model=model,
@@ -115,7 +124,11 @@ async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> Benc
             if one is not None:
                 transports.append(
                     await connect(
-                        one, protocol=asked.protocol, model=asked.model, timeout_s=asked.timeout_s, api_key=asked.api_key
+                        one,
+                        protocol=asked.protocol,
+                        model=asked.model,
+                        timeout_s=asked.timeout_s,
+                        api_key=asked.api_key,
                     )
                 )
         return await run_bench(
@@ -139,7 +152,11 @@ def _plan(asked: Asked) -> Plan:
 
     prompts = read_prompts(asked.prompts, 1_000_000)
     two = asked.against_plain or asked.baseline is not None
-    if asked.rounds is not None and asked.max_rounds is not None and asked.max_rounds < asked.rounds:
+    if (
+        asked.rounds is not None
+        and asked.max_rounds is not None
+        and asked.max_rounds < asked.rounds
+    ):
         what = f"--max-rounds {asked.max_rounds} is less than --rounds {asked.rounds}"
         raise UsageError(what, mend="Raise the one or lower the other.")
     rounds = asked.rounds or min(3 if two else 1, asked.max_rounds or 3)
@@ -149,7 +166,8 @@ def _plan(asked: Asked) -> Plan:
     if (trace := loads[0].trace) is not None:
         if asked.requests is not None and asked.requests > len(trace):
             raise UsageError(
-                f"{asked.requests} requests and {len(trace)} arrivals in the trace", mend="Leave --requests out, or lower it."
+                f"{asked.requests} requests and {len(trace)} arrivals in the trace",
+                mend="Leave --requests out, or lower it.",
             )
         requests = asked.requests or len(trace)
     return Plan(
@@ -172,10 +190,15 @@ def _loads(asked: Asked) -> tuple[Load, ...]:
 
     trace = None if asked.arrivals in ("poisson", "constant") else read_trace(Path(asked.arrivals))
     if (asked.rate is not None or trace is not None) and asked.concurrency:
-        raise UsageError("--concurrency is a closed loop, --rate and a trace are open ones", mend="Choose one of them.")
+        raise UsageError(
+            "--concurrency is a closed loop, --rate and a trace are open ones",
+            mend="Choose one of them.",
+        )
     if trace is not None:
         if asked.rate is not None:
-            raise UsageError("a trace has its own times, so --rate says nothing", mend="Leave --rate out.")
+            raise UsageError(
+                "a trace has its own times, so --rate says nothing", mend="Leave --rate out."
+            )
         return (Load(trace=trace, arrivals="trace"),)
     if asked.rate is not None:
         return (Load(rate=asked.rate, arrivals=asked.arrivals),)
@@ -189,17 +212,25 @@ def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
     served = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
     if asked.baseline is not None:
         if asked.against_plain:
-            raise UsageError("--baseline and --against-plain are two first arms", mend="Choose one of them.")
+            raise UsageError(
+                "--baseline and --against-plain are two first arms", mend="Choose one of them."
+            )
         return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
     if not asked.against_plain:
         return [Arm("served", transports[0], served)]
     plain = Options(max_tokens=asked.max_tokens, temperature=asked.temperature, num_draft_tokens=0)
-    transports[0].prepare("", plain)  # raises here and not in the middle, where the model has no such input
+    transports[0].prepare(
+        "", plain
+    )  # raises here and not in the middle, where the model has no such input
     return [Arm("plain", transports[0], plain), Arm("speculative", transports[0], served)]
 
 
-def _counters(url: str, transport: Transport, asked: Asked) -> Callable[[], Mapping[str, float]] | None:
-    """A reader of the server's counters, where they can be read. Raises UsageError when a stated address cannot."""
+def _counters(
+    url: str, transport: Transport, asked: Asked
+) -> Callable[[], Mapping[str, float]] | None:
+    """A reader of the server's counters, where they can be read. Raises UsageError when a stated
+    address cannot.
+    """
     from toolkit.bench.counters import read_counters
 
     address = asked.metrics_url or _metrics_of(url)
@@ -210,7 +241,9 @@ def _counters(url: str, transport: Transport, asked: Asked) -> Callable[[], Mapp
     except (OSError, ValueError) as error:
         if asked.metrics_url is None:
             return None
-        raise UsageError(f"the counters cannot be read: {error}", where=address, mend="Correct --metrics.") from error
+        raise UsageError(
+            f"the counters cannot be read: {error}", where=address, mend="Correct --metrics."
+        ) from error
     return lambda: read_counters(address, transport.model)
 
 
@@ -247,4 +280,9 @@ def _environment() -> dict[str, str]:
     from toolkit import __version__
 
     libraries = {name: version(name) for name in ("aiohttp", "grpcio", "numpy")}
-    return {"toolkit": __version__, "python": platform.python_version(), "client": platform.platform(), **libraries}
+    return {
+        "toolkit": __version__,
+        "python": platform.python_version(),
+        "client": platform.platform(),
+        **libraries,
+    }

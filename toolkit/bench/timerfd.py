@@ -1,8 +1,9 @@
 """A timer of the event loop that is fine enough to send by.
 
-asyncio waits in whole milliseconds, and a thread that sleeps instead has to win the interpreter from the loop it wakes. Linux'
-timerfd is a descriptor like a socket: the loop sees it in the same wait, at its nanosecond (timerfd_create(2)). Python offers
-it from 3.13 on; until then the C library is asked.
+asyncio waits in whole milliseconds, and a thread that sleeps instead has to win the interpreter
+from the loop it wakes. Linux' timerfd is a descriptor like a socket: the loop sees it in the same
+wait, at its nanosecond (timerfd_create(2)). Python offers it from 3.13 on; until then the C library
+is asked.
 """
 
 from __future__ import annotations
@@ -22,20 +23,26 @@ NS = 1_000_000_000
 
 
 class _Setting(ctypes.Structure):
-    """struct itimerspec: the interval, which stays 0, and the time of the alarm, each as seconds and nanoseconds."""
+    """struct itimerspec: the interval, which stays 0, and the time of the alarm, each as seconds
+    and nanoseconds.
+    """
 
     _fields_ = (("interval", ctypes.c_long * 2), ("at", ctypes.c_long * 2))
 
 
 class Alarm:
-    """Calls `ring` in the running loop at the time that was set last, on time.monotonic_ns()'s clock. Raises OSError."""
+    """Calls `ring` in the running loop at the time that was set last, on time.monotonic_ns()'s
+    clock. Raises OSError.
+    """
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
 
     def __enter__(self) -> Alarm:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._checked(self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        self._fd = self._checked(
+            self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        )
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._rang)
         return self
@@ -45,7 +52,12 @@ class Alarm:
         setting = _Setting(at=(at_ns // NS, at_ns % NS))
         self._checked(self._libc.timerfd_settime(self._fd, ABSOLUTE, ctypes.byref(setting), None))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
 

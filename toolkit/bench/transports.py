@@ -1,12 +1,15 @@
-"""Asynchronous clients of any streaming endpoint: Triton over gRPC or `generate_stream`, OpenAI's chat and text completions.
+"""Asynchronous clients of any streaming endpoint: Triton over gRPC or `generate_stream`, OpenAI's
+chat and text completions.
 
-The one idea: while the clock runs, nothing is read. A request is encoded before its time comes; an answer is kept as the bytes
-that arrived and when, and is decoded after the run. So what the client costs per chunk is a read and a timestamp.
+The one idea: while the clock runs, nothing is read. A request is encoded before its time comes; an
+answer is kept as the bytes that arrived and when, and is decoded after the run. So what the client
+costs per chunk is a read and a timestamp.
 
-Tokens are those that the server counts (num_output_tokens, token ids, `usage`), never chunks. Where a server counts only the
-whole answer, the tokens of a chunk are unknown and ITL is absent; where it counts nothing, so are TPOT and throughput.
-An answer that breaks off, is not what the protocol says, or whose counts contradict each other raises BadAnswer: it is a failed
-request and not a fast one.
+Tokens are those that the server counts (num_output_tokens, token ids, `usage`), never chunks. Where
+a server counts only the whole answer, the tokens of a chunk are unknown and ITL is absent; where it
+counts nothing, so are TPOT and throughput. An answer that breaks off, is not what the protocol
+says, or whose counts contradict each other raises BadAnswer: it is a failed request and not a fast
+one.
 """
 
 from __future__ import annotations
@@ -40,7 +43,15 @@ from toolkit.errors import StageError, UsageError
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["PROTOCOLS", "BadAnswer", "Exchange", "Transport", "connect", "read_exchange", "too_many_files"]
+__all__ = [
+    "PROTOCOLS",
+    "BadAnswer",
+    "Exchange",
+    "Transport",
+    "connect",
+    "read_exchange",
+    "too_many_files",
+]
 
 PROTOCOLS = ("triton-grpc", "triton-http", "openai-chat", "openai-completions")
 ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
@@ -59,7 +70,9 @@ class BadAnswer(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """One request as it went over the wire. frames: (arrival, bytes) as read; failure: why it ended before its end."""
+    """One request as it went over the wire. frames: (arrival, bytes) as read; failure: why it
+    ended before its end.
+    """
 
     sent_ns: int = 0
     ended_ns: int = 0
@@ -79,8 +92,8 @@ class Transport(Protocol):
         ...
 
     async def exchange(self, prepared: Any, go: Go = None) -> Exchange:
-        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint does; raises StageError where
-        this machine gives no more connections.
+        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint
+        does; raises StageError where this machine gives no more connections.
 
         go: all but the sending is done at once, and then this is waited for.
         """
@@ -94,9 +107,15 @@ class Transport(Protocol):
 
 
 def read_exchange(
-    transport: Transport, prompt: str, exchange: Exchange, max_tokens: int | None, due_ns: int | None = None
+    transport: Transport,
+    prompt: str,
+    exchange: Exchange,
+    max_tokens: int | None,
+    due_ns: int | None = None,
 ) -> RequestTiming:
-    """The measurements of one exchange. Raises BadAnswer when it failed, broke off or contradicts itself."""
+    """The measurements of one exchange. Raises BadAnswer when it failed, broke off or
+    contradicts itself.
+    """
     if exchange.failure is not None:
         raise BadAnswer(exchange.failure)
     chunks = transport.chunks(exchange)
@@ -108,20 +127,32 @@ def read_exchange(
 
 
 def _check_counts(chunks: Sequence[Chunk], measured: RequestTiming, max_tokens: int | None) -> None:
-    """Counts that cannot all be true are refused, since every figure per token would rest on them."""
+    """Counts that cannot all be true are refused, since every figure per token would rest on
+    them.
+    """
     running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
     if any(later < earlier for earlier, later in itertools.pairwise(running)):
-        raise BadAnswer(f"wrong counts: the number of output tokens went down, from {max(running)} to {running[-1]}")
+        raise BadAnswer(
+            f"wrong counts: the number of output tokens went down, from {max(running)} to"
+            f" {running[-1]}"
+        )
     total = measured.output_tokens
     if total is None:
         return
     if running and running[-1] != total:
-        raise BadAnswer(f"wrong counts: {running[-1]} tokens were streamed and {total} counted at the end")
+        raise BadAnswer(
+            f"wrong counts: {running[-1]} tokens were streamed and {total} counted at the end"
+        )
     if measured.token_ids and len(measured.token_ids) != total:
-        raise BadAnswer(f"wrong counts: {len(measured.token_ids)} token ids came and {total} tokens were counted")
+        raise BadAnswer(
+            f"wrong counts: {len(measured.token_ids)} token ids came and {total} tokens were"
+            " counted"
+        )
     spoken = sum(bool(chunk.text) for chunk in chunks)
     if total < spoken:
-        raise BadAnswer(f"wrong counts: {spoken} chunks had text and only {total} tokens were counted")
+        raise BadAnswer(
+            f"wrong counts: {spoken} chunks had text and only {total} tokens were counted"
+        )
     if max_tokens is not None and total > max_tokens:
         raise BadAnswer(f"wrong counts: {total} tokens where at most {max_tokens} were asked for")
 
@@ -134,15 +165,19 @@ async def connect(
     timeout_s: float = 120.0,
     api_key: str | None = None,
 ) -> Transport:
-    """A transport to the endpoint at url, after asking it what it is and what its model understands.
+    """A transport to the endpoint at url, after asking it what it is and what its model
+    understands.
 
-    url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an OpenAI-compatible server,
-    whichever answers; .../v1 is OpenAI's chat, and a path that ends in /completions is taken as it stands. protocol: one of
-    PROTOCOLS where that guess is wrong. timeout_s bounds every request as a whole.
-    Raises UsageError for an address that is none, StageError when the endpoint cannot be reached or is not what it should be.
+    url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an
+    OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat, and a path that ends in
+    /completions is taken as it stands. protocol: one of PROTOCOLS where that guess is wrong.
+    timeout_s bounds every request as a whole. Raises UsageError for an address that is none,
+    StageError when the endpoint cannot be reached or is not what it should be.
     """
     if protocol not in ("auto", *PROTOCOLS):
-        raise UsageError(f"there is no protocol {protocol!r}", mend=f"known: auto, {', '.join(PROTOCOLS)}")
+        raise UsageError(
+            f"there is no protocol {protocol!r}", mend=f"known: auto, {', '.join(PROTOCOLS)}"
+        )
     bare = url.removeprefix("grpc://").rstrip("/")
     if ADDRESS.match(bare) and protocol in ("auto", "triton-grpc"):
         return await GrpcTransport.connect(bare, model, timeout_s)
@@ -150,14 +185,19 @@ async def connect(
         url = f"http://{bare}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        mend = "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an OpenAI-compatible server."
+        mend = (
+            "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an"
+            " OpenAI-compatible server."
+        )
         raise UsageError("not an address of an endpoint", where=url, mend=mend)
     session = _session(timeout_s, api_key)
     try:
         if protocol == "auto":
             protocol = await _guess(session, url)
         if protocol == "triton-http":
-            return await HttpTransport.connect(session, f"{parts.scheme}://{parts.netloc}", model, timeout_s)
+            return await HttpTransport.connect(
+                session, f"{parts.scheme}://{parts.netloc}", model, timeout_s
+            )
         return await OpenAiTransport.connect(session, url, protocol, model, timeout_s)
     except BaseException:
         await session.close()
@@ -198,11 +238,16 @@ def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(reuse)
-    trace.on_request_chunk_sent.append(send)  # called when headers and body are laid out, before they are written
+    trace.on_request_chunk_sent.append(
+        send
+    )  # called when headers and body are laid out, before they are written
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
         timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, CONNECT_S)),
-        headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
+        headers={
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        },
         trace_configs=[trace],
         read_bufsize=2**18,
         trust_env=False,
@@ -233,7 +278,10 @@ def _unreachable(url: str, error: BaseException) -> StageError:
         "bench",
         f"the endpoint cannot be reached: {_words(error)}",
         where=url,
-        mend="Is it running, and is this its address? `toolkit serve` prints those of a deployment of ours.",
+        mend=(
+            "Is it running, and is this its address? `toolkit serve` prints those of a deployment"
+            " of ours."
+        ),
     )
 
 
@@ -254,7 +302,9 @@ class GrpcTransport:
 
     protocol = "triton-grpc"
 
-    def __init__(self, address: str, model: str, timeout_s: float, form: ModelForm, channel: Any) -> None:
+    def __init__(
+        self, address: str, model: str, timeout_s: float, form: ModelForm, channel: Any
+    ) -> None:
         self.address = address
         self.model = model
         self._timeout_s = timeout_s
@@ -279,13 +329,18 @@ class GrpcTransport:
             response_deserializer=service_pb2.ModelConfigResponse.FromString,
         )
         try:
-            answer = await ask(service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, CONNECT_S))
+            answer = await ask(
+                service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, CONNECT_S)
+            )
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise _unreachable(address, Exception(error.details())) from error
             raise StageError(
-                "bench", f"no model {model!r}: {error.details()}", where=address, mend="Name the served model with --model."
+                "bench",
+                f"no model {model!r}: {error.details()}",
+                where=address,
+                mend="Name the served model with --model.",
             ) from error
         return cls(address, model, timeout_s, ModelForm.of(answer.config), channel)
 
@@ -336,7 +391,9 @@ class GrpcTransport:
                 response = service_pb2.ModelStreamInferResponse.FromString(frame)
                 values = decode(response.infer_response)
             except (DecodeError, ValueError, KeyError, TypeError) as error:
-                raise BadAnswer(f"garbage: a response is no ModelStreamInferResponse ({_words(error)})") from error
+                raise BadAnswer(
+                    f"garbage: a response is no ModelStreamInferResponse ({_words(error)})"
+                ) from error
             if response.error_message:
                 raise BadAnswer(f"refused: {response.error_message}")
             if values:  # else Triton's empty last response of a stream
@@ -357,16 +414,24 @@ class _refusals:  # noqa: N801 - reads as a statement in `with`
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RequestRefused):
-            raise UsageError(str(error), where=self.where, mend="Leave that option out for this endpoint.") from error
+            raise UsageError(
+                str(error), where=self.where, mend="Leave that option out for this endpoint."
+            ) from error
 
 
-def _triton_chunks(answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelForm) -> list[Chunk]:
-    """Outputs of a Triton model -> chunks. A model that never says why it ended gives its statistics with its last response."""
+def _triton_chunks(
+    answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelForm
+) -> list[Chunk]:
+    """Outputs of a Triton model -> chunks. A model that never says why it ended gives its
+    statistics with its last response.
+    """
     chunks: list[Chunk] = []
     text = ""
     for received_ns, values in answers:
         if "text_output" not in values:
-            raise BadAnswer(f"garbage: a response without text_output, only {', '.join(sorted(values))}")
+            raise BadAnswer(
+                f"garbage: a response without text_output, only {', '.join(sorted(values))}"
+            )
         full = _text(values["text_output"][0] if values["text_output"] else "")
         new = full[len(text) :] if form.cumulative else full
         text += new
@@ -398,7 +463,9 @@ class _EventTransport:
 
     protocol = ""
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, model: str, timeout_s: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, address: str, model: str, timeout_s: float
+    ) -> None:
         self.address = address
         self.model = model
         self._session = session
@@ -412,7 +479,9 @@ class _EventTransport:
         while again:
             again, sending = False, _Sending(go)
             try:
-                async with self._session.post(self.address, data=prepared, trace_request_ctx=sending) as response:
+                async with self._session.post(
+                    self.address, data=prepared, trace_request_ctx=sending
+                ) as response:
                     if response.status != 200:
                         page = (await response.text(errors="replace"))[:BODY_SHOWN]
                         done.failure = f"refused: HTTP {response.status} {_error_text(page)}"
@@ -425,7 +494,8 @@ class _EventTransport:
             except (TimeoutError, asyncio.TimeoutError):
                 done.failure = f"not finished within {self._timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                # A server may close a connection that it kept open whenever it likes, so while a request waits there, too.
+                # A server may close a connection that it kept open whenever it likes, so while a
+                # request waits there, too.
                 again = sending.reused and sending.sent_ns is None and not frames
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                     raise too_many_files(error) from error
@@ -433,7 +503,9 @@ class _EventTransport:
         done.ended_ns = time.monotonic_ns()
         if sending.sent_ns is not None:
             done.sent_ns = sending.sent_ns
-        if done.failure is None and (sending.sent_ns is None or (frames and frames[0][0] < sending.sent_ns)):
+        if done.failure is None and (
+            sending.sent_ns is None or (frames and frames[0][0] < sending.sent_ns)
+        ):
             done.failure = "garbage: it was answered before it was sent"
         return done
 
@@ -451,7 +523,9 @@ def _error_text(page: str) -> str:
 
 
 def _events(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(arrival of its last byte, data) of every event. Raises BadAnswer for a stream that ends inside one."""
+    """(arrival of its last byte, data) of every event. Raises BadAnswer for a stream that ends
+    inside one.
+    """
     rest = b""
     for received_ns, data in frames:
         *events, rest = EVENT_END.split(rest + data)
@@ -485,25 +559,47 @@ class HttpTransport(_EventTransport):
 
     protocol = "triton-http"
 
-    def __init__(self, session: aiohttp.ClientSession, base: str, model: str, timeout_s: float, form: ModelForm) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base: str,
+        model: str,
+        timeout_s: float,
+        form: ModelForm,
+    ) -> None:
         super().__init__(session, f"{base}/v2/models/{model}/generate_stream", model, timeout_s)
         self._form = form
 
     @classmethod
-    async def connect(cls, session: aiohttp.ClientSession, base: str, model: str | None, timeout_s: float) -> HttpTransport:
+    async def connect(
+        cls, session: aiohttp.ClientSession, base: str, model: str | None, timeout_s: float
+    ) -> HttpTransport:
         model = model or "tensorrt_llm"
         url = f"{base}/v2/models/{model}/config"
         status, config = await _get(session, url)
         if status != 200 or not isinstance(config, dict) or "input" not in config:
-            said = _error_text(config if isinstance(config, str) else json.dumps(config))[:BODY_SHOWN]
-            raise StageError("bench", f"no model {model!r}: HTTP {status} {said}", where=base, mend="Name it with --model.")
+            said = _error_text(config if isinstance(config, str) else json.dumps(config))[
+                :BODY_SHOWN
+            ]
+            raise StageError(
+                "bench",
+                f"no model {model!r}: HTTP {status} {said}",
+                where=base,
+                mend="Name it with --model.",
+            )
         from google.protobuf import json_format
         from tritonclient.grpc import model_config_pb2
 
         try:
-            form = ModelForm.of(json_format.ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True))
+            form = ModelForm.of(
+                json_format.ParseDict(
+                    config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True
+                )
+            )
         except json_format.ParseError as error:
-            raise StageError("bench", f"its model configuration cannot be read: {error}", where=url) from error
+            raise StageError(
+                "bench", f"its model configuration cannot be read: {error}", where=url
+            ) from error
         return cls(session, base, model, timeout_s, form)
 
     def prepare(self, prompt: str, options: Options) -> bytes:
@@ -515,7 +611,9 @@ class HttpTransport(_EventTransport):
         for received_ns, data in _objects(exchange.frames):
             if data is None:
                 raise BadAnswer("garbage: [DONE] is no event of generate_stream")
-            values = {name: value if isinstance(value, list) else [value] for name, value in data.items()}
+            values = {
+                name: value if isinstance(value, list) else [value] for name, value in data.items()
+            }
             answers.append((received_ns, values))
         return _triton_chunks(answers, self._form)
 
@@ -523,8 +621,9 @@ class HttpTransport(_EventTransport):
 class OpenAiTransport(_EventTransport):
     """chat/completions, or completions, of any compatible server.
 
-    Tokens per chunk come from `usage` in every chunk (`continuous_usage_stats`, an extension of vLLM and trtllm-serve) or
-    from token ids; else the whole answer's from `include_usage`. Which of them the server knows is tried once, when connecting.
+    Tokens per chunk come from `usage` in every chunk (`continuous_usage_stats`, an extension of
+    vLLM and trtllm-serve) or from token ids; else the whole answer's from `include_usage`. Which of
+    them the server knows is tried once, when connecting.
     """
 
     USAGE: tuple[dict[str, Any], ...] = (
@@ -532,18 +631,42 @@ class OpenAiTransport(_EventTransport):
         {"stream_options": {"include_usage": True}},
         {},
     )
-    NAMES = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed", "stop")
+    NAMES = (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "frequency_penalty",
+        "presence_penalty",
+        "seed",
+        "stop",
+    )
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, protocol: str, model: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        address: str,
+        protocol: str,
+        model: str,
+        timeout_s: float,
+    ) -> None:
         super().__init__(session, address, model, timeout_s)
         self.protocol = protocol
         self._usage: dict[str, Any] = {}
 
     @classmethod
     async def connect(
-        cls, session: aiohttp.ClientSession, url: str, protocol: str, model: str | None, timeout_s: float
+        cls,
+        session: aiohttp.ClientSession,
+        url: str,
+        protocol: str,
+        model: str | None,
+        timeout_s: float,
     ) -> OpenAiTransport:
-        base, path = url.rstrip("/"), "/chat/completions" if protocol == "openai-chat" else "/completions"
+        base, path = (
+            url.rstrip("/"),
+            "/chat/completions" if protocol == "openai-chat" else "/completions",
+        )
         if base.endswith("/completions"):
             address, base = base, base.removesuffix("/completions").removesuffix("/chat")
         else:
@@ -555,12 +678,16 @@ class OpenAiTransport(_EventTransport):
         for usage in cls.USAGE:
             transport._usage = usage
             answer = await transport.exchange(transport.prepare(PROBE, Options(max_tokens=1)))
-            refused = answer.failure is not None and any(f"HTTP {code}" in answer.failure for code in REFUSED_ARGUMENT)
+            refused = answer.failure is not None and any(
+                f"HTTP {code}" in answer.failure for code in REFUSED_ARGUMENT
+            )
             if not refused:
                 break
         if answer.failure is not None:
             mend = "Check address, --model and --protocol."
-            raise StageError("bench", f"a first request failed: {answer.failure}", where=address, mend=mend)
+            raise StageError(
+                "bench", f"a first request failed: {answer.failure}", where=address, mend=mend
+            )
         return transport
 
     @staticmethod
@@ -570,19 +697,28 @@ class OpenAiTransport(_EventTransport):
             return str(data["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise StageError(
-                "bench", f"{base}/models names no model (HTTP {status})", where=base, mend="Name it with --model."
+                "bench",
+                f"{base}/models names no model (HTTP {status})",
+                where=base,
+                mend="Name it with --model.",
             ) from error
 
     def prepare(self, prompt: str, options: Options) -> bytes:
-        asked = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
+        asked = {
+            name: value for name, value in dataclasses.asdict(options).items() if value is not None
+        }
         if unknown := sorted(set(asked) - set(self.NAMES)):
             raise UsageError(
-                f"OpenAI's protocol has no {unknown[0]}", where=self.address, mend="Leave that option out for this endpoint."
+                f"OpenAI's protocol has no {unknown[0]}",
+                where=self.address,
+                mend="Leave that option out for this endpoint.",
             )
         content: dict[str, Any] = {"prompt": prompt}
         if self.protocol == "openai-chat":
             content = {"messages": [{"role": "user", "content": prompt}]}
-        return json.dumps({"model": self.model, **content, "stream": True, **self._usage, **asked}).encode()
+        return json.dumps(
+            {"model": self.model, **content, "stream": True, **self._usage, **asked}
+        ).encode()
 
     def chunks(self, exchange: Exchange) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -595,31 +731,53 @@ class OpenAiTransport(_EventTransport):
             try:
                 chunk, usage = self._chunk(data, usage, received_ns)
             except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise BadAnswer(f"garbage: an event that is no completion chunk: {json.dumps(data)[:80]}") from error
+                raise BadAnswer(
+                    f"garbage: an event that is no completion chunk: {json.dumps(data)[:80]}"
+                ) from error
             chunks.append(chunk)
         if not chunks:
             return []
-        reason = next((chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason is not None), None)
+        reason = next(
+            (chunk.finish_reason for chunk in reversed(chunks) if chunk.finish_reason is not None),
+            None,
+        )
         if reason is None or not ended:
-            raise BadAnswer("the stream ended without its end" if reason is None else "the stream ended without [DONE]")
+            raise BadAnswer(
+                "the stream ended without its end"
+                if reason is None
+                else "the stream ended without [DONE]"
+            )
         return self._with_total(chunks, usage, reason)
 
     @staticmethod
-    def _chunk(data: dict[str, Any], before: dict[str, Any], received_ns: int) -> tuple[Chunk, dict[str, Any]]:
+    def _chunk(
+        data: dict[str, Any], before: dict[str, Any], received_ns: int
+    ) -> tuple[Chunk, dict[str, Any]]:
         usage = data.get("usage") or {}
         choice = data["choices"][0] if data["choices"] else {}
         spoken = choice.get("delta") or {}
         text = choice.get("text") or spoken.get("content") or spoken.get("reasoning_content") or ""
         ids = tuple(choice.get("token_ids") or ())
         counts = [usage.get("completion_tokens"), usage.get("prompt_tokens")]
-        if not isinstance(text, str) or any(type(each) is not int for each in (*ids, *(n for n in counts if n is not None))):
+        if not isinstance(text, str) or any(
+            type(each) is not int for each in (*ids, *(n for n in counts if n is not None))
+        ):
             raise TypeError
-        return Chunk(text, ids, counts[0] if choice else None, received_ns, choice.get("finish_reason")), usage or before
+        return (
+            Chunk(
+                text, ids, counts[0] if choice else None, received_ns, choice.get("finish_reason")
+            ),
+            usage or before,
+        )
 
     @staticmethod
     def _with_total(chunks: list[Chunk], usage: dict[str, Any], reason: str) -> list[Chunk]:
-        """Running counts where each chunk has one or its token ids; the last chunk ends the answer and has its total."""
-        if any(chunk.token_ids for chunk in chunks) and all(chunk.output_tokens is None for chunk in chunks):
+        """Running counts where each chunk has one or its token ids; the last chunk ends the
+        answer and has its total.
+        """
+        if any(chunk.token_ids for chunk in chunks) and all(
+            chunk.output_tokens is None for chunk in chunks
+        ):
             count, counted = 0, []
             for chunk in chunks:
                 count += len(chunk.token_ids)
@@ -628,4 +786,7 @@ class OpenAiTransport(_EventTransport):
         running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
         total = usage.get("completion_tokens", running[-1] if running else None)
         figures = Statistics(input_tokens=usage.get("prompt_tokens"), output_tokens=total)
-        return [*chunks[:-1], dataclasses.replace(chunks[-1], finish_reason=reason, statistics=figures)]
+        return [
+            *chunks[:-1],
+            dataclasses.replace(chunks[-1], finish_reason=reason, statistics=figures),
+        ]

@@ -12,7 +12,9 @@ PASS, FAIL, INCONCLUSIVE, NOT_JUDGED = "PASS", "FAIL", "INCONCLUSIVE", "NOT JUDG
 
 
 def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
-    """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none of it is."""
+    """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none
+    of it is.
+    """
     good, bad = (low >= limit, high < limit) if at_least else (high <= limit, low > limit)
     return PASS if good else FAIL if bad else INCONCLUSIVE
 

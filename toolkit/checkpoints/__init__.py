@@ -1,1 +1,3 @@
-"""Reading Hugging Face checkpoints without trusting them: config -> ModelShape, shards -> tensors, quantized or not."""
+"""Reading Hugging Face checkpoints without trusting them: config -> ModelShape, shards ->
+tensors, quantized or not.
+"""

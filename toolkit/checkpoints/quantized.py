@@ -1,15 +1,18 @@
-"""Unified Hugging Face checkpoints, quantized or not: what each linear holds, and what its codes stand for.
+"""Unified Hugging Face checkpoints, quantized or not: what each linear holds, and what its codes
+stand for.
 
 ModelOpt's export keeps the tensor names of the source model and puts the scales beside each weight:
 
-    <linear>.weight            float8_e4m3fn [out, in] (FP8) | int8 [out, in] (W8A8_SQ_PER_CHANNEL, W8A16)
-    <linear>.weight_scale      float32 [] (FP8) | float32 [out] (INT8); real weight = code * scale
-    <linear>.input_scale       float32 []; code = round(input / scale) (FP8, W8A8)
+    <linear>.weight            float8_e4m3fn [out, in] (FP8) | int8 [out, in] (W8A8_SQ_PER_CHANNEL,
+    W8A16) <linear>.weight_scale      float32 [] (FP8) | float32 [out] (INT8); real weight = code *
+    scale <linear>.input_scale       float32 []; code = round(input / scale) (FP8, W8A8)
     <linear>.pre_quant_scale   [in]; the input is multiplied by it first (SmoothQuant)
-    self_attn.k_proj.k_scale, self_attn.v_proj.v_scale   float32 []; FP8 KV cache, code = e4m3(value / scale)
+    self_attn.k_proj.k_scale, self_attn.v_proj.v_scale   float32 []; FP8 KV cache, code = e4m3(value
+    / scale)
 
-What a tensor is, its own dtype says: linears that were left alone (lm_head) simply have no scale. transformers would load
-the codes as if they were weights, so nothing here goes through `from_pretrained`. Measured on nvidia-modelopt 0.47.0.
+What a tensor is, its own dtype says: linears that were left alone (lm_head) simply have no scale.
+transformers would load the codes as if they were weights, so nothing here goes through
+`from_pretrained`. Measured on nvidia-modelopt 0.47.0.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class LinearTensors:
-    """One linear as it stands in the file. weight [out, in]; the scales are None where the algorithm has none."""
+    """One linear as it stands in the file. weight [out, in]; the scales are None where the
+    algorithm has none.
+    """
 
     weight: Tensor
     weight_scale: Tensor | None  # float32 [] or [out]
@@ -84,18 +89,27 @@ class Checkpoint:
         """
         algo = self.quantization.quant_algo
         weight = self.tensor(f"{name}.weight")
-        scale, pre = self._optional(f"{name}.weight_scale"), self._optional(f"{name}.pre_quant_scale")
+        scale, pre = (
+            self._optional(f"{name}.weight_scale"),
+            self._optional(f"{name}.pre_quant_scale"),
+        )
         input_scale, bias = self._optional(f"{name}.input_scale"), self._optional(f"{name}.bias")
         if self.tensors[f"{name}.weight"].dtype in PLAIN_DTYPES:
             return LinearTensors(weight, None, None, None, bias)
         if algo is None or CODE_DTYPES[algo] != self.tensors[f"{name}.weight"].dtype:
-            raise CheckpointError(f"{name}.weight is {weight.dtype}, which quant_algo {algo} does not write", where=self.path)
+            raise CheckpointError(
+                f"{name}.weight is {weight.dtype}, which quant_algo {algo} does not write",
+                where=self.path,
+            )
         if scale is None or scale.numel() not in (1, weight.shape[0]):
             found = "missing" if scale is None else f"of shape {list(scale.shape)}"
-            raise CheckpointError(f"{name}.weight_scale is {found}, so its codes have no meaning", where=self.path)
+            raise CheckpointError(
+                f"{name}.weight_scale is {found}, so its codes have no meaning", where=self.path
+            )
         if input_scale is None and algo != "W8A16":
             raise CheckpointError(
-                f"{name}.input_scale is missing: {algo} was exported without calibrated activations",
+                f"{name}.input_scale is missing: {algo} was exported without calibrated"
+                " activations",
                 where=self.path,
                 mend="quantize again with calibration text",
             )
@@ -105,7 +119,10 @@ class Checkpoint:
     def kv_scales(self, layer: int) -> tuple[float, float]:
         """(k_scale, v_scale) of an FP8 KV cache; 1.0 each where the checkpoint has none."""
         prefix = f"model.layers.{layer}.self_attn"
-        key, value = self._optional(f"{prefix}.k_proj.k_scale"), self._optional(f"{prefix}.v_proj.v_scale")
+        key, value = (
+            self._optional(f"{prefix}.k_proj.k_scale"),
+            self._optional(f"{prefix}.v_proj.v_scale"),
+        )
         return (1.0 if key is None else float(key), 1.0 if value is None else float(value))
 
     def _optional(self, name: str) -> Tensor | None:
@@ -121,9 +138,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_quantization(directory: Path) -> Quantization:
-    """From hf_quant_config.json, else from `quantization_config` in config.json; neither means not quantized.
+    """From hf_quant_config.json, else from `quantization_config` in config.json; neither means not
+    quantized.
 
-    Raises CheckpointError for an algorithm that we do not read, and where the two contradict each other.
+    Raises CheckpointError for an algorithm that we do not read, and where the two contradict each
+    other.
     """
     own = directory / "hf_quant_config.json"
     inside = read_json(directory / "config.json").get("quantization_config")
@@ -133,39 +152,64 @@ def read_quantization(directory: Path) -> Quantization:
         if not isinstance(section, dict):
             raise CheckpointError("has no `quantization` section", where=own)
         algo = section.get("quant_algo")
-        found.append(_checked(algo, section.get("kv_cache_quant_algo"), section.get("exclude_modules"), own))
+        found.append(
+            _checked(algo, section.get("kv_cache_quant_algo"), section.get("exclude_modules"), own)
+        )
     if isinstance(inside, dict):
         scheme = inside.get("kv_cache_scheme")
         kv = "FP8" if _is_float8(scheme) else None if scheme is None else str(scheme)
-        found.append(_checked(inside.get("quant_algo"), kv, inside.get("ignore"), directory / "config.json", inside))
+        found.append(
+            _checked(
+                inside.get("quant_algo"),
+                kv,
+                inside.get("ignore"),
+                directory / "config.json",
+                inside,
+            )
+        )
     if len(found) == 2 and found[0].quant_algo != found[1].quant_algo:
         raise CheckpointError(
-            f"hf_quant_config.json says {found[0].quant_algo}, config.json says {found[1].quant_algo}", where=directory
+            f"hf_quant_config.json says {found[0].quant_algo}, config.json says"
+            f" {found[1].quant_algo}",
+            where=directory,
         )
     return found[0] if found else Quantization(None, None, ())
 
 
-def other_than_asked(found: Quantization, quant_algo: str, kv_cache_quant_algo: str | None) -> tuple[str, str] | None:
-    """(what is wrong, how to mend it) where a checkpoint is quantized already, and otherwise than the YAML asks."""
+def other_than_asked(
+    found: Quantization, quant_algo: str, kv_cache_quant_algo: str | None
+) -> tuple[str, str] | None:
+    """(what is wrong, how to mend it) where a checkpoint is quantized already, and otherwise
+    than the YAML asks.
+    """
     stated = (found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo)
     if stated in (("NO_QUANT", None), (quant_algo, kv_cache_quant_algo)):
         return None
     kv = f", kv_cache_quant_algo: {stated[1]}" if stated[1] else ""
     return (
-        f"is already quantized with {_spell(*stated)}, the YAML asks for {_spell(quant_algo, kv_cache_quant_algo)}",
+        (
+            f"is already quantized with {_spell(*stated)}, the YAML asks for"
+            f" {_spell(quant_algo, kv_cache_quant_algo)}"
+        ),
         f"set quantization: {{quant_algo: {stated[0]}{kv}}}, or name the unquantized checkpoint",
     )
 
 
 def _spell(quant_algo: str, kv_cache_quant_algo: str | None) -> str:
-    return quant_algo if kv_cache_quant_algo is None else f"{quant_algo} and a {kv_cache_quant_algo} KV cache"
+    return (
+        quant_algo
+        if kv_cache_quant_algo is None
+        else f"{quant_algo} and a {kv_cache_quant_algo} KV cache"
+    )
 
 
 def dequantize(linear: LinearTensors, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight [out, in] that the codes stand for: code * scale, in float32 unless another dtype is named.
+    """The weight [out, in] that the codes stand for: code * scale, in float32 unless another dtype
+    is named.
 
-    With a pre_quant_scale this is the smoothed weight, which meets inputs already multiplied by that scale. In float64 the
-    result is exact: a code has at most 8 significant bits and a scale 24.
+    With a pre_quant_scale this is the smoothed weight, which meets inputs already multiplied by
+    that scale. In float64 the result is exact: a code has at most 8 significant bits and a scale
+    24.
     """
     import torch
 
@@ -174,10 +218,14 @@ def dequantize(linear: LinearTensors, dtype: torch.dtype | None = None) -> Tenso
     if linear.weight_scale is None:
         return weight
     scale = linear.weight_scale.to(wide)
-    return weight * (scale[:, None] if scale.dim() == 1 and scale.numel() > 1 else scale.reshape(()))
+    return weight * (
+        scale[:, None] if scale.dim() == 1 and scale.numel() > 1 else scale.reshape(())
+    )
 
 
-def _checked(algo: Any, kv: Any, exclude: Any, where: Path, raw: dict[str, Any] | None = None) -> Quantization:
+def _checked(
+    algo: Any, kv: Any, exclude: Any, where: Path, raw: dict[str, Any] | None = None
+) -> Quantization:
     if raw is not None and algo is None and raw.get("quant_method") not in (None, "modelopt"):
         raise CheckpointError(
             f"quant_method {raw.get('quant_method')!r} is not ModelOpt's",
@@ -187,11 +235,21 @@ def _checked(algo: Any, kv: Any, exclude: Any, where: Path, raw: dict[str, Any] 
     if algo in ("NO_QUANT", ""):
         algo = None
     if algo is not None and algo not in QUANT_ALGOS:
-        raise CheckpointError(f"quant_algo {algo!r} is not read here", where=where, mend=f"read: {', '.join(QUANT_ALGOS)}")
+        raise CheckpointError(
+            f"quant_algo {algo!r} is not read here",
+            where=where,
+            mend=f"read: {', '.join(QUANT_ALGOS)}",
+        )
     if kv is not None and kv not in KV_ALGOS:
-        raise CheckpointError(f"kv_cache_quant_algo {kv!r} is not read here", where=where, mend=f"read: {', '.join(KV_ALGOS)}")
+        raise CheckpointError(
+            f"kv_cache_quant_algo {kv!r} is not read here",
+            where=where,
+            mend=f"read: {', '.join(KV_ALGOS)}",
+        )
     return Quantization(algo, kv, tuple(str(name) for name in exclude or ()))
 
 
 def _is_float8(scheme: Any) -> bool:
-    return isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return (
+        isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    )

@@ -1,6 +1,8 @@
-"""Shards -> tensors. Headers are checked against file sizes and the config before any weight is read.
+"""Shards -> tensors. Headers are checked against file sizes and the config before any weight is
+read.
 
-Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is refused with the way to convert it.
+Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is refused with the
+way to convert it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,19 @@ __all__ = [
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.")
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +63,19 @@ class TensorInfo:
 def read_index(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
-    Which files are the checkpoint is decided as transformers does: model.safetensors, or else the shards that the index names.
-    Others beside them are not looked at (a second copy in the trainer's own form, for instance).
+    Which files are the checkpoint is decided as transformers does: model.safetensors, or else the
+    shards that the index names. Others beside them are not looked at (a second copy in the
+    trainer's own form, for instance).
 
-    Raises CheckpointError for a missing folder, pickles, a missing or truncated shard, a damaged header, or an index file that
-    disagrees with the shards.
+    Raises CheckpointError for a missing folder, pickles, a missing or truncated shard, a damaged
+    header, or an index file that disagrees with the shards.
     """
     if not directory.is_dir():
-        raise CheckpointError("no such folder", where=directory, mend="check the path; it is relative to the YAML's folder")
+        raise CheckpointError(
+            "no such folder",
+            where=directory,
+            mend="check the path; it is relative to the YAML's folder",
+        )
     index_file = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
         weight_map, names = None, ["model.safetensors"]
@@ -67,7 +86,9 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
         names = sorted({str(name) for name in weight_map.values()})
         outside = [name for name in names if Path(name).name != name or name == ".."]
         if outside:
-            raise CheckpointError(f"shard {outside[0]!r} points outside the checkpoint's folder", where=index_file)
+            raise CheckpointError(
+                f"shard {outside[0]!r} points outside the checkpoint's folder", where=index_file
+            )
     else:
         raise _without_weights(directory)
     tensors: dict[str, TensorInfo] = {}
@@ -78,7 +99,9 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
             tensors[info.name] = info
     missing = sorted(set(weight_map or {}) - set(tensors))
     if missing:
-        raise CheckpointError(f"{missing[0]} is listed but in no shard ({len(missing)} missing)", where=index_file)
+        raise CheckpointError(
+            f"{missing[0]} is listed but in no shard ({len(missing)} missing)", where=index_file
+        )
     return tensors
 
 
@@ -86,21 +109,32 @@ def _without_weights(directory: Path) -> CheckpointError:
     """What stands there instead of model.safetensors or an index."""
     loose = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(loose) == 1:
-        return CheckpointError("holds no model.safetensors", where=directory, mend=f"is it {loose[0]}? Then rename it")
+        return CheckpointError(
+            "holds no model.safetensors", where=directory, mend=f"is it {loose[0]}? Then rename it"
+        )
     if loose:
         return CheckpointError(
-            f"holds {len(loose)} *.safetensors files and no model.safetensors.index.json that says which belong together",
+            f"holds {len(loose)} *.safetensors files and no model.safetensors.index.json that says"
+            " which belong together",
             where=directory,
             mend="fetch the index too",
         )
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    pickles = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)
+    )
     if pickles:
         return CheckpointError(
-            f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not read",
+            f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not"
+            " read",
             where=directory,
-            mend="convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)",
+            mend=(
+                "convert it where you trust it:"
+                " AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+            ),
         )
-    return CheckpointError("holds no *.safetensors file", where=directory, mend="name a folder in Hugging Face form")
+    return CheckpointError(
+        "holds no *.safetensors file", where=directory, mend="name a folder in Hugging Face form"
+    )
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -128,11 +162,15 @@ def read_tensor(info: TensorInfo) -> Tensor:
 
 
 def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, directory: Path) -> None:
-    """Raise CheckpointError where config.json and the weights disagree: a tensor missing or of another shape, more layers."""
+    """Raise CheckpointError where config.json and the weights disagree: a tensor missing or of
+    another shape, more layers.
+    """
     for name, expected in expected_shapes(shape).items():
         info = tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{name} {list(expected)} is missing from the weights", where=directory)
+            raise CheckpointError(
+                f"{name} {list(expected)} is missing from the weights", where=directory
+            )
         if info.shape != expected:
             raise CheckpointError(
                 f"{name} is {list(info.shape)}, config.json implies {list(expected)}",
@@ -143,14 +181,17 @@ def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, direc
         layer = LAYER.match(name)
         if layer and int(layer["index"]) >= shape.num_layers:
             raise CheckpointError(
-                f"{name} belongs to a layer beyond the {shape.num_layers} of config.json (num_hidden_layers)",
+                f"{name} belongs to a layer beyond the {shape.num_layers} of config.json"
+                " (num_hidden_layers)",
                 where=info.file,
                 mend="config.json and weights must come from the same model",
             )
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Hugging Face tensor name -> shape, of an unquantized checkpoint. lm_head.weight only where it is not tied."""
+    """Hugging Face tensor name -> shape, of an unquantized checkpoint. lm_head.weight only where
+    it is not tied.
+    """
     hidden, head = shape.hidden_size, shape.head_dim
     q_out, kv_out = shape.num_heads * head, shape.num_kv_heads * head
     expected: dict[str, tuple[int, ...]] = {
@@ -183,48 +224,76 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def read_header(file: Path) -> list[TensorInfo]:
-    """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors README, "Format"."""
+    """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors
+    README, "Format".
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
             if length == 0 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError("header is damaged or the file is truncated", where=file, mend="fetch this shard again")
+                raise CheckpointError(
+                    "header is damaged or the file is truncated",
+                    where=file,
+                    mend="fetch this shard again",
+                )
             header = json.loads(stream.read(length))
     except FileNotFoundError:
         raise CheckpointError("shard is missing", where=file) from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-        raise CheckpointError("header is damaged", where=file, mend="fetch this shard again") from exc
+        raise CheckpointError(
+            "header is damaged", where=file, mend="fetch this shard again"
+        ) from exc
     infos = []
     end = 0
-    for name, dtype, extents, start, stop in sorted(_entries(header, file), key=lambda entry: entry[3]):
+    for name, dtype, extents, start, stop in sorted(
+        _entries(header, file), key=lambda entry: entry[3]
+    ):
         if math.prod(extents) * DTYPE_BYTES.get(dtype, 0) != stop - start:
-            raise CheckpointError(f"{name} has dtype {dtype} and an extent that do not match its bytes", where=file)
+            raise CheckpointError(
+                f"{name} has dtype {dtype} and an extent that do not match its bytes", where=file
+            )
         if start != end:
-            raise CheckpointError(f"header is damaged: {name} begins at {start}, not at {end}", where=file)
+            raise CheckpointError(
+                f"header is damaged: {name} begins at {start}, not at {end}", where=file
+            )
         end = stop
         infos.append(TensorInfo(name, file, dtype, extents, stop - start))
     if 8 + length + end != size:
         raise CheckpointError(
-            f"is {size} bytes long, its header asks for {8 + length + end}", where=file, mend="fetch this shard again"
+            f"is {size} bytes long, its header asks for {8 + length + end}",
+            where=file,
+            mend="fetch this shard again",
         )
     return infos
 
 
 def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-    """(name, dtype, shape, start, stop) of each tensor; offsets count from the end of the header, in bytes."""
+    """(name, dtype, shape, start, stop) of each tensor; offsets count from the end of the
+    header, in bytes.
+    """
     if not isinstance(header, dict):
-        raise CheckpointError("header is damaged: it is no JSON object", where=file, mend="fetch this shard again")
+        raise CheckpointError(
+            "header is damaged: it is no JSON object", where=file, mend="fetch this shard again"
+        )
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         try:
-            dtype, extents, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = isinstance(dtype, str) and all(type(i) is int and i >= 0 for i in (*extents, start, stop))
+            dtype, extents, (start, stop) = (
+                entry["dtype"],
+                tuple(entry["shape"]),
+                entry["data_offsets"],
+            )
+            sound = isinstance(dtype, str) and all(
+                type(i) is int and i >= 0 for i in (*extents, start, stop)
+            )
         except (TypeError, KeyError, ValueError):
             sound = False
         if not sound:
-            raise CheckpointError(f"header is damaged at {name!r}", where=file, mend="fetch this shard again")
+            raise CheckpointError(
+                f"header is damaged at {name!r}", where=file, mend="fetch this shard again"
+            )
         yield name, dtype, extents, start, stop

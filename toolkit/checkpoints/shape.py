@@ -1,7 +1,9 @@
-"""config.json -> ModelShape: the facts about a decoder-only model that the rest of the toolkit needs, spelled one way.
+"""config.json -> ModelShape: the facts about a decoder-only model that the rest of the toolkit
+needs, spelled one way.
 
-Checkpoints in the wild differ in how they say the same thing (`dtype` or `torch_dtype`, `rope_parameters` or `rope_theta` with
-`rope_scaling`, `head_dim` given or implied). All of that ends here: no other module reads a model's config.json.
+Checkpoints in the wild differ in how they say the same thing (`dtype` or `torch_dtype`,
+`rope_parameters` or `rope_theta` with `rope_scaling`, `head_dim` given or implied). All of that
+ends here: no other module reads a model's config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["FAMILIES", "Family", "ModelShape", "parse_shape", "read_shape"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family does that config.json does not always say. Source: transformers' modeling file of that model_type."""
+    """What a family does that config.json does not always say. Source: transformers' modeling
+    file of that model_type.
+    """
 
     model_type: str
     qkv_bias: bool  # default when config.json has no attention_bias
@@ -41,8 +45,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 class ModelShape:
     """Everything about a model's graph that is not a weight.
 
-    rope_scaling holds the variant's own keys (rope_type, factor, ...) or is None for the default; qkv_bias, o_bias and mlp_bias
-    say which linears have one; sliding_window None means full attention everywhere.
+    rope_scaling holds the variant's own keys (rope_type, factor, ...) or is None for the default;
+    qkv_bias, o_bias and mlp_bias say which linears have one; sliding_window None means full
+    attention everywhere.
     """
 
     architecture: str
@@ -71,7 +76,8 @@ class ModelShape:
 def read_shape(directory: Path) -> ModelShape:
     """Read `directory/config.json` (and generation_config.json for its EOS ids).
 
-    Raises CheckpointError when it is missing, not JSON, of an architecture that is not supported, or contradicts itself.
+    Raises CheckpointError when it is missing, not JSON, of an architecture that is not supported,
+    or contradicts itself.
     """
     where, generation = directory / "config.json", directory / "generation_config.json"
     generated = _Stated(read_json(generation) if generation.exists() else {}, generation)
@@ -90,7 +96,9 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
     kv_heads = stated.count("num_key_value_heads", heads)
     head_dim = stated.count("head_dim", hidden // heads)
     if heads % kv_heads:
-        raise stated.fault(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise stated.fault(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     if head_dim % 2:
         raise stated.fault(f"head_dim {head_dim} is odd, RoPE needs pairs")
     activation = stated.values.get("hidden_act", "silu")
@@ -100,7 +108,9 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
     theta, scaling = _rope(stated, family)
     llama_bias = stated.flag("attention_bias") and family.model_type in ("llama", "qwen3")
     layers = stated.count("num_hidden_layers")
-    dtype = str(stated.values.get("dtype") or stated.values.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(
+        stated.values.get("dtype") or stated.values.get("torch_dtype") or "float32"
+    ).removeprefix("torch.")
     bos = stated.ids("bos_token_id")
     return ModelShape(
         architecture=next(name for name, known in FAMILIES.items() if known is family),
@@ -129,7 +139,9 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """What a JSON file states, read by type. An absent key and null are the same: the default, and without one a fault."""
+    """What a JSON file states, read by type. An absent key and null are the same: the default,
+    and without one a fault.
+    """
 
     values: dict[str, Any]
     where: str | Path
@@ -150,7 +162,11 @@ class _Stated:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise self.fault(f"{key} is {value!r}, a number above 0 is needed")
         return float(value)
 
@@ -180,9 +196,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError("file is missing", where=path, mend="name a folder in Hugging Face form") from None
+        raise CheckpointError(
+            "file is missing", where=path, mend="name a folder in Hugging Face form"
+        ) from None
     except NotADirectoryError:
-        raise CheckpointError("is not a folder", where=path.parent, mend="name a folder in Hugging Face form") from None
+        raise CheckpointError(
+            "is not a folder", where=path.parent, mend="name a folder in Hugging Face form"
+        ) from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=path) from exc
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -198,9 +218,18 @@ def _family(stated: _Stated) -> Family:
     first = named[0] if isinstance(named, list) and named else named
     model_type = stated.values.get("model_type")
     by_type = {family.model_type: family for family in FAMILIES.values()}
-    known = FAMILIES.get(first) if isinstance(first, str) else by_type.get(str(model_type)) if not first else None
+    known = (
+        FAMILIES.get(first)
+        if isinstance(first, str)
+        else by_type.get(str(model_type))
+        if not first
+        else None
+    )
     if known is None:
-        raise stated.fault(f"architecture {first or model_type!r} is not supported", mend=f"supported: {', '.join(FAMILIES)}")
+        raise stated.fault(
+            f"architecture {first or model_type!r} is not supported",
+            mend=f"supported: {', '.join(FAMILIES)}",
+        )
     return known
 
 
@@ -216,15 +245,25 @@ ROPE_NEEDS = {
 def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None]:
     """Theta and the scaling dict from either spelling; where both are present they must agree."""
     new, old = stated.section("rope_parameters"), stated.section("rope_scaling")
-    thetas = {one.number("rope_theta") for one in (new, stated) if one.values.get("rope_theta") is not None}
+    thetas = {
+        one.number("rope_theta")
+        for one in (new, stated)
+        if one.values.get("rope_theta") is not None
+    }
     if len(thetas) > 1:
         raise stated.fault(f"rope_theta is given as {sorted(thetas)}; they must agree")
     theta = thetas.pop() if thetas else family.rope_theta
     variant = new if new.values else old
-    scaling = {key: value for key, value in variant.values.items() if key not in ("rope_theta", "rope_type", "type")}
+    scaling = {
+        key: value
+        for key, value in variant.values.items()
+        if key not in ("rope_theta", "rope_type", "type")
+    }
     kind = variant.values.get("rope_type") or variant.values.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
-        raise stated.fault(f"rope_type {kind!r} is not supported", mend=f"supported: {', '.join(ROPE_NEEDS)}")
+        raise stated.fault(
+            f"rope_type {kind!r} is not supported", mend=f"supported: {', '.join(ROPE_NEEDS)}"
+        )
     for key in ROPE_NEEDS[kind]:
         variant.number(key)
     if stated.number("partial_rotary_factor", variant.number("partial_rotary_factor", 1.0)) != 1.0:
@@ -233,7 +272,9 @@ def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None
 
 
 def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int | None, ...] | None:
-    """Per layer, as transformers decides: Mistral uses it wherever set, Qwen only with use_sliding_window and by layer."""
+    """Per layer, as transformers decides: Mistral uses it wherever set, Qwen only with
+    use_sliding_window and by layer.
+    """
     if not family.sliding_window or stated.values.get("sliding_window") is None:
         return None
     if family.model_type == "mistral":
@@ -254,4 +295,8 @@ def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int |
 
 def _eos_ids(stated: _Stated, generated: _Stated) -> tuple[int, ...]:
     """generation_config.json wins, since that is where several EOS ids are usually listed."""
-    return generated.ids("eos_token_id") if "eos_token_id" in generated.values else stated.ids("eos_token_id")
+    return (
+        generated.ids("eos_token_id")
+        if "eos_token_id" in generated.values
+        else stated.ids("eos_token_id")
+    )

@@ -1,6 +1,8 @@
-"""The tokenizer of a checkpoint as one self-contained tokenizer.json, whatever form it was shipped in.
+"""The tokenizer of a checkpoint as one self-contained tokenizer.json, whatever form it was shipped
+in.
 
-Everything downstream reads tokenizer.json alone, so that the server needs the small `tokenizers` library and not transformers.
+Everything downstream reads tokenizer.json alone, so that the server needs the small `tokenizers`
+library and not transformers.
 """
 
 from __future__ import annotations
@@ -32,20 +34,25 @@ SIDE_FILES = (
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Raises CheckpointError when there is no tokenizer, it cannot be converted, or it is damaged."""
+    """Raises CheckpointError when there is no tokenizer, it cannot be converted, or it is
+    damaged.
+    """
     from tokenizers import Tokenizer
 
     text = tokenizer_text(directory)
     try:
         return Tokenizer.from_str(text)
     except Exception as exc:  # the library raises bare Exception for every fault
-        raise CheckpointError(f"cannot be parsed ({exc})", where=directory / "tokenizer.json") from exc
+        raise CheckpointError(
+            f"cannot be parsed ({exc})", where=directory / "tokenizer.json"
+        ) from exc
 
 
 def tokenizer_text(directory: Path) -> str:
     """tokenizer.json as text: read, or converted from a sentencepiece or vocab/merges form.
 
-    transformers does the conversion, offline and without running the checkpoint's code; sentencepiece models need that library.
+    transformers does the conversion, offline and without running the checkpoint's code;
+    sentencepiece models need that library.
     """
     file = directory / "tokenizer.json"
     if file.exists():
@@ -55,7 +62,11 @@ def tokenizer_text(directory: Path) -> str:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
             raise CheckpointError(f"cannot be read ({exc})", where=file) from exc
         return text
-    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (directory / name).exists()]
+    slow = [
+        name
+        for name in ("tokenizer.model", "vocab.json", "merges.txt")
+        if (directory / name).exists()
+    ]
     if not slow:
         raise CheckpointError(
             "has no tokenizer (no tokenizer.json, tokenizer.model or vocab.json)",
@@ -70,17 +81,24 @@ def _convert(directory: Path, slow: str) -> str:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of transformers' own calls into `tokenizers`
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of transformers' own calls into `tokenizers`
             tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
             )
         return str(tokenizer.backend_tokenizer.to_str(pretty=True))
-    except Exception as exc:  # a missing library, a foreign format, a damaged file: transformers raises all kinds
+    except (
+        Exception
+    ) as exc:  # a missing library, a foreign format, a damaged file: transformers raises all kinds
         raise CheckpointError(
-            f"has only {slow}, which cannot be converted to tokenizer.json ({str(exc).strip().splitlines()[0]})",
+            f"has only {slow}, which cannot be converted to tokenizer.json"
+            f" ({str(exc).strip().splitlines()[0]})",
             where=directory,
-            mend="pip install sentencepiece protobuf, or convert it elsewhere: "
-            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            mend=(
+                "pip install sentencepiece protobuf, or convert it elsewhere: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            ),
         ) from exc
 
 

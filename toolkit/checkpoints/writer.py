@@ -1,8 +1,8 @@
 """Tensors -> shards, one tensor in memory at a time.
 
-The safetensors library writes a file from tensors that are all there at once. Here the header is written first, from names,
-dtypes and shapes alone; then each tensor is made when its turn comes, and forgotten after it.
-Format: safetensors README, "Format".
+The safetensors library writes a file from tensors that are all there at once. Here the header is
+written first, from names, dtypes and shapes alone; then each tensor is made when its turn comes,
+and forgotten after it. Format: safetensors README, "Format".
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to be written. dtype as safetensors spells it; `make` is called once, when its bytes are due."""
+    """One tensor to be written. dtype as safetensors spells it; `make` is called once, when its
+    bytes are due.
+    """
 
     name: str
     dtype: str
@@ -51,11 +53,14 @@ def plan_of(info: TensorInfo, rows: int | None = None) -> TensorPlan:
     """A tensor of another checkpoint as it stands, or its first `rows` rows."""
     if rows is None:
         return TensorPlan(info.name, info.dtype, info.shape, lambda: read_tensor(info))
-    return TensorPlan(info.name, info.dtype, (rows, *info.shape[1:]), lambda: read_tensor(info)[:rows])
+    return TensorPlan(
+        info.name, info.dtype, (rows, *info.shape[1:]), lambda: read_tensor(info)[:rows]
+    )
 
 
 def write_shard(file: Path, plans: Iterable[TensorPlan]) -> None:
-    """Write one safetensors file. Wider dtypes come first, so that every tensor is aligned to its own width.
+    """Write one safetensors file. Wider dtypes come first, so that every tensor is aligned to its
+    own width.
 
     Raises ValueError when `make` returns another dtype or shape than its plan promised.
     """
@@ -85,7 +90,8 @@ def write_checkpoint_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     done: Callable[[], None] | None = None,
 ) -> None:
-    """Write `model.safetensors`, or numbered shards with their index where it would be larger than max_shard_bytes.
+    """Write `model.safetensors`, or numbered shards with their index where it would be larger than
+    max_shard_bytes.
 
     Tensors stay in the order given, shard after shard. done: called after each shard.
     """
@@ -99,20 +105,34 @@ def write_checkpoint_shards(
         size += plan.num_bytes
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         write_shard(directory / name, shard)
         weight_map.update(dict.fromkeys((plan.name for plan in shard), name))
         if done is not None:
             done()
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(plan.num_bytes for plan in plans)}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        index = {
+            "metadata": {"total_size": sum(plan.num_bytes for plan in plans)},
+            "weight_map": weight_map,
+        }
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n"
+        )
 
 
 def _write_tensor(stream: BinaryIO, plan: TensorPlan) -> None:
     import torch
 
     tensor = plan.make()
-    if tuple(tensor.shape) != plan.shape or tensor.dtype != getattr(torch, TORCH_DTYPES[plan.dtype]):
-        raise ValueError(f"{plan.name} became {tensor.dtype} {list(tensor.shape)}, not {plan.dtype} {list(plan.shape)}")
+    if tuple(tensor.shape) != plan.shape or tensor.dtype != getattr(
+        torch, TORCH_DTYPES[plan.dtype]
+    ):
+        raise ValueError(
+            f"{plan.name} became {tensor.dtype} {list(tensor.shape)}, not {plan.dtype}"
+            f" {list(plan.shape)}"
+        )
     stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -35,18 +35,35 @@ if TYPE_CHECKING:
 def bench_command(
     where: Annotated[
         str | None,
-        typer.Argument(help="A deployment's YAML file, or an endpoint.", metavar="CONFIG|URL", show_default=False),
+        typer.Argument(
+            help="A deployment's YAML file, or an endpoint.",
+            metavar="CONFIG|URL",
+            show_default=False,
+        ),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with a `prompt` per line.", metavar="FILE", show_default="the YAML's")
+        Path | None,
+        typer.Option(
+            help="JSON Lines with a `prompt` per line.", metavar="FILE", show_default="the YAML's"
+        ),
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Closed loop: requests at a time. 1,2,4,8 is a sweep.", metavar="N[,N...]", show_default="1"),
+        typer.Option(
+            help="Closed loop: requests at a time. 1,2,4,8 is a sweep.",
+            metavar="N[,N...]",
+            show_default="1",
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second.", min=0.001, show_default=False)] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: requests per second.", min=0.001, show_default=False),
+    ] = None,
     arrivals: Annotated[
-        str, typer.Option(help="Of an open loop: poisson, constant, or a trace file.", metavar="KIND|FILE")
+        str,
+        typer.Option(
+            help="Of an open loop: poisson, constant, or a trace file.", metavar="KIND|FILE"
+        ),
     ] = "poisson",
     against_plain: Annotated[
         bool | None,
@@ -57,60 +74,109 @@ def bench_command(
         ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="Measure this endpoint in turns with the first.", metavar="URL", show_default=False)
+        str | None,
+        typer.Option(
+            help="Measure this endpoint in turns with the first.", metavar="URL", show_default=False
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests per arm and round.", min=1, show_default="one per prompt")
+        int | None,
+        typer.Option(help="Requests per arm and round.", min=1, show_default="one per prompt"),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds at least.", min=1, show_default="1, or 3 with two arms")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Rounds at least.", min=1, show_default="1, or 3 with two arms"),
+    ] = None,
     max_rounds: Annotated[
-        int | None, typer.Option(help="Rounds at most.", min=1, show_default="8 with two arms, else --rounds")
+        int | None,
+        typer.Option(help="Rounds at most.", min=1, show_default="8 with two arms, else --rounds"),
     ] = None,
     precision: Annotated[
-        float, typer.Option(help="Wanted half width of the speed ratio's interval, as a share.", min=0.001)
+        float,
+        typer.Option(
+            help="Wanted half width of the speed ratio's interval, as a share.", min=0.001
+        ),
     ] = 0.05,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens at most.", min=1, show_default="64, or the YAML's")
+        int | None,
+        typer.Option(help="Output tokens at most.", min=1, show_default="64, or the YAML's"),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    warm_up: Annotated[int, typer.Option(help="Requests per arm that are not measured.", min=0)] = 8,
+    warm_up: Annotated[
+        int, typer.Option(help="Requests per arm that are not measured.", min=0)
+    ] = 8,
     gate: Annotated[
         list[str] | None,
-        typer.Option(help="A limit: ttft_p90<=200, speed>=1.2, tokens_per_s>=100. Repeatable.", metavar="LIMIT"),
+        typer.Option(
+            help="A limit: ttft_p90<=200, speed>=1.2, tokens_per_s>=100. Repeatable.",
+            metavar="LIMIT",
+        ),
     ] = None,
     goodput: Annotated[
-        str | None, typer.Option(help="What makes a request good: ttft=200,tpot=25 (ms).", metavar="LIMITS", show_default=False)
+        str | None,
+        typer.Option(
+            help="What makes a request good: ttft=200,tpot=25 (ms).",
+            metavar="LIMITS",
+            show_default=False,
+        ),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="auto, triton-grpc, triton-http, openai-chat or openai-completions.")] = "auto",
+    protocol: Annotated[
+        str, typer.Option(help="auto, triton-grpc, triton-http, openai-chat or openai-completions.")
+    ] = "auto",
     model: Annotated[
-        str | None, typer.Option(help="The served model.", show_default="tensorrt_llm, or the first one listed")
+        str | None,
+        typer.Option(
+            help="The served model.", show_default="tensorrt_llm, or the first one listed"
+        ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="The server's Prometheus page.", metavar="URL", show_default="where it usually is")
+        str | None,
+        typer.Option(
+            help="The server's Prometheus page.", metavar="URL", show_default="where it usually is"
+        ),
     ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the endpoint's API key.", metavar="NAME", show_default=False)
+        str | None,
+        typer.Option(
+            help="Environment variable with the endpoint's API key.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.", min=0.001)] = 120.0,
-    out: Annotated[Path | None, typer.Option(help="Save the run as JSON.", metavar="FILE", show_default=False)] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until a request counts as failed.", min=0.001)
+    ] = 120.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Save the run as JSON.", metavar="FILE", show_default=False)
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Judge two saved runs: is B slower than A?", metavar="A B", show_default=False),
+        typer.Option(
+            help="Judge two saved runs: is B slower than A?", metavar="A B", show_default=False
+        ),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="With --compare: how much slower B may be, as a share.", min=0.0)] = 0.05,
+    tolerance: Annotated[
+        float, typer.Option(help="With --compare: how much slower B may be, as a share.", min=0.0)
+    ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of arrivals, order and intervals.")] = 0,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure any Triton or OpenAI-compatible endpoint: latency, throughput, goodput, speculation against plain."""
+    """Measure any Triton or OpenAI-compatible endpoint: latency, throughput, goodput,
+    speculation against plain.
+    """
     if compare is not None:
         if where is not None:
-            raise UsageError("--compare judges saved runs, and measures nothing", mend=f"Leave {where!r} out.")
+            raise UsageError(
+                "--compare judges saved runs, and measures nothing", mend=f"Leave {where!r} out."
+            )
         _compare(*compare, tolerance, as_json=as_json)
         return
     if where is None:
-        raise UsageError("neither an endpoint nor --compare A B", mend="toolkit bench --help shows both.")
+        raise UsageError(
+            "neither an endpoint nor --compare A B", mend="toolkit bench --help shows both."
+        )
     asked: dict[str, Any] = {
         "protocol": protocol,
         "model": model,
@@ -134,13 +200,19 @@ def bench_command(
         loaded = load(Path(where), overrides)
         asked["prompts"] = prompts or loaded.validation.prompts
         asked["max_tokens"] = max_tokens or loaded.validation.max_tokens
-        plain = loaded.speculation.kind != "none" and baseline is None if against_plain is None else against_plain
+        plain = (
+            loaded.speculation.kind != "none" and baseline is None
+            if against_plain is None
+            else against_plain
+        )
         with placed(Path(where), overrides):
             run = _bench_deployment(loaded, {**asked, "against_plain": plain})
     else:
         if prompts is None or overrides:
             what = "--set belongs to a CONFIG" if overrides else "no prompts to send"
-            raise UsageError(what, where=where, mend="Leave --set out." if overrides else "Give --prompts FILE.")
+            raise UsageError(
+                what, where=where, mend="Leave --set out." if overrides else "Give --prompts FILE."
+            )
         asked |= {"prompts": prompts, "max_tokens": max_tokens or 64, "metrics_url": metrics}
         run = _bench_endpoint(where, {**asked, "against_plain": bool(against_plain)})
     _finish_bench(run, out, as_json=as_json)
@@ -149,13 +221,18 @@ def bench_command(
 def _levels(text: str | None) -> tuple[int, ...]:
     levels = text.split(",") if text is not None else []
     if not all(level.strip().isdecimal() and int(level) > 0 for level in levels):
-        raise UsageError(f"{text!r} is no number of requests at a time", mend="Write --concurrency 4, or 1,2,4,8.")
+        raise UsageError(
+            f"{text!r} is no number of requests at a time",
+            mend="Write --concurrency 4, or 1,2,4,8.",
+        )
     return tuple(int(level) for level in levels)
 
 
 def _api_key(name: str | None) -> str | None:
     if name is not None and not os.environ.get(name):
-        raise UsageError(f"the environment has no {name}", mend="Export it, or leave --api-key-env out.")
+        raise UsageError(
+            f"the environment has no {name}", mend="Export it, or leave --api-key-env out."
+        )
     return None if name is None else os.environ[name]
 
 

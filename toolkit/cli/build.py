@@ -36,10 +36,16 @@ if TYPE_CHECKING:
 @app.command("build")
 def build_command(
     config: Config,
-    until: Annotated[str, typer.Option(help=f"Stop after this stage: {', '.join(STAGES)}.", metavar="STAGE")] = "validate",
+    until: Annotated[
+        str, typer.Option(help=f"Stop after this stage: {', '.join(STAGES)}.", metavar="STAGE")
+    ] = "validate",
     fresh: Fresh = None,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Try it here with small random models and the embedded engine in their place.")
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Try it here with small random models and the embedded engine in their place.",
+        ),
     ] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
@@ -82,7 +88,14 @@ def build_stages(
 ) -> None:
     loaded = load(config, overrides, texts=not rehearse)
     for name in (until, *(fresh or ())):
-        known = {*STAGES, *(f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft"))}
+        known = {
+            *STAGES,
+            *(
+                f"{stage}/{role}"
+                for stage in ("quantize", "compile")
+                for role in ("target", "draft")
+            ),
+        }
         if name not in known:
             raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
     with placed(config, overrides):
@@ -99,7 +112,10 @@ def build_stages(
         if built.outdated:
             named = " and ".join(f"{folder.relative_to(Path.cwd())}/" for folder in built.outdated)
             show(f"still of an earlier build: {named}")
-            show("toolkit build without --until renews that; --set name=NAME keeps an experiment apart")
+            show(
+                "toolkit build without --until renews that; --set name=NAME keeps an experiment"
+                " apart"
+            )
         for stage, missing in built.not_executed.items():
             show("\n  ".join([f"{stage}: not executed on a GPU:", *missing]))
         if not built.changed:
@@ -108,7 +124,9 @@ def build_stages(
         raise typer.Exit(VERDICTS[verdict.verdict])
 
 
-def _rehearse_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
+def _rehearse_stages(
+    config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False
+) -> Built:
     """Say what is replaced, then run."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store

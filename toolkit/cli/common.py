@@ -1,4 +1,6 @@
-"""What all commands share: the application, common options, exit codes, reading a YAML, running stages, printing."""
+"""What all commands share: the application, common options, exit codes, reading a YAML, running
+stages, printing.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,11 @@ PIPED_WIDTH = 120  # of a report that goes to a file
 USAGE, FAILED, INTERRUPTED = 2, 3, 130
 
 app = typer.Typer(
-    help="Quantize, compile, package, serve and judge an LLM with draft-target speculative decoding.\n\n"
-    "Exit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a stage failed; 4 INCONCLUSIVE.",
+    help=(
+        "Quantize, compile, package, serve and judge an LLM with draft-target speculative"
+        " decoding.\n\nExit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a"
+        " stage failed; 4 INCONCLUSIVE."
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -65,17 +70,29 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-Config = Annotated[Path, typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False)]
+Config = Annotated[
+    Path, typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Set a key of the YAML: engine.max_batch_size=4. Repeatable.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set",
+        help="Set a key of the YAML: engine.max_batch_size=4. Repeatable.",
+        metavar="KEY=VALUE",
+    ),
 ]
 Fresh = Annotated[
     list[str] | None,
-    typer.Option(help=f"Run this stage anew, stored or not ({', '.join(STAGES)}). Repeatable.", metavar="STAGE"),
+    typer.Option(
+        help=f"Run this stage anew, stored or not ({', '.join(STAGES)}). Repeatable.",
+        metavar="STAGE",
+    ),
 ]
 Rehash = Annotated[
-    bool, typer.Option("--rehash", help="Read every file again instead of trusting size and time of the last look.")
+    bool,
+    typer.Option(
+        "--rehash", help="Read every file again instead of trusting size and time of the last look."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -106,7 +123,9 @@ def here() -> Workplace:
     return Workplace(Path.cwd())
 
 
-def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False) -> Built:
+def run_stages(
+    config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False
+) -> Built:
     """`build`, with its progress shown."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
@@ -119,15 +138,17 @@ def run_stages(config: DeploymentConfig, until: str, *, fresh: Any = (), rehash:
 
 
 def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRepository:
-    """The record of what a command will serve, packaged where that is missing. Raises PlanError and UsageError for what cannot
-    be served on this machine, before anything is downloaded.
+    """The record of what a command will serve, packaged where that is missing. Raises PlanError and
+    UsageError for what cannot be served on this machine, before anything is downloaded.
     """
     from toolkit.workflows.serve import Machine, check_servable
     from toolkit.workflows.stages.sequence import refuse_impossible
 
     refuse_impossible(config)
     check_servable(config, Machine(), judged=False)
-    packaged: TritonRepository = run_stages(config, "package", rehash=rehash).stages["package"].record
+    packaged: TritonRepository = (
+        run_stages(config, "package", rehash=rehash).stages["package"].record
+    )
     return packaged
 
 

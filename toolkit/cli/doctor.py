@@ -19,7 +19,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass
@@ -36,7 +39,9 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
         install = find_server()
         return install.binary, install.wheel
 
-    found = diagnose(Path.cwd(), find_server=server, find_libpython=find_libpython, find_compiler=compiler_path)
+    found = diagnose(
+        Path.cwd(), find_server=server, find_libpython=find_libpython, find_compiler=compiler_path
+    )
     if as_json:
         show_json(found)
     else:
@@ -67,7 +72,10 @@ def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     from toolkit.config.schema import DeploymentConfig
 
-    described = {"$schema": "https://json-schema.org/draft/2020-12/schema", **DeploymentConfig.model_json_schema()}
+    described = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **DeploymentConfig.model_json_schema(),
+    }
     show_json(described)
 
 

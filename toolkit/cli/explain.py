@@ -18,7 +18,9 @@ from toolkit.cli.common import (
 
 
 @app.command()
-def explain(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def explain(
+    config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False
+) -> None:
     """Say per stage whether it would be reused, or which parts of its key have changed."""
     from toolkit.pipeline.store import Store
     from toolkit.workflows.build import explain_build

@@ -32,18 +32,28 @@ from toolkit.cli.serve import URL
 @app.command()
 def generate(
     where: Annotated[
-        str, typer.Argument(help="A deployment's YAML file, or host:port of a gRPC endpoint.", metavar="CONFIG|URL")
+        str,
+        typer.Argument(
+            help="A deployment's YAML file, or host:port of a gRPC endpoint.", metavar="CONFIG|URL"
+        ),
     ],
     prompt: Annotated[str, typer.Argument(help="The text to complete.", show_default=False)],
     max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens at most.", min=1, show_default="128, or the YAML's")
+        int | None,
+        typer.Option(help="Output tokens at most.", min=1, show_default="128, or the YAML's"),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text.", min=0, max=2**64 - 1, show_default=False)
+        int | None,
+        typer.Option(
+            help="The same seed gives the same text.", min=0, max=2**64 - 1, show_default=False
+        ),
     ] = None,
     draft_len: Annotated[
-        int | None, typer.Option(help="Draft tokens per step; 0 decodes plainly.", min=0, show_default="the YAML's")
+        int | None,
+        typer.Option(
+            help="Draft tokens per step; 0 decodes plainly.", min=0, show_default="the YAML's"
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
@@ -54,7 +64,9 @@ def generate(
     address = _endpoint(where)
     if address is not None:
         if overrides:
-            raise UsageError("--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out.")
+            raise UsageError(
+                "--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out."
+            )
         _from_endpoint(address, prompt, max_tokens or 128, asked, as_json=as_json)
     else:
         with placed(Path(where), overrides):
@@ -67,11 +79,21 @@ def _endpoint(where: str) -> str | None:
         return None
     url = URL.match(where)
     if url is None and "://" in where:
-        raise UsageError(f"{where} is not host:port of a gRPC endpoint", mend="`toolkit serve` prints it: 127.0.0.1:8001")
+        raise UsageError(
+            f"{where} is not host:port of a gRPC endpoint",
+            mend="`toolkit serve` prints it: 127.0.0.1:8001",
+        )
     return None if url is None else url["address"]
 
 
-def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, asked: dict[str, Any], *, as_json: bool) -> None:
+def _in_process(
+    config: DeploymentConfig,
+    prompt: str,
+    max_tokens: int | None,
+    asked: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
     """Build what is missing, load both engines into this process, stream one request."""
     import time
 
@@ -81,7 +103,13 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
 
     if config.engine.kind != "torch":
         what = f"engine.kind {config.engine.kind} runs in its server alone"
-        raise UsageError(what, mend="Start it with toolkit serve CONFIG, and give generate the grpc address that it prints.")
+        raise UsageError(
+            what,
+            mend=(
+                "Start it with toolkit serve CONFIG, and give generate the grpc address that it"
+                " prints."
+            ),
+        )
     built = run_stages(config, "tune" if config.speculation.max_draft_len == "auto" else "compile")
     engines, speculation = here().engines(config.name), speculation_of(config, built.stages)
     runtime = load_runtime(
@@ -122,7 +150,9 @@ def _in_process(config: DeploymentConfig, prompt: str, max_tokens: int | None, a
                 )
 
 
-def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, Any], *, as_json: bool) -> None:
+def _from_endpoint(
+    address: str, prompt: str, max_tokens: int, asked: dict[str, Any], *, as_json: bool
+) -> None:
     """Stream one request from a running endpoint over gRPC."""
     import time
 
@@ -130,7 +160,10 @@ def _from_endpoint(address: str, prompt: str, max_tokens: int, asked: dict[str, 
     from toolkit.errors import StageError
 
     options = Options(
-        max_tokens=max_tokens, temperature=asked["temperature"], seed=asked["seed"], num_draft_tokens=asked["draft_len"]
+        max_tokens=max_tokens,
+        temperature=asked["temperature"],
+        seed=asked["seed"],
+        num_draft_tokens=asked["draft_len"],
     )
     try:
         with Client(address) as client:
@@ -176,7 +209,17 @@ def _close(
     per_second = None if tokens is None or seconds <= 0 else tokens / seconds
     if as_json:
         figures = {"tokens_per_s": per_second, "acceptance_rate": rate, "acceptance_length": length}
-        show(json.dumps({"text": text, "finish_reason": finish_reason, "output_tokens": tokens, "seconds": seconds, **figures}))
+        show(
+            json.dumps(
+                {
+                    "text": text,
+                    "finish_reason": finish_reason,
+                    "output_tokens": tokens,
+                    "seconds": seconds,
+                    **figures,
+                }
+            )
+        )
         return
     facts = [f"{tokens} tokens in {seconds:.2f} s"]
     facts += [] if per_second is None else [f"{per_second:.1f} tokens/s"]

@@ -13,20 +13,38 @@ from toolkit.errors import UsageError
 
 @app.command()
 def init(
-    target: Annotated[str, typer.Option(help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False
+        ),
+    ],
     draft: Annotated[
-        str | None, typer.Option(help="The draft; without one, nothing is drafted.", metavar="DIR|HUB-ID", show_default=False)
+        str | None,
+        typer.Option(
+            help="The draft; without one, nothing is drafted.",
+            metavar="DIR|HUB-ID",
+            show_default=False,
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="What it will run on: A100, L40S, H100, H200, B200, ...; without it, the embedded engine.", metavar="GPU"
+            help=(
+                "What it will run on: A100, L40S, H100, H200, B200, ...; without it, the embedded"
+                " engine."
+            ),
+            metavar="GPU",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write.", show_default="TARGET.yaml here")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write.", show_default="TARGET.yaml here")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a commented YAML for a pair, with values read from the checkpoints, that the plan says can work."""
+    """Write a commented YAML for a pair, with values read from the checkpoints, that the plan
+    says can work.
+    """
     from toolkit.plan.make import gpu_asked_for
     from toolkit.plan.suggest import suggest
 
@@ -41,9 +59,14 @@ def init(
     except FileExistsError:
         raise UsageError("is there already", where=file, mend="name another: --out FILE") from None
     except OSError as error:
-        raise UsageError(f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE") from error
+        raise UsageError(
+            f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE"
+        ) from error
     shown = as_typed(file)
-    show(f"wrote {shown}; `toolkit plan {shown}` works at once, and before `toolkit build {shown}` it needs")
+    show(
+        f"wrote {shown}; `toolkit plan {shown}` works at once, and before `toolkit build {shown}`"
+        " it needs"
+    )
     for needed, what in made.texts.items():
         show(f"  {as_typed(folder / needed):24} {what}")
 
@@ -59,6 +82,7 @@ def _checkpoint(written: str) -> Path:
         near = meant_folder(Path.cwd(), written)
         mend = "" if near is None else f"did you mean {near!r}? "
         raise UsageError(
-            f"no such folder, and no hub id: {written}", mend=f"{mend}Name a folder with a config.json, or OWNER/NAME."
+            f"no such folder, and no hub id: {written}",
+            mend=f"{mend}Name a folder with a config.json, or OWNER/NAME.",
         )
     return path

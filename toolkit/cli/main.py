@@ -17,8 +17,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit."""
-    # OpenMP threads that spin while they wait make everything crawl on a busy machine: on two loaded cores a calibration took
-    # 136 s spinning and 16 s sleeping. OpenMP reads this when it is loaded, so it stands before every heavy import.
+    # OpenMP threads that spin while they wait make everything crawl on a busy machine: on two
+    # loaded cores a calibration took 136 s spinning and 16 s sleeping. OpenMP reads this when it is
+    # loaded, so it stands before every heavy import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:]
     try:
@@ -39,10 +40,13 @@ def main() -> None:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = 0
-    except OSError as error:  # what no part of ours has put into words of its own: most of all, output that cannot be written
+    except OSError as error:  # that nobody below explained: mostly output that cannot be written
         if "--debug" in arguments:
             raise
-        say(f"{error.filename or 'reading or writing'}: {error.strerror or error}\n  --debug shows where it happened.")
+        say(
+            f"{error.filename or 'reading or writing'}: {error.strerror or error}\n  --debug shows"
+            " where it happened."
+        )
         with contextlib.suppress(OSError):
             sys.stdout.close()
         code = FAILED
@@ -58,7 +62,8 @@ def _usage_error(error: TyperException) -> str:
 def _interrupted(arguments: list[str]) -> int:
     again = (
         "; finished stages are kept, the same command goes on from there"
-        if arguments[:1] in [["build"], *([s] for s in STAGES)] and not any(one.startswith("--replay") for one in arguments)
+        if arguments[:1] in [["build"], *([s] for s in STAGES)]
+        and not any(one.startswith("--replay") for one in arguments)
         else ""
     )
     say(f"interrupted{again}")

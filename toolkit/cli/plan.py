@@ -6,12 +6,26 @@ import sys
 
 import typer
 
-from toolkit.cli.common import PIPED_WIDTH, USAGE, Config, Debug, Json, Overrides, app, load, show_json
+from toolkit.cli.common import (
+    PIPED_WIDTH,
+    USAGE,
+    Config,
+    Debug,
+    Json,
+    Overrides,
+    app,
+    load,
+    show_json,
+)
 
 
 @app.command()
-def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Say whether it can work, what will be changed in silence, what it needs, how fast it can be and what will run."""
+def plan(
+    config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Say whether it can work, what will be changed in silence, what it needs, how fast it can
+    be and what will run.
+    """
     from toolkit.workflows.plan import plan_of
 
     made = plan_of(load(config, overrides, texts=False))

@@ -1,6 +1,8 @@
-"""How long work is shown: a bar with an estimate on a terminal, plain lines where the output is piped. All of it on stderr.
+"""How long work is shown: a bar with an estimate on a terminal, plain lines where the output is
+piped. All of it on stderr.
 
-Both are observers of a pipeline run. rich is imported for the terminal only, where it also honours NO_COLOR.
+Both are observers of a pipeline run. rich is imported for the terminal only, where it also honours
+NO_COLOR.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes:02} min"
+        if hours
+        else f"{minutes} min {rest:02} s"
+        if minutes
+        else f"{rest} s"
+    )
 
 
 def _outcome(stage: str, done: Done) -> str:
@@ -84,7 +92,9 @@ def _every_second(beat: Callable[[], None]) -> Iterator[None]:
 
 @dataclass
 class _Doing:
-    """What a stage does at present: its words without their numbers, since when, and how far it was then and is now."""
+    """What a stage does at present: its words without their numbers, since when, and how far it
+    was then and is now.
+    """
 
     stage: str
     began: float
@@ -98,17 +108,28 @@ class _Doing:
     def line(self, *, so_far: float | None = None) -> str:
         """so_far: for how long it has been done, where there is no other news."""
         counted = str(self.done) in self.what
-        count = f" {self.done}/{self.total}" if self.total else f" {self.done}" if self.done and not counted else ""
-        return f"{self.stage:18} {self.what}{count}" + ("" if so_far is None else f", for {duration(so_far)}")
+        count = (
+            f" {self.done}/{self.total}"
+            if self.total
+            else f" {self.done}"
+            if self.done and not counted
+            else ""
+        )
+        return f"{self.stage:18} {self.what}{count}" + (
+            "" if so_far is None else f", for {duration(so_far)}"
+        )
 
 
 class PlainDisplay:
     """A line when something starts, changes or ends, and every few seconds meanwhile.
 
-    beat: to be called now and then, from any thread: work that tells nothing about itself is not to look dead.
+    beat: to be called now and then, from any thread: work that tells nothing about itself is not to
+    look dead.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.notice = say
         self._clock = clock
         self._doing: _Doing | None = None
@@ -149,7 +170,10 @@ class PlainDisplay:
             doing.said = now
             left = ""
             if total and doing.first < done < total:
-                left = f", about {duration((now - doing.began) / (done - doing.first) * (total - done))} left"
+                left = (
+                    ", about"
+                    f" {duration((now - doing.began) / (done - doing.first) * (total - done))} left"
+                )
             self.notice(doing.line() + left)
 
 
@@ -159,11 +183,19 @@ def _kind(what: str) -> str:
 
 
 class _TerminalDisplay:
-    """One bar for the stage that runs; finished stages scroll up as lines. Words give way to figures where it is narrow."""
+    """One bar for the stage that runs; finished stages scroll up as lines. Words give way to
+    figures where it is narrow.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bars
         from rich.table import Column
 
@@ -175,7 +207,11 @@ class _TerminalDisplay:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.fields[stage]}", markup=False, table_column=Column(no_wrap=True)),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
             *([BarColumn(bar_width=24)] if console.width >= ROOMY else []),
             TextColumn("{task.fields[count]}", markup=False, justify="right", table_column=fixed()),
             TimeElapsedColumn(table_column=fixed()),
@@ -201,9 +237,17 @@ class _TerminalDisplay:
             with self._lock:
                 kind = _kind(what)
                 if kind != doing or (of is None) != (total is None):
-                    self._draw(stage, what, done, total)  # a new one: another estimate, and a total is never unset in one
+                    self._draw(
+                        stage, what, done, total
+                    )  # a new one: another estimate, and a total is never unset in one
                 elif self._task is not None:
-                    self._bars.update(self._task, description=what, completed=done, total=total, count=_count(done, total))
+                    self._bars.update(
+                        self._task,
+                        description=what,
+                        completed=done,
+                        total=total,
+                        count=_count(done, total),
+                    )
                 doing, of = kind, total
 
         return progress
@@ -217,7 +261,9 @@ class _TerminalDisplay:
 
     def _draw(self, stage: str, what: str, done: int, total: int | None) -> None:
         self._clear()
-        self._task = self._bars.add_task(what, total=total, completed=done, stage=stage, count=_count(done, total))
+        self._task = self._bars.add_task(
+            what, total=total, completed=done, stage=stage, count=_count(done, total)
+        )
 
     def _clear(self) -> None:
         if self._task is not None:

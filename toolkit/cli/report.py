@@ -25,14 +25,18 @@ def report(
     config: Config,
     overrides: Overrides = None,
     as_json: Json = False,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the HTML report in a browser.")] = False,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the HTML report in a browser.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Print the last report in full, or open it."""
     folder = here().report(load(config, overrides).name)
     file = folder / "report.json"
     if not file.exists():
-        raise UsageError("there is no report yet", where=folder, mend=f"Make one: toolkit build {config}")
+        raise UsageError(
+            "there is no report yet", where=folder, mend=f"Make one: toolkit build {config}"
+        )
     if open_it:
         import webbrowser
 

@@ -28,10 +28,13 @@ URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-
 
 
 @app.command()
-def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False) -> None:
+def serve(
+    config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False
+) -> None:
     """Start tritonserver on the packaged repository, until Ctrl-C.
 
-    It takes free ports on loopback; --set triton.http_port=8000 (grpc_port, metrics_port, host) fixes them.
+    It takes free ports on loopback; --set triton.http_port=8000 (grpc_port, metrics_port, host)
+    fixes them.
     """
     import threading
 
@@ -45,7 +48,10 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
     with _signals(stop.set):
         say(f"starting tritonserver on {repository}")
         with served_here(loaded, repository, loaded.triton) as server:
-            bls_words, llmapi_words = ("stream", "max_tokens"), ("streaming", "sampling_param_max_tokens")
+            bls_words, llmapi_words = (
+                ("stream", "max_tokens"),
+                ("streaming", "sampling_param_max_tokens"),
+            )
             stream, tokens = bls_words if packaged.layout == "bls" else llmapi_words
             model = packaged.model
             body = json.dumps({"text_input": "def read_config(path):", stream: False, tokens: 32})
@@ -55,8 +61,14 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
             if loaded.triton.decoupled:
                 show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
                 show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
-                prompts, which = as_typed(loaded.validation.prompts), "" if model == "tensorrt_llm" else f" --model {model}"
-                show(f"toolkit bench {server.grpc_url} --prompts {prompts} --metrics {server.metrics_url}{which}")
+                prompts, which = (
+                    as_typed(loaded.validation.prompts),
+                    "" if model == "tensorrt_llm" else f" --model {model}",
+                )
+                show(
+                    f"toolkit bench {server.grpc_url} --prompts {prompts} --metrics"
+                    f" {server.metrics_url}{which}"
+                )
             show("ready; Ctrl-C stops it")
             while not stop.wait(0.5):
                 server.check()
@@ -67,7 +79,10 @@ def serve(config: Config, overrides: Overrides = None, rehash: Rehash = False, d
 @contextlib.contextmanager
 def _signals(stop: Any) -> Iterator[None]:
     """Ctrl-C and SIGTERM call `stop` inside the block."""
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda *_: stop())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

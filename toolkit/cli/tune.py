@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.common import Config, Debug, Json, Overrides, Rehash, app, console, here, load, placed, show, show_json
+from toolkit.cli.common import (
+    Config,
+    Debug,
+    Json,
+    Overrides,
+    Rehash,
+    app,
+    console,
+    here,
+    load,
+    placed,
+    show,
+    show_json,
+)
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,19 +33,40 @@ def tune_command(
     config: Config,
     drafts: Annotated[
         list[Path] | None,
-        typer.Option("--draft", help="Another draft checkpoint to compare. Repeatable.", metavar="DIR", show_default=False),
+        typer.Option(
+            "--draft",
+            help="Another draft checkpoint to compare. Repeatable.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
     measure: Annotated[
-        int, typer.Option(help="Also run every draft length, in so many rounds, and set it beside the predictions.", min=0)
+        int,
+        typer.Option(
+            help=(
+                "Also run every draft length, in so many rounds, and set it beside the predictions."
+            ),
+            min=0,
+        ),
     ] = 0,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Predict the costs of a GPU that is not here: H200.", metavar="NAME", show_default=False),
+        typer.Option(
+            help="Predict the costs of a GPU that is not here: H200.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Compare every precision of the target with every precision of the draft.")
+        bool,
+        typer.Option(
+            "--grid",
+            help="Compare every precision of the target with every precision of the draft.",
+        ),
     ] = False,
-    details: Annotated[bool, typer.Option("--details", help="Also print alpha and every draft length.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also print alpha and every draft length.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
@@ -47,10 +81,13 @@ def tune_command(
 
     if grid and (drafts or measure):
         raise UsageError(
-            "--grid compares the YAML's own pair, at one draft length each", mend="leave --draft and --measure out"
+            "--grid compares the YAML's own pair, at one draft length each",
+            mend="leave --draft and --measure out",
         )
     if gpu is not None and measure:
-        raise UsageError("--measure runs on this machine, and --gpu names another", mend="leave one of them out")
+        raise UsageError(
+            "--measure runs on this machine, and --gpu names another", mend="leave one of them out"
+        )
     loaded, workplace = load(config, overrides), here()
     with placed(config, overrides), displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
@@ -59,7 +96,14 @@ def tune_command(
             found, folder = tune_grid(loaded, workplace, display, store, gpu=gpu, fresh=fresh)
         else:
             found, folder = tune(
-                loaded, workplace, display, store, drafts=drafts or (), measured_rounds=measure, gpu=gpu, fresh=fresh
+                loaded,
+                workplace,
+                display,
+                store,
+                drafts=drafts or (),
+                measured_rounds=measure,
+                gpu=gpu,
+                fresh=fresh,
             )
     if as_json:
         show_json(found)
@@ -79,7 +123,9 @@ def tune_command(
             own_draft=draft,
             schedule=takes_schedule(loaded),
             max_concurrency=takes_max_concurrency(loaded),
-            served=last if last is not None and last.advice == found else None,  # else it is of other engines
+            served=(
+                last if last is not None and last.advice == found else None
+            ),  # else it is of other engines
             details=details,
         )
     show(f"in {folder.relative_to(Path.cwd())}/")

@@ -26,11 +26,15 @@ from toolkit.errors import UsageError
 @app.command("validate")
 def validate_command(
     config: Annotated[
-        Path | None, typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False)
+        Path | None,
+        typer.Argument(help="The deployment's YAML file.", metavar="CONFIG", show_default=False),
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(help="Ask again about one divergence: a file of build/reports/NAME/replay/.", metavar="FILE"),
+        typer.Option(
+            help="Ask again about one divergence: a file of build/reports/NAME/replay/.",
+            metavar="FILE",
+        ),
     ] = None,
     fresh: Fresh = None,
     overrides: Overrides = None,
@@ -41,9 +45,15 @@ def validate_command(
     """Serve the repository, measure and judge it; the report is in build/reports/NAME/."""
     if replay is not None:
         if config is not None:
-            raise UsageError("--replay FILE holds its deployment itself", mend=f"toolkit validate --replay {replay}")
+            raise UsageError(
+                "--replay FILE holds its deployment itself",
+                mend=f"toolkit validate --replay {replay}",
+            )
         if overrides or fresh or rehash:
-            what = "--replay serves what is built, as it was built: --set, --fresh and --rehash have nothing to say"
+            what = (
+                "--replay serves what is built, as it was built: --set, --fresh and --rehash have"
+                " nothing to say"
+            )
             raise UsageError(what, mend=f"toolkit validate --replay {replay}")
         _replay(replay, as_json=as_json)
     elif config is None:
@@ -53,7 +63,9 @@ def validate_command(
 
 
 def _replay(file: Path, *, as_json: bool) -> None:
-    """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ beyond it."""
+    """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ
+    beyond it.
+    """
     from toolkit.workflows.replay import replay_divergence
 
     say("serving the deployment again for the two requests of this divergence")
@@ -64,8 +76,16 @@ def _replay(file: Path, *, as_json: bool) -> None:
     else:
         show(f"prompt {before.prompt_index + 1}, {before.arm} arm, draft length {before.draft_len}")
         show(f"then  output token {before.position + 1}: {before.kind}, {before.detail}")
-        same = "both texts are those of the file" if now.as_before else "the texts are not those of the file"
-        show("now   identical" if one is None else f"now   output token {one.position + 1}: {one.kind}, {one.detail}")
+        same = (
+            "both texts are those of the file"
+            if now.as_before
+            else "the texts are not those of the file"
+        )
+        show(
+            "now   identical"
+            if one is None
+            else f"now   output token {one.position + 1}: {one.kind}, {one.detail}"
+        )
         show(f"      {same}")
     if one is not None and one.kind not in ("identical", "equivalent"):
         raise typer.Exit(4 if one.kind == "unexplained" else 1)

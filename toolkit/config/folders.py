@@ -1,8 +1,10 @@
-"""Whether a written `checkpoint` is a folder or a model id of the hub, and which folder was meant by one that is not there.
+"""Whether a written `checkpoint` is a folder or a model id of the hub, and which folder was meant
+by one that is not there.
 
-`OWNER/NAME` can be either. It is read as a folder as soon as anything on the disk speaks for one: its first part lies beside
-the file, a folder is found whose spelling is close, or one that lies where it says from another folder to start at. What the
-shipped facts know as a model is never taken for a misspelt folder.
+`OWNER/NAME` can be either. It is read as a folder as soon as anything on the disk speaks for one:
+its first part lies beside the file, a folder is found whose spelling is close, or one that lies
+where it says from another folder to start at. What the shipped facts know as a model is never taken
+for a misspelt folder.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def names_a_model(base: Path, written: str) -> bool:
 
 
 def meant_folder(base: Path, written: str) -> str | None:
-    """A folder that is there, as it would have to be written: the same path from elsewhere, or a close spelling."""
+    """A folder that is there, as it would have to be written: the same path from elsewhere, or a
+    close spelling.
+    """
     path = Path(written)
     if not path.is_absolute():
         starts = [*base.parents[:LEVELS_UP], Path.cwd()]
@@ -48,7 +52,9 @@ def meant_folder(base: Path, written: str) -> str | None:
 
 def _close(folder: Path, name: str) -> str | None:
     try:
-        there = [one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
+        there = [
+            one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")
+        ]
     except OSError:
         return None
     by_case = {one.lower(): one for one in there}

@@ -1,7 +1,9 @@
-"""A YAML file -> DeploymentConfig with resolved paths, or a ConfigError that holds every fault with its place and its mend.
+"""A YAML file -> DeploymentConfig with resolved paths, or a ConfigError that holds every fault with
+its place and its mend.
 
-Faults come from three readers that do not stop at the first: the text (`source`), the schema (pydantic), and the file system,
-which has to hold what the paths name. This module puts pydantic's verdicts into the words of the file.
+Faults come from three readers that do not stop at the first: the text (`source`), the schema
+(pydantic), and the file system, which has to hold what the paths name. This module puts pydantic's
+verdicts into the words of the file.
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ from toolkit.errors import ConfigError, Fault
 __all__ = ["load_config", "located"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
-FILES: tuple[KeyPath, ...] = (("calibration", "dataset"), ("calibration", "heldout"), ("validation", "prompts"))
+FILES: tuple[KeyPath, ...] = (
+    ("calibration", "dataset"),
+    ("calibration", "heldout"),
+    ("validation", "prompts"),
+)
 
-INT8 = "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16 (weights only)."
+INT8 = (
+    "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16"
+    " (weights only)."
+)
 SPELLINGS = {
     "INT8": INT8,
     "INT8_SQ": INT8,
@@ -57,11 +66,14 @@ TYPES = {
 }
 
 
-def load_config(file: Path, overrides: Sequence[str] = (), *, texts: bool = True) -> DeploymentConfig:
+def load_config(
+    file: Path, overrides: Sequence[str] = (), *, texts: bool = True
+) -> DeploymentConfig:
     """Read, check and resolve a deployment file; `overrides` are `a.b=c` texts that win over it.
 
-    Every path in the result is absolute; a relative one in the file starts at the file's folder. texts False: calibration and
-    prompt files need not be there. Raises ConfigError with all faults, in the order of their lines.
+    Every path in the result is absolute; a relative one in the file starts at the file's folder.
+    texts False: calibration and prompt files need not be there. Raises ConfigError with all faults,
+    in the order of their lines.
     """
     source = read_source(file, overrides)
     _as_meant(source)
@@ -72,22 +84,35 @@ def load_config(file: Path, overrides: Sequence[str] = (), *, texts: bool = True
     except ValidationError as error:
         known = {fault.path for fault in faults}
         for detail in error.errors():
-            if str(detail["loc"][-1]).startswith("literal["):  # the word beside a number; the number's own fault says it all
+            if str(detail["loc"][-1]).startswith(
+                "literal["
+            ):  # the word beside a number; the number's own fault says it all
                 continue
-            fault = _fault(source, tuple(detail["loc"]), detail["type"], detail.get("ctx", {}), detail["input"], detail["msg"])
+            fault = _fault(
+                source,
+                tuple(detail["loc"]),
+                detail["type"],
+                detail.get("ctx", {}),
+                detail["input"],
+                detail["msg"],
+            )
             if fault.path not in known:  # the text had said what is wrong with it
                 faults.append(fault)
     faults.extend(_missing_files(source, FOLDERS + FILES if texts else FOLDERS))
     if faults or config is None:
         raise ConfigError(
-            file, sorted(faults, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
+            file,
+            sorted(
+                faults,
+                key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0),
+            ),
         )
     return _resolved(config, file.absolute().parent)
 
 
 def _as_meant(source: Source) -> None:
-    """What `--set` leaves no doubt about: a number where only text can stand (a shell takes the quotes away), and a kind of
-    speculation that has no use for the draft of the file.
+    """What `--set` leaves no doubt about: a number where only text can stand (a shell takes the
+    quotes away), and a kind of speculation that has no use for the draft of the file.
     """
     for path, text in source.overridden.items():
         section = _section(source.data, path[:-1])
@@ -96,7 +121,11 @@ def _as_meant(source: Source) -> None:
     speculation = source.data.get("speculation")
     kind = speculation.get("kind") if isinstance(speculation, dict) else None
     asked = {("speculation",), ("speculation", "kind")} & source.overridden.keys()
-    if asked and kind in ("none", "ngram") and not any(path[0] == "draft" for path in source.overridden):
+    if (
+        asked
+        and kind in ("none", "ngram")
+        and not any(path[0] == "draft" for path in source.overridden)
+    ):
         source.data.pop("draft", None)
 
 
@@ -107,14 +136,23 @@ def _section(data: Any, path: KeyPath) -> Any:
 
 
 def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> list[Fault]:
-    """Faults that were found after loading, with the places of their keys in the file, in its order."""
+    """Faults that were found after loading, with the places of their keys in the file, in its
+    order.
+    """
     source = read_source(file, overrides)
     paths = [tuple(fault.path.split(".")) for fault in faults]
-    placed = [source.place(path).fault(path, fault.message, fault.mend) for path, fault in zip(paths, faults, strict=True)]
-    return sorted(placed, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0))
+    placed = [
+        source.place(path).fault(path, fault.message, fault.mend)
+        for path, fault in zip(paths, faults, strict=True)
+    ]
+    return sorted(
+        placed, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0)
+    )
 
 
-def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> Fault:
+def _fault(
+    source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str
+) -> Fault:
     """One of pydantic's errors, in our words and at its place."""
     path, variant = _without_tag(path)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -123,27 +161,42 @@ def _fault(source: Source, path: KeyPath, kind: str, context: dict[str, Any], va
         return source.place(path, of_key=True).fault(path, *_unknown_key(path, variant))
     if kind == "missing":
         message = "is missing"
-        mend = f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`." if path[:-1] else f"Add `{path[-1]}:` to the file."
+        mend = (
+            f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`."
+            if path[:-1]
+            else f"Add `{path[-1]}:` to the file."
+        )
         return source.place(path[:-1], of_key=True).fault(path, message, mend)
     return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
 
 
 def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
     name, here = str(path[-1]), _known_keys(variant).get(path[:-1], ())
-    kinds = [kind for kind in _variants() if variant is not None and name in _known_keys(kind).get(path[:-1], ())]
+    kinds = [
+        kind
+        for kind in _variants()
+        if variant is not None and name in _known_keys(kind).get(path[:-1], ())
+    ]
     if kinds:
-        return f"is no key of kind {variant}", f"It belongs to {' and '.join(kinds)}; set {path[0]}.kind, or remove this line."
+        return (
+            f"is no key of kind {variant}",
+            f"It belongs to {' and '.join(kinds)}; set {path[0]}.kind, or remove this line.",
+        )
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.6)
     if near:
         return "unknown key", f"did you mean {near[0]!r}?"
-    elsewhere = [dotted((*section, name)) for section, keys in _known_keys().items() if name in keys]
+    elsewhere = [
+        dotted((*section, name)) for section, keys in _known_keys().items() if name in keys
+    ]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:3])}?"
     section = f"in `{dotted(path[:-1])}`" if path[:-1] else "at the top level"
     return "unknown key", f"known {section}: {', '.join(here)}"
 
 
-def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str) -> tuple[str, str | None]:
+def _wrong_value(
+    path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str
+) -> tuple[str, str | None]:
     shown = _shown(value)
     if kind == "value_error":
         message, _, mend = text.removeprefix("Value error, ").partition("; ")
@@ -152,7 +205,9 @@ def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, 
         return f"{shown} is not {NOUNS.get(str(path[-1]), 'allowed here')}", _choices(path, value)
     if kind == "model_type":
         keys = ", ".join(_known_keys().get(path, ())[:4])
-        return ("is empty" if value is None else f"{shown} is not a section"), f"Write keys beneath it: {keys}, ..."
+        return (
+            "is empty" if value is None else f"{shown} is not a section"
+        ), f"Write keys beneath it: {keys}, ..."
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         (bound,) = (context[name] for name in ("gt", "ge", "lt", "le") if name in context)
         relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[
@@ -162,9 +217,15 @@ def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, 
     if kind == "invalid_key":
         return "is not a name", "Keys are words here."
     if kind == "string_pattern_mismatch":
-        return f"{shown} cannot name folders", "Use letters, digits, '.', '_' and '-', beginning with a letter or digit."
+        return (
+            f"{shown} cannot name folders",
+            "Use letters, digits, '.', '_' and '-', beginning with a letter or digit.",
+        )
     if kind == "string_too_long":
-        return f"is {len(str(value))} characters long", f"At most {context['max_length']} are allowed."
+        return (
+            f"is {len(str(value))} characters long",
+            f"At most {context['max_length']} are allowed.",
+        )
     if kind in TYPES:
         wanted, mend = TYPES[kind]
         mend += f" Or write {WORDS[path]}." if path in WORDS else ""
@@ -175,7 +236,9 @@ def _wrong_value(path: KeyPath, kind: str, context: dict[str, Any], value: Any, 
 def _choices(path: KeyPath, value: Any) -> str:
     allowed = _literals(path)
     listed = f"known: {', '.join(allowed)}."
-    if isinstance(value, (int, float)) and allowed[0][:1].isdigit():  # YAML takes a version for a number
+    if (
+        isinstance(value, (int, float)) and allowed[0][:1].isdigit()
+    ):  # YAML takes a version for a number
         return f"Put it in quotes; {listed}"
     if isinstance(value, str):
         if path[-1] == "quant_algo" and value.upper() in SPELLINGS:
@@ -188,7 +251,9 @@ def _choices(path: KeyPath, value: Any) -> str:
 
 
 def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
-    """Paths that are written down and lead nowhere; judged even when the schema finds other faults."""
+    """Paths that are written down and lead nowhere; judged even when the schema finds other
+    faults.
+    """
     base = source.file.absolute().parent
     for path in paths:
         section = source.data.get(str(path[0]))
@@ -199,34 +264,58 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
         try:
             found = _resolve(base, Path(written))
             there = found.exists()
-        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, an unknown user, a NUL
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition(": ")[0]
-            yield source.place(path).fault(path, f"cannot be followed: {reason}", "Write the path of a folder or file.")
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # too long, a loop of links, an unknown user, a NUL
+            reason = (
+                error.strerror
+                if isinstance(error, OSError) and error.strerror
+                else str(error).partition(": ")[0]
+            )
+            yield source.place(path).fault(
+                path, f"cannot be followed: {reason}", "Write the path of a folder or file."
+            )
             continue
         if not written.strip():
-            yield source.place(path).fault(path, "is empty", "Write a path; a relative one starts at this file's folder.")
+            yield source.place(path).fault(
+                path, "is empty", "Write a path; a relative one starts at this file's folder."
+            )
         elif not there:
             if folder and names_a_model(base, written):
                 continue
             near = meant_folder(base, written) if folder else None
             mend = "" if near is None else f"did you mean {near!r}? "
             mend += f"A relative path starts at the folder of this file: {found}"
-            yield source.place(path).fault(path, f"no such {'folder' if folder else 'file'}: {written}", mend)
+            yield source.place(path).fault(
+                path, f"no such {'folder' if folder else 'file'}: {written}", mend
+            )
         elif folder and not found.is_dir():
-            yield source.place(path).fault(path, f"{written} is a file", "Name the folder that holds it.")
+            yield source.place(path).fault(
+                path, f"{written} is a file", "Name the folder that holds it."
+            )
         elif not folder and not found.is_file():
-            yield source.place(path).fault(path, f"{written} is not a file", "Name a JSON Lines file.")
+            yield source.place(path).fault(
+                path, f"{written} is not a file", "Name a JSON Lines file."
+            )
         elif folder and not (found / "config.json").is_file():
-            yield source.place(path).fault(path, f"{written} holds no config.json", _checkpoints_in(found))
+            yield source.place(path).fault(
+                path, f"{written} holds no config.json", _checkpoints_in(found)
+            )
         elif folder and section.get("revision") is not None:  # type: ignore[union-attr]
             of = (path[0], "revision")
-            yield source.place(of).fault(of, f"{written} is a folder, which has no revisions", "Remove this line.")
+            yield source.place(of).fault(
+                of, f"{written} is a folder, which has no revisions", "Remove this line."
+            )
 
 
 def _checkpoints_in(folder: Path) -> str:
     """The mend for a folder that is no checkpoint; often it holds one, or several."""
     inside = sorted(one.parent.name for one in folder.glob("*/config.json"))
-    needed = "Name a folder in Hugging Face form: config.json, safetensors and the tokenizer's files."
+    needed = (
+        "Name a folder in Hugging Face form: config.json, safetensors and the tokenizer's files."
+    )
     return needed if not inside else f"{needed} In this one lie: {', '.join(inside[:5])}."
 
 
@@ -238,7 +327,9 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
     """The same config with absolute paths."""
 
     def at(section: Any, **paths: Path | None) -> Any:
-        return section.model_copy(update={name: path and _resolve(base, path) for name, path in paths.items()})
+        return section.model_copy(
+            update={name: path and _resolve(base, path) for name, path in paths.items()}
+        )
 
     def model(section: Any) -> Any:
         found = _resolve(base, section.checkpoint)
@@ -247,15 +338,23 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
     sections = {
         "target": model(config.target),
         "draft": config.draft and model(config.draft),
-        "calibration": config.calibration
-        and at(config.calibration, dataset=config.calibration.dataset, heldout=config.calibration.heldout),
+        "calibration": (
+            config.calibration
+            and at(
+                config.calibration,
+                dataset=config.calibration.dataset,
+                heldout=config.calibration.heldout,
+            )
+        ),
         "validation": at(config.validation, prompts=config.validation.prompts),
     }
     return config.model_copy(update=sections)
 
 
 def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
-    """pydantic's path through a union holds the tag or the branch, the file does not: (path as in the file, tag)."""
+    """pydantic's path through a union holds the tag or the branch, the file does not: (path as
+    in the file, tag).
+    """
     if path[-1] == "constrained-int":
         path = path[:-1]
     if len(path) > 1 and path[0] == "engine" and path[1] in _variants():
@@ -270,7 +369,9 @@ def _variants() -> dict[str, type[BaseModel]]:
 
 
 def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
-    """Section -> its keys, for every section of the schema; of `engine`, those of one kind, or of all."""
+    """Section -> its keys, for every section of the schema; of `engine`, those of one kind, or
+    of all.
+    """
     found: dict[KeyPath, tuple[str, ...]] = {}
 
     def visit(model: type[BaseModel], path: KeyPath) -> None:
@@ -288,14 +389,21 @@ def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
 def _literals(path: KeyPath) -> tuple[str, ...]:
     """The words that a key may have; `kind` of a union has those of all its members."""
     members = _members_at(path)
-    words = [str(word) for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
+    words = [
+        str(word)
+        for member in members
+        if typing.get_origin(member) is Literal
+        for word in typing.get_args(member)
+    ]
     return tuple(dict.fromkeys(words))
 
 
 def _only_text(path: KeyPath) -> bool:
     """Whether nothing but text can stand at a key."""
     members = [member for member in _members_at(path) if member is not type(None)]
-    return bool(members) and all(member in (str, Path) or typing.get_origin(member) is Literal for member in members)
+    return bool(members) and all(
+        member in (str, Path) or typing.get_origin(member) is Literal for member in members
+    )
 
 
 def _members_at(path: KeyPath) -> list[Any]:
@@ -304,19 +412,34 @@ def _members_at(path: KeyPath) -> list[Any]:
     for part in path[:-1]:
         fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
         models = tuple(inner for field in fields for inner in _models(field.annotation))
-    annotations = [model.model_fields[str(path[-1])].annotation for model in models if path[-1] in model.model_fields]
+    annotations = [
+        model.model_fields[str(path[-1])].annotation
+        for model in models
+        if path[-1] in model.model_fields
+    ]
     return [member for annotation in annotations for member in _members(annotation)]
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
     """The config models among the members of an annotation."""
-    return tuple(member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel))
+    return tuple(
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    )
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """X | None -> (X, NoneType); anything else -> itself; without what Annotated adds."""
-    members = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
-    return tuple(typing.get_args(member)[0] if typing.get_origin(member) is typing.Annotated else member for member in members)
+    members = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        else (annotation,)
+    )
+    return tuple(
+        typing.get_args(member)[0] if typing.get_origin(member) is typing.Annotated else member
+        for member in members
+    )
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,11 @@
 """What a deployment YAML may say: frozen pydantic models that refuse unknown keys.
 
-Field names are TensorRT-LLM's own wherever it has one. Cross-field rules stand on the smallest model that sees both fields, and
-raise ValueError with a text of the form "what is wrong; how to mend it". Where two fields disagree, the rule belongs to the
-later one and looks at the earlier one in `info.data`, so that it is judged even when other fields are at fault.
-Positions in the file are added by `toolkit.config.load`. Paths stay as written here; `load` resolves them against the folder of
-the YAML.
+Field names are TensorRT-LLM's own wherever it has one. Cross-field rules stand on the smallest
+model that sees both fields, and raise ValueError with a text of the form "what is wrong; how to
+mend it". Where two fields disagree, the rule belongs to the later one and looks at the earlier one
+in `info.data`, so that it is judged even when other fields are at fault. Positions in the file are
+added by `toolkit.config.load`. Paths stay as written here; `load` resolves them against the folder
+of the YAML.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 __all__ = [
     "CalibrationConfig",
@@ -68,17 +77,23 @@ class Section(BaseModel):
 
 
 class QuantizationConfig(Section):
-    """quant_algo: FP8 | W8A8_SQ_PER_CHANNEL (INT8 SmoothQuant) | W8A16 (INT8 weight-only) | NO_QUANT."""
+    """quant_algo: FP8 | W8A8_SQ_PER_CHANNEL (INT8 SmoothQuant) | W8A16 (INT8 weight-only) |
+    NO_QUANT.
+    """
 
     quant_algo: QuantAlgo = "NO_QUANT"
     kv_cache_quant_algo: Literal["FP8", "INT8"] | None = None
-    allow_unsupported: bool = False  # go on where nobody vouches for it; never where it is known to fail
+    allow_unsupported: bool = (
+        False  # go on where nobody vouches for it; never where it is known to fail
+    )
 
 
 class ModelConfig(Section):
-    """One checkpoint: a directory in Hugging Face form, or a hub id (`meta-llama/Llama-3.2-1B-Instruct`).
+    """One checkpoint: a directory in Hugging Face form, or a hub id
+    (`meta-llama/Llama-3.2-1B-Instruct`).
 
-    A relative path starts at the folder of the YAML. Once it is loaded, directories are absolute; what is relative is a hub id.
+    A relative path starts at the folder of the YAML. Once it is loaded, directories are absolute;
+    what is relative is a hub id.
     """
 
     checkpoint: AnyPath
@@ -92,68 +107,92 @@ class ModelConfig(Section):
 
 
 class CalibrationConfig(Section):
-    """Text that calibration runs through the models, and text held out from it that quality is measured on.
+    """Text that calibration runs through the models, and text held out from it that quality is
+    measured on.
 
     Files are JSON Lines with a `text` (or `prompt`) string per line.
     """
 
     dataset: AnyPath
-    heldout: AnyPath | None = None  # None: the last tenth of the dataset is kept apart and not calibrated on
+    heldout: AnyPath | None = (
+        None  # None: the last tenth of the dataset is kept apart and not calibrated on
+    )
     calib_size: Count = 128
     calib_max_seq_length: Count = 512
     batch_size: Count = 4
 
 
 class SpeculationConfig(Section):
-    """Who drafts and how much. max_draft_len auto: the build measures acceptance and cost, and takes what pays, or nothing.
+    """Who drafts and how much. max_draft_len auto: the build measures acceptance and cost, and
+    takes what pays, or nothing.
 
-    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2, 8: 0}`. max_concurrency:
-    with more running requests than that, nothing is drafted.
+    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2,
+    8: 0}`. max_concurrency: with more running requests than that, nothing is drafted.
     """
 
     kind: Literal["draft_target", "ngram", "none"] = "draft_target"
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
     max_concurrency: Count | None = None
-    max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4  # ngram: the longest end of the text that is looked up
+    max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = (
+        4  # ngram: the longest end of the text that is looked up
+    )
     acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
 
     @property
     def longest_draft(self) -> int:
-        """What engines are built for: an upper bound where the length is still to be measured, 0 without speculation."""
+        """What engines are built for: an upper bound where the length is still to be measured, 0
+        without speculation.
+        """
         if self.kind == "none":
             return 0
         return AUTO_MAX_DRAFT_LEN if self.max_draft_len == "auto" else self.max_draft_len
 
     @property
     def draft_len_by_load(self) -> dict[int, int]:
-        """The schedule, also of a max_concurrency; empty where the length is the same for every load."""
+        """The schedule, also of a max_concurrency; empty where the length is the same for every
+        load.
+        """
         if self.max_concurrency is not None and self.max_draft_len != "auto":
             return {1: self.max_draft_len, self.max_concurrency + 1: 0}
         return self.draft_len_schedule or {}
 
     @field_validator("draft_len_schedule")
     @classmethod
-    def _schedule_falls_from_the_longest(cls, schedule: dict[int, int] | None, info: ValidationInfo) -> dict[int, int] | None:
+    def _schedule_falls_from_the_longest(
+        cls, schedule: dict[int, int] | None, info: ValidationInfo
+    ) -> dict[int, int] | None:
         longest = info.data.get("max_draft_len")
         if schedule is None or longest is None:
             return schedule
         if longest == "auto":
-            raise ValueError("draft_len_schedule is measured where max_draft_len is auto; remove one of the two")
+            raise ValueError(
+                "draft_len_schedule is measured where max_draft_len is auto; remove one of the two"
+            )
         ordered = sorted(schedule.items())
         if ordered[:1] != [(1, longest)]:
-            raise ValueError(f"draft_len_schedule has to begin with 1: {longest}, which is max_draft_len; add it")
+            raise ValueError(
+                f"draft_len_schedule has to begin with 1: {longest}, which is max_draft_len; add it"
+            )
         if any(later > earlier for (_, earlier), (_, later) in itertools.pairwise(ordered)):
-            raise ValueError("draft_len_schedule grows; more requests at once never pay for longer drafts, so let it fall")
+            raise ValueError(
+                "draft_len_schedule grows; more requests at once never pay for longer drafts, so"
+                " let it fall"
+            )
         return dict(ordered)
 
     @field_validator("max_concurrency")
     @classmethod
     def _load_is_limited_once(cls, most: int | None, info: ValidationInfo) -> int | None:
         if most is not None and info.data.get("draft_len_schedule") is not None:
-            raise ValueError(f"draft_len_schedule says when to stop, too; remove one of the two, or add {most + 1}: 0 to it")
+            raise ValueError(
+                "draft_len_schedule says when to stop, too; remove one of the two, or add"
+                f" {most + 1}: 0 to it"
+            )
         if most is not None and info.data.get("max_draft_len") == "auto":
-            raise ValueError("max_concurrency is measured where max_draft_len is auto; remove one of the two")
+            raise ValueError(
+                "max_concurrency is measured where max_draft_len is auto; remove one of the two"
+            )
         return most
 
 
@@ -170,8 +209,8 @@ class EngineLengths(Section):
         max_input_len = info.data.get("max_input_len", 0)
         if max_input_len >= max_seq_len:
             raise ValueError(
-                f"max_input_len {max_input_len} leaves no room for output in max_seq_len {max_seq_len}; "
-                "max_seq_len counts prompt and output together, so make it larger"
+                f"max_input_len {max_input_len} leaves no room for output in max_seq_len"
+                f" {max_seq_len}; max_seq_len counts prompt and output together, so make it larger"
             )
         return max_seq_len
 
@@ -187,13 +226,17 @@ class TorchEngineConfig(EngineLengths):
 
 
 class TensorRtLlmConfig(EngineLengths):
-    """What both flows of TensorRT-LLM have in common, under its own names. What is possible where: `toolkit.plan.resolve`."""
+    """What both flows of TensorRT-LLM have in common, under its own names. What is possible
+    where: `toolkit.plan.resolve`.
+    """
 
     tensorrt_llm: TensorRtLlmVersion = "1.2.1"
     tp_size: Count = 1
     pp_size: Count = 1
     gpus_per_node: Count = 8
-    max_num_tokens: Count | None = None  # tokens of one forward over all requests; None: 8192, as TensorRT-LLM does
+    max_num_tokens: Count | None = (
+        None  # tokens of one forward over all requests; None: 8192, as TensorRT-LLM does
+    )
     tokens_per_block: Count = 32
     free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = (
         0.9  # of what the weights leave free, for both KV caches
@@ -206,12 +249,16 @@ class TensorRtLlmConfig(EngineLengths):
 
 
 class TrtEngineConfig(TensorRtLlmConfig):
-    """The engine flow: TRT-LLM checkpoint -> trtllm-build -> rank{N}.engine. Ends with TensorRT-LLM 1.2.1."""
+    """The engine flow: TRT-LLM checkpoint -> trtllm-build -> rank{N}.engine. Ends with
+    TensorRT-LLM 1.2.1.
+    """
 
     kind: Literal["trt_engine"] = "trt_engine"
     multiple_profiles: bool = False
     opt_num_tokens: Count | None = None
-    builder: Literal["auto", "local", "container"] = "auto"  # auto: where trtllm-build is on the PATH, else its container
+    builder: Literal["auto", "local", "container"] = (
+        "auto"  # auto: where trtllm-build is on the PATH, else its container
+    )
 
 
 class TrtllmPytorchConfig(TensorRtLlmConfig):
@@ -224,7 +271,11 @@ class TrtllmPytorchConfig(TensorRtLlmConfig):
 
 def engine_kind(engine: Any) -> Any:
     """The tag of the union: `kind`, and `torch` where none is written."""
-    return engine.get("kind", "torch") if isinstance(engine, dict) else getattr(engine, "kind", "torch")
+    return (
+        engine.get("kind", "torch")
+        if isinstance(engine, dict)
+        else getattr(engine, "kind", "torch")
+    )
 
 
 EngineConfig = Annotated[
@@ -236,7 +287,9 @@ EngineConfig = Annotated[
 
 
 class HardwareConfig(Section):
-    """Where it will be served. gpu auto: the GPUs of this machine. count: in each node; None: as many as the engine takes."""
+    """Where it will be served. gpu auto: the GPUs of this machine. count: in each node; None: as
+    many as the engine takes.
+    """
 
     gpu: GpuName = "auto"
     count: Count | None = None
@@ -248,10 +301,18 @@ class TritonConfig(Section):
     decoupled: bool = True
     max_queue_size: Count = 256  # requests beyond this are refused at once
     default_max_tokens: Count = 128
-    request_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # deadline of a request that states none
-    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0  # chunks of a stream are this far apart; 0: one per step
-    model_py: Literal["ours", "container"] = "ours"  # llmapi over TensorRT-LLM: who answers requests inside the container
-    on_draft_failure: Literal["error", "plain"] = "error"  # bls: what becomes of a request whose draft model does not answer
+    request_timeout_s: Annotated[float, Field(gt=0)] = (
+        120.0  # deadline of a request that states none
+    )
+    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = (
+        10.0  # chunks of a stream are this far apart; 0: one per step
+    )
+    model_py: Literal["ours", "container"] = (
+        "ours"  # llmapi over TensorRT-LLM: who answers requests inside the container
+    )
+    on_draft_failure: Literal["error", "plain"] = (
+        "error"  # bls: what becomes of a request whose draft model does not answer
+    )
     host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -275,28 +336,35 @@ class TritonConfig(Section):
 class ParityGates(Section):
     """max_divergence_rate: of prompts, judged by its upper confidence bound.
 
-    A divergence is numerically equivalent where the reference scores both chosen tokens within near_tie_margin (logits) of its
-    best one, so that its top-1 and top-2 are that close too; any other one fails.
+    A divergence is numerically equivalent where the reference scores both chosen tokens within
+    near_tie_margin (logits) of its best one, so that its top-1 and top-2 are that close too; any
+    other one fails.
     """
 
     max_divergence_rate: Ratio = 0.05
     near_tie_margin: Annotated[float, Field(ge=0.0)] = 0.05
-    # Compared beside speculation.max_draft_len; None: 1 and half of it. Longer ones than that are left out.
+    # Compared beside speculation.max_draft_len; None: 1 and half of it. Longer ones than that are
+    # left out.
     draft_lens: tuple[Count, ...] | None = None
-    # The unquantized checkpoint in float32 as a second reference; auto: where it takes less than half of the free memory.
+    # The unquantized checkpoint in float32 as a second reference; auto: where it takes less than
+    # half of the free memory.
     source: Literal["auto", "always", "never"] = "auto"
 
 
 class DistributionGates(Section):
-    """Whether sampled tokens come from the target's distribution. effect: the total variation that is to be seen with
-    `power`.
+    """Whether sampled tokens come from the target's distribution. effect: the total variation that
+    is to be seen with `power`.
     """
 
     enabled: bool = True
     effect: Annotated[float, Field(gt=0.0, lt=0.2)] = 0.05
     power: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.99
-    false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001  # chance that a sound deployment fails, over all tests
-    max_seconds: Annotated[float, Field(gt=0.0)] = 60.0  # fewer tokens are drawn, and the gate is INCONCLUSIVE, beyond this
+    false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = (
+        0.001  # chance that a sound deployment fails, over all tests
+    )
+    max_seconds: Annotated[float, Field(gt=0.0)] = (
+        60.0  # fewer tokens are drawn, and the gate is INCONCLUSIVE, beyond this
+    )
 
 
 class QualityGates(Section):
@@ -316,11 +384,13 @@ LatencyPercentile = Literal[
 
 
 class LatencyGates(Section):
-    """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its bootstrap interval.
+    """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its
+    bootstrap interval.
 
-    precision: rounds are added up to max_rounds until the interval of the speed-up is this narrow (half its width, as a share).
-    concurrency: both arms are also measured at these many requests at a time, to find where speculation stops paying.
-    max_ratios: speculative / plain, per latency and percentile: {ttft_p90: 1.1}.
+    precision: rounds are added up to max_rounds until the interval of the speed-up is this narrow
+    (half its width, as a share). concurrency: both arms are also measured at these many requests at
+    a time, to find where speculation stops paying. max_ratios: speculative / plain, per latency and
+    percentile: {ttft_p90: 1.1}.
     """
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
@@ -339,7 +409,9 @@ class ValidationConfig(Section):
     prompts: AnyPath
     max_prompts: Count = 64  # the first lines of the file; below 59 no rate can be bounded by 0.05
     max_tokens: Count = 64
-    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 0.8  # of the sampled runs; greedy is always run too
+    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = (
+        0.8  # of the sampled runs; greedy is always run too
+    )
     rounds: Count = 3  # interleaved plain/speculative passes at least
     # More rounds are added up to this while the interval straddles the gate.
     max_rounds: Annotated[Count, Field(validate_default=True)] = 8
@@ -384,31 +456,45 @@ class DeploymentConfig(Section):
         cls, calibration: CalibrationConfig | None, info: ValidationInfo
     ) -> CalibrationConfig | None:
         models = {role: info.data.get(role) for role in ("target", "draft")}
-        needing = [role for role, model in models.items() if model and model.quantization.quant_algo != "NO_QUANT"]
+        needing = [
+            role
+            for role, model in models.items()
+            if model and model.quantization.quant_algo != "NO_QUANT"
+        ]
         if needing and calibration is None:
-            raise ValueError(f"quantizing {' and '.join(needing)} needs a `calibration` section; add one with a `dataset`")
+            raise ValueError(
+                f"quantizing {' and '.join(needing)} needs a `calibration` section; add one with a"
+                " `dataset`"
+            )
         return calibration
 
     @field_validator("speculation")
     @classmethod
-    def _speculation_has_its_draft(cls, speculation: SpeculationConfig, info: ValidationInfo) -> SpeculationConfig:
+    def _speculation_has_its_draft(
+        cls, speculation: SpeculationConfig, info: ValidationInfo
+    ) -> SpeculationConfig:
         if "draft" not in info.data:  # it has faults of its own
             return speculation
         if speculation.kind == "draft_target" and info.data["draft"] is None:
-            raise ValueError("kind draft_target needs a `draft` section; add one, or set speculation.kind: none")
+            raise ValueError(
+                "kind draft_target needs a `draft` section; add one, or set speculation.kind: none"
+            )
         if speculation.kind != "draft_target" and info.data["draft"] is not None:
             raise ValueError(
-                f"kind {speculation.kind} does not use the `draft` section; remove it, or set speculation.kind: draft_target"
+                f"kind {speculation.kind} does not use the `draft` section; remove it, or set"
+                " speculation.kind: draft_target"
             )
         return speculation
 
     @field_validator("validation")
     @classmethod
-    def _run_fits_the_engine(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+    def _run_fits_the_engine(
+        cls, validation: ValidationConfig, info: ValidationInfo
+    ) -> ValidationConfig:
         engine = info.data.get("engine")
         if engine is not None and validation.max_tokens >= engine.max_seq_len:
             raise ValueError(
-                f"max_tokens {validation.max_tokens} does not fit engine.max_seq_len {engine.max_seq_len}; "
-                "max_seq_len counts prompt and output together"
+                f"max_tokens {validation.max_tokens} does not fit engine.max_seq_len"
+                f" {engine.max_seq_len}; max_seq_len counts prompt and output together"
             )
         return validation

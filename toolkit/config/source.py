@@ -1,8 +1,9 @@
 """YAML text -> plain data, with the place of every key and value.
 
-Composed nodes keep their marks, so places are exact for keys and scalars alike. Scalars are read as YAML 1.2 says: `1e-5` is a
-number, and `no`, `010` and `12:30` are not silently something else. What the parser would pass over is a fault here: a key that
-stands twice, a tag, a merge key, a second document.
+Composed nodes keep their marks, so places are exact for keys and scalars alike. Scalars are read as
+YAML 1.2 says: `1e-5` is a number, and `no`, `010` and `12:30` are not silently something else. What
+the parser would pass over is a fault here: a key that stands twice, a tag, a merge key, a second
+document.
 
 Values of `--set a.b=c` are laid over the data afterwards, and have that argument as their place.
 """
@@ -24,12 +25,16 @@ __all__ = ["KeyPath", "Place", "Source", "dotted", "read_source"]
 KeyPath = tuple[str | int, ...]
 MAX_NODES = 20_000  # aliases of aliases can unfold to any size
 TAG = "tag:yaml.org,2002:"
-NOT_A_CONFIG = "a deployment file is a mapping: `name: ...`, `target: ...`; see configs/quickstart.yaml"
+NOT_A_CONFIG = (
+    "a deployment file is a mapping: `name: ...`, `target: ...`; see configs/quickstart.yaml"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands: line and column from 1, the source line, the caret's length. origin: the argument, if no file."""
+    """Where something stands: line and column from 1, the source line, the caret's length.
+    origin: the argument, if no file.
+    """
 
     line: int | None
     column: int | None
@@ -38,12 +43,22 @@ class Place:
     origin: str | None = None
 
     def fault(self, path: KeyPath, message: str, mend: str | None = None) -> Fault:
-        return Fault(dotted(path), message, self.line, self.column, self.excerpt, self.width, mend, self.origin)
+        return Fault(
+            dotted(path),
+            message,
+            self.line,
+            self.column,
+            self.excerpt,
+            self.width,
+            mend,
+            self.origin,
+        )
 
 
 @dataclass(slots=True)
 class Source:
-    """What a file says. keys and values: path -> place of that key, of that value. faults: what the text alone gets wrong.
+    """What a file says. keys and values: path -> place of that key, of that value. faults: what the
+    text alone gets wrong.
 
     overridden: path -> the text that `--set` gave it, as it was typed.
     """
@@ -56,7 +71,9 @@ class Source:
     overridden: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath, *, of_key: bool = False) -> Place:
-        """The place of a value (or its key); of the nearest section around it where it is not written down at all."""
+        """The place of a value (or its key); of the nearest section around it where it is not
+        written down at all.
+        """
         chosen = self.keys if of_key else self.values
         if path in chosen:
             return chosen[path]
@@ -72,7 +89,8 @@ def dotted(path: KeyPath) -> str:
 def read_source(file: Path, overrides: Sequence[str] = ()) -> Source:
     """Read a YAML file, then lay `a.b=c` texts over it.
 
-    Raises ConfigError for a file that cannot be read as one mapping at all; other faults are collected in the result.
+    Raises ConfigError for a file that cannot be read as one mapping at all; other faults are
+    collected in the result.
     """
     text = _read_text(file)
     root = _compose(file, text, None)
@@ -82,7 +100,12 @@ def read_source(file: Path, overrides: Sequence[str] = ()) -> Source:
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r:.60}"
         raise ConfigError(
-            file, [_Reader(source, text, None).place(root).fault((), f"holds {kind}, not a mapping", NOT_A_CONFIG)]
+            file,
+            [
+                _Reader(source, text, None)
+                .place(root)
+                .fault((), f"holds {kind}, not a mapping", NOT_A_CONFIG)
+            ],
         )
     source.data = _Reader(source, text, None).build(root, ())
     for override in overrides:
@@ -100,18 +123,27 @@ def _read_text(file: Path) -> str:
         mend = f"Name a file in it: {', '.join(found[:5])}" if found else "Name a YAML file."
         raise ConfigError(file, [Fault("", "is a folder, not a file", mend=mend)]) from None
     except OSError as error:
-        raise ConfigError(file, [Fault("", f"cannot be read: {error.strerror}", mend="Check its permissions.")]) from error
+        raise ConfigError(
+            file, [Fault("", f"cannot be read: {error.strerror}", mend="Check its permissions.")]
+        ) from error
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = raw[: error.start]
-        line, column = before.count(b"\n") + 1, len(before.rpartition(b"\n")[2].decode("utf-8", "replace")) + 1
+        line, column = (
+            before.count(b"\n") + 1,
+            len(before.rpartition(b"\n")[2].decode("utf-8", "replace")) + 1,
+        )
         message = f"is not UTF-8 (byte 0x{raw[error.start]:02x})"
-        raise ConfigError(file, [Fault("", message, line, column, mend="Save it as UTF-8 text.")]) from error
+        raise ConfigError(
+            file, [Fault("", message, line, column, mend="Save it as UTF-8 text.")]
+        ) from error
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the implicit types of YAML 1.2 (core schema) in place of those of 1.1."""
+    """PyYAML's parser with the implicit types of YAML 1.2 (core schema) in place of those of
+    1.1.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute
 
@@ -130,11 +162,17 @@ for _name, _pattern, _first in (
 
 
 def _compose(file: Path, text: str, origin: str | None) -> Any:
-    """The root node, None for an empty text. Raises ConfigError with the place of a syntax error."""
+    """The root node, None for an empty text. Raises ConfigError with the place of a syntax
+    error.
+    """
     lines = _lines(text)
 
     def fault(line: int, column: int, message: str, mend: str | None) -> ConfigError:
-        place = Place(line, column, 1, _shown(lines, line)) if origin is None else Place(None, None, 1, None, origin)
+        place = (
+            Place(line, column, 1, _shown(lines, line))
+            if origin is None
+            else Place(None, None, 1, None, origin)
+        )
         return ConfigError(file, [place.fault((), message, mend)])
 
     try:
@@ -144,15 +182,23 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
         line, column = (1, 1) if mark is None else (mark.line + 1, mark.column + 1)
         problem = error.problem or "bad syntax"
         context = (
-            f" ({error.context}" + (f", line {error.context_mark.line + 1})" if error.context_mark else ")")
+            f" ({error.context}"
+            + (f", line {error.context_mark.line + 1})" if error.context_mark else ")")
             if error.context
             else ""
         )
-        raise fault(line, column, f"not valid YAML: {problem}{context}", _syntax_mend(problem, lines, line)) from error
+        raise fault(
+            line, column, f"not valid YAML: {problem}{context}", _syntax_mend(problem, lines, line)
+        ) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, len(before.rpartition("\n")[2]) + 1
-        raise fault(line, column, f"holds the control character U+{ord(text[error.position]):04X}", "Remove it.") from error
+        raise fault(
+            line,
+            column,
+            f"holds the control character U+{ord(text[error.position]):04X}",
+            "Remove it.",
+        ) from error
     except RecursionError as error:
         raise fault(1, 1, "is nested too deeply", NOT_A_CONFIG) from error
 
@@ -191,7 +237,11 @@ class _Reader:
             return Place(None, None, 1, None, self.origin)
         start, end = node.start_mark, node.end_mark
         excerpt = _shown(self.lines, start.line + 1)
-        width = end.column - start.column if end.line == start.line else len(excerpt.rstrip()) - start.column
+        width = (
+            end.column - start.column
+            if end.line == start.line
+            else len(excerpt.rstrip()) - start.column
+        )
         return Place(start.line + 1, start.column + 1, max(1, width), excerpt)
 
     def fault(self, node: Any, path: KeyPath, message: str, mend: str) -> None:
@@ -201,11 +251,21 @@ class _Reader:
         self.nodes += 1
         if self.nodes > MAX_NODES or id(node) in self.above:
             if self.nodes <= MAX_NODES + 1:
-                self.fault(node, path, "holds itself, or unfolds without end", "Write it out without the alias.")
+                self.fault(
+                    node,
+                    path,
+                    "holds itself, or unfolds without end",
+                    "Write it out without the alias.",
+                )
             return None
         self.source.values[path] = self.place(node)
         if node.tag.removeprefix(TAG) not in ("null", "bool", "int", "float", "str", "seq", "map"):
-            self.fault(node, path, f"the tag {node.tag!r} is not read", "Remove it: keys, text and numbers are all there is.")
+            self.fault(
+                node,
+                path,
+                f"the tag {node.tag!r} is not read",
+                "Remove it: keys, text and numbers are all there is.",
+            )
             return None
         self.above.append(id(node))
         try:
@@ -219,15 +279,28 @@ class _Reader:
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
         data: dict[str | int, Any] = {}
-        # Beneath a section, numbers may stand as keys; which section is such a table the schema says.
+        # Beneath a section, numbers may stand as keys; which section is such a table the schema
+        # says.
         numbered = bool(path) and all(key.tag == TAG + "int" for key, _ in node.value)
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + ("int" if numbered else "str"):
-                self.fault(key, path, f"the key {key.value!r:.40} is not a name", "Keys are words; write text keys in quotes.")
+            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + (
+                "int" if numbered else "str"
+            ):
+                self.fault(
+                    key,
+                    path,
+                    f"the key {key.value!r:.40} is not a name",
+                    "Keys are words; write text keys in quotes.",
+                )
                 continue
             name = self._scalar(key, path)
             if name == "<<":
-                self.fault(key, path, "merge keys (`<<`) are not read", "Write the keys out, or alias each value.")
+                self.fault(
+                    key,
+                    path,
+                    "merge keys (`<<`) are not read",
+                    "Write the keys out, or alias each value.",
+                )
             elif name in data:
                 first = self.source.keys[(*path, name)]
                 where = f"on line {first.line}" if first.line is not None else "before"
@@ -253,9 +326,16 @@ class _Reader:
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
             if kind == "float":
                 number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-                return int(number) if "e" in text.lower() and number.is_integer() else number  # 1e3 is a whole number
+                return (
+                    int(number) if "e" in text.lower() and number.is_integer() else number
+                )  # 1e3 is a whole number
         except (KeyError, ValueError):
-            self.fault(node, path, f"{text!r:.40} is not a value of type {kind}", "Remove the tag, or correct the value.")
+            self.fault(
+                node,
+                path,
+                f"{text!r:.40} is not a value of type {kind}",
+                "Remove the tag, or correct the value.",
+            )
             return None
         return text
 
@@ -267,7 +347,11 @@ def _override(source: Source, override: str) -> None:
     path = tuple(name.strip().split("."))
     whole = Place(None, None, 1, None, origin)
     if not equals or not all(path):
-        source.faults.append(whole.fault((), "is not of the form key.key=value", "For example: --set engine.max_batch_size=4"))
+        source.faults.append(
+            whole.fault(
+                (), "is not of the form key.key=value", "For example: --set engine.max_batch_size=4"
+            )
+        )
         return
     inner: Any = source.data
     for depth, part in enumerate(path[:-1], 1):
@@ -276,7 +360,11 @@ def _override(source: Source, override: str) -> None:
             source.keys[path[:depth]] = source.values[path[:depth]] = whole
         inner = inner[part]
         if not isinstance(inner, dict):
-            source.faults.append(whole.fault(path[:depth], "is a value, not a section with keys", "Set it as a whole."))
+            source.faults.append(
+                whole.fault(
+                    path[:depth], "is a value, not a section with keys", "Set it as a whole."
+                )
+            )
             return
     for places in (source.keys, source.values):
         for known in [known for known in places if known[: len(path)] == path]:

@@ -1,1 +1,3 @@
-"""Engine backends: a quantized checkpoint in, an engine directory out, and back into something that steps."""
+"""Engine backends: a quantized checkpoint in, an engine directory out, and back into something
+that steps.
+"""

@@ -1,4 +1,6 @@
-"""Engine backends by kind. Adding one is a file, a line here, and passing `tests/engines/contract.py` if its engines step."""
+"""Engine backends by kind. Adding one is a file, a line here, and passing
+`tests/engines/contract.py` if its engines step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def backend(kind: str) -> EngineBackend:
 
 
 def loader(kind: str) -> EngineLoader:
-    """What makes a StepEngine of an engine directory of that kind. Raises UsageError where there is no such thing."""
+    """What makes a StepEngine of an engine directory of that kind. Raises UsageError where there
+    is no such thing.
+    """
     if kind in BACKENDS and kind not in STEPPING:
         raise UsageError(
             f"an engine of kind {kind} does not run inside this program",

@@ -1,4 +1,6 @@
-"""The compile stage: a quantized checkpoint in, an engine directory out, by whichever backend the config names."""
+"""The compile stage: a quantized checkpoint in, an engine directory out, by whichever backend
+the config names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ VERSION = 5
 def compile_engine(
     kind: str, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
 ) -> CompiledEngine:
-    """Raises StageError when the backend fails, UsageError for an unknown kind, CheckpointError for what cannot be read."""
+    """Raises StageError when the backend fails, UsageError for an unknown kind, CheckpointError
+    for what cannot be read.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     return backend(kind).compile(checkpoint, spec, out_dir, progress)
 

@@ -1,8 +1,9 @@
-"""The `trt_engine` kind: TensorRT-LLM's engine flow. TRT-LLM checkpoint -> `trtllm-build` -> `rank{N}.engine`.
+"""The `trt_engine` kind: TensorRT-LLM's engine flow. TRT-LLM checkpoint -> `trtllm-build` ->
+`rank{N}.engine`.
 
-The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation when it fails, and to
-believe nothing afterwards: the engine's config, its files and, where TensorRT can be imported, the engine itself are looked at.
-What no GPU has executed is said in the record.
+The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation
+when it fails, and to believe nothing afterwards: the engine's config, its files and, where TensorRT
+can be imported, the engine itself are looked at. What no GPU has executed is said in the record.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from toolkit.engines.trtllm.checks import BuiltEngine, check_engine, read_engine
 from toolkit.engines.trtllm.command import BuildCommand, build_flags, flags_of, misfits
 from toolkit.engines.trtllm.failures import explain_failure
 from toolkit.engines.trtllm.inspect import inspect_engine
-from toolkit.engines.trtllm.installed import flags_of_help, flags_of_parser, table_disagreements, unknown_to_it
+from toolkit.engines.trtllm.installed import (
+    flags_of_help,
+    flags_of_parser,
+    table_disagreements,
+    unknown_to_it,
+)
 from toolkit.engines.trtllm.process import run_build
 from toolkit.engines.trtllm.where import Builder, ContainerBuilder, choose_builder
 from toolkit.errors import CheckpointError, StageError
@@ -44,7 +50,9 @@ COMMAND = "trtllm-build.sh"  # of an engine that was not built
 
 
 def _importable(name: str) -> Any | None:
-    """The module, or None where it is not installed. Raises ImportError where it is, and cannot be imported."""
+    """The module, or None where it is not installed. Raises ImportError where it is, and cannot
+    be imported.
+    """
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
@@ -52,7 +60,9 @@ def _installed_parser() -> argparse.ArgumentParser | None:
     """The argument parser of a TensorRT-LLM in this very environment."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         return None
-    parser: argparse.ArgumentParser = importlib.import_module("tensorrt_llm.commands.build").parse_arguments()
+    parser: argparse.ArgumentParser = importlib.import_module(
+        "tensorrt_llm.commands.build"
+    ).parse_arguments()
     return parser
 
 
@@ -67,25 +77,38 @@ class TrtEngineBackend:
     gpus: Callable[[], list[str]] = gpus
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
-        """Engines depend on version and GPU; where the builder ran makes no difference beyond that."""
-        return {"tensorrt_llm": _asked(spec).version, "gpus": ", ".join(sorted(set(self.gpus()))) or "none"}
+        """Engines depend on version and GPU; where the builder ran makes no difference beyond
+        that.
+        """
+        return {
+            "tensorrt_llm": _asked(spec).version,
+            "gpus": ", ".join(sorted(set(self.gpus()))) or "none",
+        }
 
     def check_builder(self, spec: EngineSpec) -> None:
-        """Whether there is something to build with, asked before hours are spent on what it would be given.
+        """Whether there is something to build with, asked before hours are spent on what it would
+        be given.
 
         Raises BackendUnavailable, UsageError and StageError as `compile` would.
         """
         asked = _asked(spec)
-        choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
+        choose_builder(
+            asked.builder, asked.version, spec.role, which=self.which, environment=self.environment
+        )
 
-    def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
-        """Raises StageError when the build fails or leaves something else than was asked, CheckpointError for what it would be
-        built from, BackendUnavailable where there is no builder, UsageError for a version without one."""
+    def compile(
+        self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
+    ) -> CompiledEngine:
+        """Raises StageError when the build fails or leaves something else than was asked,
+        CheckpointError for what it would be built from, BackendUnavailable where there is no
+        builder, UsageError for a version without one."""
         asked = _asked(spec)
         source = open_form(checkpoint, asked.tp_size, asked.pp_size)
         source, out_dir = replace(source, path=source.path.resolve()), out_dir.resolve()
         _agree(checkpoint, source)
-        builder = choose_builder(asked.builder, asked.version, spec.role, which=self.which, environment=self.environment)
+        builder = choose_builder(
+            asked.builder, asked.version, spec.role, which=self.which, environment=self.environment
+        )
         with tempfile.TemporaryDirectory(prefix="toolkit-build-") as scratch:
             command = self._command(builder, source, spec, asked, out_dir, Path(scratch))
             findings = self._ask_first(builder, command, source, asked, out_dir, progress)
@@ -114,7 +137,9 @@ class TrtEngineBackend:
             vocab_size=built.vocab_size,
             weight_bytes=sum(built.rank_bytes.values()),
             notes=tuple(
-                f"{finding.check}: {finding.detail}" for finding in (*findings, *inspected) if finding.severity == "warning"
+                f"{finding.check}: {finding.detail}"
+                for finding in (*findings, *inspected)
+                if finding.severity == "warning"
             ),
             tensorrt_llm=TensorRtLlmBuild(
                 version=built.version,
@@ -130,14 +155,18 @@ class TrtEngineBackend:
             ),
         )
 
-    def without_building(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path) -> CompiledEngine:
-        """All of `compile` that needs no builder: the form is read, the command is judged and kept in COMMAND, and there is no
-        engine beside it. For rehearsals.
+    def without_building(
+        self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path
+    ) -> CompiledEngine:
+        """All of `compile` that needs no builder: the form is read, the command is judged and kept
+        in COMMAND, and there is no engine beside it. For rehearsals.
         """
         asked = _asked(spec)
         source = open_form(checkpoint, asked.tp_size, asked.pp_size)
         _agree(checkpoint, source)
-        flags = _judged(source, spec, asked, (str(source.path), str(out_dir), str(out_dir / "model.cache")))
+        flags = _judged(
+            source, spec, asked, (str(source.path), str(out_dir), str(out_dir / "model.cache"))
+        )
         command = ("trtllm-build", *flags.arguments)
         (out_dir / COMMAND).write_text(f"{shlex.join(command)}\n", encoding="utf-8")
         copy_side_files(checkpoint.path, out_dir)
@@ -167,12 +196,23 @@ class TrtEngineBackend:
                 max_num_tokens=asked.max_num_tokens,
                 checks=(),
                 executed=(),
-                not_executed=(f"trtllm-build did not run: there is no engine, and {COMMAND} holds what would have made it",),
+                not_executed=(
+                    (
+                        f"trtllm-build did not run: there is no engine, and {COMMAND} holds what"
+                        " would have made it"
+                    ),
+                ),
             ),
         )
 
     def _command(
-        self, builder: Builder, source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, out_dir: Path, scratch: Path
+        self,
+        builder: Builder,
+        source: TrtLlmCheckpoint,
+        spec: EngineSpec,
+        asked: TensorRtLlmSpec,
+        out_dir: Path,
+        scratch: Path,
     ) -> BuildCommand:
         return _judged(source, spec, asked, builder.paths(source.path, out_dir, scratch))
 
@@ -186,7 +226,11 @@ class TrtEngineBackend:
         progress: Progress,
     ) -> list[Finding]:
         """What the builder itself says of our flags, before it is started in earnest."""
-        fetched = " (its image is fetched first, if it is not here)" if isinstance(builder, ContainerBuilder) else ""
+        fetched = (
+            " (its image is fetched first, if it is not here)"
+            if isinstance(builder, ContainerBuilder)
+            else ""
+        )
         progress(0, None, f"asking trtllm-build for its flags{fetched}")
         offered = None
         if not isinstance(builder, ContainerBuilder):
@@ -199,10 +243,17 @@ class TrtEngineBackend:
             line = builder.command(("--help",), source.path, out_dir)
             try:
                 done = subprocess.run(
-                    line, capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False, env=dict(self.environment)
+                    line,
+                    capture_output=True,
+                    text=True,
+                    timeout=HELP_TIMEOUT_S,
+                    check=False,
+                    env=dict(self.environment),
                 )
             except subprocess.TimeoutExpired as error:
-                raise StageError("compile", f"{builder.name}: no answer to --help in {HELP_TIMEOUT_S} s") from error
+                raise StageError(
+                    "compile", f"{builder.name}: no answer to --help in {HELP_TIMEOUT_S} s"
+                ) from error
             if done.returncode != 0:
                 raise _failed(builder, done.returncode, done.stdout + done.stderr, None)
             offered = flags_of_help(done.stdout)
@@ -210,8 +261,12 @@ class TrtEngineBackend:
         if refused:
             raise StageError(
                 "compile",
-                f"the trtllm-build of {builder.name} is not what our facts say of {asked.version}: {'; '.join(refused)}",
-                mend="Take the version that is installed (engine.tensorrt_llm), or engine.builder: container.",
+                f"the trtllm-build of {builder.name} is not what our facts say of {asked.version}:"
+                f" {'; '.join(refused)}",
+                mend=(
+                    "Take the version that is installed (engine.tensorrt_llm), or engine.builder:"
+                    " container."
+                ),
             )
         return table_disagreements(offered, asked.version)
 
@@ -238,22 +293,33 @@ class TrtEngineBackend:
         if outcome.returncode != 0:
             raise _failed(builder, outcome.returncode, outcome.log, _kept(out_dir / LOG, spec.role))
 
-    def _inspect(self, builder: Builder, built: BuiltEngine, progress: Progress) -> tuple[list[Finding], LayerCounts | None]:
-        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors are the first stage's.
+    def _inspect(
+        self, builder: Builder, built: BuiltEngine, progress: Progress
+    ) -> tuple[list[Finding], LayerCounts | None]:
+        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors
+        are the first stage's.
 
-        A TensorRT that did not build it may be of another version or lack the kernels; then nothing is known of the engine.
+        A TensorRT that did not build it may be of another version or lack the kernels; then nothing
+        is known of the engine.
         """
         try:
             trt = self.tensorrt()
         except Exception as error:
-            return [Finding("deserialization", "warning", f"tensorrt cannot be imported: {error}")], None
+            return [
+                Finding("deserialization", "warning", f"tensorrt cannot be imported: {error}")
+            ], None
         if trt is None or not self.gpus():
             return [], None
         progress(0, None, "opening the engine with TensorRT")
         _load_plugins()
-        found, layers = inspect_engine(built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1)
+        found, layers = inspect_engine(
+            built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1
+        )
         if layers is None and isinstance(builder, ContainerBuilder):
-            detail = f"not opened: TensorRT {trt.__version__} here cannot read what the container's built"
+            detail = (
+                f"not opened: TensorRT {trt.__version__} here cannot read what the container's"
+                " built"
+            )
             return [Finding("deserialization", "warning", detail)], None
         return found, layers
 
@@ -265,11 +331,16 @@ class TrtEngineBackend:
         if here:
             executed.append(f"trtllm-build {built.version} chose its kernels on {here[0]}")
         else:
-            missing.append("trtllm-build ran on a machine without an NVIDIA GPU: no kernel was timed or tried")
+            missing.append(
+                "trtllm-build ran on a machine without an NVIDIA GPU: no kernel was timed or tried"
+            )
         if layers is not None:
             executed.append("rank 0 was deserialized by TensorRT")
         else:
-            missing.append("the engine was not opened: no fitting tensorrt module, or no GPU, in this environment")
+            missing.append(
+                "the engine was not opened: no fitting tensorrt module, or no GPU, in this"
+                " environment"
+            )
         missing.append("no token was generated with it; validation does that")
         return tuple(executed), tuple(missing)
 
@@ -279,8 +350,12 @@ def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
     return spec.tensorrt_llm
 
 
-def _judged(source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, paths: tuple[str, str, str]) -> BuildCommand:
-    """The command for these paths (checkpoint, engine, timing cache), held against our table of the version's flags."""
+def _judged(
+    source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, paths: tuple[str, str, str]
+) -> BuildCommand:
+    """The command for these paths (checkpoint, engine, timing cache), held against our table of
+    the version's flags.
+    """
     checkpoint_dir, output_dir, timing_cache = paths
     command = build_flags(
         spec,
@@ -309,7 +384,9 @@ def _agree(checkpoint: QuantizedCheckpoint, source: TrtLlmCheckpoint) -> None:
 
 
 def _refuse(findings: list[Finding], out_dir: Path) -> None:
-    errors = [f"{finding.check}: {finding.detail}" for finding in findings if finding.severity == "error"]
+    errors = [
+        f"{finding.check}: {finding.detail}" for finding in findings if finding.severity == "error"
+    ]
     if errors:
         raise StageError(
             "compile",
@@ -323,7 +400,9 @@ def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> S
     where = "" if kept is None else f"\n  The whole log: {kept}"
     if failure is not None:
         said = f"{failure.what}\n  it said: {line}" if line else failure.what
-        return StageError("compile", f"{builder.name} failed: {said}", mend=f"{failure.mend}{where}")
+        return StageError(
+            "compile", f"{builder.name} failed: {said}", mend=f"{failure.mend}{where}"
+        )
     tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL:])
     return StageError(
         "compile",

@@ -1,8 +1,10 @@
-"""The `trtllm_pytorch` kind: TensorRT-LLM's PyTorch flow. Nothing is built: a checkpoint, and the arguments it is loaded with.
+"""The `trtllm_pytorch` kind: TensorRT-LLM's PyTorch flow. Nothing is built: a checkpoint, and the
+arguments it is loaded with.
 
-The target's directory holds the checkpoint in Hugging Face form and `llm_args.json`; the draft's is a checkpoint alone, named
-by the target's arguments. The arguments are judged by our tables, by TensorRT-LLM's own classes where they are installed, and
-by loading the model once where there is a GPU as well.
+The target's directory holds the checkpoint in Hugging Face form and `llm_args.json`; the draft's is
+a checkpoint alone, named by the target's arguments. The arguments are judged by our tables, by
+TensorRT-LLM's own classes where they are installed, and by loading the model once where there is a
+GPU as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from toolkit.checkpoints.shape import read_json
 from toolkit.engines.trtllm import load_once
 from toolkit.engines.trtllm.failures import explain_failure
 from toolkit.engines.trtllm.llm_args import faults, llm_args, resolved, write_llm_args
-from toolkit.engines.trtllm.llm_classes import field_disagreements, installed_class, installed_version, refusal
+from toolkit.engines.trtllm.llm_classes import (
+    field_disagreements,
+    installed_class,
+    installed_version,
+    refusal,
+)
 from toolkit.engines.trtllm.where import same_version
 from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, TensorRtLlmSpec
@@ -36,25 +43,41 @@ LOAD_TIMEOUT_S = 3600
 
 
 def load_in_a_process(args: Mapping[str, Any]) -> str:
-    """Load once and generate a token; the name of the GPU that did it. Raises StageError with what it said."""
+    """Load once and generate a token; the name of the GPU that did it. Raises StageError with
+    what it said.
+    """
     with tempfile.TemporaryDirectory(prefix="toolkit-load-") as scratch:
         file = Path(scratch) / "llm_args.json"
         file.write_text(json.dumps(args), encoding="utf-8")
         try:
             done = subprocess.run(
-                [sys.executable, str(LOADER), str(file)], capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False
+                [sys.executable, str(LOADER), str(file)],
+                capture_output=True,
+                text=True,
+                timeout=LOAD_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise StageError("compile", f"TensorRT-LLM did not load the model in {LOAD_TIMEOUT_S} s") from error
+            raise StageError(
+                "compile", f"TensorRT-LLM did not load the model in {LOAD_TIMEOUT_S} s"
+            ) from error
     log = done.stdout + done.stderr
     if done.returncode != 0:
         failure, line = explain_failure(done.returncode, log)
         tail = "\n".join(f"    {text}" for text in log.splitlines()[-15:])
-        what = "TensorRT-LLM did not load the model" + (f": {failure.what} ({line})" if failure else "")
-        raise StageError("compile", what, mend=failure.mend if failure else f"The end of its output:\n{tail}")
+        what = "TensorRT-LLM did not load the model" + (
+            f": {failure.what} ({line})" if failure else ""
+        )
+        raise StageError(
+            "compile", what, mend=failure.mend if failure else f"The end of its output:\n{tail}"
+        )
     said = json.loads(done.stdout.splitlines()[-1])
     if said["tokens"] != 1:
-        raise StageError("compile", f"TensorRT-LLM loaded the model and generated {said['tokens']} tokens where one was asked")
+        raise StageError(
+            "compile",
+            f"TensorRT-LLM loaded the model and generated {said['tokens']} tokens where one was"
+            " asked",
+        )
     return str(said["gpu"])
 
 
@@ -68,12 +91,20 @@ class TrtllmPytorchBackend:
     gpus: Callable[[], list[str]] = gpus
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
-        """Nothing is compiled, so only the spelling depends on the version; what judges it beside our tables is in here too."""
-        return {"tensorrt_llm": _asked(spec).version, "installed": self.installed_version() or "none"}
+        """Nothing is compiled, so only the spelling depends on the version; what judges it
+        beside our tables is in here too.
+        """
+        return {
+            "tensorrt_llm": _asked(spec).version,
+            "installed": self.installed_version() or "none",
+        }
 
-    def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
-        """Raises CheckpointError for a checkpoint of another form, UsageError for what the version has no word for, StageError
-        where TensorRT-LLM itself refuses the arguments or does not load them."""
+    def compile(
+        self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
+    ) -> CompiledEngine:
+        """Raises CheckpointError for a checkpoint of another form, UsageError for what the version
+        has no word for, StageError where TensorRT-LLM itself refuses the arguments or does not load
+        them."""
         asked = _asked(spec)
         _check_form(checkpoint.path)
         progress(0, None, f"{spec.role}: placing the checkpoint")
@@ -106,7 +137,11 @@ class TrtllmPytorchBackend:
             max_draft_len=spec.max_draft_len,
             vocab_size=checkpoint.vocab_size,
             weight_bytes=sum(file.stat().st_size for file in out_dir.glob("*.safetensors")),
-            notes=tuple(f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "warning"),
+            notes=tuple(
+                f"{finding.check}: {finding.detail}"
+                for finding in checks
+                if finding.severity == "warning"
+            ),
             tensorrt_llm=TensorRtLlmBuild(
                 version=asked.version,
                 builder="none",
@@ -130,12 +165,18 @@ class TrtllmPytorchBackend:
         if here is None:
             return [], (), (f"TensorRT-LLM is not installed here: {unasked}", never)
         if not same_version(here, asked.version):
-            finding = Finding("version", "warning", f"TensorRT-LLM {here} is installed here, the engine is for {asked.version}")
+            finding = Finding(
+                "version",
+                "warning",
+                f"TensorRT-LLM {here} is installed here, the engine is for {asked.version}",
+            )
             return [finding], (), (f"the installed version is another: {unasked}", never)
         try:
             args_class = self.installed_class()
         except Exception as error:
-            finding = Finding("TensorRT-LLM", "warning", f"{here} is installed and cannot be imported: {error}")
+            finding = Finding(
+                "TensorRT-LLM", "warning", f"{here} is installed and cannot be imported: {error}"
+            )
             return [finding], (), (f"it cannot be imported: {unasked}", never)
         if args_class is None:
             return [], (), (f"TensorRT-LLM cannot be imported here: {unasked}", never)
@@ -144,17 +185,32 @@ class TrtllmPytorchBackend:
         if said is not None:
             raise StageError(
                 "compile",
-                f"TensorRT-LLM {here} refuses arguments that our tables of {asked.version} allow: {said}",
-                mend="report it, please: our tables are wrong there. An `engine` setting that is named can be removed",
+                f"TensorRT-LLM {here} refuses arguments that our tables of {asked.version} allow:"
+                f" {said}",
+                mend=(
+                    "report it, please: our tables are wrong there. An `engine` setting that is"
+                    " named can be removed"
+                ),
             )
-        checks = [Finding("arguments", "ok", f"taken by TensorRT-LLM {here}"), *field_disagreements(args_class, asked.version)]
+        checks = [
+            Finding("arguments", "ok", f"taken by TensorRT-LLM {here}"),
+            *field_disagreements(args_class, asked.version),
+        ]
         if len(self.gpus()) < asked.world_size:
-            return checks, (), (f"{never}: it takes {asked.world_size} GPUs, and {len(self.gpus())} are here",)
+            return (
+                checks,
+                (),
+                (f"{never}: it takes {asked.world_size} GPUs, and {len(self.gpus())} are here",),
+            )
         if asked.speculation == "draft_target" and asked.draft_dir is None:
             return checks, (), (f"{never}: the draft's place was not given",)
         progress(0, None, "loading the model once")
         gpu = self.load_once(args)
-        return checks, (f"TensorRT-LLM {here} loaded the model and generated one token on {gpu}",), ()
+        return (
+            checks,
+            (f"TensorRT-LLM {here} loaded the model and generated one token on {gpu}",),
+            (),
+        )
 
 
 def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
@@ -166,7 +222,9 @@ def _check_form(path: Path) -> None:
     config = read_json(path / "config.json")
     if "architectures" not in config:
         mend = "Quantize again for engine.kind: trtllm_pytorch."
-        raise CheckpointError("not a checkpoint in Hugging Face form", where=path / "config.json", mend=mend)
+        raise CheckpointError(
+            "not a checkpoint in Hugging Face form", where=path / "config.json", mend=mend
+        )
 
 
 def _dtype(path: Path) -> str:

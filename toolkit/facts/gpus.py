@@ -1,7 +1,8 @@
 """GPUs: memory, bandwidth and dense tensor-core rates, as their vendor states them.
 
-Sheets advertise rates with 2:4 sparsity; the ones here are without. `memory_mib` is what the driver leaves to a program, a bit
-less than advertised. FP8 and INT8 rates are None where there is no such unit.
+Sheets advertise rates with 2:4 sparsity; the ones here are without. `memory_mib` is what the driver
+leaves to a program, a bit less than advertised. FP8 and INT8 rates are None where there is no such
+unit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ __all__ = ["DRIVER_NAMES", "GPUS", "PUBLISHED", "Gpu", "Published"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """sm: compute capability times ten. bandwidth in GB/s, rates in dense TFLOP/s (TOP/s), all decimal."""
+    """sm: compute capability times ten. bandwidth in GB/s, rates in dense TFLOP/s (TOP/s), all
+    decimal.
+    """
 
     name: str
     sm: int
@@ -44,13 +47,49 @@ GPUS = {
         Gpu("A10", 86, 23028, 600.0, 125.0, None, 250.0, _sheet("A10 datasheet")),
         Gpu("L4", 89, 23034, 300.0, 121.0, 242.5, 242.5, _sheet("L4 datasheet")),
         Gpu("L40S", 89, 46068, 864.0, 362.0, 733.0, 733.0, _sheet("L40S datasheet")),
-        Gpu("RTX4090", 89, 24564, 1008.0, 165.2, 330.3, 660.6, _sheet("Ada architecture whitepaper (FP32 accumulation)")),
-        Gpu("RTX5090", 120, 32607, 1792.0, 209.5, 419.0, 838.0, _sheet("RTX Blackwell whitepaper (FP32 accumulation)")),
+        Gpu(
+            "RTX4090",
+            89,
+            24564,
+            1008.0,
+            165.2,
+            330.3,
+            660.6,
+            _sheet("Ada architecture whitepaper (FP32 accumulation)"),
+        ),
+        Gpu(
+            "RTX5090",
+            120,
+            32607,
+            1792.0,
+            209.5,
+            419.0,
+            838.0,
+            _sheet("RTX Blackwell whitepaper (FP32 accumulation)"),
+        ),
         Gpu("H100", 90, 81559, 3350.0, 989.4, 1978.9, 1978.9, _sheet("H100 datasheet (SXM)")),
         Gpu("H100-NVL", 90, 95830, 3900.0, 835.5, 1670.5, 1670.5, _sheet("H100 datasheet (NVL)")),
         Gpu("H200", 90, 143771, 4800.0, 989.4, 1978.9, 1978.9, _sheet("H200 datasheet (SXM)")),
-        Gpu("GH200", 90, 97871, 4000.0, 989.4, 1978.9, 1978.9, _sheet("GH200 datasheet (96 GB HBM3)")),
-        Gpu("B200", 100, 183359, 7700.0, 2250.0, 4500.0, 4500.0, _sheet("Blackwell architecture brief, table 3 (HGX)")),
+        Gpu(
+            "GH200",
+            90,
+            97871,
+            4000.0,
+            989.4,
+            1978.9,
+            1978.9,
+            _sheet("GH200 datasheet (96 GB HBM3)"),
+        ),
+        Gpu(
+            "B200",
+            100,
+            183359,
+            7700.0,
+            2250.0,
+            4500.0,
+            4500.0,
+            _sheet("Blackwell architecture brief, table 3 (HGX)"),
+        ),
         Gpu("B300", 103, 275040, 8000.0, 2250.0, 4500.0, 150.0, _sheet("HGX B300 datasheet", "C")),
     )
 }
@@ -69,7 +108,10 @@ class Published:
 
     @property
     def detail(self) -> str:
-        what = f"{self.tokens_per_s:.0f} tokens/s for {self.model} in {self.quant_algo} on one {self.gpu}"
+        what = (
+            f"{self.tokens_per_s:.0f} tokens/s for {self.model} in {self.quant_algo} on one"
+            f" {self.gpu}"
+        )
         return f"NVIDIA's {what} are {self.share:.0%} of it"
 
 
@@ -79,7 +121,11 @@ PUBLISHED = Published(
     "H200",
     51.14,
     0.75,
-    Source("NVIDIA developer blog, Boost Llama 3.3 70B Inference Throughput 3x with TensorRT-LLM Speculative Decoding", "A"),
+    Source(
+        "NVIDIA developer blog, Boost Llama 3.3 70B Inference Throughput 3x with TensorRT-LLM"
+        " Speculative Decoding",
+        "A",
+    ),
 )
 
 # Words of the driver's name -> row; the first that matches, so the narrower stand first.

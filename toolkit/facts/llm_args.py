@@ -1,11 +1,13 @@
-"""The arguments of TensorRT-LLM's `LLM()` in the PyTorch flow, which are also the keys of its YAML files. Data only.
+"""The arguments of TensorRT-LLM's `LLM()` in the PyTorch flow, which are also the keys of its YAML
+files. Data only.
 
-Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/llmapi/llm_args.py` (excerpts of 1.2.1; full revisions of late 2025, 1.2.0rc, and
-early 2026, 1.3.0rc), `docs/source/features/speculative-decoding.md`; a schema dump of 0.21.0 (henrycgbaker/llenergymeasure
-`discovered_schemas/tensorrt.json`). Unknown keys are refused there (`extra="forbid"`).
+Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/llmapi/llm_args.py` (excerpts of 1.2.1; full revisions of
+late 2025, 1.2.0rc, and early 2026, 1.3.0rc), `docs/source/features/speculative-decoding.md`; a
+schema dump of 0.21.0 (henrycgbaker/llenergymeasure `discovered_schemas/tensorrt.json`). Unknown
+keys are refused there (`extra="forbid"`).
 
-Confidence: A read in 1.2.1 itself; B the same just before and after; C seen in one neighbouring revision; I inferred. Versions
-other than 1.2.x are C at best, field by field.
+Confidence: A read in 1.2.1 itself; B the same just before and after; C seen in one neighbouring
+revision; I inferred. Versions other than 1.2.x are C at best, field by field.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ REQUIRED = "(required)"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """type: bool | int | float | str | path | enum | object | list[...] | dict[int,int] | a class of NESTED; `|null`: or none.
+    """type: bool | int | float | str | path | enum | object | list[...] | dict[int,int] | a class
+    of NESTED; `|null`: or none.
 
     default None: none, or the nested class with its own defaults. bounds: both ends allowed.
     """
@@ -61,13 +64,25 @@ LLM_ARGS = (
     Field("enable_lm_head_tp_in_adp", "bool", False, confidence="A"),
     Field("pp_partition", "list[int]|null", None, confidence="A"),
     Field("cp_config", "object|null", None, confidence="A"),
-    Field("load_format", "enum", "auto", choices=("auto", "dummy", "AUTO", "DUMMY", "VISION_ONLY"), confidence="A"),
+    Field(
+        "load_format",
+        "enum",
+        "auto",
+        choices=("auto", "dummy", "AUTO", "DUMMY", "VISION_ONLY"),
+        confidence="A",
+    ),
     Field("fail_fast_on_attention_window_too_large", "bool", False, confidence="A"),
     Field("enable_lora", "bool", False, confidence="A"),
     Field("lora_config", "LoraConfig|null", None, confidence="A"),
     Field("kv_cache_config", "KvCacheConfig", None, confidence="A"),
     Field("enable_chunked_prefill", "bool", False, confidence="A"),
-    Field("guided_decoding_backend", "enum|null", None, choices=("xgrammar", "llguidance"), confidence="A"),
+    Field(
+        "guided_decoding_backend",
+        "enum|null",
+        None,
+        choices=("xgrammar", "llguidance"),
+        confidence="A",
+    ),
     Field("batched_logits_processor", "object|null", None, confidence="A"),
     Field("iter_stats_max_iterations", "int|null", None, confidence="A"),
     Field("request_stats_max_iterations", "int|null", None, confidence="A"),
@@ -95,7 +110,9 @@ LLM_ARGS = (
     Field("attention_dp_config", "AttentionDpConfig|null", None),
     Field("disable_overlap_scheduler", "bool", False),
     Field("moe_config", "MoeConfig", None),
-    Field("attn_backend", "str", "TRTLLM", choices=("TRTLLM", "FLASHINFER", "VANILLA"), confidence="C"),
+    Field(
+        "attn_backend", "str", "TRTLLM", choices=("TRTLLM", "FLASHINFER", "VANILLA"), confidence="C"
+    ),
     Field("sampler_type", "enum", "auto", choices=("TRTLLMSampler", "TorchSampler", "auto")),
     Field("enable_iter_perf_stats", "bool", False),
     Field("enable_iter_req_stats", "bool", False),
@@ -113,7 +130,17 @@ LLM_ARGS = (
         "allreduce_strategy",
         "enum",
         "AUTO",
-        choices=("AUTO", "NCCL", "UB", "MINLATENCY", "ONESHOT", "TWOSHOT", "LOWPRECISION", "MNNVL", "NCCL_SYMMETRIC"),
+        choices=(
+            "AUTO",
+            "NCCL",
+            "UB",
+            "MINLATENCY",
+            "ONESHOT",
+            "TWOSHOT",
+            "LOWPRECISION",
+            "MNNVL",
+            "NCCL_SYMMETRIC",
+        ),
     ),
     Field("checkpoint_loader", "object|null", None),
     Field("checkpoint_format", "str|null", None),
@@ -146,7 +173,13 @@ NESTED = {
         Field("use_uvm", "bool", False),
         Field("max_gpu_total_bytes", "int", 0),
         Field("dtype", "str", "auto", versions=SINCE_1_0, confidence="C"),
-        Field("mamba_ssm_cache_dtype", "enum", "auto", choices=("auto", "float16", "bfloat16", "float32"), confidence="C"),
+        Field(
+            "mamba_ssm_cache_dtype",
+            "enum",
+            "auto",
+            choices=("auto", "float16", "bfloat16", "float32"),
+            confidence="C",
+        ),
         Field("tokens_per_block", "int", 32, versions=SINCE_1_2, confidence="C"),
         Field("use_kv_cache_manager_v2", "bool", False, confidence="C"),
         Field("max_util_for_resume", "float", 0.95, confidence="C"),
@@ -158,7 +191,12 @@ NESTED = {
             "GUARANTEED_NO_EVICT",
             choices=("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH"),
         ),
-        Field("context_chunking_policy", "enum|null", None, choices=("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")),
+        Field(
+            "context_chunking_policy",
+            "enum|null",
+            None,
+            choices=("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
+        ),
         Field("dynamic_batch_config", "object|null", None),
         Field("waiting_queue_policy", "enum", "fcfs", confidence="C"),
     ),
@@ -182,7 +220,9 @@ COMMON = (
     Field("max_draft_len", "int|null", None, confidence="A"),
     Field("max_total_draft_tokens", "int|null", None, confidence="A"),
     Field("speculative_model", "str|path|null", None, versions=SINCE_1_2, confidence="A"),
-    Field("speculative_model_dir", "str|path|null", None, confidence="A"),  # 1.2 and later still read it
+    Field(
+        "speculative_model_dir", "str|path|null", None, confidence="A"
+    ),  # 1.2 and later still read it
     Field("max_concurrency", "int|null", None, confidence="A"),
     Field("draft_len_schedule", "dict[int,int]|null", None, versions=SINCE_1_2, confidence="A"),
     Field("load_format", "str|null", None, confidence="A"),
@@ -193,7 +233,8 @@ COMMON = (
     Field("allow_advanced_sampling", "bool", False, confidence="C"),
 )
 
-# decoding_type -> fields of its class. The spelling of draft-target moved: `facts.versions` has it by version.
+# decoding_type -> fields of its class. The spelling of draft-target moved: `facts.versions` has it
+# by version.
 SPECULATIVE = {
     "DraftTarget": COMMON,
     "Draft_Target": COMMON,
@@ -215,7 +256,13 @@ SPECULATIVE = {
         Field("max_non_leaves_per_layer", "int|null", None, confidence="A"),
         Field("eagle3_one_model", "bool|null", True, confidence="A"),
         Field("eagle3_layers_to_capture", "set[int]|null", None, confidence="A"),
-        Field("eagle3_model_arch", "enum", "llama3", choices=("llama3", "mistral_large3"), confidence="A"),
+        Field(
+            "eagle3_model_arch",
+            "enum",
+            "llama3",
+            choices=("llama3", "mistral_large3"),
+            confidence="A",
+        ),
     ),
     "MTP": (
         *COMMON,

@@ -1,4 +1,5 @@
-"""What the config.json of public models says, so that a plan can be made before anything is downloaded.
+"""What the config.json of public models says, so that a plan can be made before anything is
+downloaded.
 
 Only the keys that a plan needs, in Hugging Face's own spelling. A folder is read instead, always.
 """
@@ -12,7 +13,9 @@ from toolkit.facts.source import Source
 __all__ = ["CONFIGS", "SOURCES"]
 
 
-def _model(architecture: str, vocab_size: int, sizes: tuple[int, ...], length: int, **rest: Any) -> dict[str, Any]:
+def _model(
+    architecture: str, vocab_size: int, sizes: tuple[int, ...], length: int, **rest: Any
+) -> dict[str, Any]:
     """sizes: hidden, layers, heads, KV heads, head_dim, inner size of the MLP."""
     hidden, layers, heads, kv_heads, head_dim, inner = sizes
     return {
@@ -38,7 +41,12 @@ def _llama3(*sizes: int, factor: float, tied: bool = False) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    rest = {"rope_theta": 500000.0, "rope_scaling": scaling, "tie_word_embeddings": tied, "rms_norm_eps": 1e-5}
+    rest = {
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-5,
+    }
     return _model("LlamaForCausalLM", 128256, sizes, 131072, **rest)
 
 
@@ -53,7 +61,12 @@ def _qwen3(*sizes: int, tied: bool) -> dict[str, Any]:
 
 
 def _mistral(*sizes: int) -> dict[str, Any]:
-    rest = {"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": None, "rms_norm_eps": 1e-5}
+    rest = {
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    }
     return _model("MistralForCausalLM", 32768, sizes, 32768, **rest)
 
 
@@ -77,7 +90,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistralai/Mistral-7B-Instruct-v0.3": _mistral(4096, 32, 32, 8, 128, 14336),
 }
 SOURCES = {
-    "meta-llama": Source("config.json of the model on huggingface.co; 405B as corrected to 8 KV heads", "B"),
+    "meta-llama": Source(
+        "config.json of the model on huggingface.co; 405B as corrected to 8 KV heads", "B"
+    ),
     "Qwen": Source("config.json of the model on huggingface.co", "B"),
-    "mistralai": Source("config.json of the model on huggingface.co, as first published (32768 positions)", "B"),
+    "mistralai": Source(
+        "config.json of the model on huggingface.co, as first published (32768 positions)", "B"
+    ),
 }

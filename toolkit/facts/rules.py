@@ -1,7 +1,7 @@
 """Every rule that a plan is judged by: what upstream does, and where that is known from.
 
-`toolkit.plan.rules` holds the code of each rule under the same id. All are upstream behaviour, but for those that begin with
-`toolkit-`: they are this project's own limits.
+`toolkit.plan.rules` holds the code of each rule under the same id. All are upstream behaviour, but
+for those that begin with `toolkit-`: they are this project's own limits.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from toolkit.facts.source import Source
 
 __all__ = ["RULES"]
 
-BUILDER = "TRT tensorrt_llm/commands/build.py, tensorrt_llm/builder.py, tensorrt_llm/plugin/plugin.py"
+BUILDER = (
+    "TRT tensorrt_llm/commands/build.py, tensorrt_llm/builder.py, tensorrt_llm/plugin/plugin.py"
+)
 LLM_ARGS = "TRT tensorrt_llm/llmapi/llm_args.py"
-SPECULATION = "TRT docs/source/features/speculative-decoding.md, docs/source/features/feature-combination-matrix.md"
+SPECULATION = (
+    "TRT docs/source/features/speculative-decoding.md,"
+    " docs/source/features/feature-combination-matrix.md"
+)
 OWN = Source("this toolkit", "A")
 
 # id -> (what upstream does, source)
@@ -23,44 +28,91 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(BUILDER, "B"),
     ),
     "blackwell-no-int8": (
-        "trtllm-build raises RuntimeError on SM 100 to 119 for INT8 weights, SmoothQuant and INT8 KV",
+        (
+            "trtllm-build raises RuntimeError on SM 100 to 119 for INT8 weights, SmoothQuant and"
+            " INT8 KV"
+        ),
         Source(BUILDER, "B"),
     ),
-    "int8-on-sm120": ("INT8 on SM 120 was seen working in one public project and is documented nowhere", Source(BUILDER, "I")),
+    "int8-on-sm120": (
+        "INT8 on SM 120 was seen working in one public project and is documented nowhere",
+        Source(BUILDER, "I"),
+    ),
     # trtllm-build: silent adjustments
-    "spec-extends-seq-len": ("the engine records max_seq_len + max_draft_len", Source(BUILDER, "B")),
-    "spec-raises-num-tokens": ("max_num_tokens becomes at least max_batch_size * (max_draft_len + 1)", Source(BUILDER, "B")),
-    "fp8-kv-needs-fp8-weights-for-paged-fmha": (
-        "paged context FMHA is switched off for an FP8 KV cache under other weights, and with it KV block reuse",
+    "spec-extends-seq-len": (
+        "the engine records max_seq_len + max_draft_len",
         Source(BUILDER, "B"),
     ),
-    "int8-kv-disables-paged-fmha": ("an INT8 KV cache switches paged context FMHA off", Source(BUILDER, "B")),
-    "fp8-fmha-needs-sm89": ("below SM 89 FP8 FMHA is off, and with an FP8 KV cache paged FMHA too", Source(BUILDER, "B")),
-    "fp8-fmha-needs-fp8-kv": ("FP8 weights without an FP8 KV cache switch FP8 FMHA off", Source(BUILDER, "B")),
-    "fp8-kv-forces-fp8-fmha": ("FP8 weights with an FP8 KV cache switch FP8 FMHA on", Source(BUILDER, "B")),
-    "fused-mlp-scope": ("use_fused_mlp is switched off for algorithms other than FP8", Source(BUILDER, "B")),
+    "spec-raises-num-tokens": (
+        "max_num_tokens becomes at least max_batch_size * (max_draft_len + 1)",
+        Source(BUILDER, "B"),
+    ),
+    "fp8-kv-needs-fp8-weights-for-paged-fmha": (
+        (
+            "paged context FMHA is switched off for an FP8 KV cache under other weights, and with"
+            " it KV block reuse"
+        ),
+        Source(BUILDER, "B"),
+    ),
+    "int8-kv-disables-paged-fmha": (
+        "an INT8 KV cache switches paged context FMHA off",
+        Source(BUILDER, "B"),
+    ),
+    "fp8-fmha-needs-sm89": (
+        "below SM 89 FP8 FMHA is off, and with an FP8 KV cache paged FMHA too",
+        Source(BUILDER, "B"),
+    ),
+    "fp8-fmha-needs-fp8-kv": (
+        "FP8 weights without an FP8 KV cache switch FP8 FMHA off",
+        Source(BUILDER, "B"),
+    ),
+    "fp8-kv-forces-fp8-fmha": (
+        "FP8 weights with an FP8 KV cache switch FP8 FMHA on",
+        Source(BUILDER, "B"),
+    ),
+    "fused-mlp-scope": (
+        "use_fused_mlp is switched off for algorithms other than FP8",
+        Source(BUILDER, "B"),
+    ),
     "nccl-single-rank": ("the NCCL plugin is dropped for a single rank", Source(BUILDER, "B")),
     # both flows
     "engine-flow-removed": (
         "1.3 has no trtllm-build, and LLM(backend='tensorrt') raises ValueError",
         Source("TRT docs/source/legacy/tensorrt-backend-removal.md", "A"),
     ),
-    "fp8-needs-sm89": ("FP8 linears need SM 89", Source("TRT docs/source/legacy/reference/precision.md", "B")),
+    "fp8-needs-sm89": (
+        "FP8 linears need SM 89",
+        Source("TRT docs/source/legacy/reference/precision.md", "B"),
+    ),
     "kv-fp8-needs-sm89": (
         "the engine flow has no FP8 KV cache below SM 89",
         Source("TRT docs/source/legacy/reference/precision.md", "B"),
     ),
     "heads-divide-tp": (
         "attention heads are split evenly over the ranks; KV heads are split or repeated evenly",
-        Source("TRT tensorrt_llm/layers/attention.py, tensorrt_llm/_torch/modules/attention.py", "C"),
+        Source(
+            "TRT tensorrt_llm/layers/attention.py, tensorrt_llm/_torch/modules/attention.py", "C"
+        ),
     ),
-    "mlp-divides-tp": ("the MLP's inner size is split evenly over the ranks", Source("TRT tensorrt_llm/layers/mlp.py", "C")),
-    "layers-for-pp": ("each pipeline rank holds at least one layer", Source("TRT tensorrt_llm/mapping.py", "C")),
+    "mlp-divides-tp": (
+        "the MLP's inner size is split evenly over the ranks",
+        Source("TRT tensorrt_llm/layers/mlp.py", "C"),
+    ),
+    "layers-for-pp": (
+        "each pipeline rank holds at least one layer",
+        Source("TRT tensorrt_llm/mapping.py", "C"),
+    ),
     "no-pp-with-draft-target": (
-        "draft-target is documented with tensor parallelism only; the two-model engine refuses pipeline parallelism",
+        (
+            "draft-target is documented with tensor parallelism only; the two-model engine refuses"
+            " pipeline parallelism"
+        ),
         Source(f"{SPECULATION}, examples/draft_target_model/README.md", "B"),
     ),
-    "length-within-model": ("positions beyond the model's own are not trained and not encoded", Source(BUILDER, "B")),
+    "length-within-model": (
+        "positions beyond the model's own are not trained and not encoded",
+        Source(BUILDER, "B"),
+    ),
     "draft-seq-len": (
         "the draft has to reach as far as the target's longest prompt plus output",
         Source("TB issues 473, 2709; checks derived from trtllm-build's rules", "I"),
@@ -88,24 +140,38 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "w8a16-not-established": (
         "W8A16 linears exist, and no supported hardware lists them",
-        Source("TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md", "I"),
+        Source(
+            "TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md", "I"
+        ),
     ),
     "unified-hf-min-version": (
         "checkpoints of the current ModelOpt are documented for TensorRT-LLM 1.2.0 and later",
         Source("MO docs/source/deployment/3_unified_hf.rst", "A"),
     ),
-    "draft-target-min-version": ("the PyTorch flow has draft-target from 1.0 on", Source(LLM_ARGS, "B")),
+    "draft-target-min-version": (
+        "the PyTorch flow has draft-target from 1.0 on",
+        Source(LLM_ARGS, "B"),
+    ),
     "draft-target-two-model-overlap": (
         "the overlap scheduler is switched off for two-model draft-target",
         Source(LLM_ARGS, "B"),
     ),
-    "attention-backend": ("FLASHINFER turns KV block reuse off; TRTLLM is the tested one", Source(LLM_ARGS, "B")),
+    "attention-backend": (
+        "FLASHINFER turns KV block reuse off; TRTLLM is the tested one",
+        Source(LLM_ARGS, "B"),
+    ),
     "acceptance-rule": (
-        "two-model draft-target drafts greedily and accepts a token when the target's own sample equals it",
+        (
+            "two-model draft-target drafts greedily and accepts a token when the target's own"
+            " sample equals it"
+        ),
         Source(SPECULATION, "B"),
     ),
     "draft-len-schedule": (
-        "draft_len_schedule exists from 1.2 on; its keys are least batch sizes in 1.2 and greatest ones in 1.3",
+        (
+            "draft_len_schedule exists from 1.2 on; its keys are least batch sizes in 1.2 and"
+            " greatest ones in 1.3"
+        ),
         Source(LLM_ARGS, "A"),
     ),
     # engine flow
@@ -114,9 +180,15 @@ RULES: dict[str, tuple[str, Source]] = {
         "external drafts need paged KV with block reuse",
         Source("TRT examples/draft_target_model/README.md", "B"),
     ),
-    "qwen3-min-version": ("the engine flow has Qwen3 from 1.0 on", Source("TRT docs/source/release-notes.md", "A")),
+    "qwen3-min-version": (
+        "the engine flow has Qwen3 from 1.0 on",
+        Source("TRT docs/source/release-notes.md", "A"),
+    ),
     "smoothquant-families": (
-        "ModelOpt lists SmoothQuant for Llama 2, Mistral, Qwen 1 to 2.5 and Phi, and lists Llama 3 as not supported",
+        (
+            "ModelOpt lists SmoothQuant for Llama 2, Mistral, Qwen 1 to 2.5 and Phi, and lists"
+            " Llama 3 as not supported"
+        ),
         Source("MO examples/hf_ptq/README.md", "A"),
     ),
     "no-int8-kv-preset": (
@@ -125,30 +197,69 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     # layouts, hardware
     "layout-of-flow": (
-        "the llmapi layout serves LLM(), the BLS layout serves two engines; neither serves the other",
+        (
+            "the llmapi layout serves LLM(), the BLS layout serves two engines; neither serves the"
+            " other"
+        ),
         Source("TRT triton_backend/all_models, docs/source/release-notes.md 1.0", "B"),
     ),
     "world-size": ("every rank has a GPU of its own", Source("TRT tensorrt_llm/mapping.py", "B")),
-    "ranks-per-node": ("gpus_per_node is what the launcher places on one machine", Source("TRT tensorrt_llm/mapping.py", "B")),
+    "ranks-per-node": (
+        "gpus_per_node is what the launcher places on one machine",
+        Source("TRT tensorrt_llm/mapping.py", "B"),
+    ),
     "serving-container": (
         "no Triton container holds this version",
         Source("TS docs/introduction/compatibility.md", "A"),
     ),
-    "mixed-precision-pair": ("no published recipe pairs these two precisions", Source("not established", "I")),
+    "mixed-precision-pair": (
+        "no published recipe pairs these two precisions",
+        Source("not established", "I"),
+    ),
     "shape-needed": ("a plan is made of the models' shapes", OWN),
     "hardware-needed": ("precision, memory and speed depend on the GPU", OWN),
-    "memory": ("weights, KV caches and activations have to fit", Source("formulas in docs/planning.md", "I")),
-    "batch-fits": ("every request of a full batch may grow to max_seq_len", Source("formulas in docs/planning.md", "I")),
+    "memory": (
+        "weights, KV caches and activations have to fit",
+        Source("formulas in docs/planning.md", "I"),
+    ),
+    "batch-fits": (
+        "every request of a full batch may grow to max_seq_len",
+        Source("formulas in docs/planning.md", "I"),
+    ),
     # this toolkit
     "toolkit-one-device": ("the embedded engine runs on one device", OWN),
-    "toolkit-remote-code": ("a checkpoint's own Python code runs nowhere but in LLM(), and there where it is stated", OWN),
+    "toolkit-remote-code": (
+        "a checkpoint's own Python code runs nowhere but in LLM(), and there where it is stated",
+        OWN,
+    ),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
-    "toolkit-parity-prompts": ("a rate is bounded by its upper confidence limit, which falls with the prompts", OWN),
-    "toolkit-draft-is-target": ("speculation pays where a draft forward is cheaper than the target's", OWN),
-    "toolkit-even-pipeline": ("TRT-LLM's form is written with equally many layers on each pipeline rank", OWN),
-    "toolkit-already-quantized": ("a checkpoint that is quantized already is used as it is, and never quantized again", OWN),
-    "toolkit-auto-draft-len": ("max_draft_len auto is found before TensorRT-LLM's engines are made, with predicted costs", OWN),
-    "toolkit-engine-flow-load": ("the engine flow's BLS model drafts whatever the load; only LLM() and ours look at it", OWN),
-    "toolkit-bls-drafts": ("the BLS model asks a draft model, for as many tokens whatever the load", OWN),
+    "toolkit-parity-prompts": (
+        "a rate is bounded by its upper confidence limit, which falls with the prompts",
+        OWN,
+    ),
+    "toolkit-draft-is-target": (
+        "speculation pays where a draft forward is cheaper than the target's",
+        OWN,
+    ),
+    "toolkit-even-pipeline": (
+        "TRT-LLM's form is written with equally many layers on each pipeline rank",
+        OWN,
+    ),
+    "toolkit-already-quantized": (
+        "a checkpoint that is quantized already is used as it is, and never quantized again",
+        OWN,
+    ),
+    "toolkit-auto-draft-len": (
+        "max_draft_len auto is found before TensorRT-LLM's engines are made, with predicted costs",
+        OWN,
+    ),
+    "toolkit-engine-flow-load": (
+        "the engine flow's BLS model drafts whatever the load; only LLM() and ours look at it",
+        OWN,
+    ),
+    "toolkit-bls-drafts": (
+        "the BLS model asks a draft model, for as many tokens whatever the load",
+        OWN,
+    ),
     "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),
 }

@@ -1,7 +1,9 @@
-"""Which precision works where: algorithm x KV algorithm x compute capability x flow, and which families.
+"""Which precision works where: algorithm x KV algorithm x compute capability x flow, and which
+families.
 
-A key that is absent is not established. Words of the table: `yes` documented; `seen` observed once, in a public project, and
-documented nowhere; `listed` in the code, and on no list of supported hardware; `no` known to fail.
+A key that is absent is not established. Words of the table: `yes` documented; `seen` observed once,
+in a public project, and documented nowhere; `listed` in the code, and on no list of supported
+hardware; `no` known to fail.
 """
 
 from __future__ import annotations
@@ -10,7 +12,16 @@ from typing import Literal
 
 from toolkit.facts.source import Source
 
-__all__ = ["ACCEPTANCE", "KV_SUPPORT", "LOG_PROBS", "MIN_SM", "SMOOTHQUANT_FAMILIES", "SOURCES", "WEIGHT_SUPPORT", "Status"]
+__all__ = [
+    "ACCEPTANCE",
+    "KV_SUPPORT",
+    "LOG_PROBS",
+    "MIN_SM",
+    "SMOOTHQUANT_FAMILIES",
+    "SOURCES",
+    "WEIGHT_SUPPORT",
+    "Status",
+]
 
 Status = Literal["yes", "seen", "listed", "no"]
 
@@ -41,19 +52,25 @@ SMOOTHQUANT_FAMILIES: dict[str, Status] = {
     "Llama 2": "yes",
     "Mistral": "yes",
     "Qwen 2 / 2.5": "yes",
-    "Llama 3": "no",  # on its list as not supported; the export itself runs, so it is somebody's risk and not impossible
+    # on its list as not supported; the export itself runs, so it is somebody's risk and not
+    # impossible
+    "Llama 3": "no",
 }
 
-# Rules of acceptance at temperature > 0 that each kind of engine has, its default first, and whether the draft samples.
+# Rules of acceptance at temperature > 0 that each kind of engine has, its default first, and
+# whether the draft samples.
 ACCEPTANCE: dict[str, tuple[str, ...]] = {
     "torch": ("rejection", "coupled", "sample_match"),
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
-    "trtllm_pytorch": ("sample_match",),  # the two-model engine drafts greedily: acceptance is p(argmax q)
+    "trtllm_pytorch": (
+        "sample_match",
+    ),  # the two-model engine drafts greedily: acceptance is p(argmax q)
 }
 
-# How many log-probabilities a place a request of a speculating deployment gets, by version: 2 is the chosen token's and the
-# next best one's, 1 the chosen one's alone, 0 none. They are the target's own, before temperature and filters, also of
-# accepted drafts. trt_engine: out of the target's generation logits; the decoder of an engine for external drafts writes no
+# How many log-probabilities a place a request of a speculating deployment gets, by version: 2 is
+# the chosen token's and the next best one's, 1 the chosen one's alone, 0 none. They are the
+# target's own, before temperature and filters, also of accepted drafts. trt_engine: out of the
+# target's generation logits; the decoder of an engine for external drafts writes no
 # log-probabilities.
 LOG_PROBS: dict[str, dict[str, int]] = {
     "trt_engine": {"0.21": 2, "1.0": 2, "1.1": 2, "1.2.0": 2, "1.2.1": 2},
@@ -61,25 +78,39 @@ LOG_PROBS: dict[str, dict[str, int]] = {
 }
 
 SOURCES = {
-    "WEIGHT_SUPPORT.trt_engine": Source("TRT docs/source/legacy/reference/precision.md, tensorrt_llm/builder.py", "B"),
+    "WEIGHT_SUPPORT.trt_engine": Source(
+        "TRT docs/source/legacy/reference/precision.md, tensorrt_llm/builder.py", "B"
+    ),
     "WEIGHT_SUPPORT.trtllm_pytorch": Source(
         "TRT docs/source/features/quantization.md, tensorrt_llm/_torch/modules/linear.py", "B"
     ),
-    "WEIGHT_SUPPORT.seen": Source("github.com/nature-li/tensorrt-llm: W8A8 on an RTX 5060 Ti with 1.2.0rc6.post3", "I"),
-    "KV_SUPPORT": Source("TRT docs/source/features/quantization.md, docs/source/legacy/reference/precision.md", "B"),
+    "WEIGHT_SUPPORT.seen": Source(
+        "github.com/nature-li/tensorrt-llm: W8A8 on an RTX 5060 Ti with 1.2.0rc6.post3", "I"
+    ),
+    "KV_SUPPORT": Source(
+        "TRT docs/source/features/quantization.md, docs/source/legacy/reference/precision.md", "B"
+    ),
     "SMOOTHQUANT_FAMILIES": Source("MO examples/hf_ptq/README.md, docs/source/deployment", "A"),
     "LOG_PROBS.trt_engine": Source(
-        "TRT cpp/tensorrt_llm/layers/externalDraftTokensLayer.cpp (no outputLogProbs), "
-        "batch_manager/trtGptModelInflightBatching.cpp (that layer whenever the engine is built for external drafts), "
-        "batch_manager/llmRequest.h (allocTargetModelAcceptedTokenLogitsHost: a row per draft and one more)",
+        "TRT cpp/tensorrt_llm/layers/externalDraftTokensLayer.cpp (no outputLogProbs),"
+        " batch_manager/trtGptModelInflightBatching.cpp (that layer whenever the engine is built"
+        " for external drafts), batch_manager/llmRequest.h"
+        " (allocTargetModelAcceptedTokenLogitsHost: a row per draft and one more)",
         "B",
     ),
     "LOG_PROBS.trtllm_pytorch.1.2": Source(
-        "TRT tensorrt_llm/_torch/pyexecutor/sampler.py (log_softmax of the target's rows, top-k of each; handle_logprobs takes "
-        "as many as were accepted), pull request 7756; not at the tag",
+        "TRT tensorrt_llm/_torch/pyexecutor/sampler.py (log_softmax of the target's rows, top-k of"
+        " each; handle_logprobs takes as many as were accepted), pull request 7756; not at the tag",
         "B",
     ),
-    "LOG_PROBS.trtllm_pytorch.1.0": Source("the same before pull request 7756: the chosen token's alone", "C"),
-    "LOG_PROBS.trtllm_pytorch.1.3": Source("TRT pull request 18401: refused with every speculative configuration", "B"),
-    "ACCEPTANCE": Source("TRT docs/source/features/speculative-decoding.md, examples/draft_target_model/README.md", "B"),
+    "LOG_PROBS.trtllm_pytorch.1.0": Source(
+        "the same before pull request 7756: the chosen token's alone", "C"
+    ),
+    "LOG_PROBS.trtllm_pytorch.1.3": Source(
+        "TRT pull request 18401: refused with every speculative configuration", "B"
+    ),
+    "ACCEPTANCE": Source(
+        "TRT docs/source/features/speculative-decoding.md, examples/draft_target_model/README.md",
+        "B",
+    ),
 }

@@ -1,16 +1,19 @@
-"""Tensors and parameters of TensorRT-LLM's Triton templates, 1.2.1: what a client of either layout may send and read back.
+"""Tensors and parameters of TensorRT-LLM's Triton templates, 1.2.1: what a client of either layout
+may send and read back.
 
-Data only. Confidence: A read in published text of 1.2.1 itself, B the same in published revisions just before and just after,
-C seen in one neighbouring revision only, I inferred.
+Data only. Confidence: A read in published text of 1.2.1 itself, B the same in published revisions
+just before and just after, C seen in one neighbouring revision only, I inferred.
 
 Sources
-- triton-inference-server/tensorrtllm_backend v0.19.0, all_models/inflight_batcher_llm/*/config.pbtxt, docs/model_config.md
-- NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm: tensorrt_llm/config.pbtxt (0c8de69a),
-  tensorrt_llm_bls/config.pbtxt (0193dbd4), tensorrt_llm_bls/1/lib/decode.py (4db68284); triton_backend/all_models/llmapi
+- triton-inference-server/tensorrtllm_backend v0.19.0,
+  all_models/inflight_batcher_llm/*/config.pbtxt, docs/model_config.md
+- NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm: tensorrt_llm/config.pbtxt
+  (0c8de69a), tensorrt_llm_bls/config.pbtxt (0193dbd4), tensorrt_llm_bls/1/lib/decode.py (4db68284);
+  triton_backend/all_models/llmapi
 - the renaming min_length -> min_tokens, random_seed -> seed happened after 0.19 (B)
 
-A dtype of the form ${key} is chosen by a template key of that name. A parameter that is not set is written as the template's
-own placeholder, ${key}, which the backend reads as unset.
+A dtype of the form ${key} is chosen by a template key of that name. A parameter that is not set is
+written as the template's own placeholder, ${key}, which the backend reads as unset.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorFact:
-    """dims as in config.pbtxt, without the batch. ragged: allow_ragged_batch. scalar: reshaped to a value per batch entry."""
+    """dims as in config.pbtxt, without the batch. ragged: allow_ragged_batch. scalar: reshaped
+    to a value per batch entry.
+    """
 
     name: str
     dtype: str
@@ -44,7 +49,9 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFact:
-    """key: the template key that fills it; None with `fixed`, or where it is read but stands in no template."""
+    """key: the template key that fills it; None with `fixed`, or where it is read but stands in
+    no template.
+    """
 
     name: str
     key: str | None = None
@@ -149,7 +156,13 @@ USAGE_OUTPUTS = (
 ENGINE = ModelFacts(
     inputs=(
         TensorFact("input_ids", "TYPE_INT32", (-1,), optional=True, ragged=True),
-        TensorFact("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), optional=True, ragged=True),
+        TensorFact(
+            "encoder_input_features",
+            "${encoder_input_features_data_type}",
+            (-1, -1),
+            optional=True,
+            ragged=True,
+        ),
         TensorFact("encoder_output_lengths", "TYPE_INT32", (1,), optional=True, scalar=True),
         TensorFact("input_lengths", "TYPE_INT32", (1,), scalar=True),
         TensorFact("request_output_len", "TYPE_INT32", (1,), scalar=True),
@@ -186,7 +199,13 @@ ENGINE = ModelFacts(
         TensorFact("exclude_input_in_output", "TYPE_BOOL", (1,), optional=True, scalar=True),
         TensorFact("stop", "TYPE_BOOL", (1,), optional=True, scalar=True),
         TensorFact("streaming", "TYPE_BOOL", (1,), optional=True, scalar=True),
-        TensorFact("prompt_embedding_table", "${prompt_embedding_table_data_type}", (-1, -1), optional=True, ragged=True),
+        TensorFact(
+            "prompt_embedding_table",
+            "${prompt_embedding_table_data_type}",
+            (-1, -1),
+            optional=True,
+            ragged=True,
+        ),
         TensorFact("prompt_table_extra_ids", "TYPE_UINT64", (-1,), optional=True, ragged=True),
         TensorFact("prompt_vocab_size", "TYPE_INT32", (1,), optional=True, scalar=True),
         TensorFact("cross_attention_mask", "TYPE_BOOL", (-1, -1), optional=True, ragged=True),
@@ -199,15 +218,21 @@ ENGINE = ModelFacts(
         TensorFact("skip_cross_attn_blocks", "TYPE_BOOL", (1,), optional=True, ragged=True),
         TensorFact("retention_token_range_starts", "TYPE_INT32", (-1,), optional=True, ragged=True),
         TensorFact("retention_token_range_ends", "TYPE_INT32", (-1,), optional=True, ragged=True),
-        TensorFact("retention_token_range_priorities", "TYPE_INT32", (-1,), optional=True, ragged=True),
-        TensorFact("retention_token_range_durations_ms", "TYPE_INT32", (-1,), optional=True, ragged=True),
+        TensorFact(
+            "retention_token_range_priorities", "TYPE_INT32", (-1,), optional=True, ragged=True
+        ),
+        TensorFact(
+            "retention_token_range_durations_ms", "TYPE_INT32", (-1,), optional=True, ragged=True
+        ),
         TensorFact("retention_decode_priority", "TYPE_INT32", (1,), optional=True, ragged=True),
         TensorFact("retention_decode_duration_ms", "TYPE_INT32", (1,), optional=True, ragged=True),
         TensorFact("guided_decoding_guide_type", "TYPE_STRING", (1,), optional=True, ragged=True),
         TensorFact("guided_decoding_guide", "TYPE_STRING", (1,), optional=True, ragged=True),
         TensorFact("lookahead_window_size", "TYPE_INT32", (1,), optional=True, ragged=True),
         TensorFact("lookahead_ngram_size", "TYPE_INT32", (1,), optional=True, ragged=True),
-        TensorFact("lookahead_verification_set_size", "TYPE_INT32", (1,), optional=True, ragged=True),
+        TensorFact(
+            "lookahead_verification_set_size", "TYPE_INT32", (1,), optional=True, ragged=True
+        ),
         TensorFact("return_num_input_tokens", "TYPE_BOOL", (1,), optional=True),
         TensorFact("return_num_output_tokens", "TYPE_BOOL", (1,), optional=True),
     ),
@@ -222,11 +247,17 @@ ENGINE = ModelFacts(
         ParameterFact("max_beam_width", key="max_beam_width", form="int", required=True),
         ParameterFact("FORCE_CPU_ONLY_INPUT_TENSORS", fixed="no"),
         ParameterFact(
-            "gpt_model_type", key="batching_strategy", form="enum", choices=("inflight_fused_batching", "V1"), required=True
+            "gpt_model_type",
+            key="batching_strategy",
+            form="enum",
+            choices=("inflight_fused_batching", "V1"),
+            required=True,
         ),
         ParameterFact("gpt_model_path", key="engine_dir", form="path", required=True),
         ParameterFact("encoder_model_path", key="encoder_engine_dir", form="path"),
-        ParameterFact("max_tokens_in_paged_kv_cache", key="max_tokens_in_paged_kv_cache", form="int"),
+        ParameterFact(
+            "max_tokens_in_paged_kv_cache", key="max_tokens_in_paged_kv_cache", form="int"
+        ),
         ParameterFact("max_attention_window_size", key="max_attention_window_size", form="list"),
         ParameterFact("sink_token_length", key="sink_token_length", form="int"),
         ParameterFact(
@@ -235,47 +266,84 @@ ENGINE = ModelFacts(
             form="enum",
             choices=("guaranteed_no_evict", "max_utilization"),
         ),
-        ParameterFact("kv_cache_free_gpu_mem_fraction", key="kv_cache_free_gpu_mem_fraction", form="float"),
+        ParameterFact(
+            "kv_cache_free_gpu_mem_fraction", key="kv_cache_free_gpu_mem_fraction", form="float"
+        ),
         ParameterFact("cross_kv_cache_fraction", key="cross_kv_cache_fraction", form="float"),
         ParameterFact("kv_cache_host_memory_bytes", key="kv_cache_host_memory_bytes", form="int"),
         ParameterFact("kv_cache_onboard_blocks", key="kv_cache_onboard_blocks", form="bool"),
         ParameterFact("exclude_input_in_output", key="exclude_input_in_output", form="bool"),
-        ParameterFact("cancellation_check_period_ms", key="cancellation_check_period_ms", form="int"),
+        ParameterFact(
+            "cancellation_check_period_ms", key="cancellation_check_period_ms", form="int"
+        ),
         ParameterFact("stats_check_period_ms", key="stats_check_period_ms", form="int"),
         ParameterFact("iter_stats_max_iterations", key="iter_stats_max_iterations", form="int"),
-        ParameterFact("request_stats_max_iterations", key="request_stats_max_iterations", form="int"),
+        ParameterFact(
+            "request_stats_max_iterations", key="request_stats_max_iterations", form="int"
+        ),
         ParameterFact("enable_kv_cache_reuse", key="enable_kv_cache_reuse", form="bool"),
         ParameterFact("normalize_log_probs", key="normalize_log_probs", form="bool"),
         ParameterFact("enable_chunked_context", key="enable_chunked_context", form="bool"),
         ParameterFact("gpu_device_ids", key="gpu_device_ids", form="list"),
         ParameterFact("participant_ids", key="participant_ids", form="list"),
         ParameterFact("num_nodes", key="num_nodes", form="int"),
-        ParameterFact("lora_cache_optimal_adapter_size", key="lora_cache_optimal_adapter_size", form="int"),
+        ParameterFact(
+            "lora_cache_optimal_adapter_size", key="lora_cache_optimal_adapter_size", form="int"
+        ),
         ParameterFact("lora_cache_max_adapter_size", key="lora_cache_max_adapter_size", form="int"),
-        ParameterFact("lora_cache_gpu_memory_fraction", key="lora_cache_gpu_memory_fraction", form="float"),
-        ParameterFact("lora_cache_host_memory_bytes", key="lora_cache_host_memory_bytes", form="int"),
+        ParameterFact(
+            "lora_cache_gpu_memory_fraction", key="lora_cache_gpu_memory_fraction", form="float"
+        ),
+        ParameterFact(
+            "lora_cache_host_memory_bytes", key="lora_cache_host_memory_bytes", form="int"
+        ),
         ParameterFact("lora_prefetch_dir", key="lora_prefetch_dir", form="path"),
         ParameterFact(
             "decoding_mode",
             key="decoding_mode",
             form="enum",
-            choices=("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"),
+            choices=(
+                "top_k",
+                "top_p",
+                "top_k_top_p",
+                "beam_search",
+                "medusa",
+                "redrafter",
+                "lookahead",
+                "eagle",
+            ),
         ),
-        ParameterFact("executor_worker_path", fixed="/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"),
+        ParameterFact(
+            "executor_worker_path",
+            fixed="/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+        ),
         ParameterFact("lookahead_window_size", key="lookahead_window_size", form="int"),
         ParameterFact("lookahead_ngram_size", key="lookahead_ngram_size", form="int"),
-        ParameterFact("lookahead_verification_set_size", key="lookahead_verification_set_size", form="int"),
+        ParameterFact(
+            "lookahead_verification_set_size", key="lookahead_verification_set_size", form="int"
+        ),
         ParameterFact("medusa_choices", key="medusa_choices"),
         ParameterFact("eagle_choices", key="eagle_choices"),
         ParameterFact("gpu_weights_percent", key="gpu_weights_percent", form="float"),
-        ParameterFact("enable_context_fmha_fp32_acc", key="enable_context_fmha_fp32_acc", form="bool"),
+        ParameterFact(
+            "enable_context_fmha_fp32_acc", key="enable_context_fmha_fp32_acc", form="bool"
+        ),
         ParameterFact("multi_block_mode", key="multi_block_mode", form="bool"),
         ParameterFact("cuda_graph_mode", key="cuda_graph_mode", form="bool"),
         ParameterFact("cuda_graph_cache_size", key="cuda_graph_cache_size", form="int"),
-        ParameterFact("speculative_decoding_fast_logits", key="speculative_decoding_fast_logits", form="bool"),
+        ParameterFact(
+            "speculative_decoding_fast_logits", key="speculative_decoding_fast_logits", form="bool"
+        ),
         ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path"),
-        ParameterFact("guided_decoding_backend", key="guided_decoding_backend", form="enum", choices=("xgrammar",)),
-        ParameterFact("xgrammar_tokenizer_info_path", key="xgrammar_tokenizer_info_path", form="path"),
+        ParameterFact(
+            "guided_decoding_backend",
+            key="guided_decoding_backend",
+            form="enum",
+            choices=("xgrammar",),
+        ),
+        ParameterFact(
+            "xgrammar_tokenizer_info_path", key="xgrammar_tokenizer_info_path", form="path"
+        ),
         ParameterFact("recv_poll_period_ms", form="int", in_template=False),
         ParameterFact("enable_trt_overlap", key="enable_trt_overlap", form="bool", confidence="C"),
     ),
@@ -310,7 +378,9 @@ BLS = ModelFacts(
         TensorFact("num_return_sequences", "TYPE_INT32", (1,), optional=True, scalar=True),
         TensorFact("beam_width", "TYPE_INT32", (1,), optional=True),
         TensorFact("stream", "TYPE_BOOL", (1,), optional=True),
-        TensorFact("prompt_embedding_table", "${prompt_embedding_table_data_type}", (-1, -1), optional=True),
+        TensorFact(
+            "prompt_embedding_table", "${prompt_embedding_table_data_type}", (-1, -1), optional=True
+        ),
         TensorFact("prompt_vocab_size", "TYPE_INT32", (1,), optional=True),
         TensorFact("prompt_table_extra_id", "TYPE_UINT64", (1,), optional=True),
         TensorFact("embedding_bias_words", "TYPE_STRING", (-1,), optional=True),

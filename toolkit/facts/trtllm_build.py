@@ -2,12 +2,14 @@
 
 What it changes or refuses on its own stands in `facts.rules`.
 
-Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/build.py` (65f1d1536e18, of the 1.1-1.2 line; 008b2b8d23af, of the 0.x
-line), `plugin/plugin.py`, `builder.py`; `examples/draft_target_model/README.md` (0.18-1.2); the performance guide's pages
-"Useful build-time flags" and "FP8 quantization". The command is gone in 1.3 (pull requests 15918, 16369).
+Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/build.py` (65f1d1536e18, of the 1.1-1.2 line;
+008b2b8d23af, of the 0.x line), `plugin/plugin.py`, `builder.py`;
+`examples/draft_target_model/README.md` (0.18-1.2); the performance guide's pages "Useful build-time
+flags" and "FP8 quantization". The command is gone in 1.3 (pull requests 15918, 16369).
 
-Confidence: A read in the version itself; B the same in published revisions just before and after; C seen in one neighbouring
-revision; I inferred. For 0.21, whose plugin flags were not read one by one, every row is C at best.
+Confidence: A read in the version itself; B the same in published revisions just before and after; C
+seen in one neighbouring revision; I inferred. For 0.21, whose plugin flags were not read one by
+one, every row is C at best.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ SWITCH = ("enable", "disable")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """type: path | str | int | enum | flag (takes no value) | list[path] | list[str]. versions: where it exists."""
+    """type: path | str | int | enum | flag (takes no value) | list[path] | list[str]. versions:
+    where it exists.
+    """
 
     name: str
     type: str
@@ -52,9 +56,11 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A way in which builds are known to fail. pattern: a regular expression, searched in the log, last lines first.
+    """A way in which builds are known to fail. pattern: a regular expression, searched in the log,
+    last lines first.
 
-    source: where the text was seen: issues of NVIDIA/TensorRT-LLM, its source, or the messages of CUDA, Docker and Linux.
+    source: where the text was seen: issues of NVIDIA/TensorRT-LLM, its source, or the messages of
+    CUDA, Docker and Linux.
     """
 
     id: str
@@ -86,7 +92,9 @@ FLAGS = (
     Flag("--max_num_tokens", "int", 8192, "limits"),
     Flag("--opt_num_tokens", "int", None, "limits"),
     Flag("--max_encoder_input_len", "int", 1024, "limits"),
-    Flag("--max_prompt_embedding_table_size", "int", 0, "limits", aliases=("--max_multimodal_len",)),
+    Flag(
+        "--max_prompt_embedding_table_size", "int", 0, "limits", aliases=("--max_multimodal_len",)
+    ),
     Flag(
         "--kv_cache_type",
         "enum",
@@ -98,7 +106,13 @@ FLAGS = (
     Flag("--paged_kv_cache", "enum", None, "limits", choices=SWITCH, deprecated=True),
     Flag("--input_timing_cache", "path", None, "engine"),
     Flag("--output_timing_cache", "path", "model.cache", "engine"),
-    Flag("--profiling_verbosity", "enum", "layer_names_only", "engine", choices=("layer_names_only", "detailed", "none")),
+    Flag(
+        "--profiling_verbosity",
+        "enum",
+        "layer_names_only",
+        "engine",
+        choices=("layer_names_only", "detailed", "none"),
+    ),
     Flag("--strip_plan", "flag", False, "engine"),
     Flag("--weight_sparsity", "flag", False, "engine"),
     Flag(
@@ -106,9 +120,18 @@ FLAGS = (
         "flag",
         False,
         "engine",
-        note="pairs with runtime gpu_weights_percent; gemm_plugin must be disabled for the weights to stream",
+        note=(
+            "pairs with runtime gpu_weights_percent; gemm_plugin must be disabled for the weights"
+            " to stream"
+        ),
     ),
-    Flag("--fast_build", "flag", False, "engine", note="turns on managed weights (rank*_managed_weights.safetensors)"),
+    Flag(
+        "--fast_build",
+        "flag",
+        False,
+        "engine",
+        note="turns on managed weights (rank*_managed_weights.safetensors)",
+    ),
     Flag("--workers", "int", 1, "engine", note="clamped to visible device count"),
     Flag(
         "--log_level",
@@ -130,8 +153,10 @@ FLAGS = (
         False,
         "logits",
         deprecated=True,
-        note="accepted and recorded; the runtime gathers where the record or an executor option says so, and Triton's backend "
-        "has no parameter for that option",
+        note=(
+            "accepted and recorded; the runtime gathers where the record or an executor option says"
+            " so, and Triton's backend has no parameter for that option"
+        ),
     ),
     Flag("--gather_all_token_logits", "flag", False, "logits", note="sets both gather flags"),
     Flag("--lora_dir", "list[path]", None, "lora"),
@@ -143,7 +168,13 @@ FLAGS = (
         "enum",
         None,
         "speculative",
-        choices=("draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"),
+        choices=(
+            "draft_tokens_external",
+            "lookahead_decoding",
+            "medusa",
+            "explicit_draft_tokens",
+            "eagle",
+        ),
     ),
     Flag("--max_draft_len", "int", 0, "speculative"),
     Flag("--bert_attention_plugin", "enum", "auto", "plugin", choices=DTYPES),
@@ -163,8 +194,16 @@ FLAGS = (
     ),
     Flag("--gemm_swiglu_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
     Flag("--low_latency_gemm_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
-    Flag("--low_latency_gemm_swiglu_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")),
-    Flag("--gemm_allreduce_plugin", "enum", "disable", "plugin", choices=("float16", "bfloat16", "disable")),
+    Flag(
+        "--low_latency_gemm_swiglu_plugin", "enum", "disable", "plugin", choices=("fp8", "disable")
+    ),
+    Flag(
+        "--gemm_allreduce_plugin",
+        "enum",
+        "disable",
+        "plugin",
+        choices=("float16", "bfloat16", "disable"),
+    ),
     Flag("--dora_plugin", "enum", "disable", "plugin", choices=SWITCH),
     Flag("--context_fmha", "enum", "enable", "plugin", choices=SWITCH),
     Flag("--bert_context_fmha_fp32_acc", "enum", "disable", "plugin", choices=SWITCH),
@@ -188,7 +227,8 @@ FLAGS = (
 
 DRAFT_TOKENS_EXTERNAL = "draft_tokens_external"
 
-# build_config.speculative_decoding_mode in an engine's config.json. That it is stored as a number is I: read both forms.
+# build_config.speculative_decoding_mode in an engine's config.json. That it is stored as a number
+# is I: read both forms.
 SPECULATIVE_MODES = {
     "NONE": 1,
     "DRAFT_TOKENS_EXTERNAL": 2,
@@ -202,12 +242,14 @@ SPECULATIVE_MODES = {
     "AUTO": 512,
 }
 
-# quant_algo -> --gemm_plugin. NVIDIA's guide: on for FP16 and BF16 products, off for FP8 ones, which TensorRT's own kernels do
-# better except at the smallest batches (C). SmoothQuant and weight-only matrices have plugins of their own; LM head and
-# embeddings stay in 16 bits there, so it is on.
+# quant_algo -> --gemm_plugin. NVIDIA's guide: on for FP16 and BF16 products, off for FP8 ones,
+# which TensorRT's own kernels do better except at the smallest batches (C). SmoothQuant and
+# weight-only matrices have plugins of their own; LM head and embeddings stay in 16 bits there, so
+# it is on.
 GEMM_PLUGIN = {"FP8": "disable", "W8A8_SQ_PER_CHANNEL": "auto", "W8A16": "auto", "NO_QUANT": "auto"}
 
-# What the build log says when a step is done, in order, once per rank (public logs of 0.10-1.2, issues 2451, 1543, 346).
+# What the build log says when a step is done, in order, once per rank (public logs of 0.10-1.2,
+# issues 2451, 1543, 346).
 MILESTONES = (
     ("Total time of constructing network from module object", "network constructed"),
     ("Build TensorRT engine", "choosing kernels"),
@@ -222,26 +264,30 @@ FAILURES = (
         "unknown-flag",
         r"unrecognized arguments: .+|argument --\w+: invalid choice: .+",
         "the installed trtllm-build does not take a flag that this version has",
-        "Build in the container of the version that the YAML names (engine.builder: container), or name the installed one.",
+        "Build in the container of the version that the YAML names (engine.builder: container), or"
+        " name the installed one.",
         "argparse",
     ),
     Failure(
         "disk-full",
         r"No space left on device|Disk quota exceeded",
         "the disk is full",
-        "An engine needs about the size of its checkpoint, and as much again while it is written: free space and build again.",
+        "An engine needs about the size of its checkpoint, and as much again while it is written:"
+        " free space and build again.",
         "Linux",
     ),
     Failure(
         "blackwell-no-int8",
-        r"(INT8/INT4 quantization|SmoothQuant|Per-channel or per-token scaling) is not supported on SM>=100",
+        r"(INT8/INT4 quantization|SmoothQuant|Per-channel or per-token scaling) is not supported on"
+        r" SM>=100",
         "this GPU generation (SM 100-119) has no INT8 engines",
         "Quantize to FP8, or build on and for SM 80-90.",
         "builder.py",
     ),
     Failure(
         "unsupported-sm",
-        r"(?i)unsupported SM|no kernel image is available for execution|sm_?\d+ is not (currently )?supported",
+        r"(?i)unsupported SM|no kernel image is available for execution|sm_?\d+ is not (currently"
+        r" )?supported",
         "this TensorRT-LLM has no kernels for this GPU",
         "Take a version that knows the GPU (engine.tensorrt_llm), or a GPU that the version knows.",
         "CUDA; TensorRT's myelin and cask messages",
@@ -249,32 +295,39 @@ FAILURES = (
     ),
     Failure(
         "version-mismatch",
-        r"engine plan file is not compatible|expecting library version|has a different version of TensorRT"
+        r"engine plan file is not compatible|expecting library version|has a different version of"
+        r" TensorRT"
         r"|undefined symbol: \w*nvinfer|does not match .*TensorRT",
         "TensorRT and TensorRT-LLM are of different versions",
-        "Build in the container of the version that serves (engine.builder: container); a row of versions belongs together.",
+        "Build in the container of the version that serves (engine.builder: container); a row of"
+        " versions belongs together.",
         "issue 1695; triton_cli pull request 59",
     ),
     Failure(
         "gpu-out-of-memory",
-        r"OutOfMemory|CUDA out of memory|cudaErrorMemoryAllocation|CUDA runtime error in .*: out of memory"
+        r"OutOfMemory|CUDA out of memory|cudaErrorMemoryAllocation|CUDA runtime error in .*: out of"
+        r" memory"
         r"|GPU memory \(\d+ bytes\) could not be allocated",
         "the GPU ran out of memory while building",
-        "Lower max_batch_size, max_seq_len or max_num_tokens, raise tp_size, or free the GPU of other programs.",
+        "Lower max_batch_size, max_seq_len or max_num_tokens, raise tp_size, or free the GPU of"
+        " other programs.",
         "issues 346, 1543, 2451",
     ),
     Failure(
         "no-gpu",
-        r"Found no NVIDIA driver|no CUDA-capable device|CUDA driver version is insufficient|libcuda\.so\.1: cannot open"
+        r"Found no NVIDIA driver|no CUDA-capable device|CUDA driver version is"
+        r" insufficient|libcuda\.so\.1: cannot open"
         r"|max_workers must be greater than 0|could not select device driver",
         "no NVIDIA GPU or no fitting driver was found",
-        "Engines are built on a GPU of the kind they run on: build there, with its driver and the NVIDIA container toolkit.",
+        "Engines are built on a GPU of the kind they run on: build there, with its driver and the"
+        " NVIDIA container toolkit.",
         "CUDA; Docker; build.py cuts the workers down to the number of devices",
         "C",
     ),
     Failure(
         "no-image",
-        r"manifest unknown|manifest for .* not found|pull access denied|unauthorized: |Unable to find image .*(?s:.)*denied",
+        r"manifest unknown|manifest for .* not found|pull access denied|unauthorized: |Unable to"
+        r" find image .*(?s:.)*denied",
         "the build container's image could not be had",
         "Log in (docker login nvcr.io), or load the image by hand; `docker pull IMAGE` shows why.",
         "Docker",
@@ -282,9 +335,11 @@ FAILURES = (
     ),
     Failure(
         "no-docker",
-        r"Cannot connect to the Docker daemon|permission denied while trying to connect to the Docker daemon",
+        r"Cannot connect to the Docker daemon|permission denied while trying to connect to the"
+        r" Docker daemon",
         "docker does not answer",
-        "Start the daemon, and let this user use it; or build inside the container with engine.builder: local.",
+        "Start the daemon, and let this user use it; or build inside the container with"
+        " engine.builder: local.",
         "Docker",
     ),
     Failure(
@@ -297,7 +352,8 @@ FAILURES = (
     ),
     Failure(
         "missing-library",
-        r"error while loading shared libraries: .+|ImportError: .+\.so[.\d]*: cannot open shared object file",
+        r"error while loading shared libraries: .+|ImportError: .+\.so[.\d]*: cannot open shared"
+        r" object file",
         "a library that trtllm-build needs is missing",
         "Build in the container (engine.builder: container), which has them all.",
         "Linux",
@@ -313,7 +369,8 @@ FAILURES = (
         "tensors",
         r"Required but not provided tensors: ?.+|Provided but not expected tensors: ?.+",
         "the checkpoint's tensors are not those that this version expects",
-        "Write the checkpoint again for this version and tp_size: `toolkit build --fresh quantize`.",
+        "Write the checkpoint again for this version and tp_size: `toolkit build --fresh"
+        " quantize`.",
         "models/modeling_utils.py",
         "C",
     ),
@@ -328,13 +385,15 @@ FAILURES = (
         "killed",
         r"(?m)^(.*: line \d+: +\d+ )?Killed\b|terminated abruptly while the future was running",
         "the build was killed, most often because the machine ran out of main memory",
-        "Building takes about twice the rank's checkpoint in main memory, for each worker: lower the workers, or add memory.",
+        "Building takes about twice the rank's checkpoint in main memory, for each worker: lower"
+        " the workers, or add memory.",
         "issues 102, 191, 743",
     ),
 )
 
-# Tensors of a paged-attention decoder engine, by name (models/generation_mixin.py of the 1.1-1.2 line, C). Only those that
-# every such engine has are listed: a missing one means that the runtime will refuse the engine.
+# Tensors of a paged-attention decoder engine, by name (models/generation_mixin.py of the 1.1-1.2
+# line, C). Only those that every such engine has are listed: a missing one means that the runtime
+# will refuse the engine.
 ENGINE_INPUTS = (
     "input_ids",
     "position_ids",

@@ -66,18 +66,25 @@ VERSIONS = {
 }  # fmt: skip
 
 SOURCES = {
-    "engine_flow": Source("TRT docs/source/legacy/tensorrt-backend-removal.md, pull requests 15918 and 16369", "A"),
-    "pytorch_draft_target": Source("TRT tensorrt_llm/llmapi/llm_args.py, docs/source/features/speculative-decoding.md", "B"),
+    "engine_flow": Source(
+        "TRT docs/source/legacy/tensorrt-backend-removal.md, pull requests 15918 and 16369", "A"
+    ),
+    "pytorch_draft_target": Source(
+        "TRT tensorrt_llm/llmapi/llm_args.py, docs/source/features/speculative-decoding.md", "B"
+    ),
     "qwen3_engine": Source("TRT docs/source/release-notes.md, 1.0", "A"),
     "unified_checkpoints": Source("MO docs/source/deployment/3_unified_hf.rst", "A"),
     "decoding_type": Source("TRT tensorrt_llm/llmapi/llm_args.py", "B"),
     "draft_model_key": Source("TRT tensorrt_llm/llmapi/llm_args.py", "A"),
     "acceptance_window": Source("TRT tensorrt_llm/llmapi/llm_args.py; renamed in 1.3.0rc29", "A"),
-    "acceptance_threshold": Source("TRT tensorrt_llm/llmapi/llm_args.py; renamed in 1.3.0rc29", "B"),
+    "acceptance_threshold": Source(
+        "TRT tensorrt_llm/llmapi/llm_args.py; renamed in 1.3.0rc29", "B"
+    ),
     "draft_len_schedule": Source("TRT tensorrt_llm/llmapi/llm_args.py", "A"),
     "options_flag": Source("TRT tensorrt_llm/commands/serve.py", "B"),
     "triton_names": Source(
-        "TB v0.19.0 against TRT triton_backend/all_models 1.x; 0.21 stands between and is taken as old", "C"
+        "TB v0.19.0 against TRT triton_backend/all_models 1.x; 0.21 stands between and is taken as old",
+        "C",
     ),
     "serving_tags": Source("TS docs/introduction/compatibility.md", "A"),
 }

@@ -1,9 +1,10 @@
 """Proof that a draft's tokens mean what the target's do.
 
-Speculation hands token ids from one model to the other, so both tokenizers must be the same by content: id for id, step for
-step of encoding and decoding, and on a corpus of awkward texts. Whether the files are byte-equal says nothing either way.
-Vocabulary sizes are made to agree: a difference of padding rows alone is repaired at build time (`toolkit.pairing.padding`)
-and recorded, one of tokens is refused.
+Speculation hands token ids from one model to the other, so both tokenizers must be the same by
+content: id for id, step for step of encoding and decoding, and on a corpus of awkward texts.
+Whether the files are byte-equal says nothing either way. Vocabulary sizes are made to agree: a
+difference of padding rows alone is repaired at build time (`toolkit.pairing.padding`) and recorded,
+one of tokens is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ if TYPE_CHECKING:
 __all__ = ["SOURCE_PATTERNS", "Comparison", "compare_pair", "prove_pair"]
 
 SHOWN = 5  # ids that differ are listed up to this many
-SOURCE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "hf_quant_config.json")
+SOURCE_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+)
 TOKENIZER_PATTERNS = ("tokenizer.json", *SIDE_FILES)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint as pairing sees it. tokens: id -> token, added ones included; parts: the tokenizer's steps as JSON."""
+    """One checkpoint as pairing sees it. tokens: id -> token, added ones included; parts: the
+    tokenizer's steps as JSON.
+    """
 
     path: Path
     shape: ModelShape
@@ -54,13 +63,17 @@ class Comparison:
     findings: tuple[Finding, ...]
 
 
-def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1) -> PairProof:
+def prove_pair(
+    target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1
+) -> PairProof:
     """Read both checkpoints' headers, configs and tokenizers, and compare them by content.
 
-    The proof's vocab_size is what both are to be built with; where padding was repaired, tp_size divides it. memo: digests of
-    big files remembered from earlier runs. Without a draft the target alone is read and digested.
+    The proof's vocab_size is what both are to be built with; where padding was repaired, tp_size
+    divides it. memo: digests of big files remembered from earlier runs. Without a draft the target
+    alone is read and digested.
 
-    Raises PairingError with the first ids that differ when they do not belong together, CheckpointError for a damaged one.
+    Raises PairingError with the first ids that differ when they do not belong together,
+    CheckpointError for a damaged one.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
     compared = compare_pair(target, draft, tp_size=tp_size)
@@ -76,7 +89,9 @@ def prove_pair(target: Path, draft: Path | None, memo: DigestMemo | None = None,
 
 
 def compare_pair(target: Path, draft: Path | None, *, tp_size: int = 1) -> Comparison:
-    """The same without a digest of the weights, which takes long where they are large; raises the same."""
+    """The same without a digest of the weights, which takes long where they are large; raises
+    the same.
+    """
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
     vocab_size, draft_rows = target_side.shape.vocab_size, None
@@ -106,29 +121,46 @@ def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
     rows, largest = side.shape.vocab_size, max(side.tokens, default=-1)
     if not any(side.tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES):
         raise PairingError(
-            f"the {role}'s tokenizer makes no token of any text", where=side.path, mend="fetch its tokenizer.json again"
+            f"the {role}'s tokenizer makes no token of any text",
+            where=side.path,
+            mend="fetch its tokenizer.json again",
         )
     if largest >= rows:
         raise PairingError(
-            f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), its model has {rows} rows (vocab_size)",
+            f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), its model has"
+            f" {rows} rows (vocab_size)",
             where=side.path,
             mend="tokenizer and weights must come from the same model",
         )
     special = _special_ids(side)
     outside = sorted(index for index in special if not 0 <= index < rows)
     if outside:
-        raise PairingError(f"the {role}'s BOS/EOS id {outside[0]} is outside its {rows} rows (vocab_size)", where=side.path)
+        raise PairingError(
+            f"the {role}'s BOS/EOS id {outside[0]} is outside its {rows} rows (vocab_size)",
+            where=side.path,
+        )
     findings = [Finding(f"{role} tokenizer", "ok", f"{len(side.tokens)} tokens, {rows} rows")]
     unnamed = sorted(special - set(side.tokens))
     if unnamed:
-        findings.append(Finding(f"{role} EOS/BOS", "warning", f"ids {unnamed} have a row and no token"))
+        findings.append(
+            Finding(f"{role} EOS/BOS", "warning", f"ids {unnamed} have a row and no token")
+        )
     if not side.shape.eos_token_ids:
-        findings.append(Finding(f"{role} EOS/BOS", "warning", "no EOS id is named: only max_tokens and stop words end a text"))
+        findings.append(
+            Finding(
+                f"{role} EOS/BOS",
+                "warning",
+                "no EOS id is named: only max_tokens and stop words end a text",
+            )
+        )
     return tuple(findings)
 
 
 def _special_ids(side: _Side) -> set[int]:
-    return {*side.shape.eos_token_ids, *(() if side.shape.bos_token_id is None else (side.shape.bos_token_id,))}
+    return {
+        *side.shape.eos_token_ids,
+        *(() if side.shape.bos_token_id is None else (side.shape.bos_token_id,)),
+    }
 
 
 def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], int]:
@@ -141,9 +173,13 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
     vocabulary, vocab_size = _vocabulary(target, draft, tp_size)
     findings.append(vocabulary)
     _same_added_tokens(target, draft)
-    findings.append(Finding("added tokens", "ok", f"{len(target.parts.get('added_tokens') or [])} the same"))
+    findings.append(
+        Finding("added tokens", "ok", f"{len(target.parts.get('added_tokens') or [])} the same")
+    )
     encoded = _same_encodings(target, draft)
-    findings.append(Finding("encodings", "ok", f"{len(PROBES)} texts, {encoded} ids the same, there and back"))
+    findings.append(
+        Finding("encodings", "ok", f"{len(PROBES)} texts, {encoded} ids the same, there and back")
+    )
     findings += _same_steps(target, draft)
     findings += _same_ends(target, draft)
     findings.append(_chat_template(target, draft))
@@ -151,9 +187,13 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
     return findings, vocab_size
 
 
-def _refuse(what: str, target: _Side, draft: _Side, lines: list[str], mend: str | None = None) -> PairingError:
+def _refuse(
+    what: str, target: _Side, draft: _Side, lines: list[str], mend: str | None = None
+) -> PairingError:
     return PairingError(
-        "\n  ".join([f"draft and target {what}", f"target: {target.path}", f"draft:  {draft.path}", *lines]),
+        "\n  ".join(
+            [f"draft and target {what}", f"target: {target.path}", f"draft:  {draft.path}", *lines]
+        ),
         mend=mend or "choose a draft of the target's own family, with the same tokenizer",
     )
 
@@ -167,11 +207,15 @@ def _same_tokens(target: _Side, draft: _Side) -> None:
     if not differing:
         return
     lines = [
-        f"id {index}: target {_show(target.tokens.get(index))}, draft {_show(draft.tokens.get(index))}"
+        f"id {index}: target {_show(target.tokens.get(index))}, draft"
+        f" {_show(draft.tokens.get(index))}"
         for index in differing[:SHOWN]
     ]
     if len(differing) > SHOWN:
-        lines.append(f"... {len(differing)} ids differ in all, of {len(target.tokens)} and {len(draft.tokens)}")
+        lines.append(
+            f"... {len(differing)} ids differ in all, of {len(target.tokens)} and"
+            f" {len(draft.tokens)}"
+        )
     raise _refuse(f"have different tokens at {len(differing)} ids", target, draft, lines)
 
 
@@ -187,14 +231,24 @@ def _vocabulary(target: _Side, draft: _Side, tp_size: int) -> tuple[Finding, int
     trimmed = [f"the {role}'s {count} rows" for role, count in rows.items() if count != size]
     if not trimmed:
         return Finding("vocabulary", "ok", f"{size} rows in both"), size
-    detail = f"{' and '.join(trimmed)} are trimmed to {size}; those above id {needed - 1} are padding over the same tokens"
+    detail = (
+        f"{' and '.join(trimmed)} are trimmed to {size}; those above id {needed - 1} are padding"
+        " over the same tokens"
+    )
     return Finding("vocabulary", "warning", detail), size
 
 
 def _same_added_tokens(target: _Side, draft: _Side) -> None:
     """Flags of added tokens (special, strip, normalized) decide how text is split around them."""
-    both = [{entry["id"]: entry for entry in side.parts.get("added_tokens") or []} for side in (target, draft)]
-    differing = [index for index in sorted(both[0].keys() | both[1].keys()) if both[0].get(index) != both[1].get(index)]
+    both = [
+        {entry["id"]: entry for entry in side.parts.get("added_tokens") or []}
+        for side in (target, draft)
+    ]
+    differing = [
+        index
+        for index in sorted(both[0].keys() | both[1].keys())
+        if both[0].get(index) != both[1].get(index)
+    ]
     if not differing:
         return
     lines = []
@@ -202,10 +256,15 @@ def _same_added_tokens(target: _Side, draft: _Side) -> None:
         one, two = both[0].get(index), both[1].get(index)
         if one is None or two is None:
             lines.append(
-                f"id {index} ({target.tokens[index]!r}) is an added token of the {'draft' if one is None else 'target'} only"
+                f"id {index} ({target.tokens[index]!r}) is an added token of the"
+                f" {'draft' if one is None else 'target'} only"
             )
         else:
-            flags = [f"{key}: target {one[key]}, draft {two.get(key)}" for key in one if one[key] != two.get(key)]
+            flags = [
+                f"{key}: target {one[key]}, draft {two.get(key)}"
+                for key in one
+                if one[key] != two.get(key)
+            ]
             lines.append(f"id {index} ({target.tokens[index]!r}): {'; '.join(flags)}")
     raise _refuse(f"treat {len(differing)} added tokens differently", target, draft, lines)
 
@@ -216,7 +275,10 @@ def _same_encodings(target: _Side, draft: _Side) -> int:
     for text in PROBES:
         one, two = target.tokenizer.encode(text).ids, draft.tokenizer.encode(text).ids
         if one != two:
-            first = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            first = next(
+                (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
+                min(len(one), len(two)),
+            )
             lines = [
                 f"text {text!r}, from token {first} on:",
                 f"target {[target.tokens.get(index) for index in one[first : first + SHOWN]]}",
@@ -225,51 +287,89 @@ def _same_encodings(target: _Side, draft: _Side) -> int:
             ]
             raise _refuse("encode text differently", target, draft, lines)
         if target.tokenizer.decode(one) != draft.tokenizer.decode(one):
-            lines = [f"ids {one[:SHOWN]}...: {target.tokenizer.decode(one)!r} and {draft.tokenizer.decode(one)!r}"]
+            lines = [
+                f"ids {one[:SHOWN]}...: {target.tokenizer.decode(one)!r} and"
+                f" {draft.tokenizer.decode(one)!r}"
+            ]
             raise _refuse("decode ids differently", target, draft, lines)
         compared += len(one)
     return compared
 
 
-STEPS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer", "post_processor": "BOS/EOS habit", "decoder": "decoder"}
+STEPS = {
+    "normalizer": "normalizer",
+    "pre_tokenizer": "pre-tokenizer",
+    "post_processor": "BOS/EOS habit",
+    "decoder": "decoder",
+}
 
 
 def _differing_steps(target: _Side, draft: _Side) -> list[str]:
-    return [f"their {name} differs" for key, name in STEPS.items() if target.parts.get(key) != draft.parts.get(key)]
+    return [
+        f"their {name} differs"
+        for key, name in STEPS.items()
+        if target.parts.get(key) != draft.parts.get(key)
+    ]
 
 
 def _same_steps(target: _Side, draft: _Side) -> list[Finding]:
-    """The steps as configured. A difference here decides encodings that no corpus can cover, so it is refused."""
+    """The steps as configured. A difference here decides encodings that no corpus can cover, so
+    it is refused.
+    """
     differing = _differing_steps(target, draft)
     models = [dict(side.parts.get("model") or {}) for side in (target, draft)]
     for model in models:
         model.pop("vocab", None)  # compared by id already
-        model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
+        model["merges"] = [
+            pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []
+        ]
     if models[0] != models[1]:
-        keys = [key for key in models[0].keys() | models[1].keys() if models[0].get(key) != models[1].get(key)]
-        differing.append(f"their {models[0].get('type', 'model')} settings differ ({', '.join(sorted(keys))})")
+        keys = [
+            key
+            for key in models[0].keys() | models[1].keys()
+            if models[0].get(key) != models[1].get(key)
+        ]
+        differing.append(
+            f"their {models[0].get('type', 'model')} settings differ ({', '.join(sorted(keys))})"
+        )
     if differing:
-        raise _refuse("have the same tokens but split text by different rules", target, draft, differing)
+        raise _refuse(
+            "have the same tokens but split text by different rules", target, draft, differing
+        )
     return [Finding("steps", "ok", f"{', '.join(STEPS.values())} and merges the same")]
 
 
 def _same_ends(target: _Side, draft: _Side) -> list[Finding]:
-    """BOS must be the same. EOS may differ: the target's decides when a text ends, the draft merely proposes past its own."""
+    """BOS must be the same. EOS may differ: the target's decides when a text ends, the draft
+    merely proposes past its own.
+    """
     bos = target.shape.bos_token_id, draft.shape.bos_token_id
     eos = target.shape.eos_token_ids, draft.shape.eos_token_ids
     findings = []
     if bos[0] != bos[1]:
         findings.append(
-            Finding("BOS id", "warning", f"target {bos[0]}, draft {bos[1]}; prompts are encoded by the target's tokenizer")
+            Finding(
+                "BOS id",
+                "warning",
+                f"target {bos[0]}, draft {bos[1]}; prompts are encoded by the target's tokenizer",
+            )
         )
     if set(eos[0]) != set(eos[1]):
-        findings.append(Finding("EOS ids", "warning", f"target {list(eos[0])}, draft {list(eos[1])}; the target's end a text"))
+        findings.append(
+            Finding(
+                "EOS ids",
+                "warning",
+                f"target {list(eos[0])}, draft {list(eos[1])}; the target's end a text",
+            )
+        )
     return findings or [Finding("BOS and EOS ids", "ok", f"BOS {bos[0]}, EOS {list(eos[0])}")]
 
 
 def _chat_template(target: _Side, draft: _Side) -> Finding:
     if _template(target.path) != _template(draft.path):
-        return Finding("chat template", "warning", "differs; prompts are formatted with the target's")
+        return Finding(
+            "chat template", "warning", "differs; prompts are formatted with the target's"
+        )
     return Finding("chat template", "ok", "none" if _template(target.path) is None else "the same")
 
 
@@ -285,6 +385,9 @@ def _positions(target: _Side, draft: _Side) -> Finding:
     limits = target.shape.max_position_embeddings, draft.shape.max_position_embeddings
     if limits[1] < limits[0]:
         return Finding(
-            "positions", "warning", f"target {limits[0]}, draft {limits[1]}: speculation works up to the draft's limit only"
+            "positions",
+            "warning",
+            f"target {limits[0]}, draft {limits[1]}: speculation works up to the draft's limit"
+            " only",
         )
     return Finding("positions", "ok", f"target {limits[0]}, draft {limits[1]}")

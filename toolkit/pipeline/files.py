@@ -18,7 +18,10 @@ RENAME_EXCHANGE = 2
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 MENDS = {
     errno.ENOSPC: "Free some space there and run the same command again: finished stages are kept.",
-    errno.EDQUOT: "Your quota is used up; free some space and run the same command again: finished stages are kept.",
+    errno.EDQUOT: (
+        "Your quota is used up; free some space and run the same command again: finished stages are"
+        " kept."
+    ),
     errno.EFBIG: "The file-size limit of this shell or file system is too low (ulimit -f).",
     errno.EACCES: "Give this user the permission to write there, or run from a folder of your own.",
     errno.EPERM: "Give this user the permission to write there, or run from a folder of your own.",
@@ -30,14 +33,23 @@ MENDS = {
 
 
 def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | None:
-    """The error as one that says how to mend it; None if it is not one of the file system's own (space, permission, limits)."""
+    """The error as one that says how to mend it; None if it is not one of the file system's own
+    (space, permission, limits).
+    """
     if error.errno not in MENDS:
         return None
-    return StoreError(stage, f"cannot write: {error.strerror}", where=error.filename or where, mend=MENDS[error.errno])
+    return StoreError(
+        stage,
+        f"cannot write: {error.strerror}",
+        where=error.filename or where,
+        mend=MENDS[error.errno],
+    )
 
 
 def link_or_copy(source: str | Path, copy: str | Path) -> str:
-    """A hard link where the file system has them, which costs no space; else a copy. For files that nobody changes in place."""
+    """A hard link where the file system has them, which costs no space; else a copy. For files
+    that nobody changes in place.
+    """
     try:
         os.link(source, copy)
     except OSError:
@@ -46,7 +58,9 @@ def link_or_copy(source: str | Path, copy: str | Path) -> str:
 
 
 def os_error_in(error: Exception) -> OSError | None:
-    """The OSError of the above that a library tells of in words of its own, as safetensors and torch do."""
+    """The OSError of the above that a library tells of in words of its own, as safetensors and
+    torch do.
+    """
     text = str(error)
     for number in MENDS:
         if f"(os error {number})" in text or os.strerror(number) in text:
@@ -57,7 +71,9 @@ def os_error_in(error: Exception) -> OSError | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -68,10 +84,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def replace_folder(new: Path, destination: Path) -> None:
-    """Put the folder `new` in the place of `destination`, whose present content is removed. Both lie on one file system.
+    """Put the folder `new` in the place of `destination`, whose present content is removed. Both
+    lie on one file system.
 
-    Where the file system can exchange two names there is no moment without a whole folder at `destination`. Raises
-    FileExistsError for a `destination` that is a file or a link, which somebody put there.
+    Where the file system can exchange two names there is no moment without a whole folder at
+    `destination`. Raises FileExistsError for a `destination` that is a file or a link, which
+    somebody put there.
     """
     if destination.is_symlink() or destination.is_file():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
@@ -88,11 +106,16 @@ def replace_folder(new: Path, destination: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """renameat2(2) with RENAME_EXCHANGE, which Python does not offer. False where it is not supported."""
+    """renameat2(2) with RENAME_EXCHANGE, which Python does not offer. False where it is not
+    supported.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+    if (
+        libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+        == 0
+    ):
         return True
     number = ctypes.get_errno()
     if number in NO_EXCHANGE:

@@ -1,11 +1,14 @@
 """Canonical digests of values, files and folders: what stage keys are made of.
 
-A value is written in a tagged, length-prefixed form before it is hashed, so that no two different values share an encoding: 1,
-1.0, True and "1" differ, floats are exact to the bit, and the order of a mapping's keys does not matter. Tuples are lists, as
-they are in JSON. A folder is its files' names and contents; times, owners and permissions are not part of it.
+A value is written in a tagged, length-prefixed form before it is hashed, so that no two different
+values share an encoding: 1,
+1.0, True and "1" differ, floats are exact to the bit, and the order of a mapping's keys does not
+matter. Tuples are lists, as they are in JSON. A folder is its files' names and contents; times,
+owners and permissions are not part of it.
 
-The digest of a big file may be remembered by (path, size, mtime, inode). That is a shortcut and never the identity: nothing of
-it enters a digest, and a memo opened with `rehash` forgets everything it knew.
+The digest of a big file may be remembered by (path, size, mtime, inode). That is a shortcut and
+never the identity: nothing of it enters a digest, and a memo opened with `rehash` forgets
+everything it knew.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ __all__ = ["DigestMemo", "digest_file", "digest_files", "digest_tree", "digest_v
 
 PREFIX = "sha256:"
 BLOCK_BYTES = 1 << 20
-SETTLED_NS = 2_000_000_000  # a file younger than this could change again within its time stamp's resolution: not remembered
+# a file younger than this could change again within its time stamp's resolution: not remembered
+SETTLED_NS = 2_000_000_000
 
 
 def digest_value(structure: object) -> str:
-    """sha256 over None, bool, int, float, str, bytes, lists or tuples, and mappings with text keys, nested at will.
+    """sha256 over None, bool, int, float, str, bytes, lists or tuples, and mappings with text keys,
+    nested at will.
 
     Raises TypeError for anything else, paths included: a path is no content.
     """
@@ -74,7 +79,9 @@ def _encode(value: object) -> Iterator[bytes]:
 
 
 def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
-    """sha256 of a file's bytes, symbolic links followed. Raises StoreError when it cannot be read."""
+    """sha256 of a file's bytes, symbolic links followed. Raises StoreError when it cannot be
+    read.
+    """
     try:
         status = path.stat()
         remembered = None if memo is None else memo.recall(path, status)
@@ -86,26 +93,40 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
                 state.update(block)
     except OSError as error:
         leads_nowhere = isinstance(error, FileNotFoundError) and path.is_symlink()
-        mend = f"It is a link to {path.readlink()}." if leads_nowhere else "Check the file and its permissions."
-        raise StoreError("digest", f"cannot be read: {error.strerror}", where=path, mend=mend) from error
+        mend = (
+            f"It is a link to {path.readlink()}."
+            if leads_nowhere
+            else "Check the file and its permissions."
+        )
+        raise StoreError(
+            "digest", f"cannot be read: {error.strerror}", where=path, mend=mend
+        ) from error
     digest = PREFIX + state.hexdigest()
     if memo is not None:
         memo.remember(path, status, digest)
     return digest
 
 
-def digest_files(directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None) -> dict[str, str]:
+def digest_files(
+    directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None
+) -> dict[str, str]:
     """Relative name -> digest of every file beneath `directory`, in order of names.
 
-    patterns: shell patterns, of which a file's name relative to `directory` has to match one; None takes all.
-    Raises StoreError when something cannot be read, or a link leads in a circle.
+    patterns: shell patterns, of which a file's name relative to `directory` has to match one; None
+    takes all. Raises StoreError when something cannot be read, or a link leads in a circle.
     """
     names = sorted(_walk(directory, ""))
-    wanted = [name for name in names if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    wanted = [
+        name
+        for name in names
+        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     return {name: digest_file(directory / name, memo) for name in wanted}
 
 
-def digest_tree(directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None) -> str:
+def digest_tree(
+    directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None
+) -> str:
     """sha256 of a folder: the names and contents of its files, as `digest_files` finds them."""
     return digest_value(digest_files(directory, patterns, memo))
 
@@ -114,7 +135,12 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
     try:
         real = os.path.realpath(folder)
         if real in above:
-            raise StoreError("digest", "a link leads back to a folder above it", where=folder, mend="Remove the link.")
+            raise StoreError(
+                "digest",
+                "a link leads back to a folder above it",
+                where=folder,
+                mend="Remove the link.",
+            )
         with os.scandir(folder) as entries:
             found = list(entries)
         for entry in found:
@@ -123,14 +149,17 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
             else:
                 yield prefix + entry.name
     except OSError as error:
-        raise StoreError("digest", f"cannot be read: {error.strerror}", where=folder, mend="Check the folder.") from error
+        raise StoreError(
+            "digest", f"cannot be read: {error.strerror}", where=folder, mend="Check the folder."
+        ) from error
 
 
 class DigestMemo:
-    """Digests remembered by (path, size, mtime, inode) in one small file. Losing it costs time and nothing else.
+    """Digests remembered by (path, size, mtime, inode) in one small file. Losing it costs time and
+    nothing else.
 
-    rehash: forget what is known, and learn anew. Several processes may use one file: each writes a whole one, the last one
-    stands.
+    rehash: forget what is known, and learn anew. Several processes may use one file: each writes a
+    whole one, the last one stands.
     """
 
     def __init__(self, file: Path, *, rehash: bool = False) -> None:
@@ -147,14 +176,23 @@ class DigestMemo:
 
     def recall(self, path: Path, status: os.stat_result) -> str | None:
         entry = self._known.get(str(path.absolute()))
-        if not isinstance(entry, list) or entry[:-1] != [status.st_size, status.st_mtime_ns, status.st_ino]:
+        if not isinstance(entry, list) or entry[:-1] != [
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ino,
+        ]:
             return None
         return entry[-1] if isinstance(entry[-1], str) else None
 
     def remember(self, path: Path, status: os.stat_result, digest: str) -> None:
         if time.time_ns() - status.st_mtime_ns < SETTLED_NS:
             return
-        self._known[str(path.absolute())] = [status.st_size, status.st_mtime_ns, status.st_ino, digest]
+        self._known[str(path.absolute())] = [
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ino,
+            digest,
+        ]
         self._changed = True
 
     def save(self) -> None:
@@ -164,7 +202,9 @@ class DigestMemo:
         alive = {path: entry for path, entry in self._known.items() if Path(path).exists()}
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.", suffix=".tmp")
+            descriptor, temporary = tempfile.mkstemp(
+                dir=self._file.parent, prefix=f".{self._file.name}.", suffix=".tmp"
+            )
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                     json.dump(alive, file)

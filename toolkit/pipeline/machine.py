@@ -1,4 +1,6 @@
-"""This machine and this program, in words: for keys of measurements, for provenance, for `toolkit doctor`. No heavy imports."""
+"""This machine and this program, in words: for keys of measurements, for provenance, for
+`toolkit doctor`. No heavy imports.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,21 @@ from pathlib import Path
 
 __all__ = ["cpu_flags", "git_commit", "gpus", "machine", "memory_bytes", "program", "usable_cores"]
 
-INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+INSTRUCTION_SETS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+)
 
 
 def machine() -> dict[str, str]:
-    """What a measurement depends on: processor, its instruction sets, cores this process may use, memory, GPUs."""
+    """What a measurement depends on: processor, its instruction sets, cores this process may
+    use, memory, GPUs.
+    """
     return {
         "cpu": _cpu_info().get("model name", platform.machine()),
         "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in cpu_flags()),
@@ -30,7 +42,9 @@ def machine() -> dict[str, str]:
 def _cpu_info() -> dict[str, str]:
     """The first processor of /proc/cpuinfo."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+        text = (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+        )
     except OSError:
         return {}
     rows = (line.partition(":") for line in text.splitlines())
@@ -53,24 +67,32 @@ def gpus() -> list[str]:
     """Names of NVIDIA GPUs as the driver lists them; empty without one."""
     found = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        match = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(
+            r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
         found.append(match.group(1).strip() if match else "NVIDIA GPU")
     return found
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit that this program was run from, with a `+` if tracked files differ from it; None outside a clone."""
+    """The commit that this program was run from, with a `+` if tracked files differ from it;
+    None outside a clone.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -1,4 +1,6 @@
-"""How much memory a block of work takes: measuring the most of it, and keeping it to what is in use."""
+"""How much memory a block of work takes: measuring the most of it, and keeping it to what is in
+use.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,24 @@ from types import TracebackType
 
 __all__ = ["PeakMemory", "freed_blocks_returned"]
 
-INHERITED = 1.05  # times what was resident before: up to that a peak tells of the work before and not of this
+# times what was resident before: up to that a peak tells of the work before and not of this
+INHERITED = 1.05
 PERIOD_S = 0.25  # a look costs well under a millisecond
 M_MMAP_THRESHOLD = -3  # mallopt(3)
-LARGE_BYTES, LARGEST_BYTES = 1 << 20, 1 << 25  # the second is as far as glibc raises the threshold by itself
+LARGE_BYTES, LARGEST_BYTES = (
+    1 << 20,
+    1 << 25,
+)  # the second is as far as glibc raises the threshold by itself
 
 
 @contextlib.contextmanager
 def freed_blocks_returned() -> Iterator[None]:
     """Within, freed blocks of a megabyte or more go back to the kernel at once.
 
-    glibc keeps those below 32 MB for later use, in pieces between what is still in use: work that makes and drops one temporary
-    per layer ends up holding as much as the whole model. Costs a page fault per page of each new block. Of the whole process; a
-    C library without `mallopt` is left alone.
+    glibc keeps those below 32 MB for later use, in pieces between what is still in use: work that
+    makes and drops one temporary per layer ends up holding as much as the whole model. Costs a page
+    fault per page of each new block. Of the whole process; a C library without `mallopt` is left
+    alone.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
@@ -41,11 +48,13 @@ def freed_blocks_returned() -> Iterator[None]:
 
 
 class PeakMemory:
-    """`with PeakMemory() as peak: ...`, then `peak.bytes`: resident memory, summed over the tree of processes.
+    """`with PeakMemory() as peak: ...`, then `peak.bytes`: resident memory, summed over the tree of
+    processes.
 
-    The sum is sampled, and pages that processes share count in each. A peak of this process alone, or of one child that has
-    ended, is exact where the kernel keeps it, so a short one between two samples is seen as well; what other processes of the
-    tree hold all the while is added to the former. root: the process at the head of another tree to watch, by samples alone.
+    The sum is sampled, and pages that processes share count in each. A peak of this process alone,
+    or of one child that has ended, is exact where the kernel keeps it, so a short one between two
+    samples is seen as well; what other processes of the tree hold all the while is added to the
+    former. root: the process at the head of another tree to watch, by samples alone.
     """
 
     def __init__(self, root: int | None = None) -> None:
@@ -58,7 +67,9 @@ class PeakMemory:
 
     @property
     def own(self) -> int | None:
-        """The peak, or None where this process held as much before: it is then what earlier work has left in it."""
+        """The peak, or None where this process held as much before: it is then what earlier work
+        has left in it.
+        """
         return self.bytes if self.bytes > INHERITED * self._before else None
 
     def __enter__(self) -> PeakMemory:
@@ -71,7 +82,12 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop.set()
         self._thread.join()
         self._look()
@@ -87,7 +103,9 @@ class PeakMemory:
             self._look()
 
     def _look(self) -> None:
-        self.bytes = max(self.bytes, sum(_status(pid, "VmRSS") for pid in _tree(self._root or os.getpid())))
+        self.bytes = max(
+            self.bytes, sum(_status(pid, "VmRSS") for pid in _tree(self._root or os.getpid()))
+        )
 
 
 def _others() -> int:
@@ -106,6 +124,8 @@ def _tree(pid: int) -> Iterator[int]:
 def _status(pid: int, name: str) -> int:
     """A field of /proc/PID/status in bytes; 0 once the process has ended."""
     with contextlib.suppress(OSError):
-        match = re.search(rf"^{name}:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        match = re.search(
+            rf"^{name}:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )
         return int(match.group(1)) * 1024 if match else 0
     return 0

@@ -1,4 +1,6 @@
-"""The loop: stages in order, each reused from the store or run; and the same without running, to explain."""
+"""The loop: stages in order, each reused from the store or run; and the same without running, to
+explain.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,30 @@ def upto(stages: Sequence[Stage], until: str) -> list[Stage]:
 
 
 def run_stages(
-    stages: Sequence[Stage], store: Store, name: str, observer: Observer, *, fresh: Collection[str] = ()
+    stages: Sequence[Stage],
+    store: Store,
+    name: str,
+    observer: Observer,
+    *,
+    fresh: Collection[str] = (),
 ) -> Iterator[tuple[str, Done]]:
-    """Stage by stage, its name and outcome: reused, or run because it is not in the store or `fresh` names it (or its group).
+    """Stage by stage, its name and outcome: reused, or run because it is not in the store or
+    `fresh` names it (or its group).
 
-    name: the deployment's, under which keys are remembered. Finished stages stay in the store whatever happens later, so the
-    same call goes on where this one ended.
+    name: the deployment's, under which keys are remembered. Finished stages stay in the store
+    whatever happens later, so the same call goes on where this one ended.
     """
     finished: dict[str, Done] = {}
     try:
         for stage in stages:
-            done = _one(stage, store, name, observer, finished, anew=bool({stage.name, stage.group} & set(fresh)))
+            done = _one(
+                stage,
+                store,
+                name,
+                observer,
+                finished,
+                anew=bool({stage.name, stage.group} & set(fresh)),
+            )
             finished[stage.name] = done
             observer.finished(stage.name, done)
             yield stage.name, done
@@ -55,7 +70,15 @@ def run_stages(
         store.memo.save()
 
 
-def _one(stage: Stage, store: Store, name: str, observer: Observer, finished: Mapping[str, Done], *, anew: bool) -> Done:
+def _one(
+    stage: Stage,
+    store: Store,
+    name: str,
+    observer: Observer,
+    finished: Mapping[str, Done],
+    *,
+    anew: bool,
+) -> Done:
     parts = stage.parts(finished)
     key = key_of(stage, parts)
 
@@ -74,7 +97,9 @@ def _one(stage: Stage, store: Store, name: str, observer: Observer, finished: Ma
         }
         return Written(to_json(record), provenance)
 
-    entry, reused = store.build(stage.name, key, parts, write, usable=lambda found: not anew and _usable(stage, found))
+    entry, reused = store.build(
+        stage.name, key, parts, write, usable=lambda found: not anew and _usable(stage, found)
+    )
     store.note(name, stage.name, key, parts)
     return Done(entry, stage.decode(entry), reused)
 
@@ -97,14 +122,19 @@ class Explanation:
 
 
 def explain(stages: Sequence[Stage], store: Store, name: str) -> list[Explanation]:
-    """Per stage, what `run_stages` would do, and which parts of its key differ from the last build of this name."""
+    """Per stage, what `run_stages` would do, and which parts of its key differ from the last
+    build of this name.
+    """
     last = store.last(name)
     finished: dict[str, Done] = {}
     explanations: list[Explanation] = []
     for stage in stages:
         waiting = [need for need in stage.needs if need not in finished]
         if waiting:
-            reason = f"{' and '.join(waiting)} would run first; if the result is the same, this stage may still be reused"
+            reason = (
+                f"{' and '.join(waiting)} would run first; if the result is the same, this stage"
+                " may still be reused"
+            )
             explanations.append(Explanation(stage.name, False, None, (reason,)))
             continue
         parts = stage.parts(finished)
@@ -122,7 +152,11 @@ def explain(stages: Sequence[Stage], store: Store, name: str) -> list[Explanatio
 
 
 def _reasons(
-    stage: Stage, key: str, parts: Mapping[str, Any], entry: Entry | None, last: Mapping[str, Any] | None
+    stage: Stage,
+    key: str,
+    parts: Mapping[str, Any],
+    entry: Entry | None,
+    last: Mapping[str, Any] | None,
 ) -> Iterator[str]:
     if last is None:
         yield "never built under this name"

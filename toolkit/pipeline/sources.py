@@ -1,14 +1,18 @@
 """Digests of our own sources: the modules that a stage names, and everything that they import.
 
-A stage whose result depends on our code holds such a digest in its key. Nobody keeps a list of files by hand: the closure is
-taken from the import statements, wherever in a module they stand. Three things count beside them:
+A stage whose result depends on our code holds such a digest in its key. Nobody keeps a list of
+files by hand: the closure is taken from the import statements, wherever in a module they stand.
+Three things count beside them:
 
-- a module that is named in a string as "toolkit.package.module:Name" (the registry of engines imports by such names);
+- a module that is named in a string as "toolkit.package.module:Name" (the registry of engines
+  imports by such names);
 - the packages that a module lies in, since Python imports these first;
-- files that are no Python beside a module, or in a folder beneath it without Python: kernels, templates.
+- files that are no Python beside a module, or in a folder beneath it without Python: kernels,
+  templates.
 
-Imports for the type checker alone do not count. Statements are found by a pattern instead of a parse, which would take half of
-the second that a build without work has; tests/pipeline/test_sources.py holds the two against each other.
+Imports for the type checker alone do not count. Statements are found by a pattern instead of a
+parse, which would take half of the second that a build without work has;
+tests/pipeline/test_sources.py holds the two against each other.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ PACKAGE = "toolkit"
 ROOT = Path(__file__).parents[1]
 
 STATEMENT = re.compile(
-    rf"^[ \t]*(?:from[ \t]+(?P<module>{PACKAGE}(?:\.\w+)*)[ \t]+import[ \t]+(?P<names>\([^)]*\)|[^\n#]*)"
+    rf"^[ \t]*(?:from[ \t]+(?P<module>{PACKAGE}(?:\.\w+)*)[ \t]+import["
+    r" \t]+(?P<names>\([^)]*\)|[^\n#]*)"
     rf"|import[ \t]+(?P<plain>{PACKAGE}(?:\.\w+)*))",
     re.MULTILINE,
 )
 NAMED_IN_STRING = re.compile(rf'"(?P<module>{PACKAGE}(?:\.\w+)+):\w+"')  # as registries do
-TYPE_CHECKING_BLOCK = re.compile(r"^if (?:typing\.)?TYPE_CHECKING:\n(?:(?:[ \t]+[^\n]*)?\n)+", re.MULTILINE)
+TYPE_CHECKING_BLOCK = re.compile(
+    r"^if (?:typing\.)?TYPE_CHECKING:\n(?:(?:[ \t]+[^\n]*)?\n)+", re.MULTILINE
+)
 NAME = re.compile(r"(\w+)(?:\s+as\s+\w+)?")
 
 
@@ -59,14 +66,20 @@ def source_files(modules: Sequence[str], root: Path = ROOT) -> tuple[str, ...]:
         imported = imported_modules(root / ours[module], ours)
         waiting += [name for name in (*_parents(module), *imported) if name in ours]
     python = {ours[module] for module in reached}
-    data = {name for folder in {Path(file).parent for file in python} for name in _data_beside(folder, root)}
+    data = {
+        name
+        for folder in {Path(file).parent for file in python}
+        for name in _data_beside(folder, root)
+    }
     return tuple(sorted(python | data))
 
 
 def imported_modules(file: Path, ours: Collection[str]) -> set[str]:
     """Those of `ours` that a source file imports or names in a string."""
     status = file.stat()
-    return {module for module in _mentioned(file, status.st_mtime_ns, status.st_size) if module in ours}
+    return {
+        module for module in _mentioned(file, status.st_mtime_ns, status.st_size) if module in ours
+    }
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +112,9 @@ def _parents(module: str) -> list[str]:
 
 
 def _data_beside(folder: Path, root: Path) -> Iterator[str]:
-    """Files that are no Python in a folder of modules, and in the folders beneath it without Python."""
+    """Files that are no Python in a folder of modules, and in the folders beneath it without
+    Python.
+    """
     if folder == Path():
         return
     for path in (root / folder).iterdir():

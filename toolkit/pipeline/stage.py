@@ -1,7 +1,8 @@
-"""What a stage is to the pipeline: a name, what its key is made of, and a function that fills a folder.
+"""What a stage is to the pipeline: a name, what its key is made of, and a function that fills a
+folder.
 
-The pipeline knows nothing of what stages do, and stages nothing of the pipeline: `toolkit.workflows` writes one `Stage` around
-each stage function.
+The pipeline knows nothing of what stages do, and stages nothing of the pipeline:
+`toolkit.workflows` writes one `Stage` around each stage function.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["Done", "Finished", "Stage", "key_of"]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A stage's outcome in this run. record: the stage's own, with the paths of its stored content."""
+    """A stage's outcome in this run. record: the stage's own, with the paths of its stored
+    content.
+    """
 
     entry: Entry
     record: Any
@@ -47,11 +50,13 @@ def _always(record: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """name: `quantize/target`; several stages may share the part before the slash. version: raised when what it does changes.
+    """name: `quantize/target`; several stages may share the part before the slash. version: raised
+    when what it does changes.
 
-    kind: the class of its record. needs: the stages whose outcomes it looks at. parts: their outcomes -> everything that its
-    result depends on, as values with a canonical form: config section, digests of what it consumes, fingerprint.
-    run: writes into the folder and returns the record. reusable: whether a stored result may stand for a new one.
+    kind: the class of its record. needs: the stages whose outcomes it looks at. parts: their
+    outcomes -> everything that its result depends on, as values with a canonical form: config
+    section, digests of what it consumes, fingerprint. run: writes into the folder and returns the
+    record. reusable: whether a stored result may stand for a new one.
     """
 
     name: str
@@ -74,4 +79,6 @@ class Stage:
 
 def key_of(stage: Stage, parts: Mapping[str, Any]) -> str:
     """The key of a stage's result: 64 hexadecimal digits."""
-    return digest_value({"stage": stage.name, "version": stage.version, "parts": parts}).removeprefix("sha256:")
+    return digest_value(
+        {"stage": stage.name, "version": stage.version, "parts": parts}
+    ).removeprefix("sha256:")

@@ -1,15 +1,15 @@
 """The content-addressed store of finished stage outputs.
 
-    ROOT/STAGE/KEY/content/       what the stage wrote
-    ROOT/STAGE/KEY/record.json    its record, all key parts, the digest of every file, and where it came from
-    ROOT/.names/NAME.json         the last keys of a deployment, so that `explain` can say what differs
-    ROOT/.locks/                  one lock per key being built
-    ROOT/.digests.json            remembered digests (a shortcut)
+    ROOT/STAGE/KEY/content/       what the stage wrote ROOT/STAGE/KEY/record.json    its record, all
+    key parts, the digest of every file, and where it came from ROOT/.names/NAME.json         the
+    last keys of a deployment, so that `explain` can say what differs ROOT/.locks/
+    one lock per key being built ROOT/.digests.json            remembered digests (a shortcut)
 
-An entry is written to a temporary sibling and renamed, so it is there whole or not at all, whoever races and whatever is
-killed. Whoever builds a key holds its lock (flock, which the kernel drops with the process); a second build waits and then
-reuses. A temporary folder whose key nobody has locked is therefore dead, and is swept. Every use of an entry compares its files
-with their digests, so an entry that was damaged or edited is built again.
+An entry is written to a temporary sibling and renamed, so it is there whole or not at all, whoever
+races and whatever is killed. Whoever builds a key holds its lock (flock, which the kernel drops
+with the process); a second build waits and then reuses. A temporary folder whose key nobody has
+locked is therefore dead, and is swept. Every use of an entry compares its files with their digests,
+so an entry that was damaged or edited is built again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,31 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StoreError, ToolkitError
-from toolkit.pipeline.files import link_or_copy, os_error_in, replace_folder, store_error, write_whole
+from toolkit.pipeline.files import (
+    link_or_copy,
+    os_error_in,
+    replace_folder,
+    store_error,
+    write_whole,
+)
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_value
 
 __all__ = ["Entry", "Store", "Written"]
 
 FORMAT = 1  # of record.json
 TEMPORARY = ".tmp."
-HERE = "@content"  # stands for the content folder in a stored record, so that the store can be moved
+HERE = (
+    "@content"  # stands for the content folder in a stored record, so that the store can be moved
+)
 
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a stage hands the store: its record as JSON values, and where it came from (not part of any key)."""
+    """What a stage hands the store: its record as JSON values, and where it came from (not part
+    of any key).
+    """
 
     record: Any
     provenance: Mapping[str, Any]
@@ -48,7 +58,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finished output. path: its content folder; files: relative name -> digest; record: JSON values, paths absolute."""
+    """One finished output. path: its content folder; files: relative name -> digest; record:
+    JSON values, paths absolute.
+    """
 
     stage: str
     key: str
@@ -114,10 +126,12 @@ class Store:
         *,
         usable: Callable[[Entry], bool] = lambda entry: True,
     ) -> tuple[Entry, bool]:
-        """The entry, and whether it was there already. Otherwise `write` fills a folder, which then becomes the entry.
+        """The entry, and whether it was there already. Otherwise `write` fills a folder, which then
+        becomes the entry.
 
-        usable: whether a stored entry may be taken; if not, it is built and replaced. Raises StoreError where nothing can be
-        written, and what `write` raises; in both cases nothing of it is left.
+        usable: whether a stored entry may be taken; if not, it is built and replaced. Raises
+        StoreError where nothing can be written, and what `write` raises; in both cases nothing of
+        it is left.
         """
         try:
             with self._lock(stage, key):
@@ -135,7 +149,9 @@ class Store:
                 raise
             raise store_error(stage, wrapped, self.root) or error from error
 
-    def _write(self, stage: str, key: str, parts: Mapping[str, Any], write: Callable[[Path], Written]) -> Entry:
+    def _write(
+        self, stage: str, key: str, parts: Mapping[str, Any], write: Callable[[Path], Written]
+    ) -> Entry:
         folder = self.root / stage
         folder.mkdir(parents=True, exist_ok=True)
         self._sweep(stage, key)
@@ -161,12 +177,18 @@ class Store:
             raise
         found = self.find(stage, key)
         if found is None:
-            raise StoreError(stage, "what was just written reads back differently", where=folder / key, mend="Check the disk.")
+            raise StoreError(
+                stage,
+                "what was just written reads back differently",
+                where=folder / key,
+                mend="Check the disk.",
+            )
         return found
 
     @contextlib.contextmanager
     def _lock(self, stage: str, key: str, *, wait: bool = True) -> Iterator[None]:
-        """Hold the lock of a key. The file is removed on release, so a waiter makes sure that it holds the present one.
+        """Hold the lock of a key. The file is removed on release, so a waiter makes sure that it
+        holds the present one.
 
         Raises BlockingIOError if it is taken and we are not to wait.
         """
@@ -201,10 +223,15 @@ class Store:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def _sweep(self, stage: str, key: str) -> None:
-        """Remove what killed builds have left: temporary folders of this key, whose lock is ours, and of free ones."""
+        """Remove what killed builds have left: temporary folders of this key, whose lock is
+        ours, and of free ones.
+        """
         for pattern in (f"*/{TEMPORARY}*", f"*/*/{TEMPORARY}*"):
             for path in self.root.glob(pattern):
-                of_stage, of_key = path.parent.relative_to(self.root).as_posix(), path.name.split(".")[2]
+                of_stage, of_key = (
+                    path.parent.relative_to(self.root).as_posix(),
+                    path.name.split(".")[2],
+                )
                 if (of_stage, of_key) == (stage, key):
                     shutil.rmtree(path, ignore_errors=True)
                     continue
@@ -234,23 +261,33 @@ class Store:
         return self.root / ".names" / f"{name}.json"
 
     def publish(self, parts: Mapping[str, Entry], destination: Path) -> bool:
-        """Make `destination` hold the entries' content, each in the subfolder it is named by ("" for the folder itself).
+        """Make `destination` hold the entries' content, each in the subfolder it is named by (""
+        for the folder itself).
 
-        Files are hard links where the file system has them, so they cost no space. The folder is replaced as a whole; what else
-        stood in it is gone. Returns whether anything had to be done.
+        Files are hard links where the file system has them, so they cost no space. The folder is
+        replaced as a whole; what else stood in it is gone. Returns whether anything had to be done.
         """
         if _is_published(parts, destination, self.memo):
             return False
         try:
-            with self._lock("publish", digest_value(str(destination.absolute())).removeprefix("sha256:")):
+            with self._lock(
+                "publish", digest_value(str(destination.absolute())).removeprefix("sha256:")
+            ):
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 for left in destination.parent.glob(f".{destination.name}{TEMPORARY}*"):
                     shutil.rmtree(left, ignore_errors=True)
-                temporary = destination.parent / f".{destination.name}{TEMPORARY}{secrets.token_hex(4)}"
+                temporary = (
+                    destination.parent / f".{destination.name}{TEMPORARY}{secrets.token_hex(4)}"
+                )
                 try:
                     temporary.mkdir()
                     for folder, entry in parts.items():
-                        shutil.copytree(entry.path, temporary / folder, copy_function=link_or_copy, dirs_exist_ok=True)
+                        shutil.copytree(
+                            entry.path,
+                            temporary / folder,
+                            copy_function=link_or_copy,
+                            dirs_exist_ok=True,
+                        )
                     replace_folder(temporary, destination)
                 except BaseException:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -261,12 +298,16 @@ class Store:
 
 
 def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMemo) -> bool:
-    if not destination.is_dir() or ("" not in parts and {path.name for path in destination.iterdir()} != set(parts)):
+    if not destination.is_dir() or (
+        "" not in parts and {path.name for path in destination.iterdir()} != set(parts)
+    ):
         return False
     for folder, entry in parts.items():
         for name, digest in entry.files.items():
             there = destination / folder / name
-            if not there.is_file() or not (there.samefile(entry.path / name) or digest_file(there, memo) == digest):
+            if not there.is_file() or not (
+                there.samefile(entry.path / name) or digest_file(there, memo) == digest
+            ):
                 return False
     return True
 

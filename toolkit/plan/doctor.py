@@ -1,6 +1,8 @@
-"""What this machine can and cannot do for the toolkit, each finding with what mends it. Nothing is changed.
+"""What this machine can and cannot do for the toolkit, each finding with what mends it. Nothing is
+changed.
 
-Every check stands alone and takes what it looks at as it finds it: a broken installation is what a doctor is called for.
+Every check stands alone and takes what it looks at as it finds it: a broken installation is what a
+doctor is called for.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """status: ok, warn (it works, less well) or missing. essential: nothing can be built without it."""
+    """status: ok, warn (it works, less well) or missing. essential: nothing can be built without
+    it.
+    """
 
     check: str
     status: str
@@ -49,8 +53,9 @@ def diagnose(
 ) -> list[Diagnosis]:
     """Look at everything. folder: where results would go.
 
-    find_server: the program, and the wheel's folder if it is that one's; raises ToolkitError where there is none.
-    find_libpython: the folder with the interpreter's shared library. find_compiler: the C++ compiler's path.
+    find_server: the program, and the wheel's folder if it is that one's; raises ToolkitError where
+    there is none. find_libpython: the folder with the interpreter's shared library. find_compiler:
+    the C++ compiler's path.
     """
     checks: tuple[tuple[str, Callable[[], Iterator[Diagnosis]]], ...] = (
         ("python", _python),
@@ -70,7 +75,9 @@ def diagnose(
         try:
             found.extend(check())
         except Exception as error:  # whatever is broken, the other checks are still worth having
-            found.append(Diagnosis(name, WARN, f"could not be looked at: {error}", "look at it by hand"))
+            found.append(
+                Diagnosis(name, WARN, f"could not be looked at: {error}", "look at it by hand")
+            )
     return found
 
 
@@ -78,11 +85,17 @@ def _python() -> Iterator[Diagnosis]:
     running = platform.python_version()
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     mend = None if fits else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
-    yield Diagnosis("python", OK if fits else MISSING, f"{running} at {sys.executable}", mend, essential=True)
+    yield Diagnosis(
+        "python", OK if fits else MISSING, f"{running} at {sys.executable}", mend, essential=True
+    )
     library, libc = platform.libc_ver()
     if library == "glibc":
         new_enough = tuple(int(part) for part in libc.split(".")[:2]) >= (2, 35)
-        mend = None if new_enough else "use a system with glibc 2.35 or newer; the bundled server needs it"
+        mend = (
+            None
+            if new_enough
+            else "use a system with glibc 2.35 or newer; the bundled server needs it"
+        )
         yield Diagnosis("glibc", OK if new_enough else WARN, libc, mend)
 
 
@@ -97,12 +110,24 @@ def _cpu() -> Iterator[Diagnosis]:
     )
     sets = facts["instruction_sets"]
     if platform.machine() != "x86_64":
-        yield Diagnosis("instruction set", MISSING, platform.machine(), "the bundled server and the kernels need x86-64")
+        yield Diagnosis(
+            "instruction set",
+            MISSING,
+            platform.machine(),
+            "the bundled server and the kernels need x86-64",
+        )
     elif "avx2" not in cpu_flags():
-        yield Diagnosis("instruction set", WARN, sets or "no AVX2", "compiled engines want AVX2; set engine.mode: eager")
+        yield Diagnosis(
+            "instruction set",
+            WARN,
+            sets or "no AVX2",
+            "compiled engines want AVX2; set engine.mode: eager",
+        )
     else:
         fast = {"avx512_vnni", "avx_vnni"} & cpu_flags()
-        yield Diagnosis("instruction set", OK, sets + ("" if fast else " (no VNNI: INT8 is slower here)"))
+        yield Diagnosis(
+            "instruction set", OK, sets + ("" if fast else " (no VNNI: INT8 is slower here)")
+        )
 
 
 def _memory() -> Iterator[Diagnosis]:
@@ -117,15 +142,27 @@ def _memory() -> Iterator[Diagnosis]:
 
 def _disk(folder: Path) -> Iterator[Diagnosis]:
     free = shutil.disk_usage(folder).free
-    mend = None if free >= MIN_DISK_BYTES else "free some space: builds keep quantized weights and engines"
+    mend = (
+        None
+        if free >= MIN_DISK_BYTES
+        else "free some space: builds keep quantized weights and engines"
+    )
     yield Diagnosis("disk", OK if mend is None else WARN, f"{size(free)} free in {folder}", mend)
     writable = os.access(folder, os.W_OK)
     mend = None if writable else "run from a folder of your own"
-    yield Diagnosis("results", OK if writable else MISSING, f"build/, engines/, triton_repo/ in {folder}", mend, essential=True)
+    yield Diagnosis(
+        "results",
+        OK if writable else MISSING,
+        f"build/, engines/, triton_repo/ in {folder}",
+        mend,
+        essential=True,
+    )
 
 
 def _libraries() -> Iterator[Diagnosis]:
-    """Installed, and importable where that costs little; torch and ModelOpt are imported, since a broken one is common."""
+    """Installed, and importable where that costs little; torch and ModelOpt are imported, since
+    a broken one is common.
+    """
     needed = {
         "torch": "torch",
         "transformers": "transformers",
@@ -140,7 +177,11 @@ def _libraries() -> Iterator[Diagnosis]:
             installed = version(name)
         except PackageNotFoundError:
             yield Diagnosis(
-                name, MISSING, "not installed", "pip install --editable . in the toolkit's checkout", essential=True
+                name,
+                MISSING,
+                "not installed",
+                "pip install --editable . in the toolkit's checkout",
+                essential=True,
             )
             continue
         try:
@@ -148,7 +189,11 @@ def _libraries() -> Iterator[Diagnosis]:
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield Diagnosis(
-                name, MISSING, f"{installed}, cannot be imported: {reason}", f"pip install --force-reinstall {name}", True
+                name,
+                MISSING,
+                f"{installed}, cannot be imported: {reason}",
+                f"pip install --force-reinstall {name}",
+                True,
             )
         else:
             yield Diagnosis(name, OK, installed)
@@ -161,13 +206,20 @@ def _libraries() -> Iterator[Diagnosis]:
 def _numpy() -> Iterator[Diagnosis]:
     installed = version("numpy")
     old = int(installed.split(".", 1)[0]) < 2
-    mend = None if old else "pip install 'numpy<2': Triton's Python stub dies with numpy 2 at the first request"
+    mend = (
+        None
+        if old
+        else "pip install 'numpy<2': Triton's Python stub dies with numpy 2 at the first request"
+    )
     yield Diagnosis("numpy", OK if old else MISSING, installed, mend, essential=True)
 
 
 def _compiler(path: str | None) -> Iterator[Diagnosis]:
     if path is None:
-        detail = f"{os.environ.get('CXX') or 'g++'} not found: engines run eagerly, which is several times slower"
+        detail = (
+            f"{os.environ.get('CXX') or 'g++'} not found: engines run eagerly, which is several"
+            " times slower"
+        )
         yield Diagnosis("C++ compiler", WARN, detail, "apt install g++")
     else:
         yield Diagnosis("C++ compiler", OK, path)
@@ -180,10 +232,15 @@ def _server(
         binary, wheel = find_server()
     except ToolkitError as error:
         detail = "neither on PATH nor in the nvidia-pytriton wheel"
-        yield Diagnosis("tritonserver", MISSING, detail, error.mend or EXTRA.format("embedded"), essential=True)
+        yield Diagnosis(
+            "tritonserver", MISSING, detail, error.mend or EXTRA.format("embedded"), essential=True
+        )
         return
     yield Diagnosis(
-        "tritonserver", OK, f"{binary} ({'PATH' if wheel is None else 'nvidia-pytriton ' + version('nvidia-pytriton')})"
+        "tritonserver",
+        OK,
+        f"{binary}"
+        f" ({'PATH' if wheel is None else 'nvidia-pytriton ' + version('nvidia-pytriton')})",
     )
     if wheel is None:
         return  # complete in itself
@@ -193,14 +250,24 @@ def _server(
         yield Diagnosis("Python stub", OK, f"for Python {running}")
     else:
         brought = ", ".join(sorted(path.name for path in stubs.glob("*")))
-        yield Diagnosis("Python stub", MISSING, f"none for Python {running}", f"use one of {brought}", essential=True)
+        yield Diagnosis(
+            "Python stub",
+            MISSING,
+            f"none for Python {running}",
+            f"use one of {brought}",
+            essential=True,
+        )
     folder = find_libpython()
     if folder is not None:
         yield Diagnosis("libpython", OK, f"in {folder}")
     else:
         mend = f"apt install libpython{running}, or use a Python built with --enable-shared"
         yield Diagnosis(
-            "libpython", MISSING, "no shared library of this interpreter, which the stub needs", mend, essential=True
+            "libpython",
+            MISSING,
+            "no shared library of this interpreter, which the stub needs",
+            mend,
+            essential=True,
         )
 
 
@@ -212,12 +279,21 @@ def _loopback() -> Iterator[Diagnosis]:
             caller.settimeout(2)
             caller.connect(listener.getsockname())
     except OSError as error:
-        yield Diagnosis("loopback", MISSING, f"127.0.0.1: {error.strerror}", "ip link set lo up", essential=True)
+        yield Diagnosis(
+            "loopback", MISSING, f"127.0.0.1: {error.strerror}", "ip link set lo up", essential=True
+        )
         return
-    yield Diagnosis("loopback", OK, "127.0.0.1 listens and answers; servers take free ports unless the YAML names some")
+    yield Diagnosis(
+        "loopback",
+        OK,
+        "127.0.0.1 listens and answers; servers take free ports unless the YAML names some",
+    )
     taken = [str(port) for port in (8000, 8001, 8002) if _listens(port)]
     if taken:
-        mend = "nothing to do while triton.*_port is 0, the default; launch.sh takes other ports as arguments"
+        mend = (
+            "nothing to do while triton.*_port is 0, the default; launch.sh takes other ports as"
+            " arguments"
+        )
         yield Diagnosis("default ports", WARN, f"in use: {', '.join(taken)}", mend)
     else:
         yield Diagnosis("default ports", OK, "8000, 8001 and 8002 are free")
@@ -236,9 +312,13 @@ def _listens(port: int) -> bool:
 def _shared_memory() -> Iterator[Diagnosis]:
     free = shutil.disk_usage("/dev/shm").free
     mend = (
-        None if free >= MIN_SHM_BYTES else "docker run --shm-size=256m, or free /dev/shm: the Python backend talks through it"
+        None
+        if free >= MIN_SHM_BYTES
+        else "docker run --shm-size=256m, or free /dev/shm: the Python backend talks through it"
     )
-    yield Diagnosis("/dev/shm", OK if mend is None else MISSING, f"{size(free)} free", mend, essential=True)
+    yield Diagnosis(
+        "/dev/shm", OK if mend is None else MISSING, f"{size(free)} free", mend, essential=True
+    )
 
 
 def _gpu() -> Iterator[Diagnosis]:
@@ -251,5 +331,8 @@ def _gpu() -> Iterator[Diagnosis]:
     usable = torch.cuda.is_available()
     mend = None if usable else "install a CUDA build of torch: https://pytorch.org/get-started"
     yield Diagnosis(
-        "GPU", OK if usable else WARN, ", ".join(names) + ("" if usable else f"; torch {torch.__version__} cannot use it"), mend
+        "GPU",
+        OK if usable else WARN,
+        ", ".join(names) + ("" if usable else f"; torch {torch.__version__} cannot use it"),
+        mend,
     )

@@ -1,6 +1,8 @@
-"""The plan of a deployment: what is read (shapes, GPUs), what the rules say, what it needs and how fast it can be.
+"""The plan of a deployment: what is read (shapes, GPUs), what the rules say, what it needs and how
+fast it can be.
 
-Nothing is run, and nothing heavy is imported: a plan takes a fraction of a second and works before anything is downloaded.
+Nothing is run, and nothing heavy is imported: a plan takes a fraction of a second and works before
+anything is downloaded.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def make_plan(config: DeploymentConfig) -> Plan:
 
 
 def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]]:
-    """The deployment with what is known around it, and a refusal for every model of which nothing is."""
+    """The deployment with what is known around it, and a refusal for every model of which
+    nothing is.
+    """
     shapes: dict[str, ModelShape] = {}
     quantized: dict[str, Quantization] = {}
     unread: list[Judgement] = []
@@ -68,23 +72,34 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
             if stated.quant_algo is not None or stated.kv_cache_quant_algo is not None:
                 quantized[role] = stated
             continue
-        what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing is known here of it"
-        fetched = f"hf download {model.hub_id} config.json"  # all that is read of it here; a build fetches the rest
-        mend = f"mend the path to its folder; or, if it is on the hub, fetch what a plan reads of it: {fetched}"
+        what = (
+            f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing"
+            " is known here of it"
+        )
+        # all that is read of it here; a build fetches the rest
+        fetched = f"hf download {model.hub_id} config.json"
+        mend = (
+            "mend the path to its folder; or, if it is on the hub, fetch what a plan reads of it:"
+            f" {fetched}"
+        )
         unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
     gpu, count = _gpus(config)
     return Subject(config, shapes, gpu, count, quantized), tuple(unread)
 
 
 def gpu_named(driver_name: str) -> Gpu | None:
-    """The row of a GPU as the driver calls it ("NVIDIA H200"); None for one that is not in the table."""
+    """The row of a GPU as the driver calls it ("NVIDIA H200"); None for one that is not in the
+    table.
+    """
     words = set(driver_name.upper().replace("-", " ").split())
     found = [name for pattern, name in DRIVER_NAMES.items() if set(pattern.split()) <= words]
     return GPUS[found[0]] if found else None
 
 
 def gpu_asked_for(written: str) -> Gpu:
-    """The row that a word on the command line means: the table's own name in any case, or the driver's. Raises UsageError."""
+    """The row that a word on the command line means: the table's own name in any case, or the
+    driver's. Raises UsageError.
+    """
     by_case = {name.upper(): gpu for name, gpu in GPUS.items()}
     found = by_case.get(written.upper()) or gpu_named(written)
     if found is not None:
@@ -109,17 +124,23 @@ def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
     hardware, engine = config.hardware, config.engine
     if hardware.gpu == "auto":
         names = gpus()
-        return (gpu_named(names[0]) if names else None), (hardware.count or len(names)) * hardware.nodes
+        return (gpu_named(names[0]) if names else None), (
+            hardware.count or len(names)
+        ) * hardware.nodes
     if hardware.count is not None:
         return GPUS[hardware.gpu], hardware.count * hardware.nodes
-    wanted = min(engine.world_size, engine.gpus_per_node) if isinstance(engine, TensorRtLlmConfig) else 1
+    wanted = (
+        min(engine.world_size, engine.gpus_per_node) if isinstance(engine, TensorRtLlmConfig) else 1
+    )
     return GPUS[hardware.gpu], wanted * hardware.nodes
 
 
 def _has_numbers(subject: Subject) -> bool:
     """Whether arithmetic has a meaning: every shape is known, and splits as asked."""
     tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
-    return set(subject.shapes) == set(subject.models) and all(tp <= shape.num_heads for shape in subject.shapes.values())
+    return set(subject.shapes) == set(subject.models) and all(
+        tp <= shape.num_heads for shape in subject.shapes.values()
+    )
 
 
 def _summary(subject: Subject) -> dict[str, str]:
@@ -128,12 +149,18 @@ def _summary(subject: Subject) -> dict[str, str]:
     for role, model in subject.models.items():
         name = model.hub_id or model.checkpoint.name
         size = f", {parameters_in_words(subject.shapes[role])}" if role in subject.shapes else ""
-        kv = f", {model.quantization.kv_cache_quant_algo} KV cache" if model.quantization.kv_cache_quant_algo else ""
+        kv = (
+            f", {model.quantization.kv_cache_quant_algo} KV cache"
+            if model.quantization.kv_cache_quant_algo
+            else ""
+        )
         found[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
     if isinstance(engine, TensorRtLlmConfig):
         version = VERSIONS[engine.tensorrt_llm]
         flow = "engine flow" if subject.engine_flow is not None else "PyTorch flow"
-        found["engine"] = f"TensorRT-LLM {version.name}, {flow}, tp {engine.tp_size}, pp {engine.pp_size}"
+        found["engine"] = (
+            f"TensorRT-LLM {version.name}, {flow}, tp {engine.tp_size}, pp {engine.pp_size}"
+        )
         if subject.engine_flow is not None and version.engine_flow:
             found["build image"] = BUILD_IMAGE.format(release=version.release)
         if version.serving_tags:
@@ -141,13 +168,20 @@ def _summary(subject: Subject) -> dict[str, str]:
     else:
         found["engine"] = "embedded (torch)"
     found["sizes"] = (
-        f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len} tokens with output"
+        f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len}"
+        " tokens with output"
     )
     kind, tuned = config.speculation.kind, config.speculation.max_draft_len == "auto"
     length = f"{subject.draft_len} tokens a step" + (" at most, to be measured" if tuned else "")
     found["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
-    found["hardware"] = f"{subject.gpu_count} x {subject.gpu.name}" if subject.gpu is not None else "this machine's CPU"
+    found["hardware"] = (
+        f"{subject.gpu_count} x {subject.gpu.name}"
+        if subject.gpu is not None
+        else "this machine's CPU"
+    )
     if subject.gpu is None and subject.trtllm is not None:
         found["hardware"] = "not known"
-    found["layout"] = "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
+    found["layout"] = (
+        "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
+    )
     return found

@@ -1,7 +1,8 @@
 """Memory of every stage, by arithmetic: weights, KV caches, activations, and a stated margin.
 
-All sizes are of the fullest rank under tensor and pipeline parallelism, draft included, in bytes. What is arithmetic is exact;
-what is not (activations, the runtime's own) is an assumption, named as such in docs/planning.md.
+All sizes are of the fullest rank under tensor and pipeline parallelism, draft included, in bytes.
+What is arithmetic is exact; what is not (activations, the runtime's own) is an assumption, named as
+such in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ __all__ = [
 
 GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-# Assumed: CUDA context, libraries' workspaces and CUDA graphs; NCCL's buffers where there are several ranks.
+# Assumed: CUDA context, libraries' workspaces and CUDA graphs; NCCL's buffers where there are
+# several ranks.
 RUNTIME_BYTES = {"trt_engine": GIB, "trtllm_pytorch": 2 * GIB, "torch": GIB // 2}
 NCCL_BYTES = GIB // 2
-LIBRARY_BYTES = 5 * GIB // 8  # measured: 0.49 GB resident once imported, 0.67 GB when they had quantized a model of 12 MB
+LIBRARY_BYTES = (
+    5 * GIB // 8
+)  # measured: 0.49 GB resident once imported, 0.67 GB when they had quantized a model of 12 MB
 TACTICS_BYTES = 2 * GIB  # assumed: what TensorRT tries kernels in
 TP_SIZES = (1, 2, 4, 8, 16)
 
 
 def linear_params(shape: ModelShape, tp_size: int = 1) -> int:
-    """Weights of the decoder's linears that one of tp_size ranks holds, in one layer; KV heads are repeated where too few."""
+    """Weights of the decoder's linears that one of tp_size ranks holds, in one layer; KV heads
+    are repeated where too few.
+    """
     kv_heads = max(1, shape.num_kv_heads // tp_size)
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads // tp_size + 2 * kv_heads)
     return attention + 3 * shape.hidden_size * shape.intermediate_size // tp_size
@@ -46,7 +52,11 @@ def parameters(shape: ModelShape) -> int:
     """Of the whole model; biases and norms of q and k are left out (less than a thousandth)."""
     per_layer = linear_params(shape) + 2 * shape.hidden_size
     tables = 1 if shape.tie_word_embeddings else 2
-    return shape.num_layers * per_layer + tables * shape.vocab_size * shape.hidden_size + shape.hidden_size
+    return (
+        shape.num_layers * per_layer
+        + tables * shape.vocab_size * shape.hidden_size
+        + shape.hidden_size
+    )
 
 
 def parameters_in_words(shape: ModelShape) -> str:
@@ -55,21 +65,36 @@ def parameters_in_words(shape: ModelShape) -> str:
 
 
 def weight_bytes(
-    shape: ModelShape, quant_algo: str, *, tp_size: int = 1, pp_size: int = 1, untied: bool = False, dtype: str = "bfloat16"
+    shape: ModelShape,
+    quant_algo: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    untied: bool = False,
+    dtype: str = "bfloat16",
 ) -> int:
-    """Of the fullest rank. Linears have one byte a weight when quantized; embeddings and LM head keep their dtype, as ModelOpt
-    leaves them. untied: an LM head of its own is written even where it is tied, as the engine flow's checkpoints do.
+    """Of the fullest rank. Linears have one byte a weight when quantized; embeddings and LM head
+    keep their dtype, as ModelOpt leaves them. untied: an LM head of its own is written even where
+    it is tied, as the engine flow's checkpoints do.
     """
     width = DTYPE_BYTES[dtype]
     layers = -(-shape.num_layers // pp_size)
-    per_layer = linear_params(shape, tp_size) * (width if quant_algo == "NO_QUANT" else 1) + 2 * shape.hidden_size * width
+    per_layer = (
+        linear_params(shape, tp_size) * (width if quant_algo == "NO_QUANT" else 1)
+        + 2 * shape.hidden_size * width
+    )
     table = shape.vocab_size * shape.hidden_size * width // tp_size
     tables = 2 if pp_size == 1 and (untied or not shape.tie_word_embeddings) else 1
     return layers * per_layer + tables * table
 
 
 def kv_bytes_per_token(
-    shape: ModelShape, kv_cache_quant_algo: str | None, *, tp_size: int = 1, pp_size: int = 1, width: int = 2
+    shape: ModelShape,
+    kv_cache_quant_algo: str | None,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    width: int = 2,
 ) -> int:
     layers = -(-shape.num_layers // pp_size)
     kv_heads = max(1, shape.num_kv_heads // tp_size)
@@ -77,7 +102,8 @@ def kv_bytes_per_token(
 
 
 def memory_of(subject: Subject, host_bytes: int) -> tuple[tuple[StageMemory, ...], Serving | None]:
-    """Every stage that needs a notable amount. Serving is None where a shape or the GPU is not known.
+    """Every stage that needs a notable amount. Serving is None where a shape or the GPU is not
+    known.
 
     host_bytes: memory of this machine, which the embedded engine on a CPU lives in.
     """
@@ -95,21 +121,45 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
         return
     engine = subject.config.engine
     for stage in stages:
-        if stage.stage == "quantize" and stage.available_bytes is not None and stage.total_bytes > stage.available_bytes:
-            what = f"quantizing works on {_gb(stage.total_bytes)}, and this machine has {_gb(stage.available_bytes)} of memory"
-            mend = "weights are mapped from files and read again where they do not fit: slower, same result"
+        if (
+            stage.stage == "quantize"
+            and stage.available_bytes is not None
+            and stage.total_bytes > stage.available_bytes
+        ):
+            what = (
+                f"quantizing works on {_gb(stage.total_bytes)}, and this machine has"
+                f" {_gb(stage.available_bytes)} of memory"
+            )
+            mend = (
+                "weights are mapped from files and read again where they do not fit: slower, same"
+                " result"
+            )
             yield Judgement("memory", "warning", "target.quantization", what, mend)
     peak = stages[-1]
     if serving.sequences < 1:
-        place = "this machine" if subject.gpu is None else f"{subject.gpu.name} ({_gb(subject.gpu.memory_bytes)})"
+        place = (
+            "this machine"
+            if subject.gpu is None
+            else f"{subject.gpu.name} ({_gb(subject.gpu.memory_bytes)})"
+        )
         fixed = sum(item.num_bytes for item in peak.items if not item.name.startswith("KV"))
         need = serving.kv_bytes_per_token * (engine.max_seq_len + subject.draft_len)
-        what = f"{_gb(fixed)} without KV cache and {_gb(need)} for one sequence of max_seq_len do not fit {place}"
+        what = (
+            f"{_gb(fixed)} without KV cache and {_gb(need)} for one sequence of max_seq_len do not"
+            f" fit {place}"
+        )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
     elif serving.sequences < engine.max_batch_size and not isinstance(engine, TorchEngineConfig):
         length = serving.kv_tokens // engine.max_batch_size - subject.draft_len
-        what = f"{serving.sequences} of max_batch_size {engine.max_batch_size} fit at max_seq_len {engine.max_seq_len} together"
-        mend = f"others wait meanwhile; all fit up to {length} tokens each" if length > 0 else "others wait meanwhile"
+        what = (
+            f"{serving.sequences} of max_batch_size {engine.max_batch_size} fit at max_seq_len"
+            f" {engine.max_seq_len} together"
+        )
+        mend = (
+            f"others wait meanwhile; all fit up to {length} tokens each"
+            if length > 0
+            else "others wait meanwhile"
+        )
         yield Judgement("batch-fits", "warning", "engine.max_batch_size", what, mend)
 
 
@@ -124,7 +174,13 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
     items = [
         MemoryItem(
             f"{role} weights",
-            weight_bytes(shape, _algo(subject, role), tp_size=tp, pp_size=pp, untied=subject.engine_flow is not None),
+            weight_bytes(
+                shape,
+                _algo(subject, role),
+                tp_size=tp,
+                pp_size=pp,
+                untied=subject.engine_flow is not None,
+            ),
             f"{parameters_in_words(shape)}, linears {_algo(subject, role)}{split}",
         )
         for role, shape in subject.shapes.items()
@@ -138,7 +194,9 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
     blocks_each = -(-(trtllm.max_seq_len + subject.draft_len) // trtllm.tokens_per_block)
     kv_tokens = blocks * trtllm.tokens_per_block
     items += [
-        MemoryItem(f"KV cache of the {role}", kv_tokens * size, f"{kv_tokens} tokens x {size} bytes")
+        MemoryItem(
+            f"KV cache of the {role}", kv_tokens * size, f"{kv_tokens} tokens x {size} bytes"
+        )
         for role, size in per_token.items()
     ]
     serving = Serving(
@@ -151,41 +209,60 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
     return StageMemory("serve", "each GPU", tuple(items), available), serving
 
 
-def _embedded(subject: Subject, engine: TorchEngineConfig, host_bytes: int) -> tuple[StageMemory, Serving]:
-    """Slots of max_seq_len are laid out when it starts: all of max_batch_size, or it does not start."""
+def _embedded(
+    subject: Subject, engine: TorchEngineConfig, host_bytes: int
+) -> tuple[StageMemory, Serving]:
+    """Slots of max_seq_len are laid out when it starts: all of max_batch_size, or it does not
+    start.
+    """
     width = DTYPE_BYTES[engine.dtype]
     items = [
         MemoryItem(
             f"{role} weights",
             weight_bytes(shape, _algo(subject, role), dtype=engine.dtype),
-            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}, the rest {engine.dtype}",
+            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}, the rest"
+            f" {engine.dtype}",
         )
         for role, shape in subject.shapes.items()
     ]
     per_token = {
-        role: kv_bytes_per_token(shape, subject.models[role].quantization.kv_cache_quant_algo, width=width)
+        role: kv_bytes_per_token(
+            shape, subject.models[role].quantization.kv_cache_quant_algo, width=width
+        )
         for role, shape in subject.shapes.items()
     }
     both, slot = sum(per_token.values()), engine.max_seq_len + subject.draft_len
     items += [MemoryItem("runtime", RUNTIME_BYTES["torch"], "assumed: libraries and workspaces")]
-    available = subject.gpu.memory_bytes if subject.gpu is not None and engine.device != "cpu" else host_bytes
+    available = (
+        subject.gpu.memory_bytes
+        if subject.gpu is not None and engine.device != "cpu"
+        else host_bytes
+    )
     free = available - sum(item.num_bytes for item in items)
     sequences = engine.max_batch_size if engine.max_batch_size * slot * both <= free else 0
     kv_tokens = engine.max_batch_size * slot
     items += [
-        MemoryItem(f"KV cache of the {role}", kv_tokens * size, f"{engine.max_batch_size} slots x {slot} tokens x {size} bytes")
+        MemoryItem(
+            f"KV cache of the {role}",
+            kv_tokens * size,
+            f"{engine.max_batch_size} slots x {slot} tokens x {size} bytes",
+        )
         for role, size in per_token.items()
     ]
     place = "the machine" if available == host_bytes else "each GPU"
-    serving = Serving(kv_tokens * both, both, kv_tokens, sequences, per_token.get("draft", 0) / both)
+    serving = Serving(
+        kv_tokens * both, both, kv_tokens, sequences, per_token.get("draft", 0) / both
+    )
     return StageMemory("serve", place, tuple(items), available), serving
 
 
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
-    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of text takes at its most.
+    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of
+    text takes at its most.
 
-    It is the memory of the host, and what a run in memory holds. Here weights are mapped from files, so that only the last two
-    have to be there at once; GPUs are visited a layer at a time. Of a host that the YAML merely names, no memory is known.
+    It is the memory of the host, and what a run in memory holds. Here weights are mapped from
+    files, so that only the last two have to be there at once; GPUs are visited a layer at a time.
+    Of a host that the YAML merely names, no memory is known.
     """
     calibration = subject.config.calibration
     found = []
@@ -199,25 +276,40 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         inner = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * width
         # Every linear's output in the source is kept until the quantized model has made its own.
         outputs = (
-            2 * shape.hidden_size + (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 2 * shape.intermediate_size
+            2 * shape.hidden_size
+            + (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+            + 2 * shape.intermediate_size
         )
         compared = calibration.calib_max_seq_length * shape.num_layers * outputs * width
         text = max(
-            MemoryItem("calibration", logits + inner, f"{tokens} tokens at once: logits in float32, widest layer"),
             MemoryItem(
-                "measuring", compared, f"{calibration.calib_max_seq_length} held-out tokens: outputs of all linears, to compare"
+                "calibration",
+                logits + inner,
+                f"{tokens} tokens at once: logits in float32, widest layer",
+            ),
+            MemoryItem(
+                "measuring",
+                compared,
+                f"{calibration.calib_max_seq_length} held-out tokens: outputs of all linears, to"
+                " compare",
             ),
             key=lambda item: item.num_bytes,
         )
         found.append(
             (
-                MemoryItem(f"{role} as it is", source, f"{parameters_in_words(shape)} in {shape.dtype}, mapped from its files"),
+                MemoryItem(
+                    f"{role} as it is",
+                    source,
+                    f"{parameters_in_words(shape)} in {shape.dtype}, mapped from its files",
+                ),
                 MemoryItem(
                     f"{role} quantized",
                     weight_bytes(shape, _algo(subject, role), dtype=shape.dtype),
                     "its copy for the export, mapped too",
                 ),
-                MemoryItem("libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"),
+                MemoryItem(
+                    "libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"
+                ),
                 text,
             )
         )
@@ -239,11 +331,15 @@ def _engine_build(subject: Subject) -> Iterator[StageMemory]:
         _activations(subject),
         MemoryItem("kernels tried", TACTICS_BYTES, "assumed: workspace of TensorRT"),
     )
-    yield StageMemory("compile", "each GPU", items, None if subject.gpu is None else subject.gpu.memory_bytes)
+    yield StageMemory(
+        "compile", "each GPU", items, None if subject.gpu is None else subject.gpu.memory_bytes
+    )
 
 
 def _activations(subject: Subject) -> MemoryItem:
-    """Of the target, whose forwards are the largest: one layer's inputs and widest outputs, and the logits of a verify step."""
+    """Of the target, whose forwards are the largest: one layer's inputs and widest outputs, and
+    the logits of a verify step.
+    """
     assert subject.trtllm is not None
     engine, shape = subject.trtllm, subject.shapes["target"]
     rows = engine.max_batch_size * (subject.draft_len + 1)
@@ -251,14 +347,20 @@ def _activations(subject: Subject) -> MemoryItem:
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     width = 3 * shape.hidden_size + (heads + 2 * shape.intermediate_size) // engine.tp_size
     logits = 2 * rows * shape.vocab_size * 4
-    return MemoryItem("activations", tokens * width * 2 + logits, f"{tokens} tokens x {width} values, logits of {rows} rows")
+    return MemoryItem(
+        "activations",
+        tokens * width * 2 + logits,
+        f"{tokens} tokens x {width} values, logits of {rows} rows",
+    )
 
 
 def _runtime(subject: Subject) -> MemoryItem:
     assert subject.trtllm is not None
     several = NCCL_BYTES if subject.trtllm.world_size > 1 else 0
     return MemoryItem(
-        "runtime", RUNTIME_BYTES[subject.config.engine.kind] + several, "assumed: CUDA context, workspaces, graphs"
+        "runtime",
+        RUNTIME_BYTES[subject.config.engine.kind] + several,
+        "assumed: CUDA context, workspaces, graphs",
     )
 
 
@@ -273,31 +375,53 @@ def _would_fit(subject: Subject, host_bytes: int) -> str:
         return _serving(changed, host_bytes)[1].sequences >= 1
 
     for tp_size in TP_SIZES:
-        if tp_size > engine.tp_size and all(splits(shape, tp_size) for shape in subject.shapes.values()):
-            wider = subject.config.model_copy(update={"engine": engine.model_copy(update={"tp_size": tp_size})})
+        if tp_size > engine.tp_size and all(
+            splits(shape, tp_size) for shape in subject.shapes.values()
+        ):
+            wider = subject.config.model_copy(
+                update={"engine": engine.model_copy(update={"tp_size": tp_size})}
+            )
             if fits(replace(subject, config=wider)):
                 found.append(f"tp_size: {tp_size}")
                 break
-    if gpu is not None and gpu.sm >= 89 and subject.config.target.quantization.quant_algo == "NO_QUANT":
+    if (
+        gpu is not None
+        and gpu.sm >= 89
+        and subject.config.target.quantization.quant_algo == "NO_QUANT"
+    ):
         in_fp8 = {role: _quantized(model) for role, model in subject.models.items()}
         if fits(replace(subject, config=subject.config.model_copy(update=in_fp8))):
             found.append("quant_algo: FP8")
     if gpu is not None:
-        larger = [other for other in GPUS.values() if other.memory_mib > gpu.memory_mib and other.sm >= gpu.sm]
+        larger = [
+            other
+            for other in GPUS.values()
+            if other.memory_mib > gpu.memory_mib and other.sm >= gpu.sm
+        ]
         for other in sorted(larger, key=lambda one: one.memory_mib):
             if fits(replace(subject, gpu=other)):
                 found.append(f"hardware.gpu: {other.name}")
                 break
     for length in (engine.max_seq_len // 2, engine.max_seq_len // 4):
-        shorter = engine.model_copy(update={"max_seq_len": length, "max_input_len": min(engine.max_input_len, length - 1)})
-        if length > 1 and fits(replace(subject, config=subject.config.model_copy(update={"engine": shorter}))):
+        shorter = engine.model_copy(
+            update={"max_seq_len": length, "max_input_len": min(engine.max_input_len, length - 1)}
+        )
+        if length > 1 and fits(
+            replace(subject, config=subject.config.model_copy(update={"engine": shorter}))
+        ):
             found.append(f"max_seq_len: {length}")
             break
-    return f"fits with {' or '.join(found)}" if found else "take more or larger GPUs, or a smaller target"
+    return (
+        f"fits with {' or '.join(found)}"
+        if found
+        else "take more or larger GPUs, or a smaller target"
+    )
 
 
 def _quantized(model: ModelConfig) -> ModelConfig:
-    return model.model_copy(update={"quantization": model.quantization.model_copy(update={"quant_algo": "FP8"})})
+    return model.model_copy(
+        update={"quantization": model.quantization.model_copy(update={"quant_algo": "FP8"})}
+    )
 
 
 def _algo(subject: Subject, role: str) -> str:
@@ -307,7 +431,9 @@ def _algo(subject: Subject, role: str) -> str:
 def _kv_per_token(subject: Subject, role: str) -> int:
     assert subject.trtllm is not None
     kv = subject.models[role].quantization.kv_cache_quant_algo
-    return kv_bytes_per_token(subject.shapes[role], kv, tp_size=subject.trtllm.tp_size, pp_size=subject.trtllm.pp_size)
+    return kv_bytes_per_token(
+        subject.shapes[role], kv, tp_size=subject.trtllm.tp_size, pp_size=subject.trtllm.pp_size
+    )
 
 
 def _gb(num_bytes: int) -> str:

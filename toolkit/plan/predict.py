@@ -1,8 +1,10 @@
-"""An upper bound on speed, by bandwidth and arithmetic, with and without speculation; and a rough estimate of time per stage.
+"""An upper bound on speed, by bandwidth and arithmetic, with and without speculation; and a rough
+estimate of time per stage.
 
-A forward takes at least as long as reading its weights and KV caches, and at least as long as its arithmetic (the roofline).
-Published measurements reach about 75 % of it at batch 1. What speculation adds follows Leviathan et al. 2023, arXiv:2211.17192:
-with draft_len tokens drafted, each accepted at rate a, a target forward yields (1 - a^(draft_len + 1)) / (1 - a) tokens.
+A forward takes at least as long as reading its weights and KV caches, and at least as long as its
+arithmetic (the roofline). Published measurements reach about 75 % of it at batch 1. What
+speculation adds follows Leviathan et al. 2023, arXiv:2211.17192: with draft_len tokens drafted,
+each accepted at rate a, a target forward yields (1 - a^(draft_len + 1)) / (1 - a) tokens.
 """
 
 from __future__ import annotations
@@ -46,10 +48,22 @@ def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) 
 
 
 def forward_seconds(
-    shape: ModelShape, quant_algo: str, kv_algo: str | None, gpu: Gpu, *, batch: int, tokens: int, context: int, gpus: int = 1
+    shape: ModelShape,
+    quant_algo: str,
+    kv_algo: str | None,
+    gpu: Gpu,
+    *,
+    batch: int,
+    tokens: int,
+    context: int,
+    gpus: int = 1,
 ) -> tuple[float, bool]:
-    """(seconds, whether arithmetic bounds it) of a forward of `tokens` new tokens for each of `batch` sequences."""
-    num_bytes = _read_bytes(shape, quant_algo) + batch * context * kv_bytes_per_token(shape, kv_algo)
+    """(seconds, whether arithmetic bounds it) of a forward of `tokens` new tokens for each of
+    `batch` sequences.
+    """
+    num_bytes = _read_bytes(shape, quant_algo) + batch * context * kv_bytes_per_token(
+        shape, kv_algo
+    )
     weights = shape.num_layers * linear_params(shape) + shape.vocab_size * shape.hidden_size
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
     flops = 2.0 * batch * tokens * (weights + attention)
@@ -60,12 +74,14 @@ def forward_seconds(
 
 
 def predict(subject: Subject) -> tuple[Prediction, ...]:
-    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is left, bytes against bytes: the
-    same at every batch, so it is given once.
+    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is
+    left, bytes against bytes: the same at every batch, so it is given once.
     """
     if set(subject.shapes) != set(subject.models):
         return ()
-    batches = dict.fromkeys((1, subject.config.engine.max_batch_size) if _serving_gpu(subject) is not None else (1,))
+    batches = dict.fromkeys(
+        (1, subject.config.engine.max_batch_size) if _serving_gpu(subject) is not None else (1,)
+    )
     return tuple(_at(subject, batch) for batch in batches)
 
 
@@ -77,16 +93,22 @@ def _at(subject: Subject, batch: int) -> Prediction:
     def seconds(role: str, tokens: int) -> tuple[float, bool]:
         shape, quantization = subject.shapes[role], subject.models[role].quantization
         if gpu is None:  # in units of the target's bytes
-            target = _read_bytes(subject.shapes["target"], subject.models["target"].quantization.quant_algo)
+            target = _read_bytes(
+                subject.shapes["target"], subject.models["target"].quantization.quant_algo
+            )
             return _read_bytes(shape, quantization.quant_algo) / target, False
         algo, kv = quantization.quant_algo, quantization.kv_cache_quant_algo
-        return forward_seconds(shape, algo, kv, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus)
+        return forward_seconds(
+            shape, algo, kv, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus
+        )
 
     plain, compute_bound = seconds("target", 1)
     speeds: list[PredictedSpeed] = []
     ratio = threshold = None
     if subject.speculates:
-        draft = seconds("draft", 1)[0] if subject.drafts else 0.0  # looking the text up takes no forward
+        draft = (
+            seconds("draft", 1)[0] if subject.drafts else 0.0
+        )  # looking the text up takes no forward
         verify = seconds("target", draft_len + 1)[0]
         ratio, threshold = draft / plain, break_even(draft_len, plain, draft, verify)
         for rate in ACCEPTANCE_RATES:
@@ -106,7 +128,9 @@ def _at(subject: Subject, batch: int) -> Prediction:
 
 
 def stage_times(subject: Subject) -> tuple[StageTime, ...]:
-    """An order of magnitude for the long stages on the hardware that is named; nothing for a CPU, where it is measured."""
+    """An order of magnitude for the long stages on the hardware that is named; nothing for a
+    CPU, where it is measured.
+    """
     gpu = _serving_gpu(subject)
     if gpu is None or set(subject.shapes) != set(subject.models):
         return ()
@@ -116,28 +140,43 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
         source, size = 2 * parameters(shape), weight_bytes(shape, algo)
         if algo != "NO_QUANT" and calibration is not None and role not in subject.quantized:
             tokens = calibration.calib_size * calibration.calib_max_seq_length
-            computing = 2.0 * parameters(shape) * tokens / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
+            computing = (
+                2.0
+                * parameters(shape)
+                * tokens
+                / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
+            )
             # Layers visit the GPU one at a time, so every batch carries all weights there.
             batches = -(-calibration.calib_size // calibration.batch_size)
-            seconds = computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
-            # What the host's memory does not hold of the mapped files comes from the disk with every batch.
+            seconds = (
+                computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
+            )
+            # What the host's memory does not hold of the mapped files comes from the disk with
+            # every batch.
             uncached = batches * source / DISK_BYTES_PER_S
             formula = (
-                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x {source / 1e9:.0f} GB "
-                f"to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB from and to the disk at 1 GB/s; with less than "
-                f"{source / 1e9:.0f} GB of memory free for the source's files, up to {uncached / 60:,.0f} min more"
+                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x"
+                f" {source / 1e9:.0f} GB to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB from"
+                f" and to the disk at 1 GB/s; with less than {source / 1e9:.0f} GB of memory free"
+                f" for the source's files, up to {uncached / 60:,.0f} min more"
             )
             found.append(StageTime(f"quantize/{role}", seconds, formula))
         if subject.engine_flow is not None:
             per_rank = size / subject.engine_flow.world_size
             found.append(
-                StageTime(f"compile/{role}", per_rank / BUILD_BYTES_PER_S, f"{per_rank / 1e9:.0f} GB a rank at 0.1 GB/s")
+                StageTime(
+                    f"compile/{role}",
+                    per_rank / BUILD_BYTES_PER_S,
+                    f"{per_rank / 1e9:.0f} GB a rank at 0.1 GB/s",
+                )
             )
     return tuple(found)
 
 
 def _read_bytes(shape: ModelShape, quant_algo: str) -> int:
-    """Weights that a forward reads: everything but the embedding table, of which it takes a row a token."""
+    """Weights that a forward reads: everything but the embedding table, of which it takes a row
+    a token.
+    """
     table = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
     return weight_bytes(shape, quant_algo) - table
 

@@ -1,8 +1,9 @@
 """What is possible where: every rule of `toolkit.facts.rules`, all judged at once.
 
-A rule looks at the whole deployment and yields what it finds: a refusal (it cannot work, and what would), an adjustment (what
-the builder or the runtime changes without saying so), or a warning (it may work, and nobody vouches for it). Nothing is run or
-read here; shapes and GPUs are handed in. Memory is judged in `toolkit.plan.memory`.
+A rule looks at the whole deployment and yields what it finds: a refusal (it cannot work, and what
+would), an adjustment (what the builder or the runtime changes without saying so), or a warning (it
+may work, and nobody vouches for it). Nothing is run or read here; shapes and GPUs are handed in.
+Memory is judged in `toolkit.plan.memory`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from toolkit.records.plan import Judgement
 
 __all__ = ["CHECKS", "by_severity", "resolve"]
 
-CHECKS: dict[str, Check] = {**versions.CHECKS, **precision.CHECKS, **shapes.CHECKS, **runtime.CHECKS, **judging.CHECKS}
+CHECKS: dict[str, Check] = {
+    **versions.CHECKS,
+    **precision.CHECKS,
+    **shapes.CHECKS,
+    **runtime.CHECKS,
+    **judging.CHECKS,
+}
 
 
 def resolve(subject: Subject) -> tuple[Judgement, ...]:

@@ -1,4 +1,6 @@
-"""What a plan is about: a deployment, the shapes of its models, and the GPUs that it is for; read and judged elsewhere."""
+"""What a plan is about: a deployment, the shapes of its models, and the GPUs that it is for;
+read and judged elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,37 @@ from dataclasses import dataclass, field
 
 from toolkit.checkpoints.quantized import Quantization
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig, TrtEngineConfig, TrtllmPytorchConfig
+from toolkit.config.schema import (
+    DeploymentConfig,
+    ModelConfig,
+    TensorRtLlmConfig,
+    TrtEngineConfig,
+    TrtllmPytorchConfig,
+)
 from toolkit.facts.gpus import Gpu
 from toolkit.facts.support import MIN_SM
 from toolkit.facts.versions import VERSIONS, Version
 
-__all__ = ["DEFAULT_MAX_NUM_TOKENS", "Subject", "family_of", "length_limit", "max_num_tokens", "splits", "widest"]
+__all__ = [
+    "DEFAULT_MAX_NUM_TOKENS",
+    "Subject",
+    "family_of",
+    "length_limit",
+    "max_num_tokens",
+    "splits",
+    "widest",
+]
 
-DEFAULT_MAX_NUM_TOKENS = 8192  # of trtllm-build and of LLM(); TRT commands/build.py, llmapi/llm_args.py (B)
+DEFAULT_MAX_NUM_TOKENS = (
+    8192  # of trtllm-build and of LLM(); TRT commands/build.py, llmapi/llm_args.py (B)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A deployment and what is known around it. shapes: by role; a role whose checkpoint is nowhere to be read is absent.
-    quantized: what checkpoints that are quantized already say of themselves, by role.
+    """A deployment and what is known around it. shapes: by role; a role whose checkpoint is nowhere
+    to be read is absent. quantized: what checkpoints that are quantized already say of themselves,
+    by role.
 
     gpu None: not known. gpu_count: in all nodes together.
     """
@@ -76,18 +95,24 @@ def family_of(shape: ModelShape) -> str:
     """The name that support lists use. Llama 3 is told from Llama 2 by its tokenizer's size."""
     if shape.architecture == "LlamaForCausalLM":
         return "Llama 3" if shape.vocab_size >= 128000 else "Llama 2"
-    return {"MistralForCausalLM": "Mistral", "Qwen2ForCausalLM": "Qwen 2 / 2.5", "Qwen3ForCausalLM": "Qwen 3"}[
-        shape.architecture
-    ]
+    return {
+        "MistralForCausalLM": "Mistral",
+        "Qwen2ForCausalLM": "Qwen 2 / 2.5",
+        "Qwen3ForCausalLM": "Qwen 3",
+    }[shape.architecture]
 
 
 def length_limit(shape: ModelShape) -> int:
-    """Positions that the model was made for; RoPE variants that stretch them by a factor say so in their own keys."""
+    """Positions that the model was made for; RoPE variants that stretch them by a factor say so
+    in their own keys.
+    """
     scaling = shape.rope_scaling or {}
     if scaling.get("rope_type") in ("linear", "dynamic"):
         return int(shape.max_position_embeddings * float(scaling.get("factor", 1.0)))
     if scaling.get("rope_type") == "yarn":
-        original = int(scaling.get("original_max_position_embeddings", shape.max_position_embeddings))
+        original = int(
+            scaling.get("original_max_position_embeddings", shape.max_position_embeddings)
+        )
         return max(shape.max_position_embeddings, int(original * float(scaling.get("factor", 1.0))))
     return shape.max_position_embeddings
 
@@ -101,7 +126,10 @@ def widest(subject: Subject, at_most: int) -> int:
     """The largest tp_size up to `at_most` that every model here can be split over."""
 
     def fits(tp_size: int) -> bool:
-        return all(splits(one, tp_size) and one.intermediate_size % tp_size == 0 for one in subject.shapes.values())
+        return all(
+            splits(one, tp_size) and one.intermediate_size % tp_size == 0
+            for one in subject.shapes.values()
+        )
 
     return max(size for size in range(1, max(1, at_most) + 1) if size == 1 or fits(size))
 

@@ -1,1 +1,3 @@
-"""A source checkpoint and calibration text in, a quantized checkpoint that was measured, checked and read back out."""
+"""A source checkpoint and calibration text in, a quantized checkpoint that was measured, checked
+and read back out.
+"""

@@ -1,7 +1,8 @@
 """Facts per quant_algo: what a checkpoint of it has to contain, and which ModelOpt preset makes it.
 
-The names are TensorRT-LLM's. A preset's own name is no proof of what it writes (INT8_DEFAULT_CFG is exported under the name of
-SmoothQuant, without the pre-quant scales), so every fact here is checked on the exported tensors.
+The names are TensorRT-LLM's. A preset's own name is no proof of what it writes (INT8_DEFAULT_CFG is
+exported under the name of SmoothQuant, without the pre-quant scales), so every fact here is checked
+on the exported tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ __all__ = ["ALGORITHMS", "Algorithm", "algorithm_of", "presets"]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way of quantizing the linears of the decoder layers. lm_head, embeddings and norms always stay as they are.
+    """One way of quantizing the linears of the decoder layers. lm_head, embeddings and norms always
+    stay as they are.
 
-    weight_dtype: as safetensors spells it. max_code: the code that amax is stored as, so scale = amax / max_code.
-    per_channel: weight_scale has one value per output row, else one per tensor. input_scale: activations have a static scale.
-    pre_quant_scale: inputs are multiplied by a vector first, which the weights were divided by (SmoothQuant).
-    builder_quantizes: TensorRT-LLM's engine flow makes the codes itself, from float weights; int8 ones it takes for its own
-    layout (preprocess_weights and weight_only_quantize_dict in tensorrt_llm/models/).
+    weight_dtype: as safetensors spells it. max_code: the code that amax is stored as, so scale =
+    amax / max_code. per_channel: weight_scale has one value per output row, else one per tensor.
+    input_scale: activations have a static scale. pre_quant_scale: inputs are multiplied by a vector
+    first, which the weights were divided by (SmoothQuant). builder_quantizes: TensorRT-LLM's engine
+    flow makes the codes itself, from float weights; int8 ones it takes for its own layout
+    (preprocess_weights and weight_only_quantize_dict in tensorrt_llm/models/).
     """
 
     name: str
@@ -35,7 +38,15 @@ class Algorithm:
 ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
-        Algorithm("FP8", "FP8_DEFAULT_CFG", "F8_E4M3", 448.0, per_channel=False, input_scale=True, pre_quant_scale=False),
+        Algorithm(
+            "FP8",
+            "FP8_DEFAULT_CFG",
+            "F8_E4M3",
+            448.0,
+            per_channel=False,
+            input_scale=True,
+            pre_quant_scale=False,
+        ),
         Algorithm(
             "W8A8_SQ_PER_CHANNEL",
             "INT8_SMOOTHQUANT_CFG",

@@ -1,6 +1,7 @@
 """Calibration text: JSON Lines -> token batches -> the forward loop that ModelOpt calibrates with.
 
-Batches hold sequences of one length and no padding: a padded position would enter the activation statistics like real text.
+Batches hold sequences of one length and no padding: a padded position would enter the activation
+statistics like real text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ HELDOUT_SHARE = 10  # without a heldout file, one line in ten (the last ones) is
 
 
 def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
-    """(calibration texts, held-out texts), at most calib_size of the first. No held-out line is calibrated on.
+    """(calibration texts, held-out texts), at most calib_size of the first. No held-out line is
+    calibrated on.
 
     Raises UsageError where there are too few lines for both.
     """
@@ -36,14 +38,16 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
         shared = set(heldout) & set(texts)
         if shared:
             raise UsageError(
-                f"{len(shared)} of its texts also stand in {calibration.dataset.name}, which is calibrated on",
+                f"{len(shared)} of its texts also stand in {calibration.dataset.name}, which is"
+                " calibrated on",
                 where=calibration.heldout,
                 mend="remove them from one of the two files",
             )
         return texts[: calibration.calib_size], heldout
     if len(texts) < MIN_TEXTS:
         raise UsageError(
-            f"has {len(texts)} line, at least {MIN_TEXTS} are needed: the last tenth is held out to measure quality on",
+            f"has {len(texts)} line, at least {MIN_TEXTS} are needed: the last tenth is held out to"
+            " measure quality on",
             where=calibration.dataset,
             mend="add lines, or name a `heldout` file",
         )
@@ -52,9 +56,11 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
 
 
 def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int) -> list[list[int]]:
-    """Token ids as the model sees a prompt (with its BOS habit), cut to max_tokens. Texts shorter than 2 tokens are left out.
+    """Token ids as the model sees a prompt (with its BOS habit), cut to max_tokens. Texts shorter
+    than 2 tokens are left out.
 
-    Raises UsageError when the tokenizer makes an id that the model has no row for, or nothing is left.
+    Raises UsageError when the tokenizer makes an id that the model has no row for, or nothing is
+    left.
     """
     tokenizer = load_tokenizer(checkpoint)
     tokenizer.no_padding()
@@ -72,13 +78,17 @@ def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int)
             sequences.append(ids)
     if not sequences:
         raise UsageError(
-            f"no calibration text is 2 tokens or longer ({len(texts)} texts)", where=checkpoint, mend="give longer texts"
+            f"no calibration text is 2 tokens or longer ({len(texts)} texts)",
+            where=checkpoint,
+            mend="give longer texts",
         )
     return sequences
 
 
 def batches_of(sequences: list[list[int]], batch_size: int) -> list[Tensor]:
-    """[n, length] int64 tensors with n <= batch_size, each of one length; longest first, so that memory peaks early."""
+    """[n, length] int64 tensors with n <= batch_size, each of one length; longest first, so that
+    memory peaks early.
+    """
     import torch
 
     by_length: dict[int, list[list[int]]] = {}
@@ -92,7 +102,9 @@ def batches_of(sequences: list[list[int]], batch_size: int) -> list[Tensor]:
 
 
 def forward_loop(batches: list[Tensor], progress: Progress) -> Callable[[Any], None]:
-    """What ModelOpt calls to run the calibration text through the model. Nothing observes the logits: they are not computed."""
+    """What ModelOpt calls to run the calibration text through the model. Nothing observes the
+    logits: they are not computed.
+    """
     import torch
 
     def loop(model: Any) -> None:

@@ -1,8 +1,10 @@
-"""What calibration decided: scales, a few values per linear, and where the weights are that they apply to.
+"""What calibration decided: scales, a few values per linear, and where the weights are that they
+apply to.
 
-Both forms of a checkpoint are written from this record. Nothing here or there changes the model, so one calibration serves any
-number of forms, in any order. (ModelOpt's exports change the model they are given: a forward after one raises, and a TRT-LLM
-export after a unified one is wrong in silence.)
+Both forms of a checkpoint are written from this record. Nothing here or there changes the model, so
+one calibration serves any number of forms, in any order. (ModelOpt's exports change the model they
+are given: a forward after one raises, and a TRT-LLM export after a unified one is wrong in
+silence.)
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ KV_MAX_CODE = 448.0  # FP8 E4M3
 
 @dataclass(frozen=True, slots=True)
 class LinearScales:
-    """Of one linear. weight: float32 [] or [out]; input: float32 []; pre_quant: [in], in the dtype that it is applied in."""
+    """Of one linear. weight: float32 [] or [out]; input: float32 []; pre_quant: [in], in the
+    dtype that it is applied in.
+    """
 
     weight: Tensor
     input: Tensor | None
@@ -35,10 +39,12 @@ class LinearScales:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A checkpoint's quantization. algorithm None: its weights stay as they are, and linears is empty.
+    """A checkpoint's quantization. algorithm None: its weights stay as they are, and linears is
+    empty.
 
-    weight(name): the weight [out, in] that the scales of that linear apply to, smoothed where the algorithm smooths; the caller
-    must not change it. kv_scales: (k, v) of each layer, float32 [], empty where the KV cache is not quantized.
+    weight(name): the weight [out, in] that the scales of that linear apply to, smoothed where the
+    algorithm smooths; the caller must not change it. kv_scales: (k, v) of each layer, float32 [],
+    empty where the KV cache is not quantized.
     """
 
     source: Source
@@ -53,7 +59,9 @@ class Calibrated:
 
 
 def calibrated_from_model(model: Any, source: Source, algorithm: Algorithm) -> Calibrated:
-    """Take the scales off a model that was calibrated by ModelOpt. Weights stay the model's own: it must outlive the record."""
+    """Take the scales off a model that was calibrated by ModelOpt. Weights stay the model's own:
+    it must outlive the record.
+    """
     modules = dict(model.named_modules())
     linears = {
         name: _scales(module, algorithm)
@@ -62,7 +70,10 @@ def calibrated_from_model(model: Any, source: Source, algorithm: Algorithm) -> C
     }
     attentions = [modules[f"model.layers.{i}.self_attn"] for i in range(source.shape.num_layers)]
     kv_scales = tuple(
-        (_float(attention.k_bmm_quantizer.amax) / KV_MAX_CODE, _float(attention.v_bmm_quantizer.amax) / KV_MAX_CODE)
+        (
+            _float(attention.k_bmm_quantizer.amax) / KV_MAX_CODE,
+            _float(attention.v_bmm_quantizer.amax) / KV_MAX_CODE,
+        )
         for attention in attentions
         if getattr(getattr(attention, "k_bmm_quantizer", None), "is_enabled", False)
     )
@@ -75,21 +86,33 @@ def calibrated_from_model(model: Any, source: Source, algorithm: Algorithm) -> C
 
 
 def calibrated_from_checkpoint(source: Source) -> Calibrated:
-    """Read the scales of a checkpoint that is quantized already, or of one that is not quantized at all.
+    """Read the scales of a checkpoint that is quantized already, or of one that is not quantized at
+    all.
 
-    Weights are what the codes stand for, in float32, so that codes under the same scale come out as they were.
+    Weights are what the codes stand for, in float32, so that codes under the same scale come out as
+    they were.
     """
     checkpoint = open_checkpoint(source.path)
     if source.quant_algo is None:
-        return Calibrated(source, None, {}, _kv_scales(source), lambda name: checkpoint.tensor(f"{name}.weight"))
+        return Calibrated(
+            source, None, {}, _kv_scales(source), lambda name: checkpoint.tensor(f"{name}.weight")
+        )
     linears = {}
     for name in linear_names(source.shape):
         linear = checkpoint.linear(name)
         if linear.weight_scale is not None:
-            one = None if linear.input_scale is None else linear.weight_scale.new_tensor(linear.input_scale)
+            one = (
+                None
+                if linear.input_scale is None
+                else linear.weight_scale.new_tensor(linear.input_scale)
+            )
             linears[name] = LinearScales(linear.weight_scale, one, linear.pre_quant_scale)
     return Calibrated(
-        source, ALGORITHMS[source.quant_algo], linears, _kv_scales(source), lambda name: dequantize(checkpoint.linear(name))
+        source,
+        ALGORITHMS[source.quant_algo],
+        linears,
+        _kv_scales(source),
+        lambda name: dequantize(checkpoint.linear(name)),
     )
 
 

@@ -1,8 +1,9 @@
 """Does a quantized checkpoint hold what its name promises?
 
-Judged from its files alone: names true, every scale there and sane, codes in range, configs and tokenizer complete. It serves
-our own exports and checkpoints from elsewhere alike, and each entry answers one way in which an export goes wrong in silence.
-Nothing is raised for what is found: each check is a Finding.
+Judged from its files alone: names true, every scale there and sane, codes in range, configs and
+tokenizer complete. It serves our own exports and checkpoints from elsewhere alike, and each entry
+answers one way in which an export goes wrong in silence. Nothing is raised for what is found: each
+check is a Finding.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ def linear_names(shape: ModelShape) -> list[str]:
 
 
 def check_form(
-    directory: Path, shape: ModelShape, dtype: str, algorithm: Algorithm | None, kv_cache_quant_algo: str | None
+    directory: Path,
+    shape: ModelShape,
+    dtype: str,
+    algorithm: Algorithm | None,
+    kv_cache_quant_algo: str | None,
 ) -> tuple[Finding, ...]:
-    """Judge the checkpoint in `directory` against the shape of its source and the algorithm that it should have."""
+    """Judge the checkpoint in `directory` against the shape of its source and the algorithm that
+    it should have.
+    """
     try:
         tensors = read_index(directory)
         findings = [
@@ -52,8 +59,15 @@ def check_form(
             _tokenizer(directory, shape),
         ]
         if algorithm is not None:
-            excluded = read_json(directory / "hf_quant_config.json")["quantization"].get("exclude_modules") or []
-            linears = [name for name in linear_names(shape) if not any(fnmatch.fnmatchcase(name, p) for p in excluded)]
+            excluded = (
+                read_json(directory / "hf_quant_config.json")["quantization"].get("exclude_modules")
+                or []
+            )
+            linears = [
+                name
+                for name in linear_names(shape)
+                if not any(fnmatch.fnmatchcase(name, p) for p in excluded)
+            ]
             findings += [
                 _codes(tensors, linears, algorithm),
                 _weight_scales(tensors, linears, algorithm),
@@ -77,7 +91,8 @@ def verdict(check: str, faults: list[str], fine: str) -> Finding:
 def _config(directory: Path, shape: ModelShape) -> Finding:
     written = read_shape(directory)
     faults = [
-        f"{field.name} is {getattr(written, field.name)!r}, the source says {getattr(shape, field.name)!r}"
+        f"{field.name} is {getattr(written, field.name)!r}, the source says"
+        f" {getattr(shape, field.name)!r}"
         for field in dataclasses.fields(ModelShape)
         if field.name != "dtype" and getattr(written, field.name) != getattr(shape, field.name)
     ]
@@ -89,46 +104,73 @@ def _config(directory: Path, shape: ModelShape) -> Finding:
 def _rope(directory: Path, shape: ModelShape) -> Finding:
     raw = read_json(directory / "config.json")
     faults = [
-        f"{key} is {raw.get(key)!r}, must be {value!r}" for key, value in rope_spellings(shape).items() if raw.get(key) != value
+        f"{key} is {raw.get(key)!r}, must be {value!r}"
+        for key, value in rope_spellings(shape).items()
+        if raw.get(key) != value
     ]
     kind = (shape.rope_scaling or {}).get("rope_type", "default")
-    return verdict("rope", faults, f"theta {shape.rope_theta:g}, {kind}, in the spellings of transformers 4.x and 5.x")
+    return verdict(
+        "rope",
+        faults,
+        f"theta {shape.rope_theta:g}, {kind}, in the spellings of transformers 4.x and 5.x",
+    )
 
 
 def _dtype(directory: Path, dtype: str) -> Finding:
     raw = read_json(directory / "config.json")
-    faults = [f"{key} is {raw.get(key)!r}, must be {dtype!r}" for key in ("dtype", "torch_dtype") if raw.get(key) != dtype]
+    faults = [
+        f"{key} is {raw.get(key)!r}, must be {dtype!r}"
+        for key in ("dtype", "torch_dtype")
+        if raw.get(key) != dtype
+    ]
     return verdict("dtype", faults, dtype)
 
 
-def _names(directory: Path, algorithm: Algorithm | None, kv_cache_quant_algo: str | None) -> Finding:
+def _names(
+    directory: Path, algorithm: Algorithm | None, kv_cache_quant_algo: str | None
+) -> Finding:
     """Both places must name the same algorithm, and leave out lm_head."""
     wanted = None if algorithm is None else algorithm.name
     embedded = read_json(directory / "config.json").get("quantization_config")
     file = directory / "hf_quant_config.json"
     if wanted is None and kv_cache_quant_algo is None:
         faults = [
-            f"{name} is there" for name, there in ((file.name, file.exists()), ("quantization_config", embedded)) if there
+            f"{name} is there"
+            for name, there in ((file.name, file.exists()), ("quantization_config", embedded))
+            if there
         ]
         return verdict("quant_algo", faults, "not quantized, and nothing says otherwise")
     if not file.exists() or not isinstance(embedded, dict):
-        return Finding("quant_algo", "error", "hf_quant_config.json or quantization_config is missing")
+        return Finding(
+            "quant_algo", "error", "hf_quant_config.json or quantization_config is missing"
+        )
     stated = read_json(file)["quantization"]
     scheme = embedded.get("kv_cache_scheme")
     named = {
         "hf_quant_config.json quant_algo": (stated.get("quant_algo"), wanted),
         "config.json quant_algo": (embedded.get("quant_algo"), wanted),
-        "hf_quant_config.json kv_cache_quant_algo": (stated.get("kv_cache_quant_algo"), kv_cache_quant_algo),
+        "hf_quant_config.json kv_cache_quant_algo": (
+            stated.get("kv_cache_quant_algo"),
+            kv_cache_quant_algo,
+        ),
         "config.json kv_cache_scheme": (
             None if scheme is None else scheme.get("type"),
             "float" if kv_cache_quant_algo else None,
         ),
         "config.json quant_method": (embedded.get("quant_method"), "modelopt"),
     }
-    faults = [f"{what} is {found!r}, must be {must!r}" for what, (found, must) in named.items() if found != must]
+    faults = [
+        f"{what} is {found!r}, must be {must!r}"
+        for what, (found, must) in named.items()
+        if found != must
+    ]
     if "lm_head" not in (stated.get("exclude_modules") or []):
         faults.append("exclude_modules does not name lm_head")
-    return verdict("quant_algo", faults, f"{wanted}, KV cache {kv_cache_quant_algo or 'in the dtype of the model'}")
+    return verdict(
+        "quant_algo",
+        faults,
+        f"{wanted}, KV cache {kv_cache_quant_algo or 'in the dtype of the model'}",
+    )
 
 
 def _tensor_set(tensors: dict[str, TensorInfo], shape: ModelShape) -> Finding:
@@ -140,7 +182,9 @@ def _tensor_set(tensors: dict[str, TensorInfo], shape: ModelShape) -> Finding:
             faults.append(f"{name} is {list(tensors[name].shape)}, must be {list(extent)}")
     leftovers = [name for name in tensors if name.endswith("_amax") or "_quantizer" in name]
     faults += [f"{name} was left behind by quantization" for name in leftovers]
-    return verdict("tensors", faults, f"{len(tensors)} tensors, every one of the source's among them")
+    return verdict(
+        "tensors", faults, f"{len(tensors)} tensors, every one of the source's among them"
+    )
 
 
 def _tokenizer(directory: Path, shape: ModelShape) -> Finding:
@@ -149,10 +193,14 @@ def _tokenizer(directory: Path, shape: ModelShape) -> Finding:
     except CheckpointError as exc:
         return Finding("tokenizer", "error", str(exc))
     if size > shape.vocab_size:
-        return Finding("tokenizer", "error", f"has {size} tokens, the model {shape.vocab_size} rows")
+        return Finding(
+            "tokenizer", "error", f"has {size} tokens, the model {shape.vocab_size} rows"
+        )
     if not (directory / "tokenizer_config.json").exists():
         return Finding(
-            "tokenizer", "warning", f"tokenizer.json with {size} tokens; no tokenizer_config.json, none in the source"
+            "tokenizer",
+            "warning",
+            f"tokenizer.json with {size} tokens; no tokenizer_config.json, none in the source",
         )
     return Finding("tokenizer", "ok", f"tokenizer.json with {size} tokens, tokenizer_config.json")
 
@@ -174,10 +222,16 @@ def _codes(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algori
         if algorithm.weight_dtype == "I8":
             low = int((codes == -128).sum())
             if low:
-                faults.append(f"{name}.weight holds {low} codes of -128, outside the symmetric range")
+                faults.append(
+                    f"{name}.weight holds {low} codes of -128, outside the symmetric range"
+                )
         elif not bool(torch.isfinite(codes.float()).all()):
             faults.append(f"{name}.weight holds NaN codes")
-    return verdict("codes", faults, f"{count} {algorithm.weight_dtype} codes in range, in {len(linears)} linears")
+    return verdict(
+        "codes",
+        faults,
+        f"{count} {algorithm.weight_dtype} codes in range, in {len(linears)} linears",
+    )
 
 
 def _scale_faults(tensors: dict[str, TensorInfo], name: str, count: int) -> list[str]:
@@ -195,7 +249,9 @@ def _scale_faults(tensors: dict[str, TensorInfo], name: str, count: int) -> list
     return []
 
 
-def _weight_scales(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm) -> Finding:
+def _weight_scales(
+    tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm
+) -> Finding:
     faults: list[str] = []
     for name in linears:
         weight = tensors.get(f"{name}.weight")
@@ -205,31 +261,59 @@ def _weight_scales(tensors: dict[str, TensorInfo], linears: list[str], algorithm
     return verdict("weight_scale", faults, f"on each of {len(linears)} linears, {kind}")
 
 
-def _activation_scales(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm) -> Finding:
+def _activation_scales(
+    tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm
+) -> Finding:
     """An FP8 export of a model that saw no calibration text has none, and does not say so."""
     if not algorithm.input_scale:
-        faults = [f"{name}.input_scale is there" for name in linears if f"{name}.input_scale" in tensors]
+        faults = [
+            f"{name}.input_scale is there" for name in linears if f"{name}.input_scale" in tensors
+        ]
         return verdict("input_scale", faults, "none, as the algorithm leaves activations alone")
-    faults = [fault for name in linears for fault in _scale_faults(tensors, f"{name}.input_scale", 1)]
+    faults = [
+        fault for name in linears for fault in _scale_faults(tensors, f"{name}.input_scale", 1)
+    ]
     return verdict("input_scale", faults, f"on each of {len(linears)} linears")
 
 
-def _pre_quant_scales(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm) -> Finding:
-    """Plain INT8 (INT8_DEFAULT_CFG) is exported under SmoothQuant's name; the scale is what tells them apart."""
+def _pre_quant_scales(
+    tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm
+) -> Finding:
+    """Plain INT8 (INT8_DEFAULT_CFG) is exported under SmoothQuant's name; the scale is what
+    tells them apart.
+    """
     if not algorithm.pre_quant_scale:
-        faults = [f"{name}.pre_quant_scale is there" for name in linears if f"{name}.pre_quant_scale" in tensors]
+        faults = [
+            f"{name}.pre_quant_scale is there"
+            for name in linears
+            if f"{name}.pre_quant_scale" in tensors
+        ]
         return verdict("pre_quant_scale", faults, "none, as the algorithm smooths nothing")
     faults = []
     for name in linears:
         weight = tensors.get(f"{name}.weight")
-        faults += _scale_faults(tensors, f"{name}.pre_quant_scale", weight.shape[1] if weight else 1)
+        faults += _scale_faults(
+            tensors, f"{name}.pre_quant_scale", weight.shape[1] if weight else 1
+        )
     return verdict("pre_quant_scale", faults, f"on each of {len(linears)} linears")
 
 
-def _kv_scales(tensors: dict[str, TensorInfo], shape: ModelShape, kv_cache_quant_algo: str | None) -> Finding:
-    names = [f"model.layers.{i}.self_attn.{p}_proj.{p}_scale" for i in range(shape.num_layers) for p in "kv"]
+def _kv_scales(
+    tensors: dict[str, TensorInfo], shape: ModelShape, kv_cache_quant_algo: str | None
+) -> Finding:
+    names = [
+        f"model.layers.{i}.self_attn.{p}_proj.{p}_scale"
+        for i in range(shape.num_layers)
+        for p in "kv"
+    ]
     if kv_cache_quant_algo is None:
         return verdict(
-            "kv_scale", [f"{name} is there" for name in names if name in tensors], "none, the KV cache is not quantized"
+            "kv_scale",
+            [f"{name} is there" for name in names if name in tensors],
+            "none, the KV cache is not quantized",
         )
-    return verdict("kv_scale", [fault for name in names for fault in _scale_faults(tensors, name, 1)], f"{len(names)} scales")
+    return verdict(
+        "kv_scale",
+        [fault for name in names for fault in _scale_faults(tensors, name, 1)],
+        f"{len(names)} scales",
+    )

@@ -1,8 +1,9 @@
 """Writing a quantized checkpoint so that every reader finds what was meant.
 
-A unified checkpoint as ModelOpt exports it leaves out what a runtime needs: tokenizer files, RoPE settings as transformers 4.57
-spells them (5.x writes only its own), the source's generation config. `finish` puts these right; whether the result is right is
-judged elsewhere, in `toolkit.quantize.check`.
+A unified checkpoint as ModelOpt exports it leaves out what a runtime needs: tokenizer files, RoPE
+settings as transformers 4.57 spells them (5.x writes only its own), the source's generation config.
+`finish` puts these right; whether the result is right is judged elsewhere, in
+`toolkit.quantize.check`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ CODE = ("*.py",)
 
 
 def copy_code(source: Path, out_dir: Path) -> None:
-    """The checkpoint's own modules, for a runtime that was told to trust them. They are copied, and never run here."""
+    """The checkpoint's own modules, for a runtime that was told to trust them. They are copied,
+    and never run here.
+    """
     for pattern in CODE:
         for file in sorted(source.glob(pattern)):
             shutil.copyfile(file, out_dir / file.name)
 
 
 def copy_as_it_is(source: Source, out_dir: Path) -> None:
-    """Copy weights and configs. A copy and no link: what the store holds must not change when the source is written again.
+    """Copy weights and configs. A copy and no link: what the store holds must not change when the
+    source is written again.
 
     A shard with padding rows that pairing trimmed is written anew without them.
     """
@@ -52,21 +56,29 @@ def copy_as_it_is(source: Source, out_dir: Path) -> None:
     finish(source, out_dir, source.quant_algo, source.kv_cache_quant_algo)
 
 
-def write_configs(source: Source, out_dir: Path, quantization: dict[str, Any], embedded: dict[str, Any]) -> None:
+def write_configs(
+    source: Source, out_dir: Path, quantization: dict[str, Any], embedded: dict[str, Any]
+) -> None:
     """config.json as the source has it, and both statements of how it is quantized."""
     config = read_json(source.path / "config.json")
     _write_json(out_dir / "config.json", {**config, "quantization_config": embedded})
     _write_json(out_dir / "hf_quant_config.json", quantization)
 
 
-def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None) -> None:
-    """Complete a checkpoint in place: config.json, hf_quant_config.json, generation_config.json, tokenizer files."""
+def finish(
+    source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None
+) -> None:
+    """Complete a checkpoint in place: config.json, hf_quant_config.json, generation_config.json,
+    tokenizer files.
+    """
     config = read_json(out_dir / "config.json")
     config["architectures"] = [source.shape.architecture]
     config["dtype"] = config["torch_dtype"] = source.dtype  # transformers 5.x and 4.x
     config["vocab_size"] = source.shape.vocab_size
     if (config.get("pad_token_id") or 0) >= source.shape.vocab_size:
-        config["pad_token_id"] = None  # it stood in a padding row; transformers refuses an id without a row
+        config["pad_token_id"] = (
+            None  # it stood in a padding row; transformers refuses an id without a row
+        )
     config.update(rope_spellings(source.shape))
     if quant_algo is not None or kv_cache_quant_algo is not None:
         _name_quantization(config, out_dir, quant_algo, kv_cache_quant_algo)
@@ -77,25 +89,38 @@ def finish(source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant
 
 
 def rope_spellings(shape: ModelShape) -> dict[str, Any]:
-    """The RoPE settings as transformers 4.x reads them (rope_theta, rope_scaling) and as 5.x does (rope_parameters)."""
+    """The RoPE settings as transformers 4.x reads them (rope_theta, rope_scaling) and as 5.x
+    does (rope_parameters).
+    """
     scaling = shape.rope_scaling
     return {
         "rope_theta": shape.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": shape.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {
+            "rope_theta": shape.rope_theta,
+            **(scaling or {"rope_type": "default"}),
+        },
     }
 
 
-def _name_quantization(config: dict[str, Any], out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None) -> None:
-    """The two places that name the quantization: hf_quant_config.json (TensorRT-LLM) and config.json (transformers, vLLM).
+def _name_quantization(
+    config: dict[str, Any], out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None
+) -> None:
+    """The two places that name the quantization: hf_quant_config.json (TensorRT-LLM) and
+    config.json (transformers, vLLM).
 
-    A checkpoint from elsewhere may bring only one; the other is written from it. What is there is left for the checks to judge.
+    A checkpoint from elsewhere may bring only one; the other is written from it. What is there is
+    left for the checks to judge.
     """
     file = out_dir / "hf_quant_config.json"
     embedded = config.get("quantization_config")
     if not file.exists():
         ignored = embedded.get("ignore", ["lm_head"]) if isinstance(embedded, dict) else ["lm_head"]
-        quantization = {"quant_algo": quant_algo, "kv_cache_quant_algo": kv_cache_quant_algo, "exclude_modules": ignored}
+        quantization = {
+            "quant_algo": quant_algo,
+            "kv_cache_quant_algo": kv_cache_quant_algo,
+            "exclude_modules": ignored,
+        }
         _write_json(file, {"producer": {"name": "modelopt"}, "quantization": quantization})
     if not isinstance(embedded, dict):
         stated = read_json(file)
@@ -106,7 +131,11 @@ def _name_quantization(config: dict[str, Any], out_dir: Path, quant_algo: str | 
             "producer": stated.get("producer", {"name": "modelopt"}),
         }
         if kv_cache_quant_algo == "FP8":
-            config["quantization_config"]["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+            config["quantization_config"]["kv_cache_scheme"] = {
+                "dynamic": False,
+                "num_bits": 8,
+                "type": "float",
+            }
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

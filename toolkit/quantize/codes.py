@@ -16,16 +16,22 @@ PART = 1 << 22  # weights encoded at a time: float32 temporaries of 16 MB
 
 
 def encode_weight(weight: Tensor, scale: Tensor, algorithm: Algorithm) -> Tensor:
-    """The codes [out, in] of `weight` [out, in]: int8 or float8_e4m3fn, round(weight / scale), ties to even.
+    """The codes [out, in] of `weight` [out, in]: int8 or float8_e4m3fn, round(weight / scale), ties
+    to even.
 
-    scale: float32, [out] or one value. A single value of no dimensions divides in the weight's own dtype, one of shape [1] in
-    float32: torch's promotion rule, which the unified export meets the one way and the TRT-LLM export the other.
+    scale: float32, [out] or one value. A single value of no dimensions divides in the weight's own
+    dtype, one of shape [1] in float32: torch's promotion rule, which the unified export meets the
+    one way and the TRT-LLM export the other.
     """
     import torch
 
-    codes = torch.empty(weight.shape, dtype=torch.int8 if algorithm.weight_dtype == "I8" else torch.float8_e4m3fn)
+    codes = torch.empty(
+        weight.shape, dtype=torch.int8 if algorithm.weight_dtype == "I8" else torch.float8_e4m3fn
+    )
     for rows in row_parts(weight):
-        codes[rows] = encode_values(weight[rows] / (scale[rows, None] if scale.numel() > 1 else scale), algorithm)
+        codes[rows] = encode_values(
+            weight[rows] / (scale[rows, None] if scale.numel() > 1 else scale), algorithm
+        )
     return codes
 
 

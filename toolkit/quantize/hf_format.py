@@ -1,7 +1,9 @@
-"""The unified Hugging Face form: the source's own tensor names, codes in place of weights, scales beside them.
+"""The unified Hugging Face form: the source's own tensor names, codes in place of weights, scales
+beside them.
 
-It is what TensorRT-LLM's PyTorch flow, vLLM and the embedded engine read, and equal to ModelOpt's own `export_hf_checkpoint`
-tensor for tensor; but that one holds the whole model again while it writes, and this one holds one tensor.
+It is what TensorRT-LLM's PyTorch flow, vLLM and the embedded engine read, and equal to ModelOpt's
+own `export_hf_checkpoint` tensor for tensor; but that one holds the whole model again while it
+writes, and this one holds one tensor.
 """
 
 from __future__ import annotations
@@ -37,10 +39,17 @@ def _plans(calibrated: Calibrated) -> Iterator[TensorPlan]:
     for name, extent in expected_shapes(source.shape).items():
         linear = name.removesuffix(".weight")
         if algorithm is None or linear not in calibrated.linears:
-            yield TensorPlan(name, SOURCE_DTYPES[source.dtype], extent, partial(_plain, source, name))
+            yield TensorPlan(
+                name, SOURCE_DTYPES[source.dtype], extent, partial(_plain, source, name)
+            )
             continue
         scales = calibrated.linears[linear]
-        yield TensorPlan(name, algorithm.weight_dtype, extent, partial(_codes, calibrated, algorithm, linear, scales))
+        yield TensorPlan(
+            name,
+            algorithm.weight_dtype,
+            extent,
+            partial(_codes, calibrated, algorithm, linear, scales),
+        )
         yield fixed_plan(f"{linear}.weight_scale", scales.weight)
         if scales.input is not None:
             yield fixed_plan(f"{linear}.input_scale", scales.input)
@@ -53,7 +62,12 @@ def _plans(calibrated: Calibrated) -> Iterator[TensorPlan]:
 
 def fixed_plan(name: str, tensor: Tensor) -> TensorPlan:
     """A small tensor that is there already."""
-    return TensorPlan(name, SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), lambda: tensor)
+    return TensorPlan(
+        name,
+        SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")],
+        tuple(tensor.shape),
+        lambda: tensor,
+    )
 
 
 def _plain(source: Source, name: str) -> Tensor:
@@ -62,5 +76,7 @@ def _plain(source: Source, name: str) -> Tensor:
     return read_source(source, name).to(getattr(torch, source.dtype))
 
 
-def _codes(calibrated: Calibrated, algorithm: Algorithm, linear: str, scales: LinearScales) -> Tensor:
+def _codes(
+    calibrated: Calibrated, algorithm: Algorithm, linear: str, scales: LinearScales
+) -> Tensor:
     return encode_weight(calibrated.weight(linear), scales.weight, algorithm)

@@ -1,7 +1,9 @@
-"""Which part of a model each rank holds, as TensorRT-LLM divides it. Pure arithmetic on the model's shape.
+"""Which part of a model each rank holds, as TensorRT-LLM divides it. Pure arithmetic on the model's
+shape.
 
-Pipeline ranks hold consecutive layers, equally many; tensor ranks hold whole heads and equal shares of the MLP and the
-vocabulary. rank = pp_rank * tp_size + tp_rank. Key and value heads that are fewer than tensor ranks are held more than once.
+Pipeline ranks hold consecutive layers, equally many; tensor ranks hold whole heads and equal shares
+of the MLP and the vocabulary. rank = pp_rank * tp_size + tp_rank. Key and value heads that are
+fewer than tensor ranks are held more than once.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share. Slices count rows of the whole model's tensors (columns, for the linears that end a block).
+    """One rank's share. Slices count rows of the whole model's tensors (columns, for the linears
+    that end a block).
 
-    vocab may reach past the vocabulary, where tp_size does not divide it: those rows are zeros. first, last: in the pipeline;
-    they hold the embedding, and the last norm with the LM head.
+    vocab may reach past the vocabulary, where tp_size does not divide it: those rows are zeros.
+    first, last: in the pipeline; they hold the embedding, and the last norm with the LM head.
     """
 
     rank: int
@@ -54,12 +57,14 @@ def partition(shape: ModelShape, ranks: Ranks) -> list[Part]:
     ):
         if count % size:
             raise UsageError(
-                f"{name} {size} does not divide the model's {count} {what}", mend=f"choose one that divides {count}"
+                f"{name} {size} does not divide the model's {count} {what}",
+                mend=f"choose one that divides {count}",
             )
     kv_heads = shape.num_kv_heads
     if max(kv_heads, tp_size) % min(kv_heads, tp_size):
         raise UsageError(
-            f"tp_size {tp_size} neither divides the model's {kv_heads} key and value heads nor is a multiple of them",
+            f"tp_size {tp_size} neither divides the model's {kv_heads} key and value heads nor is a"
+            " multiple of them",
             mend=f"choose one that divides {kv_heads}, or a multiple of it",
         )
     layers = shape.num_layers // pp_size

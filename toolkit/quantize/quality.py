@@ -1,7 +1,8 @@
 """How far the quantized model is from its source, on text that it was not calibrated on.
 
-Both are run over the same tokens, batch by batch, in one copy of the model: as its own source first, then quantized. What is
-held at any time is one batch's activations. Errors are end to end: a layer's figure contains what the layers before it lost.
+Both are run over the same tokens, batch by batch, in one copy of the model: as its own source
+first, then quantized. What is held at any time is one batch's activations. Errors are end to end: a
+layer's figure contains what the layers before it lost.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ def take_tokens(sequences: list[T], limit: int = MAX_TOKENS) -> list[T]:
     return taken
 
 
-def measure(model: Any, source: Source, batches: list[Tensor], progress: Progress) -> QuantizationQuality:
+def measure(
+    model: Any, source: Source, batches: list[Tensor], progress: Progress
+) -> QuantizationQuality:
     """Run `batches` ([n, length] int64) through source and quantized model, teacher-forced.
 
-    Layer errors are ||quantized - source|| / ||source|| (Frobenius) over all tokens of a linear's output. KL, agreement and
-    perplexity are over the positions that have a next token in the text. Softmaxes are float32. What each decoder layer alone
-    costs is measured on the first LAYER_TOKENS.
+    Layer errors are ||quantized - source|| / ||source|| (Frobenius) over all tokens of a linear's
+    output. KL, agreement and perplexity are over the positions that have a next token in the text.
+    Softmaxes are float32. What each decoder layer alone costs is measured on the first
+    LAYER_TOKENS.
     """
     import torch
 
@@ -61,7 +65,9 @@ def measure(model: Any, source: Source, batches: list[Tensor], progress: Progres
             hidden = hidden[:, :-1].reshape(len(following), -1)
             for start in range(0, len(following), CHUNK):
                 part = slice(start, start + CHUNK)
-                wanted = torch.log_softmax(model.lm_head(reference[part]).float(), dim=-1)  # [chunk, vocab]
+                wanted = torch.log_softmax(
+                    model.lm_head(reference[part]).float(), dim=-1
+                )  # [chunk, vocab]
                 given = torch.log_softmax(model.lm_head(hidden[part]).float(), dim=-1)
                 divergences.append((wanted.exp() * (wanted - given)).sum(dim=-1).clamp_min(0.0))
                 agreeing += int((wanted.argmax(dim=-1) == given.argmax(dim=-1)).sum())
@@ -92,7 +98,9 @@ def _exp(value: float) -> float:
 
 
 class _LayerErrors:
-    """Sums of squares per linear, gathered by forward hooks: `keep` in the source's pass, `compare` in the quantized one."""
+    """Sums of squares per linear, gathered by forward hooks: `keep` in the source's pass,
+    `compare` in the quantized one.
+    """
 
     def __init__(self, linears: dict[str, Any]) -> None:
         self._linears = linears
@@ -101,7 +109,9 @@ class _LayerErrors:
         self._norm = dict.fromkeys(linears, 0.0)
 
     def keep(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
-        self._kept[name] = output.cpu()  # one batch of all linears' outputs is more than a GPU has to spare
+        self._kept[name] = (
+            output.cpu()
+        )  # one batch of all linears' outputs is more than a GPU has to spare
 
     def compare(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
         reference = self._kept.pop(name).to(output.device).float()
@@ -109,11 +119,18 @@ class _LayerErrors:
         self._norm[name] += float(reference.square().sum(dtype=_float64()))
 
     def watch(self, hook: Callable[..., None]) -> _Hooks:
-        return _Hooks([module.register_forward_hook(partial(hook, name)) for name, module in self._linears.items()])
+        return _Hooks(
+            [
+                module.register_forward_hook(partial(hook, name))
+                for name, module in self._linears.items()
+            ]
+        )
 
     def result(self) -> tuple[LayerError, ...]:
         return tuple(
-            LayerError(name, (self._error[name] / self._norm[name]) ** 0.5 if self._norm[name] else 0.0)
+            LayerError(
+                name, (self._error[name] / self._norm[name]) ** 0.5 if self._norm[name] else 0.0
+            )
             for name in self._linears
         )
 

@@ -1,7 +1,9 @@
-"""What was written is what was quantized: noted before the export, compared with the files after it.
+"""What was written is what was quantized: noted before the export, compared with the files after
+it.
 
-`capture` works out each linear's codes, holds them against the fake-quantized weight that quality was measured with, and keeps
-a digest of the codes, a few bytes per linear. `read_back` then reads the files and demands the same codes and scales.
+`capture` works out each linear's codes, holds them against the fake-quantized weight that quality
+was measured with, and keeps a digest of the codes, a few bytes per linear. `read_back` then reads
+the files and demands the same codes and scales.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ __all__ = ["Captured", "capture", "read_back"]
 class Captured:
     """One linear as it stood when quality was measured.
 
-    codes_sha256: of the codes' bytes, row by row. weights: how many. ties: of them, codes that are rounded the other way than
-    the fake quantization does, since the value lies in the middle between two codes up to rounding. wrong: codes that differ
-    without that excuse.
+    codes_sha256: of the codes' bytes, row by row. weights: how many. ties: of them, codes that are
+    rounded the other way than the fake quantization does, since the value lies in the middle
+    between two codes up to rounding. wrong: codes that differ without that excuse.
     """
 
     codes_sha256: str
@@ -55,7 +57,9 @@ def capture(model: Any, calibrated: Calibrated) -> dict[str, Captured]:
     return captured
 
 
-def _compare_with_fake(weight: Tensor, fake: Tensor, scale: Tensor, algorithm: Algorithm) -> Captured:
+def _compare_with_fake(
+    weight: Tensor, fake: Tensor, scale: Tensor, algorithm: Algorithm
+) -> Captured:
     digest, ties, wrong = hashlib.sha256(), 0, 0
     for rows in row_parts(weight):
         some = scale[rows] if scale.ndim else scale
@@ -65,7 +69,9 @@ def _compare_with_fake(weight: Tensor, fake: Tensor, scale: Tensor, algorithm: A
         off = (fake[rows].float() - exact).abs() > _rounding_of_fake(exact, weight.dtype)
         values, rounding = _divide(weight[rows], some)
         values = values[off].float()
-        above, below = (encode_values(values * (1.0 + side * rounding), algorithm) for side in (1, -1))
+        above, below = (
+            encode_values(values * (1.0 + side * rounding), algorithm) for side in (1, -1)
+        )
         tied = int((above.float() != below.float()).sum())
         ties += tied
         wrong += int(off.sum()) - tied
@@ -73,10 +79,12 @@ def _compare_with_fake(weight: Tensor, fake: Tensor, scale: Tensor, algorithm: A
 
 
 def _divide(weight: Tensor, scale: Tensor) -> tuple[Tensor, float]:
-    """weight [rows, columns] / scale as the codes are made, and the relative rounding of that against exact arithmetic.
+    """weight [rows, columns] / scale as the codes are made, and the relative rounding of that
+    against exact arithmetic.
 
-    By a vector of float32 the quotient is float32. By a float32 scalar it stays in the weight's own dtype (torch's
-    promotion rule), and the scalar may be rounded to it too: FP8 codes of a BF16 model can land one step off near a middle.
+    By a vector of float32 the quotient is float32. By a float32 scalar it stays in the weight's own
+    dtype (torch's promotion rule), and the scalar may be rounded to it too: FP8 codes of a BF16
+    model can land one step off near a middle.
     """
     import torch
 
@@ -86,7 +94,9 @@ def _divide(weight: Tensor, scale: Tensor) -> tuple[Tensor, float]:
 
 
 def _rounding_of_fake(exact: Tensor, dtype: Any) -> Tensor:
-    """How far the fake-quantized weight may be from code * scale: one rounding to its dtype, after a few of float32."""
+    """How far the fake-quantized weight may be from code * scale: one rounding to its dtype,
+    after a few of float32.
+    """
     import torch
 
     info = torch.finfo(dtype)
@@ -103,20 +113,37 @@ def _digest(codes: Tensor) -> str:
     return hashlib.sha256(_bytes(codes)).hexdigest()
 
 
-def read_back(directory: Path, calibrated: Calibrated, captured: dict[str, Captured]) -> tuple[Finding, ...]:
-    """Compare the files with what was captured, and everything that was not quantized with the source, bit for bit."""
+def read_back(
+    directory: Path, calibrated: Calibrated, captured: dict[str, Captured]
+) -> tuple[Finding, ...]:
+    """Compare the files with what was captured, and everything that was not quantized with the
+    source, bit for bit.
+    """
     tensors, source = read_index(directory), calibrated.source
-    codes = [f"{name} was not quantized" for name in linear_names(source.shape) if name not in captured]
+    codes = [
+        f"{name} was not quantized" for name in linear_names(source.shape) if name not in captured
+    ]
     for name, note in captured.items():
         if note.wrong:
-            codes.append(f"{name}: {note.wrong} of {note.weights} codes are not the weight that quality was measured with")
+            codes.append(
+                f"{name}: {note.wrong} of {note.weights} codes are not the weight that quality was"
+                " measured with"
+            )
         if _digest(read_tensor(tensors[f"{name}.weight"])) != note.codes_sha256:
             codes.append(f"{name}.weight does not hold the codes that were quantized")
-    scales = [fault for name, value in _scales(calibrated).items() for fault in _compare_scale(tensors, name, value)]
+    scales = [
+        fault
+        for name, value in _scales(calibrated).items()
+        for fault in _compare_scale(tensors, name, value)
+    ]
     weights = sum(note.weights for note in captured.values())
     ties = sum(note.ties for note in captured.values())
     return (
-        verdict("read back: codes", codes, f"{weights} codes as quantized, {ties} of them rounded the other way at a tie"),
+        verdict(
+            "read back: codes",
+            codes,
+            f"{weights} codes as quantized, {ties} of them rounded the other way at a tie",
+        ),
         verdict("read back: scales", scales, f"as calibrated, on {len(captured)} linears"),
         _untouched(tensors, source, set(captured)),
     )
@@ -126,10 +153,19 @@ def _scales(calibrated: Calibrated) -> dict[str, Tensor]:
     """Tensor name -> value that the file must hold."""
     found = {}
     for name, scales in calibrated.linears.items():
-        named = {"weight_scale": scales.weight, "input_scale": scales.input, "pre_quant_scale": scales.pre_quant}
+        named = {
+            "weight_scale": scales.weight,
+            "input_scale": scales.input,
+            "pre_quant_scale": scales.pre_quant,
+        }
         found.update({f"{name}.{key}": value for key, value in named.items() if value is not None})
     for layer, pair in enumerate(calibrated.kv_scales):
-        found.update({f"model.layers.{layer}.self_attn.{p}_proj.{p}_scale": one for p, one in zip("kv", pair, strict=True)})
+        found.update(
+            {
+                f"model.layers.{layer}.self_attn.{p}_proj.{p}_scale": one
+                for p, one in zip("kv", pair, strict=True)
+            }
+        )
     return found
 
 
@@ -139,7 +175,12 @@ def _compare_scale(tensors: dict[str, TensorInfo], name: str, value: Tensor) -> 
 
     if name not in tensors:
         return [f"{name} is missing"]
-    same = torch.allclose(read_tensor(tensors[name]).float().reshape(-1), value.float().reshape(-1), rtol=2**-23, atol=0.0)
+    same = torch.allclose(
+        read_tensor(tensors[name]).float().reshape(-1),
+        value.float().reshape(-1),
+        rtol=2**-23,
+        atol=0.0,
+    )
     return [] if same else [f"{name} is not what calibration decided"]
 
 

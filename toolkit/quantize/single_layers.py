@@ -1,11 +1,14 @@
-"""What each decoder layer alone costs: the source with only that layer quantized, against the source, on held-out text.
+"""What each decoder layer alone costs: the source with only that layer quantized, against the
+source, on held-out text.
 
-All these models go through the network together, one stream of hidden states each, so that a layer's weights are read once: in
-front of layer i there are the source's stream and those of the layers before it. All pass layer i as it stands in the source,
-and the source's also passes it quantized, which is where the stream of layer i begins. That is half the work of one forward for
+All these models go through the network together, one stream of hidden states each, so that a
+layer's weights are read once: in front of layer i there are the source's stream and those of the
+layers before it. All pass layer i as it stands in the source, and the source's also passes it
+quantized, which is where the stream of layer i begins. That is half the work of one forward for
 every layer.
 
-It is computed in float32, a layer at a time: one layer's KL is of the order of what rounding to BF16 makes of any disturbance.
+It is computed in float32, a layer at a time: one layer's KL is of the order of what rounding to
+BF16 makes of any disturbance.
 """
 
 from __future__ import annotations
@@ -29,20 +32,32 @@ SCORED = 512  # tokens of all streams whose logits are held at a time
 ROWS = 16_384  # of the LM head that are held in float32 at a time
 
 
-def measure_single_layers(model: Any, source: Source, batches: list[Tensor], progress: Progress) -> tuple[LayerKl, ...]:
-    """One figure per decoder layer, in the model's order. batches: [1, length] int64 each, with two tokens at least."""
+def measure_single_layers(
+    model: Any, source: Source, batches: list[Tensor], progress: Progress
+) -> tuple[LayerKl, ...]:
+    """One figure per decoder layer, in the model's order. batches: [1, length] int64 each, with
+    two tokens at least.
+    """
     import torch
 
     names = [f"model.layers.{i}" for i in range(len(model.model.layers))]
     with torch.no_grad():
         entered = [_enter(model, batch) for batch in batches]
-        streams = [hidden for hidden, _ in entered]  # per batch [1 + layers so far, length, width]; the first is the source's
+        streams = [
+            hidden for hidden, _ in entered
+        ]  # per batch [1 + layers so far, length, width]; the first is the source's
         for i, name in enumerate(names):
             layer, arguments = model.model.layers[i], [each[i] for _, each in entered]
             with _in_float32(layer):
-                begun = [_pass(layer, rows[:1], given) for rows, given in zip(streams, arguments, strict=True)]
+                begun = [
+                    _pass(layer, rows[:1], given)
+                    for rows, given in zip(streams, arguments, strict=True)
+                ]
             with as_source(model, source, name), _in_float32(layer):
-                streams = [_pass(layer, rows, given) for rows, given in zip(streams, arguments, strict=True)]
+                streams = [
+                    _pass(layer, rows, given)
+                    for rows, given in zip(streams, arguments, strict=True)
+                ]
             streams = [torch.cat(pair) for pair in zip(streams, begun, strict=True)]
             progress(i + 1, len(names), "measuring layers")
         with _in_float32(model.model.norm):
@@ -53,7 +68,9 @@ def measure_single_layers(model: Any, source: Source, batches: list[Tensor], pro
 
 
 def _enter(model: Any, batch: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """(hidden states in front of the first layer, what the model hands to each layer beside them: positions and masks)."""
+    """(hidden states in front of the first layer, what the model hands to each layer beside
+    them: positions and masks).
+    """
     hidden: list[Tensor] = []
     arguments: list[dict[str, Any]] = []
 
@@ -61,7 +78,9 @@ def _enter(model: Any, batch: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
         hidden.append(inputs[0].float())
         arguments.append({name: _widened(value) for name, value in given.items()})
 
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers]
+    handles = [
+        layer.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers
+    ]
     try:
         model.model(input_ids=batch, use_cache=False)
     finally:
@@ -80,8 +99,13 @@ def _widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _in_float32(module: Any) -> Iterator[None]:
-    """Within, parameters and buffers are float32 copies; the tensors that they were come back as they are."""
-    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+    """Within, parameters and buffers are float32 copies; the tensors that they were come back as
+    they are.
+    """
+    tensors = [
+        *module.parameters(),
+        *(buffer for buffer in module.buffers() if buffer.is_floating_point()),
+    ]
     narrow = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
@@ -100,7 +124,9 @@ def _pass(module: Any, rows: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 def _divergences(model: Any, hidden: Tensor) -> Tensor:
-    """[streams - 1] float64: the sum over positions of KL(first stream || stream). hidden: [streams, positions, width]."""
+    """[streams - 1] float64: the sum over positions of KL(first stream || stream). hidden:
+    [streams, positions, width].
+    """
     import torch
 
     sums = torch.zeros(len(hidden) - 1, dtype=torch.float64)

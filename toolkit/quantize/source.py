@@ -1,7 +1,9 @@
-"""Opening a source checkpoint: everything that can be wrong with it is found here, before time is spent on it.
+"""Opening a source checkpoint: everything that can be wrong with it is found here, before time is
+spent on it.
 
-Headers and config are compared first, then every tensor is looked at once: NaN and infinity, absurd values, two heads.
-A checkpoint that ModelOpt has quantized already is recognised; one quantized by something else is refused.
+Headers and config are compared first, then every tensor is looked at once: NaN and infinity, absurd
+values, two heads. A checkpoint that ModelOpt has quantized already is recognised; one quantized by
+something else is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.quantized import read_quantization
-from toolkit.checkpoints.reader import TensorInfo, check_against_shape, expected_shapes, read_index, read_tensor, read_tensors
+from toolkit.checkpoints.reader import (
+    TensorInfo,
+    check_against_shape,
+    expected_shapes,
+    read_index,
+    read_tensor,
+    read_tensors,
+)
 from toolkit.checkpoints.shape import ModelShape, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
@@ -32,10 +41,12 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # one row per toke
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint whose headers and config agree. dtype: torch's name of what most unquantized weights are stored as.
+    """A checkpoint whose headers and config agree. dtype: torch's name of what most unquantized
+    weights are stored as.
 
-    quant_algo is set when it is already quantized in ModelOpt's unified form. shape.vocab_size may be smaller than the rows in
-    the files: the rest is padding that is left out of everything made from this source.
+    quant_algo is set when it is already quantized in ModelOpt's unified form. shape.vocab_size may
+    be smaller than the rows in the files: the rest is padding that is left out of everything made
+    from this source.
     """
 
     path: Path
@@ -55,9 +66,11 @@ class Source:
 
 
 def open_source(directory: Path, vocab_size: int | None = None) -> Source:
-    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`, `check_against_shape` refuse.
+    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`,
+    `check_against_shape` refuse.
 
-    vocab_size: keep only the first rows of embedding and LM head, as pairing decided; None keeps all.
+    vocab_size: keep only the first rows of embedding and LM head, as pairing decided; None keeps
+    all.
     """
     tensors = read_index(directory)
     shape = read_shape(directory)
@@ -67,27 +80,36 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
     embedding = tensors["model.embed_tokens.weight"]
     if embedding.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{embedding.name} is {embedding.dtype}", where=embedding.file, mend=f"supported: {', '.join(FLOAT_DTYPES)}"
+            f"{embedding.name} is {embedding.dtype}",
+            where=embedding.file,
+            mend=f"supported: {', '.join(FLOAT_DTYPES)}",
         )
     if quant_algo is None:
         for name in expected_shapes(shape):
             if tensors[name].dtype not in FLOAT_DTYPES:
                 raise CheckpointError(
-                    f"{name} is {tensors[name].dtype}, but nothing in config.json says that the checkpoint is quantized",
+                    f"{name} is {tensors[name].dtype}, but nothing in config.json says that the"
+                    " checkpoint is quantized",
                     where=tensors[name].file,
-                    mend=f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its hf_quant_config.json",
+                    mend=(
+                        f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its"
+                        " hf_quant_config.json"
+                    ),
                 )
     if vocab_size is not None:
         if vocab_size > shape.vocab_size:
-            raise CheckpointError(f"has {shape.vocab_size} rows (vocab_size), {vocab_size} are asked for", where=directory)
+            raise CheckpointError(
+                f"has {shape.vocab_size} rows (vocab_size), {vocab_size} are asked for",
+                where=directory,
+            )
         shape = replace(shape, vocab_size=vocab_size)
     dtype = FLOAT_DTYPES[embedding.dtype if quant_algo is not None else _prevailing(tensors, shape)]
     return Source(directory, shape, tensors, dtype, quant_algo, kv_cache_quant_algo)
 
 
 def _prevailing(tensors: dict[str, TensorInfo], shape: ModelShape) -> str:
-    """The dtype of most weights. A few in a wider one (an embedding in F32) would else widen all others, out of their files
-    and into memory.
+    """The dtype of most weights. A few in a wider one (an embedding in F32) would else widen all
+    others, out of their files and into memory.
     """
     counts: Counter[str] = Counter()
     for name in expected_shapes(shape):
@@ -102,13 +124,17 @@ def read_source(source: Source, name: str) -> Tensor:
 
 
 def check_weights(source: Source, progress: Progress) -> None:
-    """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what was found in it."""
+    """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what
+    was found in it.
+    """
     tied: list[Tensor] = []
     for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
         if tensor.is_floating_point():
             fault = _fault_of(tensor)
             if fault is not None:
-                raise CheckpointError(f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN)
+                raise CheckpointError(
+                    f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN
+                )
         if source.shape.tie_word_embeddings and name in TIED:
             tied.append(tensor)
         progress(done, len(source.tensors), "checking weights, tensors")
@@ -116,12 +142,17 @@ def check_weights(source: Source, progress: Progress) -> None:
         raise CheckpointError(
             f"config.json ties the embeddings, but {' and '.join(TIED)} differ",
             where=source.path,
-            mend="set tie_word_embeddings: false in config.json, or remove the head, whichever the model was trained with",
+            mend=(
+                "set tie_word_embeddings: false in config.json, or remove the head, whichever the"
+                " model was trained with"
+            ),
         )
 
 
 def _fault_of(tensor: Tensor) -> str | None:
-    """What is wrong with the values of a float tensor. Looked at in parts, so that widening to float32 takes little memory."""
+    """What is wrong with the values of a float tensor. Looked at in parts, so that widening to
+    float32 takes little memory.
+    """
     import torch
 
     bad, largest = 0, 0.0
@@ -134,7 +165,11 @@ def _fault_of(tensor: Tensor) -> str | None:
         largest = max(largest, -low, high)
     if bad:
         return f"{bad} values that are NaN or infinite"
-    return f"a value of magnitude {largest:.3g}; a bit of the file has flipped" if largest > ABSURD else None
+    return (
+        f"a value of magnitude {largest:.3g}; a bit of the file has flipped"
+        if largest > ABSURD
+        else None
+    )
 
 
 _FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"

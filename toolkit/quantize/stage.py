@@ -1,6 +1,8 @@
-"""The quantize stage: a source checkpoint in; out comes a quantized one, measured, and checked as it was written.
+"""The quantize stage: a source checkpoint in; out comes a quantized one, measured, and checked as
+it was written.
 
-The unified form is always made; TRT-LLM's form stands in a folder of its own beside it, where the engine flow needs it.
+The unified form is always made; TRT-LLM's form stands in a folder of its own beside it, where the
+engine flow needs it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ TRTLLM_FOLDER = "trtllm"
 def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
     """What beside config and content decides the bytes that this stage writes."""
     libraries = (
-        ("tokenizers",) if quantization.quant_algo == "NO_QUANT" else ("nvidia-modelopt", "torch", "transformers", "tokenizers")
+        ("tokenizers",)
+        if quantization.quant_algo == "NO_QUANT"
+        else ("nvidia-modelopt", "torch", "transformers", "tokenizers")
     )
     return {name: version(name) for name in libraries}
 
@@ -55,15 +59,18 @@ def quantize(
     trtllm: Ranks | None = None,
     with_code: bool = False,
 ) -> QuantizedCheckpoint:
-    """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the same bytes.
+    """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the
+    same bytes.
 
-    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None keeps all. trtllm: write
-    TRT-LLM's form as well, for these ranks, from the same calibration; None: the unified form alone. with_code: take the
-    source's Python modules along, for a runtime that is told to trust them.
+    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None
+    keeps all. trtllm: write TRT-LLM's form as well, for these ranks, from the same calibration;
+    None: the unified form alone. with_code: take the source's Python modules along, for a runtime
+    that is told to trust them.
 
-    A source that ModelOpt has quantized already is checked and used as it is. Raises CheckpointError for a source that is
-    damaged, contradicts itself or has another algorithm than the one asked for, UsageError for calibration text that cannot be
-    used and for ranks that do not divide the model, and StageError when what was written fails a check.
+    A source that ModelOpt has quantized already is checked and used as it is. Raises
+    CheckpointError for a source that is damaged, contradicts itself or has another algorithm than
+    the one asked for, UsageError for calibration text that cannot be used and for ranks that do not
+    divide the model, and StageError when what was written fails a check.
     """
     opened = open_source(source, vocab_size)
     algorithm = algorithm_of(quantization.quant_algo)
@@ -78,12 +85,24 @@ def quantize(
     else:
         if calibration is None:
             raise UsageError(
-                f"quantizing the {role} needs calibration text", mend="add a `calibration` section with a `dataset`"
+                f"quantizing the {role} needs calibration text",
+                mend="add a `calibration` section with a `dataset`",
             )
-        quality, read = _quantize(opened, algorithm, quantization.kv_cache_quant_algo, calibration, trtllm, out_dir, progress)
+        quality, read = _quantize(
+            opened,
+            algorithm,
+            quantization.kv_cache_quant_algo,
+            calibration,
+            trtllm,
+            out_dir,
+            progress,
+        )
     if with_code:
         copy_code(source, out_dir)
-    checks = check_form(out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo) + read
+    checks = (
+        check_form(out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo)
+        + read
+    )
     _refuse_errors(role, opened, checks)
     return QuantizedCheckpoint(
         role=role,
@@ -95,25 +114,35 @@ def quantize(
         weight_bytes=sum(info.num_bytes for info in read_index(out_dir).values()),
         quality=quality,
         checks=checks,
-        trtllm=None if trtllm is None else TrtllmForm(out_dir / TRTLLM_FOLDER, trtllm.tp_size, trtllm.pp_size),
+        trtllm=None
+        if trtllm is None
+        else TrtllmForm(out_dir / TRTLLM_FOLDER, trtllm.tp_size, trtllm.pp_size),
     )
 
 
-def _take_over(source: Source, trtllm: Ranks | None, out_dir: Path, progress: Progress) -> tuple[Finding, ...]:
+def _take_over(
+    source: Source, trtllm: Ranks | None, out_dir: Path, progress: Progress
+) -> tuple[Finding, ...]:
     """A checkpoint that stays as it is: copied, and divided among ranks where that is asked for."""
     copy_as_it_is(source, out_dir)
     if trtllm is None:
         return ()
     from toolkit.quantize.calibrated import calibrated_from_checkpoint
 
-    return _write_trtllm(calibrated_from_checkpoint(source), trtllm, out_dir / TRTLLM_FOLDER, progress)
+    return _write_trtllm(
+        calibrated_from_checkpoint(source), trtllm, out_dir / TRTLLM_FOLDER, progress
+    )
 
 
-def _write_trtllm(calibrated: Calibrated, ranks: Ranks, folder: Path, progress: Progress) -> tuple[Finding, ...]:
+def _write_trtllm(
+    calibrated: Calibrated, ranks: Ranks, folder: Path, progress: Progress
+) -> tuple[Finding, ...]:
     from toolkit.quantize.trtllm_format import write_trtllm
     from toolkit.quantize.trtllm_format_check import check_trtllm
 
-    write_trtllm(calibrated, ranks, folder, lambda done: progress(done, ranks.world_size, "writing ranks"))
+    write_trtllm(
+        calibrated, ranks, folder, lambda done: progress(done, ranks.world_size, "writing ranks")
+    )
     progress(0, None, "reading back")
     return check_trtllm(folder, calibrated, ranks)
 
@@ -135,7 +164,9 @@ def _quantize(
     out_dir: Path,
     progress: Progress,
 ) -> tuple[QuantizationQuality, tuple[Finding, ...]]:
-    """Calibrate, measure, write and complete, read back. Every form comes from the one calibration."""
+    """Calibrate, measure, write and complete, read back. Every form comes from the one
+    calibration.
+    """
     texts, heldout_texts = split_texts(calibration)
     length = min(calibration.calib_max_seq_length, source.shape.max_position_embeddings)
     samples = encode(texts, source.path, length, source.shape.vocab_size)
@@ -144,7 +175,13 @@ def _quantize(
     # Heavy, and not needed before the calibration text was found good.
     from toolkit.quantize.calibrated import calibrated_from_model
     from toolkit.quantize.hf_format import write_hf_weights
-    from toolkit.quantize.modelopt import load_model, loudly, quantization_configs, quantize_model, quiet
+    from toolkit.quantize.modelopt import (
+        load_model,
+        loudly,
+        quantization_configs,
+        quantize_model,
+        quiet,
+    )
     from toolkit.quantize.quality import measure, take_tokens
     from toolkit.quantize.readback import capture, read_back
     from toolkit.quantize.streaming import computing_on
@@ -172,17 +209,25 @@ def _quantize(
 
 
 def _device() -> str:
-    """A GPU where there is one that torch can use: calibrating 70B on a CPU takes the better part of a day."""
+    """A GPU where there is one that torch can use: calibrating 70B on a CPU takes the better
+    part of a day.
+    """
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _refuse_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:
-    faults = [f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "error"]
+    faults = [
+        f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "error"
+    ]
     if not faults:
         return
-    text = f"the {role}'s checkpoint fails {len(faults)} of {len(checks)} checks\n  " + "\n  ".join(faults)
+    text = f"the {role}'s checkpoint fails {len(faults)} of {len(checks)} checks\n  " + "\n  ".join(
+        faults
+    )
     if source.is_quantized:
-        raise CheckpointError(text, where=source.path, mend="export it again, or name the unquantized checkpoint")
+        raise CheckpointError(
+            text, where=source.path, mend="export it again, or name the unquantized checkpoint"
+        )
     raise StageError("quantize", text, where=source.path)

@@ -1,10 +1,12 @@
 """Computing on a GPU that the model does not fit into: decoder layers visit it one at a time.
 
-Weights stay at home, mapped from files in the host's memory, so that whoever reads or rewrites them between two forwards need
-not know of any of this. What a forward takes on the GPU is one layer and the activations of one batch. Embedding and LM head
-stay on the host: one is a look-up, the other a small part of the work.
+Weights stay at home, mapped from files in the host's memory, so that whoever reads or rewrites them
+between two forwards need not know of any of this. What a forward takes on the GPU is one layer and
+the activations of one batch. Embedding and LM head stay on the host: one is a look-up, the other a
+small part of the work.
 
-The price is that every batch carries all layers over the bus; larger batches (`calibration.batch_size`) share it.
+The price is that every batch carries all layers over the bus; larger batches
+(`calibration.batch_size`) share it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Move = Callable[[Any], Any]
 
 
 def computing_on(model: Any, device: str) -> contextlib.AbstractContextManager[None]:
-    """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"), and takes and returns tensors on the host."""
+    """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"), and takes and returns
+    tensors on the host.
+    """
     if device == "cpu":
         return contextlib.nullcontext()
     return streamed(model, lambda tensor: tensor.to(device), lambda tensor: tensor.cpu())
@@ -30,7 +34,9 @@ def computing_on(model: Any, device: str) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def streamed(model: Any, there: Move, back: Move) -> Iterator[None]:
-    """Within, layers are moved by `there` before they run, and what they gathered by `back` afterwards."""
+    """Within, layers are moved by `there` before they run, and what they gathered by `back`
+    afterwards.
+    """
     body = model.model
     handles = [
         body.embed_tokens.register_forward_hook(lambda module, inputs, output: there(output)),
@@ -50,8 +56,8 @@ def streamed(model: Any, there: Move, back: Move) -> Iterator[None]:
 class _Visit:
     """One module's way there and back.
 
-    Parameters return to the very tensors that they were. Buffers and the statistics of ModelOpt's calibrators, which the visit
-    changes, are carried along.
+    Parameters return to the very tensors that they were. Buffers and the statistics of ModelOpt's
+    calibrators, which the visit changes, are carried along.
     """
 
     def __init__(self, module: Any, there: Move, back: Move) -> None:

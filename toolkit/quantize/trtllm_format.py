@@ -1,10 +1,11 @@
 """The TRT-LLM form: config.json and a file per rank, as `trtllm-build --checkpoint_dir` reads it.
 
-Tensors are equal to ModelOpt's own `export_tensorrt_llm_checkpoint` (which holds the whole model while it splits it, and ruins
-it for anything else), except that W8A16 weights stay float for the builder to quantize. config.json says more than ModelOpt's
-does where TensorRT-LLM cannot be imported: without RoPE's base and scaling the engine would compute with base 10000, without
-qwen_type and attn_bias a Qwen engine is another model or none at all. These are the fields that TensorRT-LLM's own
-`from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
+Tensors are equal to ModelOpt's own `export_tensorrt_llm_checkpoint` (which holds the whole model
+while it splits it, and ruins it for anything else), except that W8A16 weights stay float for the
+builder to quantize. config.json says more than ModelOpt's does where TensorRT-LLM cannot be
+imported: without RoPE's base and scaling the engine would compute with base 10000, without
+qwen_type and attn_bias a Qwen engine is another model or none at all. These are the fields that
+TensorRT-LLM's own `from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
 """
 
 from __future__ import annotations
@@ -30,17 +31,30 @@ from toolkit.quantize.source import read_source
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KV_SCALE_FLOOR", "LINEARS", "Linear", "member_slices", "trtllm_config", "trtllm_dtype", "write_trtllm"]
+__all__ = [
+    "KV_SCALE_FLOOR",
+    "LINEARS",
+    "Linear",
+    "member_slices",
+    "trtllm_config",
+    "trtllm_dtype",
+    "write_trtllm",
+]
 
-KV_SCALE_FLOOR = 1.0  # ModelOpt clamps FP8 KV scales to at least this in the TRT-LLM form, and only there
-QWEN_SEQ_LENGTH = 8192  # TensorRT-LLM's default where the model's config has no seq_length; used by Qwen 1's logn attention
+KV_SCALE_FLOOR = (
+    1.0  # ModelOpt clamps FP8 KV scales to at least this in the TRT-LLM form, and only there
+)
+# TensorRT-LLM's default where the model's config has no seq_length; used by Qwen 1's logn attention
+QWEN_SEQ_LENGTH = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear of TensorRT-LLM and what it is made of. axis: 0 when ranks share its rows, 1 when they share its columns.
+    """One linear of TensorRT-LLM and what it is made of. axis: 0 when ranks share its rows, 1 when
+    they share its columns.
 
-    shares_scales: sources whose FP8 scales must be one, since the engine may run them as one product.
+    shares_scales: sources whose FP8 scales must be one, since the engine may run them as one
+    product.
     """
 
     name: str
@@ -72,10 +86,13 @@ def trtllm_dtype(source_dtype: str) -> str:
     return source_dtype if source_dtype in ("float16", "bfloat16") else "float16"
 
 
-def write_trtllm(calibrated: Calibrated, ranks: Ranks, out_dir: Path, done: Callable[[int], None]) -> None:
+def write_trtllm(
+    calibrated: Calibrated, ranks: Ranks, out_dir: Path, done: Callable[[int], None]
+) -> None:
     """Write config.json and rank{N}.safetensors. done: called with the number of ranks written.
 
-    Raises UsageError for a model that does not divide among the ranks, CheckpointError for linears that cannot be fused.
+    Raises UsageError for a model that does not divide among the ranks, CheckpointError for linears
+    that cannot be fused.
     """
     parts = partition(calibrated.source.shape, ranks)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -122,8 +139,16 @@ def trtllm_config(calibrated: Calibrated, ranks: Ranks) -> dict[str, Any]:
         "rotary_scaling": None if scaling is None else {"type": scaling["rope_type"], **scaling},
         "attn_bias": shape.qkv_bias,
         "mlp_bias": shape.mlp_bias,
-        **({"qwen_type": family, "seq_length": QWEN_SEQ_LENGTH, "qk_layernorm": shape.qk_norm} if qwen else {}),
-        "mapping": {"world_size": ranks.world_size, "tp_size": ranks.tp_size, "pp_size": ranks.pp_size},
+        **(
+            {"qwen_type": family, "seq_length": QWEN_SEQ_LENGTH, "qk_layernorm": shape.qk_norm}
+            if qwen
+            else {}
+        ),
+        "mapping": {
+            "world_size": ranks.world_size,
+            "tp_size": ranks.tp_size,
+            "pp_size": ranks.pp_size,
+        },
         "quantization": {
             "quant_algo": None if algorithm is None else algorithm.name,
             "kv_cache_quant_algo": calibrated.kv_cache_quant_algo,
@@ -137,15 +162,27 @@ def _plans(calibrated: Calibrated, part: Part) -> Iterator[TensorPlan]:
     plain = partial(_plain_plan, calibrated)
     vocab_rows = part.vocab.stop - part.vocab.start
     if part.first:
-        yield plain("transformer.vocab_embedding.weight", ["model.embed_tokens.weight"], [part.vocab], vocab_rows)
+        yield plain(
+            "transformer.vocab_embedding.weight",
+            ["model.embed_tokens.weight"],
+            [part.vocab],
+            vocab_rows,
+        )
     if part.last:
         head = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
-        yield plain("transformer.ln_f.weight", ["model.norm.weight"], [slice(None)], shape.hidden_size)
+        yield plain(
+            "transformer.ln_f.weight", ["model.norm.weight"], [slice(None)], shape.hidden_size
+        )
         yield plain("lm_head.weight", [head], [part.vocab], vocab_rows)
     for local, layer in enumerate(part.layers):
         ours, theirs = f"transformer.layers.{local}", f"model.layers.{layer}"
-        for norm, of in (("input_layernorm", "input_layernorm"), ("post_layernorm", "post_attention_layernorm")):
-            yield plain(f"{ours}.{norm}.weight", [f"{theirs}.{of}.weight"], [slice(None)], shape.hidden_size)
+        for norm, of in (
+            ("input_layernorm", "input_layernorm"),
+            ("post_layernorm", "post_attention_layernorm"),
+        ):
+            yield plain(
+                f"{ours}.{norm}.weight", [f"{theirs}.{of}.weight"], [slice(None)], shape.hidden_size
+            )
         if shape.qk_norm:
             for p in "qk":
                 yield plain(
@@ -159,32 +196,50 @@ def _plans(calibrated: Calibrated, part: Part) -> Iterator[TensorPlan]:
         yield from _kv_plans(calibrated, layer, f"{ours}.attention")
 
 
-def _plain_plan(calibrated: Calibrated, name: str, sources: list[str], slices: list[slice], rows: int) -> TensorPlan:
-    """Rows of the source's tensors, one after another, in the engine's dtype; rows past their end are zeros."""
+def _plain_plan(
+    calibrated: Calibrated, name: str, sources: list[str], slices: list[slice], rows: int
+) -> TensorPlan:
+    """Rows of the source's tensors, one after another, in the engine's dtype; rows past their
+    end are zeros.
+    """
     source, dtype = calibrated.source, trtllm_dtype(calibrated.source.dtype)
 
     def make() -> Tensor:
         import torch
 
-        found = [read_source(source, of)[some].to(getattr(torch, dtype)) for of, some in zip(sources, slices, strict=True)]
+        found = [
+            read_source(source, of)[some].to(getattr(torch, dtype))
+            for of, some in zip(sources, slices, strict=True)
+        ]
         whole = torch.cat(found) if len(found) > 1 else found[0]
         missing = rows - len(whole)
         return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
-    return TensorPlan(name, SOURCE_DTYPES[dtype], (rows, *source.tensors[sources[0]].shape[1:]), make)
+    return TensorPlan(
+        name, SOURCE_DTYPES[dtype], (rows, *source.tensors[sources[0]].shape[1:]), make
+    )
 
 
-def _linear_plans(calibrated: Calibrated, linear: Linear, part: Part, ours: str, theirs: str) -> Iterator[TensorPlan]:
+def _linear_plans(
+    calibrated: Calibrated, linear: Linear, part: Part, ours: str, theirs: str
+) -> Iterator[TensorPlan]:
     """The weight of one linear, its bias, and its scales."""
     source, algorithm = calibrated.source, calibrated.algorithm
     members = [f"{theirs}.{member}" for member in linear.members]
     slices = member_slices(linear, part)
     whole = [source.tensors[f"{member}.weight"].shape for member in members]
-    taken = [len(range(*some.indices(extent[linear.axis]))) for some, extent in zip(slices, whole, strict=True)]
+    taken = [
+        len(range(*some.indices(extent[linear.axis])))
+        for some, extent in zip(slices, whole, strict=True)
+    ]
     extent = (sum(taken), whole[0][1]) if linear.axis == 0 else (whole[0][0], taken[0])
     if f"{members[0]}.bias" in source.tensors:
-        kept = list(slices) if linear.axis == 0 else [slice(None)]  # where columns are shared, every rank has the whole bias
-        yield _plain_plan(calibrated, f"{ours}.bias", [f"{member}.bias" for member in members], kept, extent[0])
+        kept = (
+            list(slices) if linear.axis == 0 else [slice(None)]
+        )  # where columns are shared, every rank has the whole bias
+        yield _plain_plan(
+            calibrated, f"{ours}.bias", [f"{member}.bias" for member in members], kept, extent[0]
+        )
     if algorithm is None or algorithm.builder_quantizes or members[0] not in calibrated.linears:
         make = partial(_float_weight, calibrated, members, linear.axis, slices)
         yield TensorPlan(f"{ours}.weight", SOURCE_DTYPES[trtllm_dtype(source.dtype)], extent, make)
@@ -202,19 +257,30 @@ def _linear_plans(calibrated: Calibrated, linear: Linear, part: Part, ours: str,
         yield fixed_plan(f"{ours}.activation_scaling_factor", inputs)
     smoothing = _smoothing(calibrated, members)
     if smoothing is not None:
-        yield fixed_plan(f"{ours}.prequant_scaling_factor", smoothing if linear.axis == 0 else smoothing[slices[0]].clone())
+        yield fixed_plan(
+            f"{ours}.prequant_scaling_factor",
+            smoothing if linear.axis == 0 else smoothing[slices[0]].clone(),
+        )
 
 
-def _float_weight(calibrated: Calibrated, members: list[str], axis: int, slices: tuple[slice, ...]) -> Tensor:
+def _float_weight(
+    calibrated: Calibrated, members: list[str], axis: int, slices: tuple[slice, ...]
+) -> Tensor:
     import torch
 
     dtype = getattr(torch, trtllm_dtype(calibrated.source.dtype))
     weights = zip((calibrated.weight(member) for member in members), slices, strict=True)
-    return torch.cat([(weight[some] if axis == 0 else weight[:, some]).to(dtype) for weight, some in weights])
+    return torch.cat(
+        [(weight[some] if axis == 0 else weight[:, some]).to(dtype) for weight, some in weights]
+    )
 
 
-def _weight_scale(calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str, member: str) -> Tensor:
-    """float32: [out] of the member alone, or [1] that is shared with what the engine may fuse it with."""
+def _weight_scale(
+    calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str, member: str
+) -> Tensor:
+    """float32: [out] of the member alone, or [1] that is shared with what the engine may fuse it
+    with.
+    """
     import torch
 
     if algorithm.per_channel:
@@ -223,7 +289,9 @@ def _weight_scale(calibrated: Calibrated, algorithm: Algorithm, linear: Linear, 
     return torch.stack(shared).max().reshape(1)
 
 
-def _input_scale(calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str) -> Tensor | None:
+def _input_scale(
+    calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str
+) -> Tensor | None:
     import torch
 
     sharing = linear.members if algorithm.per_channel else linear.shares_scales
@@ -254,7 +322,11 @@ def _joined_scale(scales: list[Tensor], axis: int, slices: tuple[slice, ...]) ->
 
     if scales[0].numel() == 1:
         return scales[0]
-    return torch.cat([scale[some] for scale, some in zip(scales, slices, strict=True)]) if axis == 0 else scales[0]
+    return (
+        torch.cat([scale[some] for scale, some in zip(scales, slices, strict=True)])
+        if axis == 0
+        else scales[0]
+    )
 
 
 def _codes(
@@ -271,7 +343,9 @@ def _codes(
     for member, some, scale in zip(members, slices, scales, strict=True):
         weight = calibrated.weight(member)
         if axis == 0:
-            found.append(encode_weight(weight[some], scale[some] if scale.numel() > 1 else scale, algorithm))
+            found.append(
+                encode_weight(weight[some], scale[some] if scale.numel() > 1 else scale, algorithm)
+            )
         else:
             found.append(encode_weight(weight[:, some], scale, algorithm))
     if len(found) == 1:
@@ -284,7 +358,9 @@ def _kv_plans(calibrated: Calibrated, layer: int, attention: str) -> Iterator[Te
 
     if not calibrated.kv_scales:
         return
-    key, value = (scale.reshape(1).clamp_min(KV_SCALE_FLOOR) for scale in calibrated.kv_scales[layer])
+    key, value = (
+        scale.reshape(1).clamp_min(KV_SCALE_FLOOR) for scale in calibrated.kv_scales[layer]
+    )
     yield fixed_plan(f"{attention}.k_cache_scaling_factor", key)
     yield fixed_plan(f"{attention}.v_cache_scaling_factor", value)
     yield fixed_plan(f"{attention}.kv_cache_scaling_factor", torch.maximum(key, value))

@@ -1,4 +1,6 @@
-"""What `tune` finds: acceptance, costs, the choice of a drafter and a length, the grid of precisions."""
+"""What `tune` finds: acceptance, costs, the choice of a drafter and a length, the grid of
+precisions.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """Probability that a draft token is kept where the target stands before one, averaged over output tokens, with a bootstrap
-    interval over prompts. domain None: all texts. tokens: places that were looked at.
+    """Probability that a draft token is kept where the target stands before one, averaged over
+    output tokens, with a bootstrap interval over prompts. domain None: all texts. tokens: places
+    that were looked at.
     """
 
     rule: str  # greedy | rejection | coupled | sample_match | sample_match_greedy_draft
@@ -36,7 +39,9 @@ class Alpha:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Milliseconds of one step for all requests of a batch, the lower quartile of those timed. draft_len 0: plain decoding."""
+    """Milliseconds of one step for all requests of a batch, the lower quartile of those timed.
+    draft_len 0: plain decoding.
+    """
 
     batch: int
     draft_len: int
@@ -48,12 +53,13 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class SpeedupPrediction:
-    """Speculative / plain tokens per second for one mode of decoding, batch size and draft length, with its bootstrap interval.
+    """Speculative / plain tokens per second for one mode of decoding, batch size and draft length,
+    with its bootstrap interval.
 
-    speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 - a^(k+1)) / ((1 - a)(k c +
-    1)), dependence the replayed tokens per step over the formula's, verification what a forward of k + 1 tokens costs beyond
-    one of 1, host the rest: the host's work, prefill, and blocks cut short at the end of a text. measured: where it was run as
-    well.
+    speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 -
+    a^(k+1)) / ((1 - a)(k c + 1)), dependence the replayed tokens per step over the formula's,
+    verification what a forward of k + 1 tokens costs beyond one of 1, host the rest: the host's
+    work, prefill, and blocks cut short at the end of a text. measured: where it was run as well.
     """
 
     mode: str  # greedy | sampled
@@ -75,10 +81,12 @@ class SpeedupPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to draft, as the advisor found it. by_place: conditional acceptance at each place of a block, mode -> rates.
+    """One way to draft, as the advisor found it. by_place: conditional acceptance at each place of
+    a block, mode -> rates.
 
-    draft_len, speedup, low, high: the best for one request at a time, over all modes; break_even_length is what
-    acceptance_length would have to be there for speculation to cost nothing, break_even_alpha the alpha that gives it.
+    draft_len, speedup, low, high: the best for one request at a time, over all modes;
+    break_even_length is what acceptance_length would have to be there for speculation to cost
+    nothing, break_even_alpha the alpha that gives it.
     """
 
     name: str
@@ -100,7 +108,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are drafted; 0: none."""
+    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are
+    drafted; 0: none.
+    """
 
     batch: int
     draft_len: int
@@ -108,13 +118,15 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What should be set, and why. candidates: the best first. costs_are: measured, or predicted for a GPU that is not here.
+    """What should be set, and why. candidates: the best first. costs_are: measured, or predicted
+    for a GPU that is not here.
 
-    decided False: the interval of the best candidate's speed-up holds 1, and what is set follows the estimate. own: name of the
-    deployment's own candidate, which need not be the best.
+    decided False: the interval of the best candidate's speed-up holds 1, and what is set follows
+    the estimate. own: name of the deployment's own candidate, which need not be the best.
 
-    schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len. max_concurrency: the most requests
-    at once with which speculation was seen to pay; None: it pays at every size tried.
+    schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len.
+    max_concurrency: the most requests at once with which speculation was seen to pay; None: it pays
+    at every size tried.
     """
 
     speculate: bool
@@ -138,7 +150,9 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class TargetQuality:
-    """One precision of the target against the unquantized one, on held-out text: KL in nats per token, perplexity."""
+    """One precision of the target against the unquantized one, on held-out text: KL in nats per
+    token, perplexity.
+    """
 
     quant_algo: str
     kl: Interval
@@ -148,7 +162,9 @@ class TargetQuality:
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """One pair of precisions: greedy, one request at a time, at the best draft length of the pair."""
+    """One pair of precisions: greedy, one request at a time, at the best draft length of the
+    pair.
+    """
 
     target: str
     draft: str
@@ -162,8 +178,8 @@ class GridCell:
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """What quantizing the draft does, under one target: shares of alpha lost and of a drafted token's time saved, and the
-    speed against the unquantized draft's.
+    """What quantizing the draft does, under one target: shares of alpha lost and of a drafted
+    token's time saved, and the speed against the unquantized draft's.
     """
 
     target: str
@@ -176,10 +192,12 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by its upper bound.
+    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by
+    its upper bound.
 
-    costs_are: measured, or predicted for a GPU by name: so are then speeds and speed-ups, and their intervals are of acceptance
-    alone. left_out: pairs that the deployment cannot have, and why. targets has the unquantized one even where it is left out.
+    costs_are: measured, or predicted for a GPU by name: so are then speeds and speed-ups, and their
+    intervals are of acceptance alone. left_out: pairs that the deployment cannot have, and why.
+    targets has the unquantized one even where it is left out.
     """
 
     cells: tuple[GridCell, ...]

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.records.measured import Acceptance, CounterCheck, Definition, Finding, Gate, Latency, Ratio
+from toolkit.records.measured import (
+    Acceptance,
+    CounterCheck,
+    Definition,
+    Finding,
+    Gate,
+    Latency,
+    Ratio,
+)
 
-__all__ = ["BenchArm", "BenchEndpoint", "BenchPoint", "BenchRequest", "BenchRun", "ComparedPoint", "Comparison", "Crossover"]
+__all__ = [
+    "BenchArm",
+    "BenchEndpoint",
+    "BenchPoint",
+    "BenchRequest",
+    "BenchRun",
+    "ComparedPoint",
+    "Comparison",
+    "Crossover",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a bench, kept so that a saved run can be judged again. Times are ns after the run's start.
+    """One request of a bench, kept so that a saved run can be judged again. Times are ns after the
+    run's start.
 
-    prompt: 16 hex digits of the sent text's sha256. chunks: (arrival, new tokens) as in `RequestTiming`. error: why it failed.
+    prompt: 16 hex digits of the sent text's sha256. chunks: (arrival, new tokens) as in
+    `RequestTiming`. error: why it failed.
     """
 
     point: int
@@ -36,11 +55,13 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BenchArm:
-    """One arm at one load. tokens_per_s and requests_per_s are of the window, so of all requests together; goodput likewise.
+    """One arm at one load. tokens_per_s and requests_per_s are of the window, so of all requests
+    together; goodput likewise.
 
-    window_s: from the first request sent (or due) to the last one's end, summed over blocks of requests. *_by_round: the same
-    figure of each round, from which its interval comes. output_tokens None: the server counted none. errors: text -> requests.
-    lag_*: how late sends were behind an open loop's schedule.
+    window_s: from the first request sent (or due) to the last one's end, summed over blocks of
+    requests. *_by_round: the same figure of each round, from which its interval comes.
+    output_tokens None: the server counted none. errors: text -> requests. lag_*: how late sends
+    were behind an open loop's schedule.
     """
 
     name: str
@@ -64,7 +85,9 @@ class BenchArm:
 
 @dataclass(frozen=True, slots=True)
 class BenchPoint:
-    """One load: so many requests at a time, or so many per second. ratios: the last arm's figures over the first arm's."""
+    """One load: so many requests at a time, or so many per second. ratios: the last arm's
+    figures over the first arm's.
+    """
 
     concurrency: int | None
     rate: float | None
@@ -75,8 +98,9 @@ class BenchPoint:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where the speed-up falls below 1. pays_up_to: the highest concurrency shown to pay, stops_at: the lowest one
-    shown not to; between them nothing is shown. estimate: where the measured ratios cross 1, in between.
+    """Where the speed-up falls below 1. pays_up_to: the highest concurrency shown to pay, stops_at:
+    the lowest one shown not to; between them nothing is shown. estimate: where the measured ratios
+    cross 1, in between.
     """
 
     pays_up_to: int | None
@@ -97,7 +121,9 @@ class BenchEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """A saved run of `toolkit bench`. settings: what was asked for. docs/benchmarking.md explains it."""
+    """A saved run of `toolkit bench`. settings: what was asked for. docs/benchmarking.md
+    explains it.
+    """
 
     schema_version: int
     created: str
@@ -116,7 +142,9 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPoint:
-    """The same load in two saved runs. ratios: B's figures over A's. paired: both sent the same prompts."""
+    """The same load in two saved runs. ratios: B's figures over A's. paired: both sent the same
+    prompts.
+    """
 
     concurrency: int | None
     rate: float | None

@@ -27,8 +27,8 @@ __all__ = [
 class PairProof:
     """Both checkpoints were read, and their tokenizers and vocabularies are the same by content.
 
-    vocab_size: rows of embedding and LM head that both are built with; the sources' own are target_vocab_size and
-    draft_vocab_size, and rows above vocab_size are padding.
+    vocab_size: rows of embedding and LM head that both are built with; the sources' own are
+    target_vocab_size and draft_vocab_size, and rows above vocab_size are padding.
     """
 
     target_digest: str  # content digest of the source checkpoint
@@ -42,7 +42,9 @@ class PairProof:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """Relative Frobenius error of one linear's output (quantized against source) on the held-out text."""
+    """Relative Frobenius error of one linear's output (quantized against source) on the held-out
+    text.
+    """
 
     layer: str
     relative_error: float
@@ -50,7 +52,9 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class LayerKl:
-    """What one decoder layer alone costs: mean over tokens of KL(source || source with this layer quantized), in nats."""
+    """What one decoder layer alone costs: mean over tokens of KL(source || source with this
+    layer quantized), in nats.
+    """
 
     layer: str  # model.layers.N
     kl: float
@@ -58,11 +62,13 @@ class LayerKl:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationQuality:
-    """The quantized model against its source, teacher-forced on held-out text, measured before any export.
+    """The quantized model against its source, teacher-forced on held-out text, measured before any
+    export.
 
-    kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99 its 99th percentile; top1_agreement the share of tokens
-    with the same argmax; perplexities are exp of the mean negative log-likelihood of the text's own next tokens. layer_kl is
-    over the first layer_kl_tokens of them.
+    kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99 its 99th percentile;
+    top1_agreement the share of tokens with the same argmax; perplexities are exp of the mean
+    negative log-likelihood of the text's own next tokens. layer_kl is over the first
+    layer_kl_tokens of them.
     """
 
     tokens: int
@@ -87,7 +93,9 @@ class TrtllmForm:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized. trtllm None: that form was not made."""
+    """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized. trtllm None:
+    that form was not made.
+    """
 
     role: str  # target | draft
     path: Path
@@ -103,12 +111,16 @@ class QuantizedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:
-    """What TensorRT's own inspector says of a deserialized engine. fused: layers made of several; plugins: by name."""
+    """What TensorRT's own inspector says of a deserialized engine. fused: layers made of
+    several; plugins: by name.
+    """
 
     layers: int
     fused: int
     plugins: dict[str, int]
-    precisions: dict[str, int]  # data type of a layer's first output -> layers; empty where the engine keeps names only
+    precisions: dict[
+        str, int
+    ]  # data type of a layer's first output -> layers; empty where the engine keeps names only
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,8 @@ class TensorRtLlmBuild:
 
 @dataclass(frozen=True, slots=True)
 class CompiledEngine:
-    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages where there are any.
+    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages
+    where there are any.
 
     Of kind trtllm_pytorch: a checkpoint in Hugging Face form with `llm_args.json` beside it.
     """
@@ -177,7 +190,9 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage took, from its manifest. reused: taken from the store in this build; the figures are of when it ran."""
+    """What one stage took, from its manifest. reused: taken from the store in this build; the
+    figures are of when it ran.
+    """
 
     stage: str
     seconds: float

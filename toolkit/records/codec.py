@@ -28,7 +28,9 @@ def to_json(record: object) -> Any:
 
 
 def from_json(kind: type[R], data: Any) -> R:
-    """The inverse of to_json, driven by the field annotations. ValueError: what to_json would not have written."""
+    """The inverse of to_json, driven by the field annotations. ValueError: what to_json would
+    not have written.
+    """
     return typing.cast(R, _decode(kind, data))
 
 
@@ -53,9 +55,13 @@ def _decode(kind: Any, data: Any) -> Any:
         items = _of(list, "a list", data)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_decode(arguments[0], item) for item in items)
-        return tuple(_decode(argument, item) for argument, item in zip(arguments, items, strict=True))
+        return tuple(
+            _decode(argument, item) for argument, item in zip(arguments, items, strict=True)
+        )
     if origin is dict:
-        return {key: _decode(arguments[1], value) for key, value in _of(dict, "an object", data).items()}
+        return {
+            key: _decode(arguments[1], value) for key, value in _of(dict, "an object", data).items()
+        }
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_record(kind, _of(dict, "an object", data))
     if kind in LEAVES:
@@ -72,9 +78,13 @@ def _decode(kind: Any, data: Any) -> Any:
 def _decode_record(kind: type, data: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = set(data) - set(hints)
-    missing = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING} - set(data)
+    missing = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING} - set(
+        data
+    )
     if unknown or missing:
-        raise ValueError(f"{kind.__name__}: unknown fields {sorted(unknown)}, missing fields {sorted(missing)}")
+        raise ValueError(
+            f"{kind.__name__}: unknown fields {sorted(unknown)}, missing fields {sorted(missing)}"
+        )
     values = {}
     for name, value in data.items():
         try:

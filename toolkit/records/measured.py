@@ -22,7 +22,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked. severity: ok | note (to be known, nothing to be done) | warning | error."""
+    """One thing that was checked. severity: ok | note (to be known, nothing to be done) |
+    warning | error.
+    """
 
     check: str
     severity: str
@@ -31,11 +33,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One latency of one arm, in milliseconds. A percentile that the number of samples cannot support is None, and
-    `unsupported` says why under its name (p50 | p90 | p99).
+    """One latency of one arm, in milliseconds. A percentile that the number of samples cannot
+    support is None, and `unsupported` says why under its name (p50 | p90 | p99).
 
-    p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve: the quantiles 0, 1, ... 100
-    percent, for plots. samples counts requests (ttft, tpot, e2e), chunks (icl) or tokens (itl, which is weighted by them).
+    p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve:
+    the quantiles 0, 1, ... 100 percent, for plots. samples counts requests (ttft, tpot, e2e),
+    chunks (icl) or tokens (itl, which is weighted by them).
     """
 
     samples: int
@@ -57,9 +60,10 @@ class Latency:
 class Arm:
     """One arm (plain or speculative) at one temperature, one request at a time.
 
-    tokens_per_s = output_tokens / request_time_s, both summed over the requests; tokens_per_s_by_prompt the same per prompt, in
-    the prompts' order. latencies: ttft, tpot, itl, icl, e2e. distinct_4grams: distinct / all 4-grams of output tokens, averaged
-    over requests with at least four tokens; texts that loop score low, and flatter speculation.
+    tokens_per_s = output_tokens / request_time_s, both summed over the requests;
+    tokens_per_s_by_prompt the same per prompt, in the prompts' order. latencies: ttft, tpot, itl,
+    icl, e2e. distinct_4grams: distinct / all 4-grams of output tokens, averaged over requests with
+    at least four tokens; texts that loop score low, and flatter speculation.
     """
 
     requests: int
@@ -74,7 +78,9 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """The same deployment without and with speculation. speculative None: the deployment does not speculate."""
+    """The same deployment without and with speculation. speculative None: the deployment does
+    not speculate.
+    """
 
     plain: Arm
     speculative: Arm | None
@@ -82,7 +88,9 @@ class Arms:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A figure of one arm divided by that of another, with its bootstrap interval. estimate None: `reason` says why not."""
+    """A figure of one arm divided by that of another, with its bootstrap interval. estimate
+    None: `reason` says why not.
+    """
 
     name: str  # ttft_p50, speed, ...
     estimate: float | None
@@ -93,7 +101,8 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and rounds.
+    """Speculative / plain output tokens per second, with a bootstrap interval over prompts and
+    rounds.
 
     latencies: the same for every percentile of every latency; there, above 1 is slower.
     """
@@ -109,7 +118,9 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True)
 class PositionAcceptance:
-    """Position i (from 0) of a draft. joint = accepted / drafted; conditional = joint / joint of the position before it."""
+    """Position i (from 0) of a draft. joint = accepted / drafted; conditional = joint / joint of
+    the position before it.
+    """
 
     drafted: int
     accepted: int
@@ -119,10 +130,11 @@ class PositionAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included. None: nothing was drafted.
+    """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included.
+    None: nothing was drafted.
 
-    alpha: drafts kept / drafts looked at, those behind a rejection left out, with an interval over prompts; None where the
-    server does not count by position.
+    alpha: drafts kept / drafts looked at, those behind a rejection left out, with an interval over
+    prompts; None where the server does not count by position.
     """
 
     rate: float | None
@@ -136,8 +148,8 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a rehearsal, and `draft` where no
-    text tells its steps.
+    """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a
+    rehearsal, and `draft` where no text tells its steps.
 
     detail: the reason in words; next_step: what to do unless it passed.
     """
@@ -152,7 +164,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class CounterCheck:
-    """A server counter, differenced over the measured window, beside what the client added up itself."""
+    """A server counter, differenced over the measured window, beside what the client added up
+    itself.
+    """
 
     name: str
     client: int

@@ -20,9 +20,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a rule of the plan says of a deployment. rule: id in toolkit.facts.rules; path: the key of the YAML it is about.
+    """What a rule of the plan says of a deployment. rule: id in toolkit.facts.rules; path: the key
+    of the YAML it is about.
 
-    severity: refused (it cannot work; mend says what would) | warning (nobody vouches for it) | adjusted (changed in silence).
+    severity: refused (it cannot work; mend says what would) | warning (nobody vouches for it) |
+    adjusted (changed in silence).
     """
 
     rule: str
@@ -43,7 +45,9 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a stage needs at its peak. place: `each GPU` or `the machine`; available_bytes None: not known."""
+    """What a stage needs at its peak. place: `each GPU` or `the machine`; available_bytes None:
+    not known.
+    """
 
     stage: str
     place: str
@@ -57,8 +61,8 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The KV caches of a deployment. kv_bytes_per_token: of target and draft together, on each GPU; sequences: that fit at
-    max_seq_len at once; draft_share: of the KV memory that is the draft's.
+    """The KV caches of a deployment. kv_bytes_per_token: of target and draft together, on each GPU;
+    sequences: that fit at max_seq_len at once; draft_share: of the KV memory that is the draft's.
     """
 
     kv_bytes: int
@@ -70,7 +74,9 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSpeed:
-    """At one acceptance rate: tokens per target forward, output tokens/s of all requests together, and over plain decoding."""
+    """At one acceptance rate: tokens per target forward, output tokens/s of all requests
+    together, and over plain decoding.
+    """
 
     acceptance_rate: float
     draft_len: int
@@ -81,9 +87,11 @@ class PredictedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An upper bound by bandwidth and arithmetic. plain_tokens_per_s None: the device is not in the tables.
+    """An upper bound by bandwidth and arithmetic. plain_tokens_per_s None: the device is not in the
+    tables.
 
-    cost_ratio: time of a draft forward over that of a target forward. break_even: acceptance rate from which drafting pays.
+    cost_ratio: time of a draft forward over that of a target forward. break_even: acceptance rate
+    from which drafting pays.
     """
 
     batch_size: int
@@ -120,8 +128,8 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of a deployment before anything runs. summary: what it is, in words. runs: in their order; none where it
-    cannot work.
+    """What is known of a deployment before anything runs. summary: what it is, in words. runs: in
+    their order; none where it cannot work.
     """
 
     name: str

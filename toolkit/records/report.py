@@ -8,22 +8,34 @@ from toolkit.records.advice import Advice, Grid
 from toolkit.records.bench import BenchPoint, Crossover
 from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, Sampled, StopCheck
-from toolkit.records.measured import Acceptance, Arms, CounterCheck, Definition, Finding, Gate, Speedup
+from toolkit.records.measured import (
+    Acceptance,
+    Arms,
+    CounterCheck,
+    Definition,
+    Finding,
+    Gate,
+    Speedup,
+)
 from toolkit.records.plan import StageMemory
 
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
-REPORT_SCHEMA_VERSION = 8  # of report.json: raised when a key comes, goes away or changes its meaning
+REPORT_SCHEMA_VERSION = (
+    8  # of report.json: raised when a key comes, goes away or changes its meaning
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
     """The verdict and everything it rests on. docs/report.md explains the JSON.
 
-    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's temperature. loads: both arms
-    at each of validation.latency.concurrency, at temperature 0; crossover: where speculation stops paying. replaced: of a
-    rehearsal, in words, what stood in for what; empty for a real deployment. memory: the plan's, beside which `stages` hold
-    what was measured. advice: of `tune`, in the build or since, if it looked at these engines; grid: likewise.
+    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's
+    temperature. loads: both arms at each of validation.latency.concurrency, at temperature 0;
+    crossover: where speculation stops paying. replaced: of a rehearsal, in words, what stood in for
+    what; empty for a real deployment. memory: the plan's, beside which `stages` hold what was
+    measured. advice: of `tune`, in the build or since, if it looked at these engines; grid:
+    likewise.
     """
 
     schema_version: int
@@ -52,4 +64,5 @@ class ValidationReport:
     memory: tuple[StageMemory, ...] = ()
     advice: Advice | None = None
     grid: Grid | None = None
-    plain_arm: str = "request"  # a request's parameter, or "restarts": a server without speculation, in turns with the other
+    # a request's parameter, or "restarts": a server without speculation, in turns with the other
+    plain_arm: str = "request"

@@ -1,4 +1,6 @@
-"""The advisor's findings on a terminal: what to set, how the ways to draft compare, and why it is so."""
+"""The advisor's findings on a terminal: what to set, how the ways to draft compare, and why it
+is so.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ MEASURED = "measured"  # what Advice.costs_are says of this machine
 
 
 def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = True) -> str:
-    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a draft length by load;
-    max_concurrency: whether it takes a load to stop at.
+    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a
+    draft length by load; max_concurrency: whether it takes a load to stop at.
     """
     if not advice.speculate:
         return "speculation: {kind: none}"
-    lines = ["speculation:", f"  kind: {advice.drafter}", f"  max_draft_len: {advice.max_draft_len}"]
+    lines = [
+        "speculation:",
+        f"  kind: {advice.drafter}",
+        f"  max_draft_len: {advice.max_draft_len}",
+    ]
     if schedule and len(advice.schedule) > 1:
         steps = ", ".join(f"{step.batch}: {step.draft_len}" for step in advice.schedule)
         lines.append(f"  draft_len_schedule: {{{steps}}}")
@@ -36,7 +42,9 @@ def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = Tr
 
 
 def print_grid(grid: Grid, console: Console) -> None:
-    """Every pair of precisions, the best one marked; then what each precision does to target and draft."""
+    """Every pair of precisions, the best one marked; then what each precision does to target and
+    draft.
+    """
     from rich.text import Text
 
     speeds = "" if grid.costs_are == MEASURED else f"; speeds and speed-ups {grid.costs_are}"
@@ -53,22 +61,54 @@ def print_grid(grid: Grid, console: Console) -> None:
         )
         for cell in grid.cells
     ]
-    titles = ("", "target", "draft", "alpha, greedy", "length", "tokens/step", "tokens/s", "speed-up over its plain decoding")
+    titles = (
+        "",
+        "target",
+        "draft",
+        "alpha, greedy",
+        "length",
+        "tokens/step",
+        "tokens/s",
+        "speed-up over its plain decoding",
+    )
     console.print(_table(f"pairs, one request at a time{speeds}", titles, cells, words=titles[:3]))
     of_target = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
-    targets = [(one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens)) for one in grid.targets]
+    targets = [
+        (one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens))
+        for one in grid.targets
+    ]
     console.print(_table("targets on held-out text", of_target, targets, words=of_target[:1]))
     drafts = [
-        (one.target, one.draft, f"{one.alpha_lost:.1%}", f"{one.draft_time_saved:.1%}", _interval(one.speed, 3), one.verdict)
+        (
+            one.target,
+            one.draft,
+            f"{one.alpha_lost:.1%}",
+            f"{one.draft_time_saved:.1%}",
+            _interval(one.speed, 3),
+            one.verdict,
+        )
         for one in grid.drafts
     ]
-    of_draft = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
-    console.print(
-        _table(f"what quantizing the draft does{speeds}", of_draft, drafts, words=("target", "draft", "quantizing the draft"))
+    of_draft = (
+        "target",
+        "draft",
+        "alpha lost",
+        "draft time saved",
+        "speed / unquantized draft's",
+        "quantizing the draft",
     )
     console.print(
-        f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts} prompts, intervals at "
-        f"{grid.confidence:.0%}" + (", of acceptance alone" if speeds else ""),
+        _table(
+            f"what quantizing the draft does{speeds}",
+            of_draft,
+            drafts,
+            words=("target", "draft", "quantizing the draft"),
+        )
+    )
+    console.print(
+        f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts}"
+        f" prompts, intervals at {grid.confidence:.0%}"
+        + (", of acceptance alone" if speeds else ""),
         style="dim",
     )
     for line in grid.left_out:
@@ -90,25 +130,37 @@ def print_advice(
     served: ValidationReport | None = None,
     details: bool = False,
 ) -> None:
-    """What to set, what that gains over the YAML's own setting, and how the ways to draft compare; `details`: why it is so.
+    """What to set, what that gains over the YAML's own setting, and how the ways to draft compare;
+    `details`: why it is so.
 
-    present, own_draft: what the YAML says, and the name of its draft. schedule: whether what serves it takes a draft length by
-    load; max_concurrency: a load to stop at. served: the deployment's last report.
+    present, own_draft: what the YAML says, and the name of its draft. schedule: whether what serves
+    it takes a draft length by load; max_concurrency: a load to stop at. served: the deployment's
+    last report.
     """
     from rich.text import Text
 
-    console.print(Text(advice.reason, style="bold" if advice.speculate and advice.decided else "bold yellow"))
+    console.print(
+        Text(advice.reason, style="bold" if advice.speculate and advice.decided else "bold yellow")
+    )
     lines = yaml_of(advice, schedule=schedule, max_concurrency=max_concurrency)
     console.print(Text(lines), highlight=False)
     if not schedule and len(advice.schedule) > 1:
-        best = ", ".join(f"{step.draft_len} from {at_once(step.batch)} on" for step in advice.schedule)
+        best = ", ".join(
+            f"{step.draft_len} from {at_once(step.batch)} on" for step in advice.schedule
+        )
         console.print(f"best are {best}; what serves this takes one length", highlight=False)
     if not advice.decided:
-        console.print("the interval holds 1, so the estimate chose: tune again on a quiet machine, or build and see")
+        console.print(
+            "the interval holds 1, so the estimate chose: tune again on a quiet machine, or build"
+            " and see"
+        )
     if advice.max_concurrency is not None:
         console.print(f"it pays up to {at_once(advice.max_concurrency)}, and not beyond")
     own = None if present is None else _own(advice, present, own_draft)
-    for line in (None if present is None else against_present(advice, present, own), *_trust(advice, present, own, served)):
+    for line in (
+        None if present is None else against_present(advice, present, own),
+        *_trust(advice, present, own, served),
+    ):
         if line is not None:
             console.print(Text(line), highlight=False)
     console.print()
@@ -118,14 +170,17 @@ def print_advice(
         console.print(_by_length(candidate))
         console.print(_alphas(candidate))
     console.print(
-        f"costs {advice.costs_are}; {advice.prompts} prompts, {advice.tokens} tokens; intervals at {advice.confidence:.0%}; "
-        f"took {advice.seconds:.1f} s" + ("" if details else "; --details prints alpha and every draft length"),
+        f"costs {advice.costs_are}; {advice.prompts} prompts, {advice.tokens} tokens; intervals at"
+        f" {advice.confidence:.0%}; took {advice.seconds:.1f} s"
+        + ("" if details else "; --details prints alpha and every draft length"),
         style="dim",
     )
 
 
 def deployed(advice: Advice) -> Candidate:
-    """The deployment's own way to draft, which is what was served; the best where it is not among them."""
+    """The deployment's own way to draft, which is what was served; the best where it is not
+    among them.
+    """
     return next((one for one in advice.candidates if one.name == advice.own), advice.candidates[0])
 
 
@@ -133,17 +188,28 @@ def at_once(requests: int) -> str:
     return f"{requests} {'request' if requests == 1 else 'requests'} at once"
 
 
-def against_present(advice: Advice, present: SpeculationConfig, own: Candidate | None) -> str | None:
-    """What the advice changes in the YAML, and what that is predicted to gain for one request at a time."""
+def against_present(
+    advice: Advice, present: SpeculationConfig, own: Candidate | None
+) -> str | None:
+    """What the advice changes in the YAML, and what that is predicted to gain for one request at
+    a time.
+    """
     best = advice.candidates[0]
     if present.kind == "none":
-        return f"the YAML does not speculate: this gains {best.speedup - 1:.1%}" if advice.speculate else "as the YAML has it"
+        return (
+            f"the YAML does not speculate: this gains {best.speedup - 1:.1%}"
+            if advice.speculate
+            else "as the YAML has it"
+        )
     if present.max_draft_len == "auto":
         return "the YAML has max_draft_len: auto, so `toolkit build` sets this by itself"
     now = None if own is None else _speedup(own, present.max_draft_len)
     if now is None:
         return None
-    has = f"the YAML has {present.kind} with max_draft_len {present.max_draft_len}, predicted {now:.2f}x"
+    has = (
+        f"the YAML has {present.kind} with max_draft_len {present.max_draft_len}, predicted"
+        f" {now:.2f}x"
+    )
     if not advice.speculate:
         return f"{has}: leave it out"
     if own is best and present.max_draft_len == advice.max_draft_len:
@@ -156,21 +222,31 @@ def against_present(advice: Advice, present: SpeculationConfig, own: Candidate |
 def _own(advice: Advice, present: SpeculationConfig, own_draft: str | None) -> Candidate | None:
     """The YAML's own way to draft among those that were compared."""
     name = own_draft if present.kind == "draft_target" else present.kind
-    return next((one for one in advice.candidates if (one.drafter, one.name) == (present.kind, name)), None)
+    return next(
+        (one for one in advice.candidates if (one.drafter, one.name) == (present.kind, name)), None
+    )
 
 
 def _speedup(candidate: Candidate, draft_len: int) -> float | None:
     """Predicted for one request at a time; modes count alike."""
-    found = [one.speedup for one in candidate.predictions if (one.batch, one.draft_len) == (1, draft_len)]
+    found = [
+        one.speedup for one in candidate.predictions if (one.batch, one.draft_len) == (1, draft_len)
+    ]
     return math.prod(found) ** (1 / len(found)) if found else None
 
 
 def _trust(
-    advice: Advice, present: SpeculationConfig | None, own: Candidate | None, served: ValidationReport | None
+    advice: Advice,
+    present: SpeculationConfig | None,
+    own: Candidate | None,
+    served: ValidationReport | None,
 ) -> Iterator[str]:
     """What the prediction leaves out, and what was seen of it where the deployment was served."""
     if advice.costs_are != MEASURED:
-        yield "costs are a GPU's at its limits, without host and server: measure on that machine before you rely on it"
+        yield (
+            "costs are a GPU's at its limits, without host and server: measure on that machine"
+            " before you rely on it"
+        )
         return
     told = "predicted in this process, without what sending chunks through Triton costs"
     sampled = None if served is None else served.sampled.speedup
@@ -183,11 +259,18 @@ def _trust(
         asked = None if present is None else present.max_draft_len
         length = advice.max_draft_len if asked == "auto" else asked
         steps = () if own is None else own.predictions
-        predicted = [one.speedup for one in steps if (one.mode, one.batch, one.draft_len) == (mode, 1, length)]
+        predicted = [
+            one.speedup
+            for one in steps
+            if (one.mode, one.batch, one.draft_len) == (mode, 1, length)
+        ]
         beside = f", {predicted[0]:.2f}x predicted" if predicted else ""
         yield f"  {name}: {found.estimate:.2f}x ({found.low:.2f} to {found.high:.2f}){beside}"
     if not (advice.speculate and advice.decided) and all(found.low > 1.0 for _, found in seen):
-        yield "what was served decides: it pays there, since a step streams one chunk for several tokens"
+        yield (
+            "what was served decides: it pays there, since a step streams one chunk for several"
+            " tokens"
+        )
 
 
 def _ranking(advice: Advice) -> RenderableType:
@@ -203,12 +286,27 @@ def _ranking(advice: Advice) -> RenderableType:
         )
         for candidate in advice.candidates
     ]
-    titles = ("drafts", "drafter", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
-    return _table("best first, one request at a time, greedy and sampled alike", titles, rows, words=titles[:2])
+    titles = (
+        "drafts",
+        "drafter",
+        "best length",
+        "speed-up",
+        "tokens/step",
+        "break-even",
+        "break-even alpha",
+    )
+    return _table(
+        "best first, one request at a time, greedy and sampled alike",
+        titles,
+        rows,
+        words=titles[:2],
+    )
 
 
 def _by_length(candidate: Candidate) -> RenderableType:
-    """Predicted speed-up of each draft length, and what makes it differ from the formula, for one request at a time."""
+    """Predicted speed-up of each draft length, and what makes it differ from the formula, for
+    one request at a time.
+    """
     rows = [
         (
             prediction.mode,
@@ -224,25 +322,50 @@ def _by_length(candidate: Candidate) -> RenderableType:
         for prediction in candidate.predictions
         if prediction.batch == 1
     ]
-    titles = ("mode", "length", "predicted", "measured", "tokens/step", "formula", "dependence", "verify cost", "host, prefill")
+    titles = (
+        "mode",
+        "length",
+        "predicted",
+        "measured",
+        "tokens/step",
+        "formula",
+        "dependence",
+        "verify cost",
+        "host, prefill",
+    )
     return _table(f"{candidate.name}: speed-up over draft length", titles, rows, words=titles[:1])
 
 
 def _measured(prediction: SpeedupPrediction) -> str:
     if prediction.measured is None:
         return DASH
-    return f"{prediction.measured:.2f} ({prediction.measured_low:.2f} to {prediction.measured_high:.2f})"
+    return (
+        f"{prediction.measured:.2f} ({prediction.measured_low:.2f} to"
+        f" {prediction.measured_high:.2f})"
+    )
 
 
 def _alphas(candidate: Candidate) -> RenderableType:
     rows = [
-        (alpha.rule, alpha.domain or "all", f"{alpha.estimate:.3f} ({alpha.low:.3f} to {alpha.high:.3f})", str(alpha.tokens))
+        (
+            alpha.rule,
+            alpha.domain or "all",
+            f"{alpha.estimate:.3f} ({alpha.low:.3f} to {alpha.high:.3f})",
+            str(alpha.tokens),
+        )
         for alpha in candidate.alphas
     ]
-    return _table(f"{candidate.name}: alpha", ("rule", "domain", "alpha", "tokens"), rows, words=("rule", "domain"))
+    return _table(
+        f"{candidate.name}: alpha",
+        ("rule", "domain", "alpha", "tokens"),
+        rows,
+        words=("rule", "domain"),
+    )
 
 
-def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str]) -> RenderableType:
+def _table(
+    title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str]
+) -> RenderableType:
     """words: the columns that hold text; the others are numbers, which stand to the right."""
     from rich.table import Table
 

@@ -22,18 +22,33 @@ LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
 
 def print_run(run: BenchRun, console: Console) -> None:
     """Verdict first, then figures per load, then what a reader should know."""
-    where = ", ".join(f"{one.arm}: {one.model} at {one.address} ({one.protocol})" for one in run.endpoints)
+    where = ", ".join(
+        f"{one.arm}: {one.model} at {one.address} ({one.protocol})" for one in run.endpoints
+    )
     console.print(where, highlight=False, markup=False)
     for point in run.points:
         _point(point, console)
     if run.crossover is not None:
-        near = f", crossing near {run.crossover.estimate:.1f}" if run.crossover.estimate is not None else ""
-        console.print(f"speculation over concurrency: {run.crossover.detail}{near}", highlight=False, markup=False)
+        near = (
+            f", crossing near {run.crossover.estimate:.1f}"
+            if run.crossover.estimate is not None
+            else ""
+        )
+        console.print(
+            f"speculation over concurrency: {run.crossover.detail}{near}",
+            highlight=False,
+            markup=False,
+        )
     _gates(run.gates, console)
     _findings(run.findings, console)
     asked = any(gate.name.partition("@")[0] != "errors" for gate in run.gates)
     if run.verdict == "PASS" and not asked:
-        console.print("no limit but on errors was asked for (--gate)", highlight=False, markup=False, style="dim")
+        console.print(
+            "no limit but on errors was asked for (--gate)",
+            highlight=False,
+            markup=False,
+            style="dim",
+        )
     console.print(run.verdict, style=COLOURS[run.verdict])
 
 
@@ -50,14 +65,22 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 
 def _load(concurrency: int | None, rate: float | None) -> str:
-    return f"{concurrency} at a time" if concurrency is not None else f"{rate:g} requests/s" if rate is not None else "trace"
+    return (
+        f"{concurrency} at a time"
+        if concurrency is not None
+        else f"{rate:g} requests/s"
+        if rate is not None
+        else "trace"
+    )
 
 
 def _point(point: BenchPoint, console: Console) -> None:
     from rich.table import Table
 
     rounds = f"{point.rounds} round{'s' if point.rounds > 1 else ''}"
-    console.print(f"\n{_load(point.concurrency, point.rate)}, {rounds}", style="bold", highlight=False)
+    console.print(
+        f"\n{_load(point.concurrency, point.rate)}, {rounds}", style="bold", highlight=False
+    )
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for arm in point.arms:
@@ -83,18 +106,28 @@ def _rows(arm: BenchArm) -> dict[str, str]:
         "goodput /s": _number(arm.goodput, 2),
         "acceptance length": _number(arm.acceptance.length, 2),
         "acceptance rate": _number(arm.acceptance.rate, 2),
-        "alpha": "" if (alpha := arm.acceptance.alpha) is None else interval(alpha.estimate, alpha.low, alpha.high),
-        "send lag p50/p99 ms": "" if arm.lag_p99_ms is None else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
+        "alpha": ""
+        if (alpha := arm.acceptance.alpha) is None
+        else interval(alpha.estimate, alpha.low, alpha.high),
+        "send lag p50/p99 ms": ""
+        if arm.lag_p99_ms is None
+        else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
     }
-    return rows | {f"{name} p50/p90/p99 ms": _percentiles(arm.latencies[name]) for name in LATENCIES}
+    return rows | {
+        f"{name} p50/p90/p99 ms": _percentiles(arm.latencies[name]) for name in LATENCIES
+    }
 
 
 def _percentiles(latency: Latency) -> str:
-    """A percentile that the samples do not support is a dash, and so is a gap of nothing: two chunks came in one read."""
+    """A percentile that the samples do not support is a dash, and so is a gap of nothing: two
+    chunks came in one read.
+    """
     if latency.samples == 0:
         return ""
     values = (latency.p50, latency.p90, latency.p99)
-    return " / ".join("-" if not value else "<0.01" if value < 0.005 else f"{value:.2f}" for value in values)
+    return " / ".join(
+        "-" if not value else "<0.01" if value < 0.005 else f"{value:.2f}" for value in values
+    )
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -109,7 +142,9 @@ def _ratios(ratios: Sequence[Ratio], console: Console) -> None:
         table.add_column(title, justify="left" if not title else "right")
     for ratio in ratios:
         if ratio.estimate is not None:
-            table.add_row(ratio.name, f"{ratio.estimate:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}")
+            table.add_row(
+                ratio.name, f"{ratio.estimate:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"
+            )
     console.print(table, highlight=False)
 
 

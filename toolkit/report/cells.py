@@ -1,4 +1,6 @@
-"""What a table of a report is, and how a number becomes the text of a cell. Renderers print cells as they are."""
+"""What a table of a report is, and how a number becomes the text of a cell. Renderers print
+cells as they are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ DASH = "-"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """rows are as long as columns. definitions: their names. text: all columns hold words; words: those of these names do."""
+    """rows are as long as columns. definitions: their names. text: all columns hold words;
+    words: those of these names do.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -51,4 +55,8 @@ def interval(estimate: float | None, low: float | None, high: float | None) -> s
     """An estimate with the ends of its interval, all to two decimals."""
     if estimate is None:
         return DASH
-    return f"{estimate:.2f}" if low is None or high is None else f"{estimate:.2f} ({low:.2f} to {high:.2f})"
+    return (
+        f"{estimate:.2f}"
+        if low is None or high is None
+        else f"{estimate:.2f} ({low:.2f} to {high:.2f})"
+    )

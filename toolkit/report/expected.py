@@ -1,6 +1,8 @@
-"""Plots of what was expected beside what was measured: speed-up over draft length and concurrency, precisions, memory.
+"""Plots of what was expected beside what was measured: speed-up over draft length and concurrency,
+precisions, memory.
 
-Each needs something that a plain validation does not make (advice, a grid, a sweep, a plan), and is None where that is missing.
+Each needs something that a plain validation does not make (advice, a grid, a sweep, a plan), and is
+None where that is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,19 @@ from toolkit.records.measured import Ratio, Speedup
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.report.advice import deployed
-from toolkit.report.svg import ARM_CLASSES, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Drawing, Plot, Scale, ticks
+from toolkit.report.svg import (
+    ARM_CLASSES,
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Drawing,
+    Plot,
+    Scale,
+    ticks,
+)
 
 __all__ = [
     "deployed_draft_len",
@@ -34,12 +48,18 @@ FAR = 4  # a limit that lies this many times beyond the longest bar is said in w
 
 def deployed_draft_len(report: ValidationReport) -> int | None:
     """What the speculative arm was measured with."""
-    lengths = [arm.draft_len for arm in (report.parity.arms if report.parity else ()) if arm.arm == "speculative"]
+    lengths = [
+        arm.draft_len
+        for arm in (report.parity.arms if report.parity else ())
+        if arm.arm == "speculative"
+    ]
     return max(lengths, default=None)
 
 
 def draft_length_plot(report: ValidationReport) -> Plot | None:
-    """Lines: predicted for one request at a time, with their intervals. Dots: runs, of the advisor and of this report."""
+    """Lines: predicted for one request at a time, with their intervals. Dots: runs, of the
+    advisor and of this report.
+    """
     advice = report.advice
     best = deployed(advice) if advice is not None and advice.candidates else None
     if advice is None or best is None or not any(one.batch == 1 for one in best.predictions):
@@ -51,8 +71,16 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
     measured = measured_here(report)
     runs = any(one.measured is not None for one in best.predictions)
     drawing.legend([*entries, ("dotmark", "measured")] if measured or runs else entries, LEFT)
-    edges = [1.0, *(edge for one in best.predictions if one.batch == 1 for edge in (one.low, one.high))]
-    edges += [edge for one in best.predictions for edge in (one.measured_low, one.measured_high) if edge is not None]
+    edges = [
+        1.0,
+        *(edge for one in best.predictions if one.batch == 1 for edge in (one.low, one.high)),
+    ]
+    edges += [
+        edge
+        for one in best.predictions
+        for edge in (one.measured_low, one.measured_high)
+        if edge is not None
+    ]
     edges += [edge for _, speedup in measured for edge in (speedup.low, speedup.high)]
     x = Scale(0, longest, LEFT + 12, RIGHT - 12)
     y = Scale(min(0.9, *edges) * 0.95, max(edges) * 1.05, BOTTOM, TOP)
@@ -63,37 +91,62 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
         points = series[mode]
         if not points:
             continue
-        ends = [(x(one.draft_len), y(one.high)) for one in points] + [(x(one.draft_len), y(one.low)) for one in points[::-1]]
+        ends = [(x(one.draft_len), y(one.high)) for one in points] + [
+            (x(one.draft_len), y(one.low)) for one in points[::-1]
+        ]
         drawing.path([(x(0), y(1)), *ends], f"band {cls}")
-        drawing.path([(x(0), y(1)), *((x(one.draft_len), y(one.speedup)) for one in points)], f"curve {cls}")
+        drawing.path(
+            [(x(0), y(1)), *((x(one.draft_len), y(one.speedup)) for one in points)], f"curve {cls}"
+        )
         for one in points:
-            if one.measured is not None and one.measured_low is not None and one.measured_high is not None:
-                tip = f"{label}, length {one.draft_len}: run {one.measured:.2f}x, predicted {one.speedup:.2f}x"
+            if (
+                one.measured is not None
+                and one.measured_low is not None
+                and one.measured_high is not None
+            ):
+                tip = (
+                    f"{label}, length {one.draft_len}: run {one.measured:.2f}x, predicted"
+                    f" {one.speedup:.2f}x"
+                )
                 low, high = y(one.measured_low), y(one.measured_high)
                 drawing.whisker(x(one.draft_len), y(one.measured), low, high, cls, tip)
     length = deployed_draft_len(report)
     if length is not None and length <= longest:
         for i, (mode, speedup) in enumerate(measured):
             place = x(length) + (i - 0.5) * 7
-            tip = f"{mode}: {speedup.estimate:.2f}x on the endpoint ({speedup.low:.2f} to {speedup.high:.2f})"
-            drawing.whisker(place, y(speedup.estimate), y(speedup.low), y(speedup.high), MODES[mode][0], tip)
+            tip = (
+                f"{mode}: {speedup.estimate:.2f}x on the endpoint ({speedup.low:.2f} to"
+                f" {speedup.high:.2f})"
+            )
+            drawing.whisker(
+                place, y(speedup.estimate), y(speedup.low), y(speedup.high), MODES[mode][0], tip
+            )
     return Plot(
         "Speed-up over draft length",
         drawing.render(),
-        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs ({advice.costs_are}). "
-        + ("Dots with whiskers: measured, those side by side on the endpoint. " if measured or runs else "")
+        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs"
+        f" ({advice.costs_are}). "
+        + (
+            "Dots with whiskers: measured, those side by side on the endpoint. "
+            if measured or runs
+            else ""
+        )
         + "A table below explains the gaps.",
         ("predicted_speedup", "speedup"),
     )
 
 
 def grid_plot(report: ValidationReport) -> Plot | None:
-    """Tokens per second of every pair of precisions with its interval, grouped by target; the best pair marked."""
+    """Tokens per second of every pair of precisions with its interval, grouped by target; the
+    best pair marked.
+    """
     grid = report.grid
     if grid is None or not grid.cells:
         return None
     kept = {one.quant_algo for one in grid.targets if one.kl.high <= grid.max_kl}
-    groups = {cell.target: [one for one in grid.cells if one.target == cell.target] for cell in grid.cells}
+    groups = {
+        cell.target: [one for one in grid.cells if one.target == cell.target] for cell in grid.cells
+    }
     height = TOP + sum(26 + 20 * len(cells) for cells in groups.values()) + 48
     drawing = Drawing("Tokens per second of every pair of precisions", height=height)
     names, bottom = LEFT + 120, height - 44
@@ -107,7 +160,10 @@ def grid_plot(report: ValidationReport) -> Plot | None:
         y += 26
         for cell in cells:
             speed = cell.tokens_per_s
-            tip = f"{target} with draft {cell.draft}: {speed.estimate:,.1f} tokens/s ({speed.low:,.1f} to {speed.high:,.1f})"
+            tip = (
+                f"{target} with draft {cell.draft}: {speed.estimate:,.1f} tokens/s"
+                f" ({speed.low:,.1f} to {speed.high:,.1f})"
+            )
             drawing.text(names - 8, y + 10, cell.draft, "end", "tick")
             drawing.bar(scale(0), y, scale(speed.estimate) - scale(0), 13, f"{cls} soft", tip)
             drawing.bar(scale(speed.low), y + 4, scale(speed.high) - scale(speed.low), 5, cls, tip)
@@ -117,14 +173,19 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     return Plot(
         "Precisions of target and draft",
         drawing.render(),
-        f"Wide bars: speed of each pair at its best draft length, {grid.costs_are}, one request at a time; narrow: its "
-        f"{grid.confidence:.0%} interval. Best is the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound.",
+        f"Wide bars: speed of each pair at its best draft length, {grid.costs_are}, one request at"
+        f" a time; narrow: its {grid.confidence:.0%} interval. Best is the fastest pair whose"
+        f" target keeps KL {grid.max_kl:g} by its upper bound.",
         ("grid",),
     )
 
 
 def _by_length(candidate: Candidate, mode: str) -> list[SpeedupPrediction]:
-    found = (one for one in candidate.predictions if one.mode == mode and one.batch == 1 and one.draft_len > 0)
+    found = (
+        one
+        for one in candidate.predictions
+        if one.mode == mode and one.batch == 1 and one.draft_len > 0
+    )
     return sorted(found, key=lambda one: one.draft_len)
 
 
@@ -140,11 +201,16 @@ def _whole(longest: int) -> list[float]:
 
 
 def _loads(report: ValidationReport) -> list[tuple[int, BenchPoint]]:
-    return sorted(((point.concurrency, point) for point in report.loads if point.concurrency), key=lambda one: one[0])
+    return sorted(
+        ((point.concurrency, point) for point in report.loads if point.concurrency),
+        key=lambda one: one[0],
+    )
 
 
 def _crossover(drawing: Drawing, report: ValidationReport, x: Scale) -> None:
-    """Where speculation stops paying, as far as it is known: the point, within what is shown on either side of it."""
+    """Where speculation stops paying, as far as it is known: the point, within what is shown on
+    either side of it.
+    """
     found = report.crossover
     if found is None or found.estimate is None:
         return
@@ -166,7 +232,9 @@ def _concurrency(levels: Sequence[int]) -> Scale:
 def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
     """Tokens per second of both arms over the number of requests at once."""
     loads = _loads(report)
-    known = [arm.tokens_per_s for _, point in loads for arm in point.arms if arm.tokens_per_s is not None]
+    known = [
+        arm.tokens_per_s for _, point in loads for arm in point.arms if arm.tokens_per_s is not None
+    ]
     if len(loads) < 2 or not known:
         return None
     drawing = Drawing("Throughput over concurrency of both arms")
@@ -180,7 +248,9 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
         points = [(level, point.arms[index].tokens_per_s) for level, point in loads]
         drawn = [(x(level), y(value)) for level, value in points if value is not None]
         drawing.path(drawn, f"curve {cls}", name)
-        for (level, value), (left, top) in zip([one for one in points if one[1] is not None], drawn, strict=True):
+        for (level, value), (left, top) in zip(
+            [one for one in points if one[1] is not None], drawn, strict=True
+        ):
             drawing.dot(left, top, 4, cls, f"{name}, {level} at once: {value:,.1f} tokens/s")
     _crossover(drawing, report, x)
     return Plot(
@@ -193,7 +263,12 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
 
 def speed_sweep_plot(report: ValidationReport) -> Plot | None:
     """Speculative over plain with its interval, at every load: above 1 speculation pays."""
-    found = [(level, ratio) for level, point in _loads(report) for ratio in point.ratios if ratio.name == "speed"]
+    found = [
+        (level, ratio)
+        for level, point in _loads(report)
+        for ratio in point.ratios
+        if ratio.name == "speed"
+    ]
     known = [(level, *edges) for level, ratio in found if (edges := _edges(ratio)) is not None]
     if len(known) < 2:
         return None
@@ -212,7 +287,8 @@ def speed_sweep_plot(report: ValidationReport) -> Plot | None:
     return Plot(
         "Speed-up over concurrency",
         drawing.render(),
-        f"Speculative over plain, with 95% intervals. The solid line is 1x: no gain.{_said(report)}",
+        "Speculative over plain, with 95% intervals. The solid line is 1x: no"
+        f" gain.{_said(report)}",
         ("load_speed",),
     )
 
@@ -229,10 +305,14 @@ def _said(report: ValidationReport) -> str:
 
 
 def measured_peak(stage: StageMemory, costs: Sequence[StageCost]) -> int | None:
-    """The most of what a planned stage took when it ran. None for a GPU's memory, which is not what StageCost holds."""
+    """The most of what a planned stage took when it ran. None for a GPU's memory, which is not
+    what StageCost holds.
+    """
     if stage.place != "the machine":
         return None
-    peaks = [cost.peak_memory_bytes for cost in costs if cost.stage.partition("/")[0] == stage.stage]
+    peaks = [
+        cost.peak_memory_bytes for cost in costs if cost.stage.partition("/")[0] == stage.stage
+    ]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
@@ -244,8 +324,16 @@ def memory_plot(report: ValidationReport) -> Plot | None:
     height = TOP + 20 + 62 * len(stages) + 44
     drawing = Drawing("Memory of every stage, planned and measured", height=height)
     drawing.legend([("plain", "planned"), ("spec", "measured")], LEFT + 26)
-    longest = max([stage.total_bytes for stage, _ in stages] + [peak for _, peak in stages if peak is not None]) / GB
-    limits = [stage.available_bytes / GB for stage, _ in stages if stage.available_bytes is not None]
+    longest = (
+        max(
+            [stage.total_bytes for stage, _ in stages]
+            + [peak for _, peak in stages if peak is not None]
+        )
+        / GB
+    )
+    limits = [
+        stage.available_bytes / GB for stage, _ in stages if stage.available_bytes is not None
+    ]
     near = [limit for limit in limits if limit <= FAR * longest]
     bottom = height - 44
     x = Scale(0, max([longest * 1.2, *(limit * 1.05 for limit in near)]) or 1, LEFT + 26, RIGHT)
@@ -253,21 +341,39 @@ def memory_plot(report: ValidationReport) -> Plot | None:
     for i, (stage, peak) in enumerate(stages):
         top = TOP + 10 + 62 * i
         drawing.text(LEFT + 20, top + 28, stage.stage, "end")
-        _memory_bar(drawing, x, top, stage.total_bytes, "plain", f"{stage.stage}: planned {stage.total_bytes / GB:.3g} GB")
+        _memory_bar(
+            drawing,
+            x,
+            top,
+            stage.total_bytes,
+            "plain",
+            f"{stage.stage}: planned {stage.total_bytes / GB:.3g} GB",
+        )
         if peak is not None:
-            _memory_bar(drawing, x, top + 23, peak, "spec", f"{stage.stage}: measured {peak / GB:.3g} GB")
+            _memory_bar(
+                drawing, x, top + 23, peak, "spec", f"{stage.stage}: measured {peak / GB:.3g} GB"
+            )
         else:
             drawing.text(x(0) + 6, top + 38, "not measured", cls="tick")
         if stage.available_bytes is not None and stage.available_bytes / GB <= FAR * longest:
             at = x(stage.available_bytes / GB)
             drawing.line(at, top - 4, at, top + 50, "gate")
-    there = [f"{stage.stage}: {stage.available_bytes / GB:,.0f} GB" for stage, _ in stages if stage.available_bytes is not None]
+    there = [
+        f"{stage.stage}: {stage.available_bytes / GB:,.0f} GB"
+        for stage, _ in stages
+        if stage.available_bytes is not None
+    ]
     caption = (
-        "What the plan expects of a stage beside the resident memory that it took. Measured is all of a process, loaded "
-        "libraries included (about half a GB); the plan counts them where its parts in the table below say so."
+        "What the plan expects of a stage beside the resident memory that it took. Measured is all"
+        " of a process, loaded libraries included (about half a GB); the plan counts them where its"
+        " parts in the table below say so."
     )
-    caption += f" Available: {', '.join(there)}{', the dashed line' if near else ''}." if there else ""
-    return Plot("Memory, planned and measured", drawing.render(), caption, ("planned_memory", "peak_memory"))
+    caption += (
+        f" Available: {', '.join(there)}{', the dashed line' if near else ''}." if there else ""
+    )
+    return Plot(
+        "Memory, planned and measured", drawing.render(), caption, ("planned_memory", "peak_memory")
+    )
 
 
 def _memory_bar(drawing: Drawing, x: Scale, top: float, count: int, cls: str, tip: str) -> None:

@@ -1,4 +1,6 @@
-"""What a report shows, as plain text cells: every renderer prints the same tables, so no number is formatted in two places."""
+"""What a report shows, as plain text cells: every renderer prints the same tables, so no number
+is formatted in two places.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ __all__ = [
 REPLACED = "Replaced"
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
 LATENCY_LEGEND = (
-    "TTFT: time to first token. TPOT: time per output token behind it. ITL: inter-token latency, the gap between tokens. ICL: "
-    "inter-chunk latency, the gap that a reader sees. e2e: the whole request."
+    "TTFT: time to first token. TPOT: time per output token behind it. ITL: inter-token latency,"
+    " the gap between tokens. ICL: inter-chunk latency, the gap that a reader sees. e2e: the whole"
+    " request."
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
@@ -98,7 +101,9 @@ def shown(gate: Gate) -> tuple[str, str]:
     """(measured, limit) of a gate with units and the direction of the limit."""
     if gate.name.startswith("speedup") or "_ratio" in gate.name:
         digits = 2 if gate.measured is None else decimals([gate.measured], gate.limit)
-        measured, limit = (DASH if v is None else f"{v:.{digits}f}x" for v in (gate.measured, gate.limit))
+        measured, limit = (
+            DASH if v is None else f"{v:.{digits}f}x" for v in (gate.measured, gate.limit)
+        )
         return measured, f"{'≤' if '_ratio' in gate.name else '≥'} {limit}"
     if "parity" in gate.name:
         return _at_most(gate), f"≤ {percent(gate.limit)}"
@@ -113,14 +118,20 @@ def shown(gate: Gate) -> tuple[str, str]:
         forms = ((measured, gate.measured), (limit, gate.limit))
         return tuple(DASH if value is None else form.format(value) for form, value in forms)  # type: ignore[return-value]
     unit = " ms" if "_p90" in gate.name else ""
-    return (DASH if gate.measured is None else number(gate.measured) + unit), f"≤ {gate.limit:g}{unit}"
+    return (
+        DASH if gate.measured is None else number(gate.measured) + unit
+    ), f"≤ {gate.limit:g}{unit}"
 
 
 def _at_most(gate: Gate) -> str:
-    """A rate that is judged by its upper bound is not what was seen; that stands in the gate's detail."""
+    """A rate that is judged by its upper bound is not what was seen; that stands in the gate's
+    detail.
+    """
     if gate.measured is None:
         return DASH
-    digits = decimals([100 * gate.measured], None if gate.limit is None else 100 * gate.limit, least=1)
+    digits = decimals(
+        [100 * gate.measured], None if gate.limit is None else 100 * gate.limit, least=1
+    )
     return f"at most {gate.measured:.{digits}%}"
 
 
@@ -129,20 +140,30 @@ def headline(report: ValidationReport) -> str:
     if report.replaced:
         unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
         return (
-            f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were judged, {unjudged} were not, "
-            "those on speed and quality among them. It shows that the deployment is built and served as it should be, and "
-            "nothing about its models."
+            f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were"
+            f" judged, {unjudged} were not, those on speed and quality among them. It shows that"
+            " the deployment is built and served as it should be, and nothing about its models."
         )
     if report.speedup is None or report.parity is None:
-        plain = f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one request at a time."
-        return f"{plain} The advisor chose that: {report.advice.reason}." if report.advice and left_out(report) else plain
+        plain = (
+            f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one"
+            " request at a time."
+        )
+        return (
+            f"{plain} The advisor chose that: {report.advice.reason}."
+            if report.advice and left_out(report)
+            else plain
+        )
     seeded = report.sampled.parity
     same = report.parity.identical + (seeded.identical if seeded else 0)
     compared = report.parity.prompts + (seeded.prompts if seeded else 0)
     factor = report.speedup.estimate
     speed = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
     text = f"{same} of {compared} texts are the same, token for token"
-    return f"Speculation makes this deployment {speed} at temperature 0, one request at a time, and {text}."
+    return (
+        f"Speculation makes this deployment {speed} at temperature 0, one request at a time, and"
+        f" {text}."
+    )
 
 
 def proviso(report: ValidationReport) -> str:
@@ -157,7 +178,11 @@ def proviso(report: ValidationReport) -> str:
 
 def left_out(report: ValidationReport) -> bool:
     """Whether the advisor, asked by max_draft_len: auto, chose not to speculate."""
-    return report.arms.speculative is None and report.advice is not None and not report.advice.speculate
+    return (
+        report.arms.speculative is None
+        and report.advice is not None
+        and not report.advice.speculate
+    )
 
 
 def next_steps(report: ValidationReport) -> list[str]:
@@ -165,15 +190,23 @@ def next_steps(report: ValidationReport) -> list[str]:
     mends: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
     for gate in report.gates:
         if gate.outcome not in ("PASS", "NOT JUDGED"):
-            mends.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate.name, report.sampled.temperature))
+            mends.setdefault(gate.next_step or gate.detail, []).append(
+                gate_title(gate.name, report.sampled.temperature)
+            )
     steps = [f"{'; '.join(titles)}: {mend}" for mend, titles in mends.items()]
-    steps += [f"{one.check.capitalize()}: {one.detail}" for one in report.findings if one.severity in ("warning", "error")]
+    steps += [
+        f"{one.check.capitalize()}: {one.detail}"
+        for one in report.findings
+        if one.severity in ("warning", "error")
+    ]
     if report.replaced:
         return steps or [
-            "Nothing needs mending. Build it where its models and its engine are: toolkit build CONFIG, without --rehearse."
+            "Nothing needs mending. Build it where its models and its engine are: toolkit build"
+            " CONFIG, without --rehearse."
         ]
     return steps or [
-        "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the model repository."
+        "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the"
+        " model repository."
     ]
 
 
@@ -183,11 +216,15 @@ def notes(report: ValidationReport) -> list[str]:
     for one in report.findings:
         if one.severity == "note":
             found.setdefault(one.check, []).append(one.detail)
-    return [f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()] + _over_plan(report)
+    return [
+        f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()
+    ] + _over_plan(report)
 
 
 def _over_plan(report: ValidationReport) -> list[str]:
-    """Stages that took notably more memory than the plan had said, on which somebody may have relied for a larger model."""
+    """Stages that took notably more memory than the plan had said, on which somebody may have
+    relied for a larger model.
+    """
     peaks = [(stage, measured_peak(stage, report.stages)) for stage in report.memory]
     return [
         f"Memory: {stage.stage} took {size(peak)} where {size(stage.total_bytes)} was planned"
@@ -220,7 +257,11 @@ def tables(report: ValidationReport) -> list[Table]:
         found.append(_acceptance(report))
     if report.parity is not None:
         found.append(_parity(report))
-        found += [table for table in (_parity_arms(report), _severity(report), _divergences(report)) if table.rows]
+        found += [
+            table
+            for table in (_parity_arms(report), _severity(report), _divergences(report))
+            if table.rows
+        ]
     if report.agreements:
         found.append(_agreements(report))
     if report.draft_check is not None:
@@ -250,7 +291,10 @@ def _replaced(replaced: Sequence[str]) -> Table:
 def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:
     """The measured arms with their headings, greedy first."""
     columns: list[tuple[str, Arm]] = []
-    for label, arms in (("T = 0", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)):
+    for label, arms in (
+        ("T = 0", report.arms),
+        (f"T = {report.sampled.temperature:g}", report.sampled.arms),
+    ):
         columns.append((f"plain, {label}", arms.plain))
         if arms.speculative is not None:
             columns.append((f"spec., {label}", arms.speculative))
@@ -266,11 +310,20 @@ def _speed(report: ValidationReport) -> Table:
         ("output tokens", *(f"{arm.output_tokens:,}" for arm in arms)),
         ("request time, s", *(number(arm.request_time_s, 4) for arm in arms)),
         ("distinct 4-grams", *(number(arm.distinct_4grams, 2) for arm in arms)),
-        ("ended by", *(", ".join(f"{name} {count}" for name, count in arm.finish_reasons.items()) for arm in arms)),
+        (
+            "ended by",
+            *(
+                ", ".join(f"{name} {count}" for name, count in arm.finish_reasons.items())
+                for arm in arms
+            ),
+        ),
     ]
     note = " ".join(
         _speedup_sentence(label, speedup)
-        for label, speedup in (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
+        for label, speedup in (
+            ("greedy", report.speedup),
+            (f"T = {report.sampled.temperature:g}", report.sampled.speedup),
+        )
         if speedup is not None
     )
     if report.speedup is not None:
@@ -278,15 +331,24 @@ def _speed(report: ValidationReport) -> Table:
     if report.plain_arm == "restarts":
         note += " The plain arm is a server without speculation, started in turns with the other."
     if report.sampled.speedup is not None:
-        note += f" Timed requests carry no seed: at temperature > 0 the rule is {report.sampled.rule}."
+        note += (
+            f" Timed requests carry no seed: at temperature > 0 the rule is {report.sampled.rule}."
+        )
     return Table(
-        "Speed", ("", *(name for name, _ in columns)), tuple(rows), ("tokens_per_s", "speedup", "distinct_4grams"), note
+        "Speed",
+        ("", *(name for name, _ in columns)),
+        tuple(rows),
+        ("tokens_per_s", "speedup", "distinct_4grams"),
+        note,
     )
 
 
 def _speedup_sentence(label: str, speedup: Speedup) -> str:
     interval = f"{speedup.confidence:.0%} interval {speedup.low:.2f} to {speedup.high:.2f}"
-    return f"Speed-up, {label}: {speedup.estimate:.2f}x ({interval}, {speedup.prompts} prompts x {speedup.rounds} rounds)."
+    return (
+        f"Speed-up, {label}: {speedup.estimate:.2f}x ({interval}, {speedup.prompts} prompts x"
+        f" {speedup.rounds} rounds)."
+    )
 
 
 def _latencies(report: ValidationReport) -> Table:
@@ -296,25 +358,57 @@ def _latencies(report: ValidationReport) -> Table:
     for name, title in LATENCY_NAMES.items():
         for quantile in ("p50", "p90", "p99"):
             latencies = [arm.latencies[name] for _, arm in columns]
-            rows.append((f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies)))
-            missing |= {f"{name} {quantile}": one.unsupported[quantile] for one in latencies if quantile in one.unsupported}
+            rows.append(
+                (f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies))
+            )
+            missing |= {
+                f"{name} {quantile}": one.unsupported[quantile]
+                for one in latencies
+                if quantile in one.unsupported
+            }
     reasons = sorted({reason.partition(" samples; ")[2] or reason for reason in missing.values()})
-    note = f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(reasons)})." if reasons else LATENCY_LEGEND
-    return Table("Latency, ms", ("", *(name for name, _ in columns)), tuple(rows), (*LATENCY_NAMES, "percentiles"), note)
+    note = (
+        f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(reasons)})."
+        if reasons
+        else LATENCY_LEGEND
+    )
+    return Table(
+        "Latency, ms",
+        ("", *(name for name, _ in columns)),
+        tuple(rows),
+        (*LATENCY_NAMES, "percentiles"),
+        note,
+    )
 
 
 def _ratios(report: ValidationReport) -> list[tuple[str, Sequence[Ratio]]]:
-    pairs = (("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup))
+    pairs = (
+        ("greedy", report.speedup),
+        (f"T = {report.sampled.temperature:g}", report.sampled.speedup),
+    )
     return [(label, speedup.latencies) for label, speedup in pairs if speedup is not None]
 
 
 def _latency_ratios(report: ValidationReport) -> Table:
     columns = _ratios(report)
-    by_name = [{ratio.name: ratio for ratio in ratios if ratio.estimate is not None} for _, ratios in columns]
+    by_name = [
+        {ratio.name: ratio for ratio in ratios if ratio.estimate is not None}
+        for _, ratios in columns
+    ]
     names = [ratio.name for ratio in columns[0][1] if any(ratio.name in found for found in by_name)]
-    rows = tuple((latency_title(name), *(_ratio(found.get(name)) for found in by_name)) for name in names)
-    note = "Below 1 is faster with speculation. A ratio that its samples cannot support is left out."
-    return Table("Latency, speculative / plain", ("", *(label for label, _ in columns)), rows, ("latency_ratio",), note)
+    rows = tuple(
+        (latency_title(name), *(_ratio(found.get(name)) for found in by_name)) for name in names
+    )
+    note = (
+        "Below 1 is faster with speculation. A ratio that its samples cannot support is left out."
+    )
+    return Table(
+        "Latency, speculative / plain",
+        ("", *(label for label, _ in columns)),
+        rows,
+        ("latency_ratio",),
+        note,
+    )
 
 
 def _ratio(ratio: Ratio | None) -> str:
@@ -332,19 +426,37 @@ def _percentile(latency: Latency, quantile: str) -> str:
 
 
 def _acceptance(report: ValidationReport) -> Table:
-    pairs = [("greedy", report.acceptance), (f"T = {report.sampled.temperature:g}", report.sampled.acceptance)]
+    pairs = [
+        ("greedy", report.acceptance),
+        (f"T = {report.sampled.temperature:g}", report.sampled.acceptance),
+    ]
     found = [(label, acceptance) for label, acceptance in pairs if acceptance is not None]
     rows = [
-        ("rate: accepted / drafted", *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found)),
-        ("length: tokens per verify step", *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found)),
+        (
+            "rate: accepted / drafted",
+            *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found),
+        ),
+        (
+            "length: tokens per verify step",
+            *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found),
+        ),
     ]
     if any(a.alpha is not None for _, a in found):
         rows.append(("alpha: kept / looked at", *(_alpha(a.alpha) for _, a in found)))
     for i in range(max((len(a.by_position) for _, a in found), default=0)):
         rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
     names = ("acceptance_rate", "acceptance_length", "acceptance_alpha", "acceptance_by_position")
-    note = "Joint: kept, of those drafted at this position. Conditional: the same among steps that kept all before it."
-    return Table("Acceptance", ("", *(label for label, _ in found)), tuple(rows), names, note if len(rows) > 2 else "")
+    note = (
+        "Joint: kept, of those drafted at this position. Conditional: the same among steps that"
+        " kept all before it."
+    )
+    return Table(
+        "Acceptance",
+        ("", *(label for label, _ in found)),
+        tuple(rows),
+        names,
+        note if len(rows) > 2 else "",
+    )
 
 
 def _alpha(alpha: Interval | None) -> str:
@@ -359,7 +471,10 @@ def _position(acceptance: Acceptance, i: int) -> str:
 
 
 def _checks(report: ValidationReport) -> list[tuple[str, Parity]]:
-    pairs = [("greedy", report.parity), (f"seeded, T = {report.sampled.temperature:g}", report.sampled.parity)]
+    pairs = [
+        ("greedy", report.parity),
+        (f"seeded, T = {report.sampled.temperature:g}", report.sampled.parity),
+    ]
     return [(label, parity) for label, parity in pairs if parity is not None]
 
 
@@ -375,15 +490,24 @@ def _parity(report: ValidationReport) -> Table:
         ("speculative arms equal one another", *(str(parity.arms_equal) for _, parity in checks)),
         ("diverge, same place at every length", *(str(parity.same_place) for _, parity in checks)),
         ("diverge, place moves with the length", *(str(parity.moved) for _, parity in checks)),
-        ("rate of divergence, upper bound", *(f"{percent(p.rate)}, {percent(p.rate_high)}" for _, p in checks)),
+        (
+            "rate of divergence, upper bound",
+            *(f"{percent(p.rate)}, {percent(p.rate_high)}" for _, p in checks),
+        ),
         ("tokens compared", *(f"{parity.compared_tokens:,}" for _, parity in checks)),
     ]
     columns = ("", *(label for label, _ in checks))
     note = (
-        "Numerically equivalent: rounding explains the other token. Suspicious: hardly. Broken: it does not. Upper bound: at "
-        f"{checks[0][1].confidence:.0%} confidence."
+        "Numerically equivalent: rounding explains the other token. Suspicious: hardly. Broken: it"
+        f" does not. Upper bound: at {checks[0][1].confidence:.0%} confidence."
     )
-    return Table("Speculative text against plain text", columns, tuple(rows), ("parity", "seeded_parity"), note)
+    return Table(
+        "Speculative text against plain text",
+        columns,
+        tuple(rows),
+        ("parity", "seeded_parity"),
+        note,
+    )
 
 
 def _parity_arms(report: ValidationReport) -> Table:
@@ -402,14 +526,22 @@ def _severity(report: ValidationReport) -> Table:
     """How decided the reference was where texts part: rounding parts them at small margins only."""
     checks = [(label, parity) for label, parity in _checks(report) if parity.divergences]
     bins = [parity.severity for _, parity in checks]
-    rows = tuple((_range(row[0]), *(str(one.differing) for one in row)) for row in zip(*bins, strict=True))
+    rows = tuple(
+        (_range(row[0]), *(str(one.differing) for one in row)) for row in zip(*bins, strict=True)
+    )
     columns = ("the reference's margin, logits", *(label for label, _ in checks))
-    return Table("Divergences of all arms by how decided the reference was", columns, rows, ("parity",))
+    return Table(
+        "Divergences of all arms by how decided the reference was", columns, rows, ("parity",)
+    )
 
 
 def _range(one: MarginBin) -> str:
     return (
-        f"from {one.low:g}" if one.high is None else f"below {one.high:g}" if one.low == 0 else f"{one.low:g} to {one.high:g}"
+        f"from {one.low:g}"
+        if one.high is None
+        else f"below {one.high:g}"
+        if one.low == 0
+        else f"{one.low:g} to {one.high:g}"
     )
 
 
@@ -417,16 +549,34 @@ def _agreements(report: ValidationReport) -> Table:
     """Token by token, by how decided the reference was."""
     found = report.agreements
     rows: list[tuple[str, ...]] = [
-        ("tokens that are the reference's own", *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in found)),
+        (
+            "tokens that are the reference's own",
+            *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in found),
+        ),
         ("interval", *(f"{a.rate_low:.2%} to {a.rate_high:.2%}" for a in found)),
         ("class", *(a.kind or "another precision" for a in found)),
-        ("differ where it is decided", *(f"{a.decided_differing:,} / {a.decided:,}" if a.decided else DASH for a in found)),
+        (
+            "differ where it is decided",
+            *(f"{a.decided_differing:,} / {a.decided:,}" if a.decided else DASH for a in found),
+        ),
         ("largest gap, logits", *(number(a.largest_gap) for a in found)),
     ]
     for i, one in enumerate(found[0].margins):
-        rows.append((f"differ where the margin is {_range(one)}", *(_share(a.margins[i]) for a in found)))
-    columns = ("", *({"engine": "compiled engine", "source": "unquantized, float32"}.get(a.against, a.against) for a in found))
-    return Table("Plain text against reference models, teacher-forced", columns, tuple(rows), ("agreement",))
+        rows.append(
+            (f"differ where the margin is {_range(one)}", *(_share(a.margins[i]) for a in found))
+        )
+    columns = (
+        "",
+        *(
+            {"engine": "compiled engine", "source": "unquantized, float32"}.get(
+                a.against, a.against
+            )
+            for a in found
+        ),
+    )
+    return Table(
+        "Plain text against reference models, teacher-forced", columns, tuple(rows), ("agreement",)
+    )
 
 
 def _share(one: MarginBin) -> str:
@@ -436,11 +586,21 @@ def _share(one: MarginBin) -> str:
 def _draft_check(check: DraftCheck) -> Table:
     rows = (
         ("steps", f"{check.after_full:,}", f"{check.earlier:,}"),
-        ("first draft is right, by the draft engine", f"{check.after_full_expected:,}", f"{check.earlier_expected:,}"),
-        ("first draft was kept by the server", f"{check.after_full_kept:,}", f"{check.earlier_kept:,}"),
+        (
+            "first draft is right, by the draft engine",
+            f"{check.after_full_expected:,}",
+            f"{check.earlier_expected:,}",
+        ),
+        (
+            "first draft was kept by the server",
+            f"{check.after_full_kept:,}",
+            f"{check.earlier_kept:,}",
+        ),
     )
     columns = ("", "behind a fully accepted block", "before any")
-    return Table("The served draft against the draft engine, greedy", columns, rows, ("draft_check",))
+    return Table(
+        "The served draft against the draft engine, greedy", columns, rows, ("draft_check",)
+    )
 
 
 def _control(test: DistributionTest) -> str:
@@ -461,34 +621,57 @@ def _distribution(found: Distribution) -> Table:
         )
         for test in found.tests
     )
-    columns = ("test", "tokens or texts", "p", "adjusted p", "rejected", "lean, sigma", "would be seen", "control: p")
+    columns = (
+        "test",
+        "tokens or texts",
+        "p",
+        "adjusted p",
+        "rejected",
+        "lean, sigma",
+        "would be seen",
+        "control: p",
+    )
     asked = (
-        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of {found.seeded} seeded requests did not "
-        "repeat. "
+        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of"
+        f" {found.seeded} seeded requests did not repeat. "
         if found.seeded
         else "Both arms are held against one another, since the engine gives no logits. "
     )
     note = (
-        f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in {found.seconds:.0f} s. "
-        f"{asked}All tests together raise a false alarm once in {1 / found.false_alarm:,.0f} runs. Lean: how far the tokens "
-        "lie towards the likeliest ones (or the draft's), in standard deviations. Would be seen: the smallest total "
-        "variation that is. Control: p of the same tokens bent by so much, which has to be small."
+        f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in"
+        f" {found.seconds:.0f} s. {asked}All tests together raise a false alarm once in"
+        f" {1 / found.false_alarm:,.0f} runs. Lean: how far the tokens lie towards the likeliest"
+        " ones (or the draft's), in standard deviations. Would be seen: the smallest total"
+        " variation that is. Control: p of the same tokens bent by so much, which has to be small."
     )
-    return Table("Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note)
+    return Table(
+        "Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note
+    )
 
 
 def _divergences(report: ValidationReport) -> Table:
     rows: list[tuple[str, ...]] = []
     for label, parity in _checks(report):
         for one in parity.divergences:
-            tokens = " / ".join("end" if token is None else str(token) for token in (one.plain_token, one.speculative_token))
+            tokens = " / ".join(
+                "end" if token is None else str(token)
+                for token in (one.plain_token, one.speculative_token)
+            )
             place = f"{one.prompt_index + 1}: {_short(one.prompt)}"
             arm = f"{label}, {one.arm} {one.draft_len}"
             why = one.detail if one.replay is None else f"{one.detail} [{one.replay}]"
-            rows.append((arm, place, str(one.position + 1), one.kind, number(one.margin), tokens, why))
-    note = f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all." if len(rows) > SHOWN_DIVERGENCES else ""
+            rows.append(
+                (arm, place, str(one.position + 1), one.kind, number(one.margin), tokens, why)
+            )
+    note = (
+        f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all."
+        if len(rows) > SHOWN_DIVERGENCES
+        else ""
+    )
     columns = ("check", "prompt", "output token", "kind", "margin", "plain / speculative", "why")
-    return Table("Divergences", columns, tuple(rows[:SHOWN_DIVERGENCES]), ("parity",), note, text=True)
+    return Table(
+        "Divergences", columns, tuple(rows[:SHOWN_DIVERGENCES]), ("parity",), note, text=True
+    )
 
 
 def _short(text: str, width: int = 40) -> str:
@@ -512,9 +695,19 @@ def _quality(report: ValidationReport) -> Table:
         ("costliest layer alone, KL, nats", *(_costliest(q) for _, q in models)),
         ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
     ]
-    note = "The draft is not gated: what it lost shows as acceptance." if any(role == "draft" for role, _ in models) else ""
+    note = (
+        "The draft is not gated: what it lost shows as acceptance."
+        if any(role == "draft" for role, _ in models)
+        else ""
+    )
     columns = ("", *(role for role, _ in models))
-    return Table("Quality of quantization", columns, tuple(rows), ("kl_mean", "top1_agreement", "layer_kl"), note)
+    return Table(
+        "Quality of quantization",
+        columns,
+        tuple(rows),
+        ("kl_mean", "top1_agreement", "layer_kl"),
+        note,
+    )
 
 
 def _costliest(quality: QuantizationQuality) -> str:
@@ -527,12 +720,22 @@ def _layers(report: ValidationReport) -> Table:
     for role, quality in _models(report):
         worst = sorted(quality.layers, key=lambda layer: -layer.relative_error)[:WORST_LAYERS]
         rows += [(f"{role}: {layer.layer}", percent(layer.relative_error)) for layer in worst]
-    return Table("Layers with the largest quantization error", ("layer", "relative error"), tuple(rows), ("layer_error",))
+    return Table(
+        "Layers with the largest quantization error",
+        ("layer", "relative error"),
+        tuple(rows),
+        ("layer_error",),
+    )
 
 
 def _counters(report: ValidationReport) -> Table:
     rows = tuple(
-        (c.name, f"{c.client:,}", DASH if c.server is None else f"{c.server:,}", "yes" if c.matches else "NO")
+        (
+            c.name,
+            f"{c.client:,}",
+            DASH if c.server is None else f"{c.server:,}",
+            "yes" if c.matches else "NO",
+        )
         for c in report.counters
     )
     columns = ("counter", "client", "server", "equal")
@@ -541,16 +744,31 @@ def _counters(report: ValidationReport) -> Table:
 
 def _stages(report: ValidationReport) -> Table:
     rows = tuple(
-        (one.stage, f"{one.seconds:,.1f}", size(one.peak_memory_bytes), "reused" if one.reused else "ran")
+        (
+            one.stage,
+            f"{one.seconds:,.1f}",
+            size(one.peak_memory_bytes),
+            "reused" if one.reused else "ran",
+        )
         for one in report.stages
     )
-    note = "validate holds serve, the server's own run. " if any(one.stage == "validate" for one in report.stages) else ""
+    note = (
+        "validate holds serve, the server's own run. "
+        if any(one.stage == "validate" for one in report.stages)
+        else ""
+    )
     note += (
         f"{DASH}: no more than the process held before it."
         if any(one.peak_memory_bytes is None for one in report.stages)
         else ""
     )
-    return Table("Stages", ("stage", "seconds", "peak memory", "this build"), rows, ("peak_memory",), note.rstrip())
+    return Table(
+        "Stages",
+        ("stage", "seconds", "peak memory", "this build"),
+        rows,
+        ("peak_memory",),
+        note.rstrip(),
+    )
 
 
 def _engines(report: ValidationReport) -> Table:
@@ -562,12 +780,19 @@ def _engines(report: ValidationReport) -> Table:
         ("activations", *(engine.dtype for engine in engines)),
         ("FP8 arithmetic", *(engine.fp8_compute or DASH for engine in engines)),
         ("weights", *(size(engine.weight_bytes) for engine in engines)),
-        ("batch, input, sequence", *(f"{e.max_batch_size}, {e.max_input_len}, {e.max_seq_len}" for e in engines)),
+        (
+            "batch, input, sequence",
+            *(f"{e.max_batch_size}, {e.max_input_len}, {e.max_seq_len}" for e in engines),
+        ),
         ("draft length", *(str(engine.max_draft_len or DASH) for engine in engines)),
     ]
     if any(engine.tensorrt_llm is not None for engine in engines):
         rows += _tensorrt_llm_rows([engine.tensorrt_llm for engine in engines])
-    notes = [f"{role}: {note}." for role, engine in report.engines.items() for note in (*engine.notes, *_seen_by_a_gpu(engine))]
+    notes = [
+        f"{role}: {note}."
+        for role, engine in report.engines.items()
+        for note in (*engine.notes, *_seen_by_a_gpu(engine))
+    ]
     return Table("Engines", ("", *report.engines), tuple(rows), note=" ".join(notes))
 
 
@@ -597,5 +822,9 @@ def _layer_counts(counts: LayerCounts | None) -> str:
         return DASH
     precisions = ", ".join(f"{count} {name}" for name, count in counts.precisions.items())
     plugins = ", ".join(f"{count} {name}" for name, count in counts.plugins.items())
-    parts = (f"{counts.layers}, {counts.fused} of them fused", precisions, f"plugins: {plugins}" if plugins else "")
+    parts = (
+        f"{counts.layers}, {counts.fused} of them fused",
+        precisions,
+        f"plugins: {plugins}" if plugins else "",
+    )
     return "; ".join(part for part in parts if part)

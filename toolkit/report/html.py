@@ -1,7 +1,8 @@
-"""report.html: one file that needs nothing else. Verdict, gates and what to do first; then plots; then every table.
+"""report.html: one file that needs nothing else. Verdict, gates and what to do first; then plots;
+then every table.
 
-There is no script in it, and its content policy forbids every request, so nothing in a prompt can act or call home. Everything
-that comes from a record passes `escape`.
+There is no script in it, and its content policy forbids every request, so nothing in a prompt can
+act or call home. Everything that comes from a record passes `escape`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from importlib.resources import files
 from toolkit.records.measured import Definition
 from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table, number, percent
-from toolkit.report.figures import gate_definitions, gate_title, headline, next_steps, notes, ordered, proviso, shown, tables
+from toolkit.report.figures import (
+    gate_definitions,
+    gate_title,
+    headline,
+    next_steps,
+    notes,
+    ordered,
+    proviso,
+    shown,
+    tables,
+)
 from toolkit.report.plots import Plot, plots
 
 __all__ = ["render_html"]
@@ -67,7 +78,9 @@ between. report.json beside this page holds every number, with its definition.</
 
 
 def _verdict(verdict: str, proviso: str) -> str:
-    said = f'<span class="verdict {escape(verdict)}">{SIGNS.get(verdict, "")} {escape(verdict)}</span>'
+    said = (
+        f'<span class="verdict {escape(verdict)}">{SIGNS.get(verdict, "")} {escape(verdict)}</span>'
+    )
     return said + (f"<span>{escape(proviso)}</span>" if proviso else "")
 
 
@@ -77,7 +90,11 @@ def _tiles(report: ValidationReport) -> str:
     for label, speedup in (("greedy", report.speedup), (sampled, report.sampled.speedup)):
         if speedup is not None:
             found.append(
-                (f"{speedup.estimate:.2f}x", f"speed-up, {label} ({speedup.low:.2f} to {speedup.high:.2f})", "speedup")
+                (
+                    f"{speedup.estimate:.2f}x",
+                    f"speed-up, {label} ({speedup.low:.2f} to {speedup.high:.2f})",
+                    "speedup",
+                )
             )
     deployed = report.arms.speculative or report.arms.plain
     found.append((number(deployed.tokens_per_s), "output tokens/s, greedy", "tokens_per_s"))
@@ -85,9 +102,16 @@ def _tiles(report: ValidationReport) -> str:
         label = f"tokens per verify step ({percent(report.acceptance.rate)} accepted)"
         found.append((number(report.acceptance.length), label, "acceptance_length"))
     if report.quality.target is not None:
-        found.append((number(report.quality.target.kl_mean), "nats per token: KL of the quantized target", "kl_mean"))
+        found.append(
+            (
+                number(report.quality.target.kl_mean),
+                "nats per token: KL of the quantized target",
+                "kl_mean",
+            )
+        )
     return "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span>{_definitions((name,), report.definitions)}</div>'
+        "<div"
+        f' class="tile"><b>{escape(value)}</b><span>{escape(label)}</span>{_definitions((name,), report.definitions)}</div>'
         for value, label, name in found
     )
 
@@ -97,7 +121,8 @@ def _gates(report: ValidationReport) -> str:
     for gate in ordered(report.gates):
         measured, limit = shown(gate)
         rows.append(
-            f'<li><span class="outcome {escape(gate.outcome)}">{SIGNS.get(gate.outcome, "")} {escape(gate.outcome)}</span>'
+            f'<li><span class="outcome {escape(gate.outcome)}">{SIGNS.get(gate.outcome, "")}'
+            f" {escape(gate.outcome)}</span>"
             f'<span class="name">{escape(gate_title(gate.name, report.sampled.temperature))}</span>'
             f'<span class="figures">{escape(measured)} <i>limit {escape(limit)}</i></span>'
             f'<span class="why">{escape(gate.detail)}'
@@ -108,14 +133,22 @@ def _gates(report: ValidationReport) -> str:
 
 def _plot(plot: Plot, definitions: dict[str, Definition]) -> str:
     caption = f"{escape(plot.caption)}{_definitions(plot.definitions, definitions)}"
-    return f'<figure class="plot"><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{caption}</figcaption></figure>'
+    return (
+        "<figure"
+        f' class="plot"><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def _table(table: Table, definitions: dict[str, Definition]) -> str:
     kinds = ["" if table.right(i) else ' class="words"' for i in range(len(table.columns))]
-    head = "".join(f'<th scope="col"{kind}>{escape(column)}</th>' for kind, column in zip(kinds, table.columns, strict=True))
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(column)}</th>'
+        for kind, column in zip(kinds, table.columns, strict=True)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{kind}>{_cell(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>"
         for row in table.rows
     )
     note = f"<p class='why'>{escape(table.note)}</p>" if table.note else ""
@@ -128,8 +161,12 @@ def _table(table: Table, definitions: dict[str, Definition]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escaped, with a place to break in long names; a number, and what is short and in parentheses, is kept on one line."""
-    kept = SHORT.sub(r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text)))
+    """Escaped, with a place to break in long names; a number, and what is short and in
+    parentheses, is kept on one line.
+    """
+    kept = SHORT.sub(
+        r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text))
+    )
     return EXPONENT.sub(r'<span class="whole">\g<0></span>', kept)
 
 
@@ -139,7 +176,10 @@ def _definitions(names: Iterable[str], definitions: dict[str, Definition]) -> st
         return ""
     parts: list[str] = []
     for name, one in found:
-        parts.append(f"<dt>{escape(name)} = {escape(one.formula)}</dt><dd>numerator: {escape(one.numerator)}</dd>")
+        parts.append(
+            f"<dt>{escape(name)} = {escape(one.formula)}</dt><dd>numerator:"
+            f" {escape(one.numerator)}</dd>"
+        )
         parts += [f"<dd>denominator: {escape(one.denominator)}</dd>"] if one.denominator else []
         parts += [f"<dd>{escape(one.note)}</dd>"] if one.note else []
     return f"<details><summary>formula</summary><dl>{''.join(parts)}</dl></details>"

@@ -18,7 +18,8 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@])")
 
 
 def render_markdown(report: ValidationReport) -> str:
-    """GitHub's Markdown, within the length of a comment: tables that do not fit are left out, and named.
+    """GitHub's Markdown, within the length of a comment: tables that do not fit are left out, and
+    named.
 
     Cells are escaped, so that a prompt can neither break a table nor mention anybody.
     """
@@ -26,7 +27,13 @@ def render_markdown(report: ValidationReport) -> str:
     title += f" ({_escape(proviso(report))})" if proviso(report) else ""
     lines = [title, "", _escape(headline(report)), ""]
     lines += _rows(gates_table(report))
-    lines += ["", "**What to do next**", "", *(f"- {_escape(step)}" for step in next_steps(report)), ""]
+    lines += [
+        "",
+        "**What to do next**",
+        "",
+        *(f"- {_escape(step)}" for step in next_steps(report)),
+        "",
+    ]
     if notes(report):
         lines += ["**Remarks**", "", *(f"- {_escape(note)}" for note in notes(report)), ""]
     text = "\n".join(lines)
@@ -45,7 +52,14 @@ def render_markdown(report: ValidationReport) -> str:
 def _table(table: Table, *, folded: bool) -> str:
     body = [*_rows(table), *(["", _escape(table.note)] if table.note else [])]
     if folded:
-        lines = [f"<details><summary>{_escape(table.title)}</summary>", "", *body, "", "</details>", ""]
+        lines = [
+            f"<details><summary>{_escape(table.title)}</summary>",
+            "",
+            *body,
+            "",
+            "</details>",
+            "",
+        ]
     else:
         lines = [f"**{_escape(table.title)}**", "", *body, ""]
     return "\n" + "\n".join(lines)

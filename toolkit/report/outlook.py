@@ -1,4 +1,6 @@
-"""Tables beyond validation: the advisor's findings, its grid, a sweep over concurrency, the plan's memory; if any."""
+"""Tables beyond validation: the advisor's findings, its grid, a sweep over concurrency, the
+plan's memory; if any.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def _ways(advice: Advice) -> Table:
             candidate.name,
             str(candidate.draft_len),
             interval(candidate.speedup, candidate.low, candidate.high),
-            interval(candidate.acceptance_length, candidate.acceptance_length_low, candidate.acceptance_length_high),
+            interval(
+                candidate.acceptance_length,
+                candidate.acceptance_length_low,
+                candidate.acceptance_length_high,
+            ),
             f"{candidate.break_even_length:.2f}",
             DASH if candidate.break_even_alpha is None else f"{candidate.break_even_alpha:.2f}",
         )
@@ -53,15 +59,25 @@ def _ways(advice: Advice) -> Table:
         note += f" It pays up to {at_once(advice.max_concurrency)}."
     note += f" Costs are {advice.costs_are}; {advice.prompts} prompts, {advice.tokens:,} tokens."
     columns = ("drafts", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
-    return Table("Advice: ways to draft, best first", columns, rows, ("predicted_speedup", "break_even"), note)
+    return Table(
+        "Advice: ways to draft, best first",
+        columns,
+        rows,
+        ("predicted_speedup", "break_even"),
+        note,
+    )
 
 
 def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
-    """One request at a time: what is predicted, what was run, and the factors between the formula and the prediction.
+    """One request at a time: what is predicted, what was run, and the factors between the formula
+    and the prediction.
 
-    Run it was by the advisor on the engine, or at the deployed length by this validation on the endpoint.
+    Run it was by the advisor on the engine, or at the deployed length by this validation on the
+    endpoint.
     """
-    served = {(mode, deployed_draft_len(report)): speedup for mode, speedup in measured_here(report)}
+    served = {
+        (mode, deployed_draft_len(report)): speedup for mode, speedup in measured_here(report)
+    }
     rows = tuple(
         (
             f"{one.mode}, {one.draft_len}",
@@ -87,9 +103,14 @@ def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
         "verify cost",
         "host, prefill",
     )
-    note = "predicted = formula x dependence x verify cost x host: what makes a prediction differ from the textbook formula."
+    note = (
+        "predicted = formula x dependence x verify cost x host: what makes a prediction differ from"
+        " the textbook formula."
+    )
     note += _sending(report, candidate)
-    return Table(f"Speed-up over draft length, {candidate.name}", columns, rows, ("predicted_speedup",), note)
+    return Table(
+        f"Speed-up over draft length, {candidate.name}", columns, rows, ("predicted_speedup",), note
+    )
 
 
 def _measured(one: SpeedupPrediction, served: Speedup | None) -> tuple[str, str]:
@@ -97,7 +118,10 @@ def _measured(one: SpeedupPrediction, served: Speedup | None) -> tuple[str, str]
     if one.measured is not None:
         shown, estimate = interval(one.measured, one.measured_low, one.measured_high), one.measured
     elif served is not None:
-        shown, estimate = f"{interval(served.estimate, served.low, served.high)}, served", served.estimate
+        shown, estimate = (
+            f"{interval(served.estimate, served.low, served.high)}, served",
+            served.estimate,
+        )
     else:
         return DASH, DASH
     return shown, DASH if not one.speedup else f"{estimate / one.speedup:.2f}"
@@ -114,21 +138,30 @@ def _sending(report: ValidationReport, candidate: Candidate) -> str:
     if not engine or not plain or report.advice is None or report.advice.costs_are != MEASURED:
         return ""
     return (
-        f" Plain decoding takes {1e3 / plain:.2f} ms a token as served and {1e3 / engine[0]:.2f} ms in the engine: sending "
-        "is not in the prediction, and speculation sends fewer chunks."
+        f" Plain decoding takes {1e3 / plain:.2f} ms a token as served and {1e3 / engine[0]:.2f} ms"
+        " in the engine: sending is not in the prediction, and speculation sends fewer chunks."
     )
 
 
 def _alphas(candidate: Candidate) -> Table:
     rows = tuple(
-        (f"{one.rule}, {one.domain or 'all texts'}", interval(one.estimate, one.low, one.high), f"{one.tokens:,}")
+        (
+            f"{one.rule}, {one.domain or 'all texts'}",
+            interval(one.estimate, one.low, one.high),
+            f"{one.tokens:,}",
+        )
         for one in candidate.alphas
     ) + tuple(
         (f"{mode}, draft {place + 1} of a block, all before it kept", number(rate, 2), "")
         for mode, rates in candidate.by_place.items()
         for place, rate in enumerate(rates)
     )
-    return Table(f"Acceptance without a speculative run, {candidate.name}", ("rule", "alpha", "tokens"), rows, ("alpha",))
+    return Table(
+        f"Acceptance without a speculative run, {candidate.name}",
+        ("rule", "alpha", "tokens"),
+        rows,
+        ("alpha",),
+    )
 
 
 def _cells(grid: Grid) -> Table:
@@ -144,22 +177,37 @@ def _cells(grid: Grid) -> Table:
         )
         for cell in grid.cells
     )
-    columns = ("target", "draft", "tokens/s", "over its plain decoding", "alpha, greedy", "best length", "tokens/step")
+    columns = (
+        "target",
+        "draft",
+        "tokens/s",
+        "over its plain decoding",
+        "alpha, greedy",
+        "best length",
+        "tokens/step",
+    )
     note = (
-        f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound. {grid.prompts} prompts, one request "
-        f"at a time; {grid.confidence:.0%} intervals."
+        f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound."
+        f" {grid.prompts} prompts, one request at a time; {grid.confidence:.0%} intervals."
     )
     if grid.costs_are != MEASURED:
         note += f" Speeds and speed-ups are {grid.costs_are}, their intervals of acceptance alone."
     note += "".join(f" Left out: {line}." for line in grid.left_out)
     if not any(cell.best for cell in grid.cells):
         note = f"No target keeps KL {grid.max_kl:g}. {note}"
-    return Table(f"Precisions of target and draft{_whose(grid)}", columns, rows, ("grid", "alpha"), note)
+    return Table(
+        f"Precisions of target and draft{_whose(grid)}", columns, rows, ("grid", "alpha"), note
+    )
 
 
 def _targets(grid: Grid) -> Table:
     rows = tuple(
-        (one.quant_algo, _shown(one.kl, 3), "yes" if one.kl.high <= grid.max_kl else "NO", _shown(one.perplexity, 4))
+        (
+            one.quant_algo,
+            _shown(one.kl, 3),
+            "yes" if one.kl.high <= grid.max_kl else "NO",
+            _shown(one.perplexity, 4),
+        )
         for one in grid.targets
     )
     columns = ("target", "KL to the unquantized, nats", f"keeps {grid.max_kl:g}", "perplexity")
@@ -169,11 +217,31 @@ def _targets(grid: Grid) -> Table:
 
 def _drafts(grid: Grid) -> Table:
     rows = tuple(
-        (one.target, one.draft, f"{one.alpha_lost:.1%}", f"{one.draft_time_saved:.1%}", _shown(one.speed, 3), one.verdict)
+        (
+            one.target,
+            one.draft,
+            f"{one.alpha_lost:.1%}",
+            f"{one.draft_time_saved:.1%}",
+            _shown(one.speed, 3),
+            one.verdict,
+        )
         for one in grid.drafts
     )
-    columns = ("target", "draft", "alpha lost", "draft time saved", "speed / unquantized draft's", "quantizing the draft")
-    return Table(f"What quantizing the draft costs and saves{_whose(grid)}", columns, rows, ("grid", "alpha"), text=True)
+    columns = (
+        "target",
+        "draft",
+        "alpha lost",
+        "draft time saved",
+        "speed / unquantized draft's",
+        "quantizing the draft",
+    )
+    return Table(
+        f"What quantizing the draft costs and saves{_whose(grid)}",
+        columns,
+        rows,
+        ("grid", "alpha"),
+        text=True,
+    )
 
 
 def _whose(grid: Grid) -> str:
@@ -181,7 +249,10 @@ def _whose(grid: Grid) -> str:
 
 
 def _shown(value: Interval, digits: int) -> str:
-    return f"{number(value.estimate, digits)} ({number(value.low, digits)} to {number(value.high, digits)})"
+    return (
+        f"{number(value.estimate, digits)} ({number(value.low, digits)} to"
+        f" {number(value.high, digits)})"
+    )
 
 
 def _loads(report: ValidationReport) -> Table:
@@ -204,7 +275,9 @@ def _loads(report: ValidationReport) -> Table:
         "failed",
     )
     note = "" if report.crossover is None else f"Speculation is {report.crossover.detail}."
-    return Table("Load: several requests at once", columns, rows, ("throughput", "load_speed", "tpot"), note)
+    return Table(
+        "Load: several requests at once", columns, rows, ("throughput", "load_speed", "tpot"), note
+    )
 
 
 def _speed(point: BenchPoint) -> str:
@@ -220,7 +293,13 @@ def _memory(report: ValidationReport) -> Table:
     rows: list[tuple[str, ...]] = []
     for stage in report.memory:
         planned, peak = size(stage.total_bytes), size(measured_peak(stage, report.stages))
-        rows.append((f"{stage.stage}, {stage.place}", planned, peak, size(stage.available_bytes), ""))
-        rows += [(f"- {item.name}", size(item.num_bytes), "", "", item.formula) for item in stage.items]
+        rows.append(
+            (f"{stage.stage}, {stage.place}", planned, peak, size(stage.available_bytes), "")
+        )
+        rows += [
+            (f"- {item.name}", size(item.num_bytes), "", "", item.formula) for item in stage.items
+        ]
     columns = ("stage", "planned", "measured", "available", "made of")
-    return Table("Memory", columns, tuple(rows), ("planned_memory", "peak_memory"), words=("made of",))
+    return Table(
+        "Memory", columns, tuple(rows), ("planned_memory", "peak_memory"), words=("made of",)
+    )

@@ -1,4 +1,6 @@
-"""A plan on a terminal: what it is, what the rules say, what it needs, how fast it can be, what will run."""
+"""A plan on a terminal: what it is, what the rules say, what it needs, how fast it can be, what
+will run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.facts.gpus import PUBLISHED
-from toolkit.records.plan import Judgement, Plan, PlannedRun, Prediction, Serving, StageMemory, StageTime
+from toolkit.records.plan import (
+    Judgement,
+    Plan,
+    PlannedRun,
+    Prediction,
+    Serving,
+    StageMemory,
+    StageTime,
+)
 
 __all__ = ["print_plan"]
 
@@ -51,9 +61,14 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _verdict(plan: Plan) -> Text:
-    refused, warned = (sum(one.severity == severity for one in plan.judgements) for severity in ("refused", "warning"))
+    refused, warned = (
+        sum(one.severity == severity for one in plan.judgements)
+        for severity in ("refused", "warning")
+    )
     if not plan.possible:
-        return Text(f"{plan.name}: it cannot work: {_counted(refused, 'reason')} above", style="bold red")
+        return Text(
+            f"{plan.name}: it cannot work: {_counted(refused, 'reason')} above", style="bold red"
+        )
     warnings = f"; {_counted(warned, 'warning')} above" if warned else ""
     return Text(f"{plan.name}: it can work{warnings}", style="bold green")
 
@@ -93,9 +108,17 @@ def _memory(stages: tuple[StageMemory, ...]) -> Table:
         for number, item in enumerate(stage.items):
             head = f"{stage.stage}, {stage.place}" if number == 0 else ""
             table.add_row(head, _size(item.num_bytes), f"{item.name}: {item.formula}")
-        there = "available: not known here" if stage.available_bytes is None else f"of {_size(stage.available_bytes)}"
+        there = (
+            "available: not known here"
+            if stage.available_bytes is None
+            else f"of {_size(stage.available_bytes)}"
+        )
         full = stage.available_bytes is not None and stage.total_bytes > stage.available_bytes
-        table.add_row("", Text(_size(stage.total_bytes), style="bold red" if full else "bold"), Text(there, style="bold"))
+        table.add_row(
+            "",
+            Text(_size(stage.total_bytes), style="bold red" if full else "bold"),
+            Text(there, style="bold"),
+        )
     return table
 
 
@@ -108,22 +131,37 @@ def _capacity(serving: Serving) -> str:
 def _speed(prediction: Prediction) -> Table:
     plain = prediction.plain_tokens_per_s
     table = Table(box=None, pad_edge=False)
-    # Bytes against bytes of weights, which is all that is left without a device, know neither batch nor context.
-    at = "any batch" if plain is None else f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
+    # Bytes against bytes of weights, which is all that is left without a device, know neither batch
+    # nor context.
+    at = (
+        "any batch"
+        if plain is None
+        else f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
+    )
     table.add_column(f"at most, {at}")
-    for title in (*(("tokens/s",) if plain is not None else ()), "over plain", "tokens a step"):  # a CPU has ratios alone
+    for title in (
+        *(("tokens/s",) if plain is not None else ()),
+        "over plain",
+        "tokens a step",
+    ):  # a CPU has ratios alone
         table.add_column(title, justify="right")
     how = f"plain, bound by {prediction.bound}" if plain is not None else "plain"
     table.add_row(how, *_rate(plain), "1.00", "1.00")
     for one in prediction.speculative:
         name = f"acceptance {one.acceptance_rate:.1f}, draft length {one.draft_len}"
-        table.add_row(name, *_rate(one.tokens_per_s), f"{one.speedup:.2f}", f"{one.tokens_per_step:.2f}")
+        table.add_row(
+            name, *_rate(one.tokens_per_s), f"{one.speedup:.2f}", f"{one.tokens_per_step:.2f}"
+        )
     return table
 
 
 def _threshold(prediction: Prediction) -> str:
     rate, ratio = prediction.break_even, prediction.cost_ratio
-    pays = "drafting pays at no acceptance" if rate is None else f"drafting pays from acceptance {rate:.2f}"
+    pays = (
+        "drafting pays at no acceptance"
+        if rate is None
+        else f"drafting pays from acceptance {rate:.2f}"
+    )
     return pays if ratio is None else f"{pays}; a draft forward costs {ratio:.3f} of the target's"
 
 
@@ -151,7 +189,8 @@ def _run(one: PlannedRun) -> str:
     """As a shell or Python reads it."""
     if one.command is not None:
         return shlex.join(one.command)
-    return f"{one.call}({', '.join(f'{name}={value!r}' for name, value in (one.arguments or {}).items())})"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in (one.arguments or {}).items())
+    return f"{one.call}({arguments})"
 
 
 def _size(num_bytes: int) -> str:

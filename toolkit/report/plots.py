@@ -8,7 +8,13 @@ from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import Parity
 from toolkit.records.measured import Acceptance, Arm, Arms
 from toolkit.records.report import ValidationReport
-from toolkit.report.expected import draft_length_plot, grid_plot, memory_plot, speed_sweep_plot, throughput_sweep_plot
+from toolkit.report.expected import (
+    draft_length_plot,
+    grid_plot,
+    memory_plot,
+    speed_sweep_plot,
+    throughput_sweep_plot,
+)
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
 
 __all__ = ["Plot", "plots"]
@@ -25,7 +31,12 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     yield throughput_plot(report)
     if report.acceptance is not None and report.acceptance.by_position:
         yield acceptance_plot(report)
-    for made in (draft_length_plot(report), grid_plot(report), throughput_sweep_plot(report), speed_sweep_plot(report)):
+    for made in (
+        draft_length_plot(report),
+        grid_plot(report),
+        throughput_sweep_plot(report),
+        speed_sweep_plot(report),
+    ):
         if made is not None:
             yield made
     if report.arms.speculative is not None:
@@ -42,7 +53,11 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
         if quality is not None and quality.layers:
             yield layer_kl_plot(role, quality)
             yield layers_plot(role, quality)
-    diverging = [parity for parity in (report.parity, report.sampled.parity) if parity is not None and parity.divergences]
+    diverging = [
+        parity
+        for parity in (report.parity, report.sampled.parity)
+        if parity is not None and parity.divergences
+    ]
     if any(one.margin is not None for parity in diverging for one in parity.divergences):
         yield margins_plot(diverging)
     memory = memory_plot(report)
@@ -52,23 +67,44 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
 
 def speedup_plot(report: ValidationReport) -> Plot:
     """Dot and interval per temperature, against the gate and against no gain."""
-    found = [("greedy", report.speedup), (f"T = {report.sampled.temperature:g}", report.sampled.speedup)]
+    found = [
+        ("greedy", report.speedup),
+        (f"T = {report.sampled.temperature:g}", report.sampled.speedup),
+    ]
     rows = [(label, speedup) for label, speedup in found if speedup is not None]
     gate = next((one.limit for one in report.gates if one.name.startswith("speedup")), None)
-    marks = [1.0, *([] if gate is None else [gate]), *(s.high for _, s in rows), *(s.low for _, s in rows)]
+    marks = [
+        1.0,
+        *([] if gate is None else [gate]),
+        *(s.high for _, s in rows),
+        *(s.low for _, s in rows),
+    ]
     drawing = Drawing("Speed-up with its interval against the gate", height=190)
     bottom = 190 - 44
     scale = Scale(min(marks) * 0.92, max(marks) * 1.06, LEFT + 26, RIGHT)
-    drawing.x_axis(scale, bottom, TOP, ticks(scale.low, scale.high), "speculative / plain tokens per second")
+    drawing.x_axis(
+        scale, bottom, TOP, ticks(scale.low, scale.high), "speculative / plain tokens per second"
+    )
     drawing.line(scale(1), TOP, scale(1), bottom, "axis")
     if gate is not None:
         drawing.line(scale(gate), TOP - 6, scale(gate), bottom, "gate")
         right = scale(gate) > (LEFT + RIGHT) / 2
-        drawing.text(scale(gate) + (-5 if right else 5), TOP - 2, f"gate {gate:g}x", "end" if right else "start", "gatelabel")
+        drawing.text(
+            scale(gate) + (-5 if right else 5),
+            TOP - 2,
+            f"gate {gate:g}x",
+            "end" if right else "start",
+            "gatelabel",
+        )
     for i, (label, speedup) in enumerate(rows):
         y = TOP + 32 + i * 44
-        tip = f"{label}: {speedup.estimate:.3f}x, {speedup.confidence:.0%} interval {speedup.low:.3f} to {speedup.high:.3f}"
-        drawing.bar(scale(speedup.low), y - 4, scale(speedup.high) - scale(speedup.low), 8, "spec soft", tip)
+        tip = (
+            f"{label}: {speedup.estimate:.3f}x, {speedup.confidence:.0%} interval {speedup.low:.3f}"
+            f" to {speedup.high:.3f}"
+        )
+        drawing.bar(
+            scale(speedup.low), y - 4, scale(speedup.high) - scale(speedup.low), 8, "spec soft", tip
+        )
         drawing.dot(scale(speedup.estimate), y, 6, "spec", tip)
         drawing.text(LEFT + 20, y + 4, label, "end")
         drawing.text(scale(speedup.estimate), y - 12, f"{speedup.estimate:.2f}x", "middle", "value")
@@ -90,7 +126,9 @@ def throughput_plot(report: ValidationReport) -> Plot:
     drawing.legend([(ARM_CLASSES[name], name) for name, _ in _arms(report.arms)], LEFT + 26)
     bottom = height - 44
     scale = Scale(0, max(arm.tokens_per_s for _, _, arm in arms) * 1.16 or 1, LEFT + 26, RIGHT)
-    drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time")
+    drawing.x_axis(
+        scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time"
+    )
     y = TOP + 6.0
     for index, (label, name, arm) in enumerate(arms):
         if index and arms[index - 1][0] != label:
@@ -101,7 +139,12 @@ def throughput_plot(report: ValidationReport) -> Plot:
         if name == "plain":
             drawing.text(LEFT + 20, y + 15, label, "end")
         y += 30
-    return Plot("Output tokens per second", drawing.render(), "Prefill and streaming are inside the time.", ("tokens_per_s",))
+    return Plot(
+        "Output tokens per second",
+        drawing.render(),
+        "Prefill and streaming are inside the time.",
+        ("tokens_per_s",),
+    )
 
 
 def acceptance_plot(report: ValidationReport) -> Plot:
@@ -114,9 +157,13 @@ def acceptance_plot(report: ValidationReport) -> Plot:
         if acceptance is not None:
             found.append((label, cls, acceptance))
     drawing = Drawing("Acceptance by draft position")
-    drawing.legend([*((cls, label) for label, cls, _ in found), ("mark", "given all before it")], LEFT)
+    drawing.legend(
+        [*((cls, label) for label, cls, _ in found), ("mark", "given all before it")], LEFT
+    )
     scale = Scale(0, 1, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "drafted tokens kept", percent=True)
+    drawing.y_axis(
+        scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "drafted tokens kept", percent=True
+    )
     positions = max(len(acceptance.by_position) for _, _, acceptance in found)
     slot = (RIGHT - LEFT) / positions
     width = min(46.0, slot * 0.86 / len(found))
@@ -130,18 +177,27 @@ def acceptance_plot(report: ValidationReport) -> Plot:
             if position.joint is None:
                 continue
             x, y = start + j * width, scale(position.joint)
-            tip = f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of {position.drafted:,} drafted)"
+            tip = (
+                f"{label}, position {i + 1}: {position.joint:.1%} ({position.accepted:,} of"
+                f" {position.drafted:,} drafted)"
+            )
             drawing.bar(x + 1, y, width - 2, BOTTOM - y, cls, tip)
             if width >= 44 and BOTTOM - y >= 20:
                 drawing.text(x + width / 2, BOTTOM - 6, f"{position.joint:.0%}", "middle", "inbar")
             if position.conditional is not None:
-                drawing.line(x + 1, scale(position.conditional), x + width - 1, scale(position.conditional), "mark")
+                drawing.line(
+                    x + 1,
+                    scale(position.conditional),
+                    x + width - 1,
+                    scale(position.conditional),
+                    "mark",
+                )
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "position in the draft", "middle", "tick")
     return Plot(
         "Acceptance by position",
         drawing.render(),
-        "Bars: drafted tokens at this position that the target kept. Lines: the same among steps that kept everything before "
-        "it; a falling line says that the draft loses the thread.",
+        "Bars: drafted tokens at this position that the target kept. Lines: the same among steps"
+        " that kept everything before it; a falling line says that the draft loses the thread.",
         ("acceptance_by_position",),
     )
 
@@ -149,7 +205,9 @@ def acceptance_plot(report: ValidationReport) -> Plot:
 def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
     """The ratio of every prompt, sorted: whether the gain is everybody's or a few prompts'."""
     pairs = zip(speculative.tokens_per_s_by_prompt, plain.tokens_per_s_by_prompt, strict=True)
-    ratios = sorted((fast / slow, index) for index, (fast, slow) in enumerate(pairs) if slow > 0 and fast > 0)
+    ratios = sorted(
+        (fast / slow, index) for index, (fast, slow) in enumerate(pairs) if slow > 0 and fast > 0
+    )
     drawing = Drawing("Speed-up of every prompt, sorted")
     values = [ratio for ratio, _ in ratios] or [1.0]
     scale = Scale(min(0.9, *values) * 0.95, max(1.1, *values) * 1.05, BOTTOM, TOP)
@@ -160,7 +218,13 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
         cls = "spec" if ratio >= 1 else "bad"
         drawing.line(along(i), scale(1), along(i), scale(ratio), f"stem {cls}")
         drawing.dot(along(i), scale(ratio), 3.2, cls, f"prompt {index + 1}: {ratio:.2f}x")
-    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 24, "prompts, from the slowest to the fastest", "middle", "tick")
+    drawing.text(
+        (LEFT + RIGHT) / 2,
+        BOTTOM + 24,
+        "prompts, from the slowest to the fastest",
+        "middle",
+        "tick",
+    )
     slower = sum(ratio < 1 for ratio in values)
     count = "None is" if slower == 0 else f"{slower} of {len(ratios)} are"
     caption = f"Each dot is a prompt, all its rounds together. {count} slower with speculation."
@@ -170,7 +234,11 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
 def latency_plot(arms: Arms, name: str, title: str) -> Plot:
     """Both arms' cumulative distributions, up to the larger p99."""
     drawing = Drawing(f"{title}: cumulative distribution of both arms")
-    pairs = [(arm_name, arm.latencies[name]) for arm_name, arm in _arms(arms) if arm.latencies[name].curve]
+    pairs = [
+        (arm_name, arm.latencies[name])
+        for arm_name, arm in _arms(arms)
+        if arm.latencies[name].curve
+    ]
     drawing.legend([(ARM_CLASSES[arm_name], arm_name) for arm_name, _ in pairs], LEFT)
     low = min(latency.curve[0] for _, latency in pairs)
     high = max(latency.curve[99] for _, latency in pairs)
@@ -187,7 +255,10 @@ def latency_plot(arms: Arms, name: str, title: str) -> Plot:
             drawing.dot(x(latency.p50), y(0.5), 4.5, cls, f"{arm_name}: p50 {latency.p50:.2f} ms")
         if latency.p90 is not None:
             drawing.dot(x(latency.p90), y(0.9), 4.5, cls, f"{arm_name}: p90 {latency.p90:.2f} ms")
-    caption = "Share of samples at or below a latency, temperature 0, up to p99. Further left is better; dots: p50 and p90."
+    caption = (
+        "Share of samples at or below a latency, temperature 0, up to p99. Further left is better;"
+        " dots: p50 and p90."
+    )
     return Plot(title, drawing.render(), caption, (name, "percentiles"))
 
 
@@ -196,7 +267,9 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
     found = quality.layer_kl
     worst = max(found, key=lambda one: one.kl)
-    unit, factor = ("millinats", 1000.0) if worst.kl < 0.01 else ("nats", 1.0)  # else the numbers outgrow their margin
+    unit, factor = (
+        ("millinats", 1000.0) if worst.kl < 0.01 else ("nats", 1.0)
+    )  # else the numbers outgrow their margin
     scale = Scale(0, factor * worst.kl * 1.08 or 1e-3, BOTTOM, TOP)
     drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), f"KL, {unit} per token")
     slot = (RIGHT - LEFT) / len(found)
@@ -204,13 +277,16 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     step = -(-len(found) // 16)
     for i, one in enumerate(found):
         middle, y = LEFT + slot * (i + 0.5), scale(factor * one.kl)
-        drawing.bar(middle - width / 2, y, width, BOTTOM - y, "spec", f"{one.layer}: {one.kl:.2g} nats")
+        drawing.bar(
+            middle - width / 2, y, width, BOTTOM - y, "spec", f"{one.layer}: {one.kl:.2g} nats"
+        )
         if i % step == 0:
             drawing.text(middle, BOTTOM + 16, str(i), "middle", "tick")
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "decoder layer", "middle", "tick")
     caption = (
-        f"KL of the source with this layer quantized and no other, over {quality.layer_kl_tokens:,} tokens. {worst.layer} costs"
-        f" most, {worst.kl:.2g} nats; all together {quality.kl_mean:.2g}, over {quality.tokens:,} tokens."
+        f"KL of the source with this layer quantized and no other, over {quality.layer_kl_tokens:,}"
+        f" tokens. {worst.layer} costs most, {worst.kl:.2g} nats; all together"
+        f" {quality.kl_mean:.2g}, over {quality.tokens:,} tokens."
     )
     return Plot(f"KL by layer: {role}", drawing.render(), caption, ("layer_kl", "kl_mean"))
 
@@ -218,8 +294,12 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
 def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
     """Relative error of every quantized linear, in the model's order."""
     drawing = Drawing(f"Quantization error of every layer of the {role}")
-    scale = Scale(0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), "relative error of its output", percent=True)
+    scale = Scale(
+        0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP
+    )
+    drawing.y_axis(
+        scale, LEFT, RIGHT, ticks(0, scale.high), "relative error of its output", percent=True
+    )
     slot = (RIGHT - LEFT) / len(quality.layers)
     for i, layer in enumerate(quality.layers):
         y = scale(layer.relative_error)
@@ -227,9 +307,12 @@ def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
         x = LEFT + slot * (i + 0.5) - width / 2
         drawing.bar(x, y, width, BOTTOM - y, "spec", f"{layer.layer}: {layer.relative_error:.2%}")
     worst = max(quality.layers, key=lambda layer: layer.relative_error)
-    drawing.text((LEFT + RIGHT) / 2, BOTTOM + 24, "linear layers, from input to output", "middle", "tick")
+    drawing.text(
+        (LEFT + RIGHT) / 2, BOTTOM + 24, "linear layers, from input to output", "middle", "tick"
+    )
     caption = (
-        f"Relative error of a layer's output on held-out text. The largest is {worst.relative_error:.2%}, at {worst.layer}."
+        "Relative error of a layer's output on held-out text. The largest is"
+        f" {worst.relative_error:.2%}, at {worst.layer}."
     )
     return Plot(f"Quantization error by layer: {role}", drawing.render(), caption, ("layer_error",))
 
@@ -243,19 +326,36 @@ def margins_plot(parities: list[Parity]) -> Plot:
     low, high = min(*gaps, limit or 1e-4, 1e-3) / 2, max(*gaps, limit, 1e-2) * 2
     y = Scale(low, high, BOTTOM, TOP, log=True)
     x = Scale(0, max(one.position for one in found) + 1, LEFT + 6, RIGHT)
-    drawing.y_axis(y, LEFT, RIGHT, [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high], "gap to the best, logits")
+    drawing.y_axis(
+        y,
+        LEFT,
+        RIGHT,
+        [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high],
+        "gap to the best, logits",
+    )
     drawing.x_axis(x, BOTTOM, BOTTOM, ticks(0, x.high), "output token at which the texts part")
     if limit > 0:
         drawing.line(LEFT, y(limit), RIGHT, y(limit), "gate")
         drawing.text(RIGHT, y(limit) - 6, f"near-tie up to {limit:g}", "end", "gatelabel")
     for one, gap in zip(found, gaps, strict=True):
         tip = f"prompt {one.prompt_index + 1}, token {one.position + 1}: {one.kind}, {one.detail}"
-        drawing.dot(x(one.position + 1), y(gap), 5, "spec" if one.kind == "equivalent" else "bad", tip)
+        drawing.dot(
+            x(one.position + 1), y(gap), 5, "spec" if one.kind == "equivalent" else "bad", tip
+        )
     caption = (
-        "How far below the reference's best score (logits) the worse of the two chosen tokens lies. Below the line rounding "
+        "How far below the reference's best score (logits) the worse of the two chosen tokens lies."
+        " Below the line rounding "
     )
-    return Plot("Divergences", drawing.render(), caption + "explains the difference; above it, it does not.", ("parity",))
+    return Plot(
+        "Divergences",
+        drawing.render(),
+        caption + "explains the difference; above it, it does not.",
+        ("parity",),
+    )
 
 
 def _arms(arms: Arms) -> list[tuple[str, Arm]]:
-    return [("plain", arms.plain), *([] if arms.speculative is None else [("speculative", arms.speculative)])]
+    return [
+        ("plain", arms.plain),
+        *([] if arms.speculative is None else [("speculative", arms.speculative)]),
+    ]

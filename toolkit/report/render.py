@@ -1,4 +1,6 @@
-"""A validation report as files and on a terminal. The record is the truth; everything here is made from it alone."""
+"""A validation report as files and on a terminal. The record is the truth; everything here is
+made from it alone.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,15 @@ def render_json(report: ValidationReport) -> str:
 
 
 def write_report(report: ValidationReport, out_dir: Path) -> tuple[Path, Path, Path]:
-    """Write report.json, report.md and report.html into out_dir, and return their paths in that order."""
+    """Write report.json, report.md and report.html into out_dir, and return their paths in that
+    order.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
-    texts = {"report.json": render_json(report), "report.md": render_markdown(report), "report.html": render_html(report)}
+    texts = {
+        "report.json": render_json(report),
+        "report.md": render_markdown(report),
+        "report.html": render_html(report),
+    }
     for name, text in texts.items():
         # A prompt may hold a lone surrogate; a report about it still has to be written.
         (out_dir / name).write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -44,10 +52,16 @@ def read_report(path: Path) -> ValidationReport:
         raise StageError("report", f"cannot be read: {error}", where=path, mend=again) from error
     found = data.get("schema_version")
     if not isinstance(found, int):
-        raise StageError("report", "is no report: it has no `schema_version`", where=path, mend=again)
+        raise StageError(
+            "report", "is no report: it has no `schema_version`", where=path, mend=again
+        )
     if found != REPORT_SCHEMA_VERSION:
         what = f"has schema_version {found}, this toolkit reads {REPORT_SCHEMA_VERSION}"
-        mend = again if found < REPORT_SCHEMA_VERSION else "Read it with the toolkit that wrote it, or a newer one."
+        mend = (
+            again
+            if found < REPORT_SCHEMA_VERSION
+            else "Read it with the toolkit that wrote it, or a newer one."
+        )
         raise StageError("report", what, where=path, mend=mend)
     try:
         return from_json(ValidationReport, data)

@@ -1,6 +1,8 @@
-"""Just enough SVG for a report: scales, ticks and marks on a fixed grid. Colours are CSS classes, so a theme can change them.
+"""Just enough SVG for a report: scales, ticks and marks on a fixed grid. Colours are CSS classes,
+so a theme can change them.
 
-A drawing is WIDTH x HEIGHT units and scales with its column; the text is sized for columns of 340 to 560 pixels.
+A drawing is WIDTH x HEIGHT units and scales with its column; the text is sized for columns of 340
+to 560 pixels.
 """
 
 from __future__ import annotations
@@ -10,16 +12,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["ARM_CLASSES", "BOTTOM", "HEIGHT", "LEFT", "RIGHT", "TOP", "WIDTH", "Drawing", "Plot", "Scale", "ticks"]
+__all__ = [
+    "ARM_CLASSES",
+    "BOTTOM",
+    "HEIGHT",
+    "LEFT",
+    "RIGHT",
+    "TOP",
+    "WIDTH",
+    "Drawing",
+    "Plot",
+    "Scale",
+    "ticks",
+]
 
 WIDTH, HEIGHT = 440, 260
-LEFT, RIGHT, TOP, BOTTOM = 66, WIDTH - 14, 28, HEIGHT - 44  # of the axes, where a plot has the usual height
+LEFT, RIGHT, TOP, BOTTOM = (
+    66,
+    WIDTH - 14,
+    28,
+    HEIGHT - 44,
+)  # of the axes, where a plot has the usual height
 ARM_CLASSES = {"plain": "plain", "speculative": "spec"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """title: what is shown; caption: how to read it; definitions: names of the report's definitions."""
+    """title: what is shown; caption: how to read it; definitions: names of the report's
+    definitions.
+    """
 
     title: str
     svg: str
@@ -46,7 +67,9 @@ class Scale:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) within [low, high]."""
+    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) within [low,
+    high].
+    """
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -58,7 +81,9 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 @dataclass
 class Drawing:
-    """Marks are added in order. Every text goes through `escape`; classes and coordinates are ours."""
+    """Marks are added in order. Every text goes through `escape`; classes and coordinates are
+    ours.
+    """
 
     label: str
     width: float = WIDTH
@@ -66,19 +91,27 @@ class Drawing:
     parts: list[str] = field(default_factory=list)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, cls: str) -> None:
-        self.parts.append(f'<line class="{cls}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>')
+        self.parts.append(
+            f'<line class="{cls}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
+        )
 
     def bar(self, x: float, y: float, width: float, height: float, cls: str, tip: str) -> None:
-        shape = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0))}" height="{_n(max(height, 0))}" rx="2"'
+        shape = (
+            f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0))}" height="{_n(max(height, 0))}"'
+            ' rx="2"'
+        )
         self.parts.append(f'<rect class="{cls}" {shape}><title>{escape(tip)}</title></rect>')
 
     def dot(self, x: float, y: float, radius: float, cls: str, tip: str) -> None:
         self.parts.append(
-            f'<circle class="{cls}" cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"><title>{escape(tip)}</title></circle>'
+            f'<circle class="{cls}" cx="{_n(x)}" cy="{_n(y)}"'
+            f' r="{_n(radius)}"><title>{escape(tip)}</title></circle>'
         )
 
     def path(self, points: Iterable[tuple[float, float]], cls: str, tip: str = "") -> None:
-        commands = " ".join(f"{'M' if i == 0 else 'L'}{_n(x)} {_n(y)}" for i, (x, y) in enumerate(points))
+        commands = " ".join(
+            f"{'M' if i == 0 else 'L'}{_n(x)} {_n(y)}" for i, (x, y) in enumerate(points)
+        )
         self.parts.append(f'<path class="{cls}" d="{commands}"><title>{escape(tip)}</title></path>')
 
     def whisker(self, x: float, middle: float, low: float, high: float, cls: str, tip: str) -> None:
@@ -86,8 +119,13 @@ class Drawing:
         self.line(x, low, x, high, f"whisker {cls}")
         self.dot(x, middle, 4.5, f"{cls} ringed", tip)
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", cls: str = "label") -> None:
-        self.parts.append(f'<text class="{cls}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}</text>')
+    def text(
+        self, x: float, y: float, text: str, anchor: str = "start", cls: str = "label"
+    ) -> None:
+        self.parts.append(
+            f'<text class="{cls}" x="{_n(x)}" y="{_n(y)}"'
+            f' text-anchor="{anchor}">{escape(text)}</text>'
+        )
 
     def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float = 12) -> None:
         """(class of the swatch, text) side by side."""
@@ -107,20 +145,36 @@ class Drawing:
             self.text(x, y + 16, label, "middle", "tick")
         self.text((scale.start + scale.end) / 2, y + 34, unit, "middle", "tick")
 
-    def y_axis(self, scale: Scale, x: float, right: float, at: Sequence[float], unit: str, percent: bool = False) -> None:
-        """Grid lines from x to `right`, numbers before them, and upright at the edge what they count."""
+    def y_axis(
+        self,
+        scale: Scale,
+        x: float,
+        right: float,
+        at: Sequence[float],
+        unit: str,
+        percent: bool = False,
+    ) -> None:
+        """Grid lines from x to `right`, numbers before them, and upright at the edge what they
+        count.
+        """
         labels = [_percent(value) for value in at] if percent else _labels(at)
         for value, label in zip(at, labels, strict=True):
             y = scale(value)
             self.line(x, y, right, y, "grid")
             self.text(x - 6, y + 4, label, "end", "tick")
         middle = _n((scale.start + scale.end) / 2)
-        shape = f'class="tick" x="10" y="{middle}" text-anchor="middle" transform="rotate(-90 10 {middle})"'
+        shape = (
+            f'class="tick" x="10" y="{middle}" text-anchor="middle" transform="rotate(-90 10'
+            f' {middle})"'
+        )
         self.parts.append(f"<text {shape}>{escape(unit)}</text>")
 
     def render(self) -> str:
         box = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
-        return f'<svg {box} role="img" aria-label="{escape(self.label, quote=True)}">{"".join(self.parts)}</svg>'
+        return (
+            f'<svg {box} role="img"'
+            f' aria-label="{escape(self.label, quote=True)}">{"".join(self.parts)}</svg>'
+        )
 
 
 def _labels(values: Sequence[float]) -> list[str]:
@@ -128,7 +182,10 @@ def _labels(values: Sequence[float]) -> list[str]:
     labels = [_tick(value) for value in values]
     if not any("e-" in label for label in labels):
         return labels
-    return [_exponent(value) if 0 < abs(value) < 0.1 else label for value, label in zip(values, labels, strict=True)]
+    return [
+        _exponent(value) if 0 < abs(value) < 0.1 else label
+        for value, label in zip(values, labels, strict=True)
+    ]
 
 
 def _exponent(value: float) -> str:

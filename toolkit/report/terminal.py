@@ -1,4 +1,6 @@
-"""The report on a terminal: verdict, gates, speed, and what to do next. Coloured only where rich finds a terminal."""
+"""The report on a terminal: verdict, gates, speed, and what to do next. Coloured only where rich
+finds a terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,19 @@ from toolkit.report.figures import gates_table, headline, next_steps, notes, pro
 
 __all__ = ["print_report"]
 
-STYLES = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "NOT JUDGED": "dim"}
+STYLES = {
+    "PASS": "bold green",
+    "FAIL": "bold red",
+    "INCONCLUSIVE": "bold yellow",
+    "NOT JUDGED": "dim",
+}
 SHORT = ("Replaced", "Speed", "Latency, ms", "Acceptance", "Divergences")
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:
-    """Figures first, so that gates, what to do next and the verdict stand at the end; `full` prints every table there is."""
+    """Figures first, so that gates, what to do next and the verdict stand at the end; `full`
+    prints every table there is.
+    """
     console.print()
     for table in tables(report):
         if full or table.title in SHORT:
@@ -39,7 +48,12 @@ def print_report(report: ValidationReport, console: Console, *, full: bool = Fal
 
 def _rich(table: Table) -> RichTable:
     drawn = RichTable(
-        title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
     )
     for index, column in enumerate(table.columns):
         drawn.add_column(column, justify="right" if table.right(index) else "left", overflow="fold")

@@ -1,1 +1,3 @@
-"""The speculative runtime: a draft proposes, the target verifies, and requests share both in flight."""
+"""The speculative runtime: a draft proposes, the target verifies, and requests share both in
+flight.
+"""

@@ -1,17 +1,19 @@
 """Which draft tokens the target keeps, and which token follows them.
 
-`match` and `reject` are the two rules, pure functions. Around them stand the ways a request can ask for them, each an
-object with the state of one request: it proposes with the draft's logits and decides with the target's.
+`match` and `reject` are the two rules, pure functions. Around them stand the ways a request can ask
+for them, each an object with the state of one request: it proposes with the draft's logits and
+decides with the target's.
 
-    Greedy       temperature 0: the output is the plain greedy output
-    Rejection    speculative sampling: the output is distributed exactly as the target's own
-    Coupled      shared noise per position: with a seed, the output is the same whatever the draft, its length or the batch
-    SampleMatch  the target's own sample at each position, accepted while it equals the draft; what TensorRT-LLM does by default
-    VerifyOnly   drafts are proposed, verified and all thrown away: plain decoding on the speculative path, to tell the two
-    apart
+    Greedy       temperature 0: the output is the plain greedy output Rejection    speculative
+    sampling: the output is distributed exactly as the target's own Coupled      shared noise per
+    position: with a seed, the output is the same whatever the draft, its length or the batch
+    SampleMatch  the target's own sample at each position, accepted while it equals the draft; what
+    TensorRT-LLM does by default VerifyOnly   drafts are proposed, verified and all thrown away:
+    plain decoding on the speculative path, to tell the two apart
 
-Plain decoding is the same decision with no drafts. The logits of a draft and of its target pass through the same penalties,
-temperature and filters, and inside a block the penalties see the draft tokens before a position.
+Plain decoding is the same decision with no drafts. The logits of a draft and of its target pass
+through the same penalties, temperature and filters, and inside a block the penalties see the draft
+tokens before a position.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import numpy as np
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import GenerationRequest, Sampling
-from toolkit.speculative.sampling import ExponentialRace, Floats, Penalties, draw, normalised, weights
+from toolkit.speculative.sampling import (
+    ExponentialRace,
+    Floats,
+    Penalties,
+    draw,
+    normalised,
+    weights,
+)
 
 __all__ = [
     "RULES",
@@ -42,10 +51,12 @@ __all__ = [
 
 
 def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int]:
-    """Keep drafts while they equal the target's own choices. Returns (kept, the target's choice behind them).
+    """Keep drafts while they equal the target's own choices. Returns (kept, the target's choice
+    behind them).
 
-    choose(i) is what the target chooses behind drafts[:i]; it is asked in order and not beyond the first that differs. The
-    output is that of choosing one by one, since every choice that is used stands behind a prefix that was chosen.
+    choose(i) is what the target chooses behind drafts[:i]; it is asked in order and not beyond the
+    first that differs. The output is that of choosing one by one, since every choice that is used
+    stands behind a prefix that was chosen.
     """
     for index, draft in enumerate(drafts):
         choice = choose(index)
@@ -55,41 +66,55 @@ def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int
 
 
 def reject(
-    drafts: Sequence[int], draft_probs: Sequence[Floats], target_probs: Floats, uniforms: Sequence[float]
+    drafts: Sequence[int],
+    draft_probs: Sequence[Floats],
+    target_probs: Floats,
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
     """Speculative sampling. Returns (kept, the token behind them).
 
-    drafts [k], each drawn from its row; draft_probs k rows [vocab]; target_probs [k + 1, vocab]; rows sum to 1; uniforms
-    [k + 1] in [0, 1). Draft i is kept with probability min(1, target/draft) at that token. At the first one that is not, the
-    replacement is drawn from max(0, target - draft), renormalised; if all are kept, the bonus token comes from target_probs[k].
-    The output is distributed exactly as the target's own. Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1 and A.1;
-    Chen et al. 2023 (arXiv:2302.01318), Algorithm 2.
+    drafts [k], each drawn from its row; draft_probs k rows [vocab]; target_probs [k + 1, vocab];
+    rows sum to 1; uniforms [k + 1] in [0, 1). Draft i is kept with probability min(1, target/draft)
+    at that token. At the first one that is not, the replacement is drawn from max(0, target -
+    draft), renormalised; if all are kept, the bonus token comes from target_probs[k]. The output is
+    distributed exactly as the target's own. Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1
+    and A.1; Chen et al. 2023 (arXiv:2302.01318), Algorithm 2.
     """
     for index, token in enumerate(drafts):
         target_row, draft_row = target_probs[index], draft_probs[index]
         if uniforms[index] * float(draft_row[token]) < float(target_row[token]):
             continue
         residual = (target_row - draft_row).clip(min=0.0)
-        # Rows that agree up to rounding leave nothing behind; such a rejection has a probability of about the rounding error.
+        # Rows that agree up to rounding leave nothing behind; such a rejection has a probability of
+        # about the rounding error.
         return index, draw(residual if residual.any() else target_row, uniforms[-1])
     return len(drafts), draw(target_probs[len(drafts)], uniforms[-1])
 
 
 class Rule(Protocol):
-    """How one request chooses its tokens. Not thread-safe; a block at a time: propose or adopt 0..k times, then decide once."""
+    """How one request chooses its tokens. Not thread-safe; a block at a time: propose or adopt
+    0..k times, then decide once.
+    """
 
-    by_argmax: bool  # both calls would only take the argmax: the runtime may do so for a whole batch at once
+    # both calls would only take the argmax: the runtime may do so for a whole batch at once
+    by_argmax: bool
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
-        """The next draft token. logits [vocab] are the draft's behind `drafts`; position: the token's index in the sequence."""
+        """The next draft token. logits [vocab] are the draft's behind `drafts`; position: the
+        token's index in the sequence.
+        """
         ...
 
     def adopt(self, token: int) -> None:
-        """The next draft token is this one, for certain: it was looked up, not drawn from a draft's distribution."""
+        """The next draft token is this one, for certain: it was looked up, not drawn from a
+        draft's distribution.
+        """
         ...
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        """(kept drafts, next token). logits [k + 1, vocab] are the target's; position: index of the first draft."""
+        """(kept drafts, next token). logits [k + 1, vocab] are the target's; position: index of
+        the first draft.
+        """
         ...
 
     def note(self, tokens: Sequence[int]) -> None:
@@ -139,11 +164,15 @@ class Greedy(_Penalised):
 
 
 class Rejection(_Penalised):
-    """Draws come from one generator per request, in order: a seed reproduces the output for one and the same draft length."""
+    """Draws come from one generator per request, in order: a seed reproduces the output for one
+    and the same draft length.
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
-        self._random = random.Random(sampling.seed)  # without a seed: fresh entropy from the operating system
+        self._random = random.Random(
+            sampling.seed
+        )  # without a seed: fresh entropy from the operating system
         self._draft_probs: list[Floats] = []
         self._vocab_size = vocab_size
 
@@ -166,7 +195,9 @@ class Rejection(_Penalised):
 
 
 class Coupled(_Penalised):
-    """Draft and target race with the same noise, a draft is kept if both chose it. Daliri et al. 2024 (arXiv:2408.07978)."""
+    """Draft and target race with the same noise, a draft is kept if both chose it. Daliri et al.
+    2024 (arXiv:2408.07978).
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
@@ -197,16 +228,19 @@ class SampleMatch(_Penalised):
 
 
 class VerifyOnly:
-    """The plain decision (greedy, or coupled) from the first row of a full verify forward. Not a way to serve, but to test.
+    """The plain decision (greedy, or coupled) from the first row of a full verify forward. Not a
+    way to serve, but to test.
 
-    Where its text differs from plain decoding's, the verify forward or the rewinding behind it is at fault, since nothing is
-    accepted; where only real speculation differs, the accept rule is.
+    Where its text differs from plain decoding's, the verify forward or the rewinding behind it is
+    at fault, since nothing is accepted; where only real speculation differs, the accept rule is.
     """
 
     by_argmax = False
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
-        self._rule: Rule = (Greedy if sampling.temperature == 0.0 else Coupled)(sampling, vocab_size)
+        self._rule: Rule = (Greedy if sampling.temperature == 0.0 else Coupled)(
+            sampling, vocab_size
+        )
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return self._rule.propose(logits, position, drafts)
@@ -231,7 +265,9 @@ RULES: Mapping[str, RuleFactory] = {
 
 
 def choose_rule(request: GenerationRequest, default: str) -> str:
-    """The name of the rule for a request: its own wish, else the deployment's default; "auto" couples where there is a seed."""
+    """The name of the rule for a request: its own wish, else the deployment's default; "auto"
+    couples where there is a seed.
+    """
     if request.acceptance == "verify_only":
         return "verify_only"
     if request.sampling.temperature == 0.0:
@@ -240,5 +276,7 @@ def choose_rule(request: GenerationRequest, default: str) -> str:
     if name == "auto":
         name = "rejection" if request.sampling.seed is None else "coupled"
     if name not in RULES or name == "greedy":
-        raise RequestError(f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match, verify_only")
+        raise RequestError(
+            f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match, verify_only"
+        )
     return name

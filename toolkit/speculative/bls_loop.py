@@ -1,12 +1,14 @@
-"""Draft-target speculation over two engines that can only be called: tokens in, tokens out. What a BLS model runs.
+"""Draft-target speculation over two engines that can only be called: tokens in, tokens out. What a
+BLS model runs.
 
-Unlike `decode`, which owns both KV caches, a round here is two calls that each carry the whole sequence: the draft is asked for
-a few tokens behind it, then the target is asked to check them and to add one of its own. That the engines do not compute the
-sequence anew each time is their business (KV reuse by prefix). What the rounds of one request mean is decided here: end
-tokens, stop words, lengths, statistics, and what becomes of the request when the draft fails.
+Unlike `decode`, which owns both KV caches, a round here is two calls that each carry the whole
+sequence: the draft is asked for a few tokens behind it, then the target is asked to check them and
+to add one of its own. That the engines do not compute the sequence anew each time is their business
+(KV reuse by prefix). What the rounds of one request mean is decided here: end tokens, stop words,
+lengths, statistics, and what becomes of the request when the draft fails.
 
-Pure but for the calls, and without any library beside Python's own, so that it can be shipped in a repository and run where
-only Triton is. The engines come in as an argument.
+Pure but for the calls, and without any library beside Python's own, so that it can be shipped in a
+repository and run where only Triton is. The engines come in as an argument.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class DraftFailed(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposed tokens. logits [len(ids), vocab] are the draft's behind which each was chosen, where the target wants them."""
+    """Proposed tokens. logits [len(ids), vocab] are the draft's behind which each was chosen,
+    where the target wants them.
+    """
 
     ids: tuple[int, ...] = ()
     logits: Any = None
@@ -42,8 +46,9 @@ NONE = Drafts()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a call of the target added to the sequence. log_probs: one per token, empty where they were not asked for.
-    next_best: likewise, the likeliest of the other tokens with its log-probability, empty where the engine does not tell.
+    """What a call of the target added to the sequence. log_probs: one per token, empty where they
+    were not asked for. next_best: likewise, the likeliest of the other tokens with its
+    log-probability, empty where the engine does not tell.
     """
 
     ids: tuple[int, ...]
@@ -52,24 +57,32 @@ class Part:
 
 
 class Engines(Protocol):
-    """The two engines as one request sees them. ids: the whole sequence so far. Raise RequestError for a failed call."""
+    """The two engines as one request sees them. ids: the whole sequence so far. Raise
+    RequestError for a failed call.
+    """
 
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
         """Up to `count` tokens behind ids. Raises DraftFailed."""
         ...
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
-        """The drafts that the target keeps, and one token of its own behind them unless the text ends before it."""
+        """The drafts that the target keeps, and one token of its own behind them unless the text
+        ends before it.
+        """
         ...
 
     def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
-        """Up to `count` tokens of the target alone, in as many parts as the engine sends them. Closing it cancels the call."""
+        """Up to `count` tokens of the target alone, in as many parts as the engine sends them.
+        Closing it cancels the call.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One request. draft_len 0: plain decoding. on_draft_failure: error | plain (the rest of it is decoded plainly)."""
+    """One request. draft_len 0: plain decoding. on_draft_failure: error | plain (the rest of it
+    is decoded plainly).
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -79,12 +92,16 @@ class Settings:
     arrival_ns: int
     deadline_ns: int | None = None
     on_draft_failure: str = "error"
-    verify_only: bool = False  # drafts are checked and none is kept: a way to test the target's verify call
+    verify_only: bool = (
+        False  # drafts are checked and none is kept: a way to test the target's verify call
+    )
     log_probs: bool = False
 
 
 class Rounds:
-    """The events of one request: `for event in Rounds(...)`. draft_failure: what the draft failed with, if it was borne."""
+    """The events of one request: `for event in Rounds(...)`. draft_failure: what the draft
+    failed with, if it was borne.
+    """
 
     def __init__(
         self,
@@ -106,11 +123,15 @@ class Rounds:
         self._clock = clock
         self._ids = list(settings.prompt_ids)
         self._end = len(self._ids) + settings.max_tokens
-        self._tally = Tally(len(self._ids), settings.draft_len, settings.arrival_ns, settings.log_probs)
+        self._tally = Tally(
+            len(self._ids), settings.draft_len, settings.arrival_ns, settings.log_probs
+        )
         self._tally.first_scheduled_ns = clock()
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """The last event has a finish_reason and the statistics. Raises what the engines raise, if it ends the request."""
+        """The last event has a finish_reason and the statistics. Raises what the engines raise,
+        if it ends the request.
+        """
         speculates = self._settings.draft_len > 0 and self._settings.max_tokens > 2
         parts = self._speculative() if speculates else self._plain()
         for event in parts:
@@ -119,7 +140,8 @@ class Rounds:
                 return
 
     def _speculative(self) -> Iterator[TokenEvent]:
-        # The first token comes without drafts: nobody who waits for it should wait for the draft's prefill, too.
+        # The first token comes without drafts: nobody who waits for it should wait for the draft's
+        # prefill, too.
         yield self._take(self._engines.verify(self._ids, NONE))
         while (over := self._overdue()) is None:
             started = self._clock()
@@ -136,14 +158,19 @@ class Rounds:
             part = self._engines.verify(self._ids, drafts)
             self._tally.add_time(drafted - started, self._clock() - drafted, 0)
             if self._settings.verify_only:
-                yield self._take(Part(part.ids[:1], part.log_probs[:1], part.next_best[:1]), checked=len(drafts.ids))
+                yield self._take(
+                    Part(part.ids[:1], part.log_probs[:1], part.next_best[:1]),
+                    checked=len(drafts.ids),
+                )
             else:
                 yield self._take(part, drafts, checked=len(drafts.ids))
         yield over
 
     def _plain(self) -> Iterator[TokenEvent]:
         """The rest of the request, by the target alone."""
-        with contextlib.closing(self._engines.plain(self._ids, self._end - len(self._ids))) as parts:
+        with contextlib.closing(
+            self._engines.plain(self._ids, self._end - len(self._ids))
+        ) as parts:
             started = self._clock()
             for part in parts:
                 self._tally.add_time(0, self._clock() - started, 0)
@@ -152,29 +179,41 @@ class Rounds:
                     yield over
                     return
                 started = self._clock()
-        yield self._last("stop")  # at a stop word that the engine knows, or an end token that it keeps to itself
+        yield self._last(
+            "stop"
+        )  # at a stop word that the engine knows, or an end token that it keeps to itself
 
     def _take(self, part: Part, drafts: Drafts = NONE, *, checked: int = 0) -> TokenEvent:
-        """Add what the target gave, up to the first thing that ends the request. checked: drafts the step counts with."""
+        """Add what the target gave, up to the first thing that ends the request. checked: drafts
+        the step counts with.
+        """
         settings, new, proposed = self._settings, list(part.ids), drafts.ids
         room, first = self._end - len(self._ids), len(self._ids) == len(settings.prompt_ids)
         if len(new) > max(room, 1 + len(proposed)):
             raise RequestError(f"the target answered {len(new)} tokens where {room} were asked for")
-        kept = next((i for i, (one, other) in enumerate(zip(new, proposed, strict=False)) if one != other), None)
+        kept = next(
+            (i for i, (one, other) in enumerate(zip(new, proposed, strict=False)) if one != other),
+            None,
+        )
         if kept is None:
             kept = min(len(new), len(proposed))
         reason = stop_reason = None
         if not settings.end_ids.isdisjoint(new):
-            del new[1 + next(index for index, token in enumerate(new) if token in settings.end_ids) :]
+            del new[
+                1 + next(index for index, token in enumerate(new) if token in settings.end_ids) :
+            ]
             reason = "stop"
-        count, text = self._text.push(new[:-1] if reason else new)  # an end token ends the text and is no part of it
+        count, text = self._text.push(
+            new[:-1] if reason else new
+        )  # an end token ends the text and is no part of it
         if self._text.stopped_by is not None:
             new, reason, stop_reason = new[:count], "stop", self._text.stopped_by
         self._ids += new
         if reason is None and len(self._ids) >= self._end:
             reason = "length"
         if reason is None and kept == len(part.ids):
-            reason = "stop"  # nothing of the target's own behind the drafts: an end token that it keeps to itself
+            # nothing of the target's own behind the drafts: an end token that it keeps to itself
+            reason = "stop"
         self._count(len(new), checked, min(kept, len(new)), first)
         for value in part.log_probs[: len(new)]:
             self.log_probs.append(value)
@@ -183,9 +222,13 @@ class Rounds:
         if reason is None:
             return TokenEvent(settings.request_id, tuple(new), text)
         text += self._text.finish()
-        if stop_reason is None and self._text.stopped_by is not None:  # completed by an unfinished character's stand-in
+        if (
+            stop_reason is None and self._text.stopped_by is not None
+        ):  # completed by an unfinished character's stand-in
             reason, stop_reason = "stop", self._text.stopped_by
-        return TokenEvent(settings.request_id, tuple(new), text, reason, stop_reason, None, self._tally.stats())
+        return TokenEvent(
+            settings.request_id, tuple(new), text, reason, stop_reason, None, self._tally.stats()
+        )
 
     def _count(self, new: int, checked: int, kept: int, first: bool) -> None:
         if new:
@@ -204,4 +247,12 @@ class Rounds:
 
     def _last(self, reason: str) -> TokenEvent:
         """An end that no token brought."""
-        return TokenEvent(self._settings.request_id, (), self._text.finish(), reason, None, None, self._tally.stats())
+        return TokenEvent(
+            self._settings.request_id,
+            (),
+            self._text.finish(),
+            reason,
+            None,
+            None,
+            self._tally.stats(),
+        )

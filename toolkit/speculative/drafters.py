@@ -1,12 +1,15 @@
-"""Where drafts come from. A drafter keeps up with every sequence that speculates and proposes tokens behind it.
+"""Where drafts come from. A drafter keeps up with every sequence that speculates and proposes
+tokens behind it.
 
-`ModelDrafter` runs a draft model. Its KV cache follows the sequence by one invariant: per slot it knows how many leading tokens
-of the cache are the sequence's own. A rejected draft shortens that prefix. A block that was kept whole leaves it two tokens
-behind, since the last draft was proposed and never fed: the next block begins by feeding both (the catch-up; without it the
-draft would look at a sequence with a hole, and acceptance would sink with nothing to show why).
+`ModelDrafter` runs a draft model. Its KV cache follows the sequence by one invariant: per slot it
+knows how many leading tokens of the cache are the sequence's own. A rejected draft shortens that
+prefix. A block that was kept whole leaves it two tokens behind, since the last draft was proposed
+and never fed: the next block begins by feeding both (the catch-up; without it the draft would look
+at a sequence with a hole, and acceptance would sink with nothing to show why).
 
-`NgramDrafter` needs no model: where the last few tokens stood before in prompt or output, what followed them then is proposed
-(prompt lookup). Such a draft is a certain token, not a draw, and the accept rules are told so.
+`NgramDrafter` needs no model: where the last few tokens stood before in prompt or output, what
+followed them then is proposed (prompt lookup). Such a draft is a certain token, not a draw, and the
+accept rules are told so.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from toolkit.speculative.sampling import argmax, to_host, token_rows
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 
-STEADY = 2  # tokens a cache may be behind at the start of a block: the last draft and the one that followed it
+# tokens a cache may be behind at the start of a block: the last draft and the one that followed it
+STEADY = 2
 
 
 class Drafter(Protocol):
@@ -31,11 +35,15 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        """Append to each sequence's `drafts` up to draft_room() tokens, which is one at least. All were fed before."""
+        """Append to each sequence's `drafts` up to draft_room() tokens, which is one at least.
+        All were fed before.
+        """
         ...
 
     def settle(self, slot: int, length: int) -> None:
-        """The target kept a sequence of `length` tokens: whatever stands behind them in the cache is not part of it."""
+        """The target kept a sequence of `length` tokens: whatever stands behind them in the
+        cache is not part of it.
+        """
         ...
 
     def free(self, slots: Slots[int]) -> None: ...
@@ -46,7 +54,9 @@ class ModelDrafter:
 
     def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
-        self._valid = [0] * engine.max_batch_size  # leading tokens of the cache that are the sequence's own
+        self._valid = [
+            0
+        ] * engine.max_batch_size  # leading tokens of the cache that are the sequence's own
 
     def feed(self, slot: int, ids: list[int]) -> None:
         engine, start = self._engine, self._valid[slot]
@@ -59,12 +69,18 @@ class ModelDrafter:
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         rooms = {sequence.slot: sequence.draft_room() for sequence in sequences}
-        # The longest drafts first: as shorter ones end, those that go on are a beginning of the list.
-        rows = sorted(sequences, key=lambda sequence: -rooms[sequence.slot]) if len(sequences) > 1 else list(sequences)
+        # The longest drafts first: as shorter ones end, those that go on are a beginning of the
+        # list.
+        rows = (
+            sorted(sequences, key=lambda sequence: -rooms[sequence.slot])
+            if len(sequences) > 1
+            else list(sequences)
+        )
         for row in rows:
             if len(row.ids) - self._valid[row.slot] > STEADY:
                 self.feed(row.slot, row.ids[:-1])
-        # One width for all: a cache that is one token behind is fed one token again, beside one that is two behind.
+        # One width for all: a cache that is one token behind is fed one token again, beside one
+        # that is two behind.
         width = max(len(row.ids) - self._valid[row.slot] for row in rows)
         self._rewind([row.slot for row in rows], [len(row.ids) - width for row in rows])
         tokens = [row.ids[-width:] for row in rows]
@@ -92,7 +108,10 @@ class ModelDrafter:
         if all(row.rule.by_argmax for row in rows):
             return [ids[0] for ids in argmax(logits)]
         host = to_host(logits)
-        return [row.rule.propose(host[index, 0], len(row.ids) + len(row.drafts), row.drafts) for index, row in enumerate(rows)]
+        return [
+            row.rule.propose(host[index, 0], len(row.ids) + len(row.drafts), row.drafts)
+            for index, row in enumerate(rows)
+        ]
 
     def _rewind(self, slots: list[int], lengths: list[int]) -> None:
         engine = self._engine
@@ -101,15 +120,20 @@ class ModelDrafter:
 
 
 class Lookup:
-    """Where the n-grams of one growing sequence stood last. Each token is indexed once, whatever the number of look-ups."""
+    """Where the n-grams of one growing sequence stood last. Each token is indexed once, whatever
+    the number of look-ups.
+    """
 
     def __init__(self, max_ngram_size: int) -> None:
         self._sizes = range(max_ngram_size, 0, -1)
-        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> the index behind its latest place, the end left out
+        self._behind: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> the index behind its latest place, the end left out
         self._indexed = 0
 
     def __call__(self, ids: Slots[int], room: int) -> list[int]:
-        """What followed the longest end of `ids` that stood before, at its latest place: up to `room` tokens, or none.
+        """What followed the longest end of `ids` that stood before, at its latest place: up to
+        `room` tokens, or none.
 
         ids has to begin with what the last call was given.
         """
@@ -126,10 +150,11 @@ class Lookup:
 
 
 class NgramDrafter:
-    """Prompt lookup. max_ngram_size: the longest end of a sequence that is looked for; shorter ones are tried after it.
+    """Prompt lookup. max_ngram_size: the longest end of a sequence that is looked for; shorter ones
+    are tried after it.
 
-    padded: always draft as much as there is room for, with repetitions of the last token, so that a step of a given width can
-    be timed whether or not the text repeats itself.
+    padded: always draft as much as there is room for, with repetitions of the last token, so that a
+    step of a given width can be timed whether or not the text repeats itself.
     """
 
     def __init__(self, max_ngram_size: int, *, padded: bool = False) -> None:

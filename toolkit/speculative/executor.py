@@ -1,13 +1,16 @@
-"""One model as an engine that is called with whole sequences: in-flight batching over slots that remember what they hold.
+"""One model as an engine that is called with whole sequences: in-flight batching over slots that
+remember what they hold.
 
-What TensorRT-LLM's executor is to its Triton backend, for a `StepEngine`. A call brings the tokens of a sequence and how many
-more it wants. One that brings draft tokens, too, ends once they are checked, with a token more than were kept. A slot that was
-left by an earlier call still holds that call's sequence, so the next round of the same request is computed from where it
-differs: one or two tokens, however long it is.
+What TensorRT-LLM's executor is to its Triton backend, for a `StepEngine`. A call brings the tokens
+of a sequence and how many more it wants. One that brings draft tokens, too, ends once they are
+checked, with a token more than were kept. A slot that was left by an earlier call still holds that
+call's sequence, so the next round of the same request is computed from where it differs: one or two
+tokens, however long it is.
 
-Greedy calls take the most likely token. Others race with noise keyed by (seed, position), so draft and target that are called
-with the same seed are coupled, and a seeded text is the same whatever the drafts were. A call that brings the draft's logits is
-judged by speculative sampling instead. Penalties count the whole sequence, the prompt included, as TensorRT-LLM's do.
+Greedy calls take the most likely token. Others race with noise keyed by (seed, position), so draft
+and target that are called with the same seed are coupled, and a seeded text is the same whatever
+the drafts were. A call that brings the draft's logits is judged by speculative sampling instead.
+Penalties count the whole sequence, the prompt included, as TensorRT-LLM's do.
 
 Threads as in `decode`: submit and cancel from anywhere, steps by one thread.
 """
@@ -30,13 +33,18 @@ from toolkit.speculative.sampling import Floats, log_probability, normalised, to
 
 __all__ = ["Call", "Executor", "Output"]
 
-IDLE_S = 0.1  # how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
-STEADY = 2  # tokens that a sequence may be ahead of its slot and still take part in a batch; more are fed in chunks before
+# how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+IDLE_S = 0.1
+# tokens that a sequence may be ahead of its slot and still take part in a batch; more are fed in
+# chunks before
+STEADY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """ids: the sequence so far. draft_logits [len(drafts), vocab]: speculative sampling against them; None: equality."""
+    """ids: the sequence so far. draft_logits [len(drafts), vocab]: speculative sampling against
+    them; None: equality.
+    """
 
     call_id: str
     ids: tuple[int, ...]
@@ -53,9 +61,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step added to a call. The last one has finish_reason: stop | length | cancelled | error.
+    """What one step added to a call. The last one has finish_reason: stop | length | cancelled |
+    error.
 
-    log_probs: one per token under the model's own logits; logits: their rows [vocab]; each where it was asked for.
+    log_probs: one per token under the model's own logits; logits: their rows [vocab]; each where it
+    was asked for.
     """
 
     call_id: str
@@ -75,7 +85,9 @@ OnOutput = Callable[[Output], None]
 
 @dataclass(slots=True)
 class _Slot:
-    """held: the tokens in the engine's cache. A free slot keeps them for whoever comes with the same beginning."""
+    """held: the tokens in the engine's cache. A free slot keeps them for whoever comes with the
+    same beginning.
+    """
 
     number: int
     held: list[int] = field(default_factory=list)
@@ -105,7 +117,13 @@ class _Row:
 class Executor:
     """Owns every slot of the engine."""
 
-    def __init__(self, engine: StepEngine, *, max_queue_size: int = 256, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        *,
+        max_queue_size: int = 256,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._engine = engine
         self._max_queue_size = max_queue_size
         self._clock = clock
@@ -123,13 +141,19 @@ class Executor:
     def submit(self, call: Call, on_output: OnOutput) -> None:
         """Queue a call. Raises RequestError for what can never be served, or at overload."""
         self._check(call)
-        row = _Row(call, on_output, self._rule(call), self._clock(), list(call.ids), list(call.drafts))
+        row = _Row(
+            call, on_output, self._rule(call), self._clock(), list(call.ids), list(call.drafts)
+        )
         with self._lock:
             if call.call_id in self._open:
-                raise RequestError(f"call id {call.call_id!r} is already being served", mend="Send another id.")
+                raise RequestError(
+                    f"call id {call.call_id!r} is already being served", mend="Send another id."
+                )
             most = self._engine.max_batch_size + self._max_queue_size
             if len(self._open) >= most:
-                raise RequestError(f"{most} calls are being served or waiting", mend="Send it again later.")
+                raise RequestError(
+                    f"{most} calls are being served or waiting", mend="Send it again later."
+                )
             self._open.add(call.call_id)
             self._waiting.append(row)
         self._wake.set()
@@ -148,19 +172,29 @@ class Executor:
         if call.max_tokens < 1:
             raise RequestError(f"{call.max_tokens} tokens are asked for; it has to be at least 1")
         if not all(0 <= token < engine.vocab_size for token in (*call.ids, *call.drafts)):
-            raise RequestError(f"the sequence holds token ids outside the vocabulary of {engine.vocab_size}")
+            raise RequestError(
+                f"the sequence holds token ids outside the vocabulary of {engine.vocab_size}"
+            )
         if length + call.max_tokens > engine.max_seq_len:
             raise RequestError(
-                f"{length} tokens and {call.max_tokens} more exceed max_seq_len {engine.max_seq_len} together",
+                f"{length} tokens and {call.max_tokens} more exceed max_seq_len"
+                f" {engine.max_seq_len} together",
                 mend=f"Ask for at most {engine.max_seq_len - length} tokens.",
             )
         if len(call.drafts) + STEADY > engine.max_step_tokens:
             raise RequestError(
-                f"{len(call.drafts)} draft tokens were sent, and this engine checks at most {engine.max_step_tokens - STEADY}"
+                f"{len(call.drafts)} draft tokens were sent, and this engine checks at most"
+                f" {engine.max_step_tokens - STEADY}"
             )
-        if call.draft_logits is not None and call.draft_logits.shape != (len(call.drafts), engine.vocab_size):
+        if call.draft_logits is not None and call.draft_logits.shape != (
+            len(call.drafts),
+            engine.vocab_size,
+        ):
             shape = (len(call.drafts), engine.vocab_size)
-            raise RequestError(f"draft_logits has the shape {call.draft_logits.shape}; for these draft tokens it is {shape}")
+            raise RequestError(
+                f"draft_logits has the shape {call.draft_logits.shape}; for these draft tokens it"
+                f" is {shape}"
+            )
 
     def _rule(self, call: Call) -> Rule:
         vocab = self._engine.vocab_size
@@ -186,14 +220,18 @@ class Executor:
         self._end_cancelled()
 
     def step(self) -> bool:
-        """One iteration: at most a chunk of prefill per call that waits for one, then a batch. False: nothing to do."""
+        """One iteration: at most a chunk of prefill per call that waits for one, then a batch.
+        False: nothing to do.
+        """
         if self._cancelled:
             self._end_cancelled()
         self._admit()
         if not self._active:
             return False
         feeding = [row for row in self._active if row.behind() > STEADY]
-        allowance = max(1, 2 * len(feeding) - len(self._active))  # as in decode: a long prompt must not stall those that run
+        allowance = max(
+            1, 2 * len(feeding) - len(self._active)
+        )  # as in decode: a long prompt must not stall those that run
         for row in feeding[:allowance]:
             self._guarded([row], self._feed)
         ready = [row for row in self._active if row.behind() <= STEADY]
@@ -222,17 +260,20 @@ class Executor:
                 self._active.append(row)
 
     def _choose(self, ids: list[int]) -> tuple[_Slot, int]:
-        """The slot whose sequence this one continues, else the one left alone longest; and how much of it can be used.
+        """The slot whose sequence this one continues, else the one left alone longest; and how much
+        of it can be used.
 
-        A sequence continues another if most of that one is its beginning: a shared system prompt alone is no reason to throw
-        away what another request will ask for in its next round.
+        A sequence continues another if most of that one is its beginning: a shared system prompt
+        alone is no reason to throw away what another request will ask for in its next round.
         """
         free = sorted((slot for slot in self._slots if slot.free), key=lambda slot: slot.used)
         common = [_common(slot.held, ids) for slot in free]
         best = max(range(len(free)), key=lambda index: common[index])
         if 2 * common[best] <= len(free[best].held):
             best = 0
-        return free[best], min(common[best], len(ids) - 1)  # the last token is fed in any case: its logits are wanted
+        return free[best], min(
+            common[best], len(ids) - 1
+        )  # the last token is fed in any case: its logits are wanted
 
     def _cut(self, slot: _Slot, length: int) -> None:
         del slot.held[length:]
@@ -248,7 +289,9 @@ class Executor:
         row.slot.held += chunk
 
     def _advance(self, rows: list[_Row]) -> None:
-        """One forward for all: what each is behind, its drafts, and padding that is forgotten again."""
+        """One forward for all: what each is behind, its drafts, and padding that is forgotten
+        again.
+        """
         fed = [row.ids[-row.behind() :] + row.drafts for row in rows]
         width = max(map(len, fed))
         numbers = [row.slot.number for row in rows if row.slot is not None]
@@ -257,7 +300,9 @@ class Executor:
         for index, row in enumerate(rows):
             count = len(row.drafts)
             own = host[index, len(fed[index]) - 1 - count : len(fed[index])]  # [count + 1, vocab]
-            self._guarded([row], functools.partial(self._decide, logits=own))  # its numbers are its own
+            self._guarded(
+                [row], functools.partial(self._decide, logits=own)
+            )  # its numbers are its own
 
     def _decide(self, rows: list[_Row], logits: Floats) -> None:
         (row,) = rows
@@ -274,7 +319,11 @@ class Executor:
             call.call_id,
             tuple(new),
             reason,
-            log_probs=tuple(log_probability(logits[i], each) for i, each in enumerate(new)) if call.log_probs else (),
+            log_probs=(
+                tuple(log_probability(logits[i], each) for i, each in enumerate(new))
+                if call.log_probs
+                else ()
+            ),
             logits=tuple(logits[i].copy() for i in range(len(new))) if call.logits else (),
         )
         assert row.slot is not None
@@ -293,7 +342,9 @@ class Executor:
         for index, token in enumerate(new):
             tail.append(token)
             stopped = any(
-                len(word) <= made + index + 1 and tuple(tail[-len(word) :]) == word for word in call.stop_sequences if word
+                len(word) <= made + index + 1 and tuple(tail[-len(word) :]) == word
+                for word in call.stop_sequences
+                if word
             )
             if token in call.end_ids or stopped:
                 return new[: index + 1], "stop"
@@ -304,11 +355,15 @@ class Executor:
     @staticmethod
     def _without_ends(logits: Floats, call: Call, made: int) -> Floats:
         rows = logits.copy()
-        rows[: call.min_tokens - made, sorted(call.end_ids)] = -1e30  # finite: a probability of 0 without a warning
+        rows[
+            : call.min_tokens - made, sorted(call.end_ids)
+        ] = -1e30  # finite: a probability of 0 without a warning
         return rows
 
     def _guarded(self, rows: list[_Row], work: Callable[[list[_Row]], None]) -> None:
-        """A forward or decision that fails ends the calls that took part, and the executor goes on."""
+        """A forward or decision that fails ends the calls that took part, and the executor goes
+        on.
+        """
         try:
             work(rows)
         except Exception as error:
@@ -316,7 +371,10 @@ class Executor:
                 if row in self._active:
                     assert row.slot is not None
                     self._cut(row.slot, 0)
-                    self._finish(row, Output(row.call.call_id, (), "error", f"{type(error).__name__}: {error}"))
+                    self._finish(
+                        row,
+                        Output(row.call.call_id, (), "error", f"{type(error).__name__}: {error}"),
+                    )
 
     def _finish(self, row: _Row, output: Output) -> None:
         with self._lock:
@@ -346,7 +404,8 @@ class Executor:
 class _Judged(Coupled):
     """Speculative sampling of drafts that came with their logits; without drafts, the race.
 
-    The draws are keyed by seed and position, and independent of the noise that draft and target race with.
+    The draws are keyed by seed and position, and independent of the noise that draft and target
+    race with.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, draft_logits: Floats) -> None:
@@ -360,12 +419,16 @@ class _Judged(Coupled):
         if given is None or not drafts:
             return super().decide(logits, position, drafts)
         draft_probs = [
-            normalised(self._weights(given[None, index].astype(logits.dtype), drafts[:index], index))[0]
+            normalised(
+                self._weights(given[None, index].astype(logits.dtype), drafts[:index], index)
+            )[0]
             for index in range(len(drafts))
         ]
         target_probs = normalised(self._weights(logits, drafts, 0))
         draws = random.Random(f"{self._seed} {position}")
-        return reject(drafts, draft_probs, target_probs, [draws.random() for _ in range(len(drafts) + 1)])
+        return reject(
+            drafts, draft_probs, target_probs, [draws.random() for _ in range(len(drafts) + 1)]
+        )
 
 
 def _common(held: Sequence[int], ids: Sequence[int]) -> int:

@@ -1,4 +1,6 @@
-"""What can be served at all: refusals that need no engine to run, each with what would be accepted."""
+"""What can be served at all: refusals that need no engine to run, each with what would be
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +27,42 @@ class Limits:
             raise RequestError("the prompt is empty", mend="Send at least one token.")
         if length > self.max_input_len:
             raise RequestError(
-                f"the prompt has {length} tokens, and this deployment takes up to {self.max_input_len} (max_input_len)",
+                f"the prompt has {length} tokens, and this deployment takes up to"
+                f" {self.max_input_len} (max_input_len)",
                 mend="Send a shorter prompt, or build with a larger engine.max_input_len.",
             )
         if not all(0 <= token < self.vocab_size for token in request.prompt_ids):
-            raise RequestError(f"the prompt holds token ids outside the vocabulary of {self.vocab_size}")
+            raise RequestError(
+                f"the prompt holds token ids outside the vocabulary of {self.vocab_size}"
+            )
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}; it has to be at least 1")
         if length + request.max_tokens > self.max_seq_len:
             raise RequestError(
-                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len {self.max_seq_len} together",
+                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
+                f" {self.max_seq_len} together",
                 mend=f"Ask for at most {self.max_seq_len - length} tokens.",
             )
         if request.draft_len is not None and not 0 <= request.draft_len <= self.max_draft_len:
-            raise RequestError(f"draft_len is {request.draft_len}; this deployment drafts 0 to {self.max_draft_len} tokens")
+            raise RequestError(
+                f"draft_len is {request.draft_len}; this deployment drafts 0 to"
+                f" {self.max_draft_len} tokens"
+            )
         if "" in request.stop:
             raise RequestError("an empty stop word would end every text before it begins")
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-            raise RequestError(f"temperature is {sampling.temperature}; it has to be 0 (greedy) or more")
+            raise RequestError(
+                f"temperature is {sampling.temperature}; it has to be 0 (greedy) or more"
+            )
         if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0:
-            raise RequestError(f"top_k is {sampling.top_k} and top_p {sampling.top_p}; at least 0 (off), and in (0, 1]")
+            raise RequestError(
+                f"top_k is {sampling.top_k} and top_p {sampling.top_p}; at least 0 (off), and in"
+                " (0, 1]"
+            )
         if not max(abs(sampling.frequency_penalty), abs(sampling.presence_penalty)) <= MOST_PENALTY:
             raise RequestError(
-                f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty {sampling.presence_penalty}; "
-                f"from {-MOST_PENALTY} to {MOST_PENALTY}"
+                f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty"
+                f" {sampling.presence_penalty}; from {-MOST_PENALTY} to {MOST_PENALTY}"
             )
 
 
@@ -56,16 +70,21 @@ def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: i
     """Raises UsageError for engines that cannot serve together."""
     if max_draft_len and target.max_step_tokens <= max_draft_len:
         raise UsageError(
-            f"the target's engine takes {target.max_step_tokens} tokens at once, too few to verify {max_draft_len}",
+            f"the target's engine takes {target.max_step_tokens} tokens at once, too few to verify"
+            f" {max_draft_len}",
             mend="Build it with this draft length, or lower speculation.max_draft_len.",
         )
     if draft is None:
         return
     if draft.vocab_size != target.vocab_size:
-        raise UsageError(f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}")
+        raise UsageError(
+            f"the draft's vocabulary has {draft.vocab_size} tokens, the target's"
+            f" {target.vocab_size}"
+        )
     for name in ("max_batch_size", "max_seq_len"):
         if getattr(draft, name) < getattr(target, name):
             raise UsageError(
-                f"the draft's {name} {getattr(draft, name)} is below the target's {getattr(target, name)}",
+                f"the draft's {name} {getattr(draft, name)} is below the target's"
+                f" {getattr(target, name)}",
                 mend="Build both engines with the same limits.",
             )

@@ -1,4 +1,6 @@
-"""One request while it is served: its tokens, its slot, its rule, and what a verify step means for it."""
+"""One request while it is served: its tokens, its slot, its rule, and what a verify step means
+for it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ OnEvent = Callable[[TokenEvent], None]
 
 
 class Sequence:
-    """ids is prompt and output together. All of it but the last token stands in the target's cache between steps."""
+    """ids is prompt and output together. All of it but the last token stands in the target's
+    cache between steps.
+    """
 
     def __init__(
         self,
@@ -46,19 +50,27 @@ class Sequence:
 
     @property
     def speculates(self) -> bool:
-        """A draft can be of use at all: the first token comes from prefill, and the last one of a step is never drafted."""
+        """A draft can be of use at all: the first token comes from prefill, and the last one of
+        a step is never drafted.
+        """
         return self._draft_len > 0 and self.request.max_tokens > 2
 
     def draft_room(self) -> int:
-        """Tokens to draft in this step: a step adds one token more than it keeps, and no token beyond max_tokens is of use."""
+        """Tokens to draft in this step: a step adds one token more than it keeps, and no token
+        beyond max_tokens is of use.
+        """
         return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
 
     def take(self, kept: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
-        """Add the kept drafts and `token`, up to the first that ends the request. Returns what is to be told, without stats.
+        """Add the kept drafts and `token`, up to the first that ends the request. Returns what is
+        to be told, without stats.
 
-        logits: the target's rows behind which the tokens stand, needed only where log-probabilities are asked for.
+        logits: the target's rows behind which the tokens stand, needed only where log-probabilities
+        are asked for.
         """
-        verified = len(self.ids) > len(self.request.prompt_ids)  # the first token comes from prefill
+        verified = len(self.ids) > len(
+            self.request.prompt_ids
+        )  # the first token comes from prefill
         new = [*self.drafts[:kept], token]
         reason = stop_reason = None
         if not self._eos.isdisjoint(new):
@@ -80,7 +92,9 @@ class Sequence:
                 self.tally.add_logprob(log_probability(logits[index], each))
         if reason is not None:
             text += self._text.finish()
-            if stop_reason is None and self._text.stopped_by is not None:  # completed by an unfinished character's stand-in
+            if (
+                stop_reason is None and self._text.stopped_by is not None
+            ):  # completed by an unfinished character's stand-in
                 reason, stop_reason = "stop", self._text.stopped_by
         self.finish_reason = reason
         self.drafts.clear()
@@ -90,4 +104,12 @@ class Sequence:
         """The event of an end that no token brought: cancelled, deadline, error."""
         self.finish_reason = reason
         self.drafts.clear()
-        return TokenEvent(self.request.request_id, (), self._text.finish(), reason, None, error, self.tally.stats())
+        return TokenEvent(
+            self.request.request_id,
+            (),
+            self._text.finish(),
+            reason,
+            None,
+            error,
+            self.tally.stats(),
+        )

@@ -1,16 +1,19 @@
-"""The speculative runtime: requests join and leave between steps, and every step gives each running request its next tokens.
+"""The speculative runtime: requests join and leave between steps, and every step gives each running
+request its next tokens.
 
-A step: end what was cancelled or is too late; give free slots to waiting requests; prefill a bounded number of prompt tokens;
-then one verify step for all that run. In it the draft proposes, the target looks at all proposals in one forward, each request
-keeps what its own rule allows and gets one token more, and both caches are cut back to what was kept. A request that decodes
-plainly takes the same way with no drafts: its row of the forward is one token wide, and the draft is not touched for it.
+A step: end what was cancelled or is too late; give free slots to waiting requests; prefill a
+bounded number of prompt tokens; then one verify step for all that run. In it the draft proposes,
+the target looks at all proposals in one forward, each request keeps what its own rule allows and
+gets one token more, and both caches are cut back to what was kept. A request that decodes plainly
+takes the same way with no drafts: its row of the forward is one token wide, and the draft is not
+touched for it.
 
-What a request gets does not depend on who else is in the batch: rows are independent, every request draws from its own
-generator, and prompts are prefilled one by one in chunks that start at fixed places. (Forwards of other shapes may round
-differently; in float64 that decides nothing.)
+What a request gets does not depend on who else is in the batch: rows are independent, every request
+draws from its own generator, and prompts are prefilled one by one in chunks that start at fixed
+places. (Forwards of other shapes may round differently; in float64 that decides nothing.)
 
-Threads: submit, cancel and counters may be called from anywhere. Steps are taken by one thread at a time, in `run`, or by
-`generate` where nothing runs. Events are delivered on the stepping thread.
+Threads: submit, cancel and counters may be called from anywhere. Steps are taken by one thread at a
+time, in `run`, or by `generate` where nothing runs. Events are delivered on the stepping thread.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from toolkit.speculative.text import TextCodec
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
 
 NOT_FINITE = "the target's logits are not finite; its weights are damaged or its dtype overflows"
-IDLE_S = 0.1  # how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+# how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+IDLE_S = 0.1
 
 
 class QueueFull(RequestError):
@@ -49,8 +53,9 @@ class QueueFull(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
-    """max_draft_len 0: plain decoding only. acceptance (auto | rejection | coupled | sample_match) holds where a request states
-    none, and so does draft_len_schedule: (running requests, draft length) pairs, each holding from that many requests on.
+    """max_draft_len 0: plain decoding only. acceptance (auto | rejection | coupled | sample_match)
+    holds where a request states none, and so does draft_len_schedule: (running requests, draft
+    length) pairs, each holding from that many requests on.
     """
 
     max_draft_len: int
@@ -75,7 +80,9 @@ class SpeculativeRuntime:
         drafter: Drafter | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """drafter: another source of drafts than the draft engine. clock: monotonic nanoseconds. Raises UsageError."""
+        """drafter: another source of drafts than the draft engine. clock: monotonic nanoseconds.
+        Raises UsageError.
+        """
         check_engines(target, draft, settings.max_draft_len)
         self.codec = codec
         self.settings = settings
@@ -110,16 +117,19 @@ class SpeculativeRuntime:
     # From any thread.
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> None:
-        """Queue a request; on_event is called on the stepping thread, the last time with a finish_reason.
+        """Queue a request; on_event is called on the stepping thread, the last time with a
+        finish_reason.
 
-        Raises RequestError for what can never be served, and QueueFull at overload. Nothing is cut down to fit: a request whose
-        prompt and max_tokens together exceed the context is refused.
+        Raises RequestError for what can never be served, and QueueFull at overload. Nothing is cut
+        down to fit: a request whose prompt and max_tokens together exceed the context is refused.
         """
         self._limits.check(request)
         sequence = Sequence(
             request,
             on_event,
-            rule=self._rules[choose_rule(request, self.settings.acceptance)](request.sampling, self.vocab_size),
+            rule=self._rules[choose_rule(request, self.settings.acceptance)](
+                request.sampling, self.vocab_size
+            ),
             text=self.codec.stream(request.prompt_ids, request.stop),
             eos=self._eos,
             draft_len=self._max_draft_len if request.draft_len is None else request.draft_len,
@@ -129,10 +139,15 @@ class SpeculativeRuntime:
             if self._closed:
                 raise RequestError("the runtime is closed")
             if request.request_id in self._open:
-                raise RequestError(f"request id {request.request_id!r} is already being served", mend="Send another id.")
+                raise RequestError(
+                    f"request id {request.request_id!r} is already being served",
+                    mend="Send another id.",
+                )
             most = self._target.max_batch_size + self.settings.max_queue_size
             if len(self._open) >= most:
-                raise QueueFull(f"{most} requests are being served or waiting", mend="Send it again later.")
+                raise QueueFull(
+                    f"{most} requests are being served or waiting", mend="Send it again later."
+                )
             self._open[request.request_id] = sequence
             self._waiting.append(sequence)
         self._wake.set()
@@ -177,7 +192,9 @@ class SpeculativeRuntime:
     # The stepping thread.
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set; sleeps while there is nothing to do. What is open then stays open: see close()."""
+        """Step until `stop` is set; sleeps while there is nothing to do. What is open then stays
+        open: see close().
+        """
         self._runner = threading.current_thread()
         try:
             while not stop.is_set():
@@ -202,7 +219,9 @@ class SpeculativeRuntime:
             return True
 
     def close(self) -> None:
-        """End whatever is open as cancelled and refuse what comes later. Call it once `run` has returned."""
+        """End whatever is open as cancelled and refuse what comes later. Call it once `run` has
+        returned.
+        """
         with self._lock:
             self._closed = True
             self._cancelled.update(self._open)
@@ -234,10 +253,12 @@ class SpeculativeRuntime:
                 self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
-        """Feed prompts in the order they came, in whole chunks, until the step's allowance of tokens is spent.
+        """Feed prompts in the order they came, in whole chunks, until the step's allowance of
+        tokens is spent.
 
-        That is one forward's worth while most slots decode, so that a long prompt stalls them by a chunk per step at most, and
-        more where those that wait for their first token outnumber those that would be stalled.
+        That is one forward's worth while most slots decode, so that a long prompt stalls them by a
+        chunk per step at most, and more where those that wait for their first token outnumber those
+        that would be stalled.
         """
         chunk_len = self._target.max_step_tokens
         left = chunk_len * max(1, len(self._prefilling) - len(self._running))
@@ -251,8 +272,13 @@ class SpeculativeRuntime:
                 prompt = sequence.ids[: sequence.prefilled]
                 if len(prompt) == len(sequence.ids):
                     self._begin(sequence, logits)
-                # The draft reads behind the target, so that the first token waits for the target alone.
-                if sequence.finish_reason is None and sequence.speculates and self._drafter is not None:
+                # The draft reads behind the target, so that the first token waits for the target
+                # alone.
+                if (
+                    sequence.finish_reason is None
+                    and sequence.speculates
+                    and self._drafter is not None
+                ):
                     self._drafter.feed(sequence.slot, prompt)
             except Exception as error:
                 self._fail([sequence], error)
@@ -263,7 +289,9 @@ class SpeculativeRuntime:
         if not math.isfinite(float(host.max())):
             raise ValueError(NOT_FINITE)
         _, token = sequence.rule.decide(host, len(sequence.ids), [])
-        event = sequence.take(0, token, host if sequence.request.cumulative_logprob else None, self._clock())
+        event = sequence.take(
+            0, token, host if sequence.request.cumulative_logprob else None, self._clock()
+        )
         self._prefilling.popleft()
         self._running.append(sequence)
         self._deliver(sequence, event)
@@ -278,19 +306,28 @@ class SpeculativeRuntime:
     def _verify_rows(self, rows: list[Sequence]) -> None:
         start = self._clock()
         self._limit_by_load(rows)
-        speculating = [row for row in rows if row.speculates and row.draft_room() > 0] if self._drafter is not None else []
+        speculating = (
+            [row for row in rows if row.speculates and row.draft_room() > 0]
+            if self._drafter is not None
+            else []
+        )
         if speculating and self._drafter is not None:
             self._drafter.propose(speculating)
         drafted = self._clock()
         width = 1 + max(len(row.drafts) for row in rows)
-        # A row with fewer drafts is padded with a token that is in range; what follows a row's last draft is cut off again.
-        tokens = token_rows([[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows])
+        # A row with fewer drafts is padded with a token that is in range; what follows a row's last
+        # draft is cut off again.
+        tokens = token_rows(
+            [[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows]
+        )
         logits = self._target.forward([row.slot for row in rows], tokens)  # [rows, width, vocab]
         verified = self._clock()
 
         choices = argmax(logits) if any(row.rule.by_argmax for row in rows) else []
         # On the CPU this is a view; on a GPU a copy, which greedy decoding does without.
-        on_host = not logits.is_cuda or any(not row.rule.by_argmax or row.request.cumulative_logprob for row in rows)
+        on_host = not logits.is_cuda or any(
+            not row.rule.by_argmax or row.request.cumulative_logprob for row in rows
+        )
         host = to_host(logits) if on_host else None
         slots, lengths, outcomes = [], [], []
         for index, row in enumerate(rows):
@@ -319,10 +356,14 @@ class SpeculativeRuntime:
             self._deliver(row, event)
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """What the schedule says for so many requests. A draft that was left behind catches up when it is asked again."""
+        """What the schedule says for so many requests. A draft that was left behind catches up
+        when it is asked again.
+        """
         if not self.settings.draft_len_schedule:
             return
-        lengths = [length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)]
+        lengths = [
+            length for requests, length in self.settings.draft_len_schedule if requests <= len(rows)
+        ]
         for row in rows:
             if row.request.draft_len is None and lengths:
                 row.load_limit = lengths[-1]
@@ -330,7 +371,9 @@ class SpeculativeRuntime:
     # The ends of a request.
 
     def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Tell the client. With the last event the slot is free already, so that whoever hears it finds room."""
+        """Tell the client. With the last event the slot is free already, so that whoever hears
+        it finds room.
+        """
         if sequence.finish_reason is not None:
             event = dataclasses.replace(event, stats=sequence.tally.stats())
             self._release(sequence, event)
@@ -341,7 +384,9 @@ class SpeculativeRuntime:
             sequence.on_event(event)
         except Exception as error:  # a client's own fault ends its request and nobody else's
             if sequence.finish_reason is None:
-                self._release(sequence, sequence.end("error", f"the receiver of the events failed: {error!r}"))
+                self._release(
+                    sequence, sequence.end("error", f"the receiver of the events failed: {error!r}")
+                )
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         event = sequence.end(reason, error)
@@ -349,7 +394,9 @@ class SpeculativeRuntime:
         self._tell(sequence, event)
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
-        """A forward or a decision failed: the requests that took part end with it, and the runtime goes on."""
+        """A forward or a decision failed: the requests that took part end with it, and the
+        runtime goes on.
+        """
         for sequence in sequences:
             if self._open.get(sequence.request.request_id) is sequence:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}")
@@ -378,8 +425,9 @@ class SpeculativeRuntime:
 
 
 def _decide(row: Sequence, own: Floats | None, choices: list[int]) -> tuple[int, int]:
-    """(kept drafts, next token) of one request. own: the target's logits behind the output and each draft, where they are at
-    hand; choices: the best token of each row. Raises ValueError for logits that are not finite.
+    """(kept drafts, next token) of one request. own: the target's logits behind the output and each
+    draft, where they are at hand; choices: the best token of each row. Raises ValueError for logits
+    that are not finite.
     """
     if row.rule.by_argmax or own is None:
         kept, token = match(row.drafts, choices.__getitem__)

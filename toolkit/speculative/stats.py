@@ -11,15 +11,19 @@ __all__ = ["RuntimeCounters", "Tally", "Totals"]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeCounters:
-    """The runtime at one moment. requests: finish_reason -> finished requests; all but active and queued only ever grow.
+    """The runtime at one moment. requests: finish_reason -> finished requests; all but active and
+    queued only ever grow.
 
-    draft_ns, verify_ns and host_ns split the time of the verify steps, each step counted once however many requests shared it.
+    draft_ns, verify_ns and host_ns split the time of the verify steps, each step counted once
+    however many requests shared it.
     """
 
     requests: dict[str, int]
     prompt_tokens: int
     output_tokens: int
-    verify_steps: int  # as requests count them: a step that served three requests counts three times
+    verify_steps: (
+        int  # as requests count them: a step that served three requests counts three times
+    )
     drafted: int
     accepted: int
     steps: int  # target forwards after prefill
@@ -79,7 +83,9 @@ class Totals:
 class Tally:
     """The statistics of one running request."""
 
-    def __init__(self, prompt_tokens: int, draft_len: int, arrival_ns: int, with_logprob: bool) -> None:
+    def __init__(
+        self, prompt_tokens: int, draft_len: int, arrival_ns: int, with_logprob: bool
+    ) -> None:
         self._prompt_tokens = prompt_tokens
         self._arrival_ns = arrival_ns
         self._drafted = [0] * draft_len
@@ -98,7 +104,9 @@ class Tally:
         self._output_tokens += count
 
     def add_step(self, drafted: int, accepted: int) -> None:
-        """One verify step; accepted counts the draft tokens that became output, so one cut off behind EOS is not among them."""
+        """One verify step; accepted counts the draft tokens that became output, so one cut off
+        behind EOS is not among them.
+        """
         self._verify_steps += 1
         for position in range(drafted):
             self._drafted[position] += 1

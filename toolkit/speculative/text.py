@@ -1,9 +1,11 @@
-"""Text in, ids out; ids in, text out bit by bit, never showing what a later token could still change.
+"""Text in, ids out; ids in, text out bit by bit, never showing what a later token could still
+change.
 
-Held back are a character whose bytes are not all there and the beginning of a stop word. What is shown in the end, put
-together, is the decoding of all output ids up to the stop word, special tokens left out. (One exception: a byte-fallback
-decoder turns a whole run of byte tokens into replacement characters once one of them is broken. Characters of such a run that
-were complete are out by then and stay.)
+Held back are a character whose bytes are not all there and the beginning of a stop word. What is
+shown in the end, put together, is the decoding of all output ids up to the stop word, special
+tokens left out. (One exception: a byte-fallback decoder turns a whole run of byte tokens into
+replacement characters once one of them is broken. Characters of such a run that were complete are
+out by then and stay.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ __all__ = ["Decoder", "TextCodec", "TextStream"]
 CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
 LONGEST_CHARACTER = 4  # bytes, and so tokens of a tokenizer that falls back to them
 LONGEST_WAIT = 64  # broken characters held back at most, in the hope that they are not
-LONGEST_WINDOW = 64  # tokens decoded together, beyond which every place is looked at where characters may be whole
+# tokens decoded together, beyond which every place is looked at where characters may be whole
+LONGEST_WINDOW = 64
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 GROUP = 16  # tokens looked through for stop words with one call of the decoder
 
@@ -54,7 +57,9 @@ class TextCodec:
             raise CheckpointError(f"cannot be read as a tokenizer: {error}", where=path) from error
 
     def encode(self, prompt: str, *, special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt; with special_tokens, behind whatever the tokenizer itself puts before it (BOS or nothing)."""
+        """The ids of a prompt; with special_tokens, behind whatever the tokenizer itself puts
+        before it (BOS or nothing).
+        """
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
         return ids
 
@@ -63,7 +68,8 @@ class TextCodec:
         return text
 
     def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        # One by one: a row is a few tokens (1 us), and decode_batch wakes a thread pool for it (0.1 ms on two cores).
+        # One by one: a row is a few tokens (1 us), and decode_batch wakes a thread pool for it (0.1
+        # ms on two cores).
         return [self.decode(row) for row in rows]
 
     def stream(self, prompt_ids: Sequence[int], stop: Sequence[str]) -> TextStream:
@@ -71,9 +77,11 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of one request. `push` tokens as they come; `stopped_by` is set once a stop word is complete.
+    """The text of one request. `push` tokens as they come; `stopped_by` is set once a stop word is
+    complete.
 
-    The decoder may be far away, so it is called once per push (and per GROUP tokens, where there are stop words to find).
+    The decoder may be far away, so it is called once per push (and per GROUP tokens, where there
+    are stop words to find).
     """
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
@@ -81,14 +89,19 @@ class TextStream:
         self._stop = tuple(stop)
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # ids that are decoded together
         self._done = len(self._window)  # of them, those whose text is out
-        self._shown: int | None = None  # characters of the window's text that are out; None: all of the first `_done` ids'
+        self._shown: int | None = (
+            # characters of the window's text that are out; None: all of the first `_done` ids'
+            None
+        )
         self._held = ""  # text that may be the beginning of a stop word
         self.stopped_by: str | None = None
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """Add tokens. Returns (how many of them belong to the output, the text that is certain now).
+        """Add tokens. Returns (how many of them belong to the output, the text that is certain
+        now).
 
-        All of them do, unless a stop word was completed: then those up to and including the one that completed it.
+        All of them do, unless a stop word was completed: then those up to and including the one
+        that completed it.
         """
         text, size = "", GROUP if self._stop else max(1, len(tokens))
         for start in range(0, len(tokens), size):
@@ -99,10 +112,16 @@ class TextStream:
         return len(tokens), text
 
     def finish(self) -> str:
-        """What was held back, when no further token comes. An unfinished character decodes to the replacement character."""
+        """What was held back, when no further token comes. An unfinished character decodes to
+        the replacement character.
+        """
         if self.stopped_by is not None:
             return ""
-        rest = "" if self._shown is None else self._decoder.decode_many([self._window])[0][self._shown :]
+        rest = (
+            ""
+            if self._shown is None
+            else self._decoder.decode_many([self._window])[0][self._shown :]
+        )
         self._window.clear()
         self._done, self._shown = 0, None
         text = self._pass(rest)
@@ -111,11 +130,12 @@ class TextStream:
         return text
 
     def _add(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """Extend the window and let its new text through, as it stands after all tokens, or each where there are stop words.
+        """Extend the window and let its new text through, as it stands after all tokens, or each
+        where there are stop words.
 
-        Text that ends in a broken character waits, since the next token may complete it. Once none is left, the window starts
-        anew with what was added as context: a decoder may treat the first token of a text differently (leading spaces), and
-        never one in the middle.
+        Text that ends in a broken character waits, since the next token may complete it. Once none
+        is left, the window starts anew with what was added as context: a decoder may treat the
+        first token of a text differently (leading spaces), and never one in the middle.
         """
         looks: Sequence[int] = range(1, len(tokens) + 1) if self._stop else [len(tokens)]
         self._window.extend(tokens)
@@ -150,8 +170,8 @@ class TextStream:
     def _aligned(self, added: int, looks: Sequence[int]) -> list[str]:
         """The window's texts, see _decode, from the beginning of a character on.
 
-        The context is cut out of the prompt by tokens, and a decoder with byte fallback would break all bytes from the cut to
-        the new ones.
+        The context is cut out of the prompt by tokens, and a decoder with byte fallback would break
+        all bytes from the cut to the new ones.
         """
         texts = self._decode(added, looks)
         for _ in range(LONGEST_CHARACTER - 1):
@@ -163,7 +183,9 @@ class TextStream:
         return texts
 
     def _last_whole(self, tokens: Sequence[int], looks: Sequence[int], texts: Sequence[str]) -> int:
-        """After how many of the added tokens all characters are whole, if that is so after some of them and not after all."""
+        """After how many of the added tokens all characters are whole, if that is so after some
+        of them and not after all.
+        """
         if not texts[-1].endswith(BROKEN):
             return 0
         if not self._stop:
@@ -171,14 +193,22 @@ class TextStream:
             likely = count - LONGEST_CHARACTER + 1 if len(self._window) < LONGEST_WINDOW else 1
             looks = range(max(1, likely), count)
             texts = self._decode(count, looks) if looks else []
-        whole = [look for look, text in zip(looks, texts[len(texts) - len(looks) :], strict=True) if not text.endswith(BROKEN)]
+        whole = [
+            look
+            for look, text in zip(looks, texts[len(texts) - len(looks) :], strict=True)
+            if not text.endswith(BROKEN)
+        ]
         return max(whole, default=0)
 
     def _decode(self, added: int, looks: Sequence[int]) -> list[str]:
-        """The text of what is out, where its length is not known, then that of the window after so many of the added tokens."""
+        """The text of what is out, where its length is not known, then that of the window after
+        so many of the added tokens.
+        """
         before = len(self._window) - added
         rows = [] if self._shown is not None else [self._window[: self._done]]
-        return self._decoder.decode_many([*rows, *[self._window[: before + look] for look in looks]])
+        return self._decoder.decode_many(
+            [*rows, *[self._window[: before + look] for look in looks]]
+        )
 
     def _pass(self, text: str) -> str:
         """Let text through up to the first stop word, or up to what may become one."""

@@ -1,1 +1,3 @@
-"""Stand-ins for checkpoints that are not at hand, so that a deployment can be tried where its models do not fit."""
+"""Stand-ins for checkpoints that are not at hand, so that a deployment can be tried where its
+models do not fit.
+"""

@@ -1,7 +1,8 @@
 """A deployment -> the same one with what is not at hand replaced, and the list of what was.
 
-Two configs come out. `asked` is the YAML's own with stand-ins for its checkpoints: it decides what is quantized and for which
-ranks. `served` has the embedded engine in the engine's place, with small sizes: it is compiled, packaged and measured.
+Two configs come out. `asked` is the YAML's own with stand-ins for its checkpoints: it decides what
+is quantized and for which ranks. `served` has the embedded engine in the engine's place, with small
+sizes: it is compiled, packaged and measured.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ PROMPTS = 16
 PROMPT_CHARACTERS = 48
 CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}  # at most
 TIES = 0.5  # of the prompts may meet a near-tie: with 16 prompts no smaller rate can be bounded
-TEMPERATURE = 1.0  # at least: the controls of the test of sampled tokens see nothing where one token is certain
-EFFECT, SECONDS = 0.12, 180.0  # of the test of sampled tokens; drawing ends sooner where it has enough
+# at least: the controls of the test of sampled tokens see nothing where one token is certain
+TEMPERATURE = 1.0
+EFFECT, SECONDS = (
+    0.12,
+    180.0,
+)  # of the test of sampled tokens; drawing ends sooner where it has enough
 LINES = (
     "def total(values):\n    return sum(value for value in values if value is not None)",
     "The server answers every request once, and closes the connection when the text is complete.",
@@ -70,7 +75,9 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     validation = _validation(config.validation, folder, replaced)
     kind = config.engine.kind
     speculation = config.speculation
-    if speculation.kind != "none" and speculation.max_draft_len == "auto":  # what pays says nothing about the real pair
+    if (
+        speculation.kind != "none" and speculation.max_draft_len == "auto"
+    ):  # what pays says nothing about the real pair
         replaced.append(f"speculation.max_draft_len auto: {DRAFT_LEN}")
         speculation = speculation.model_copy(update={"max_draft_len": DRAFT_LEN})
     asked = config.model_copy(
@@ -83,11 +90,21 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         }
     )
     sizes = {name: min(getattr(config.engine, name), most) for name, most in SIZES.items()}
-    own = config.engine.model_dump(exclude=set(SIZES)) if isinstance(config.engine, TorchEngineConfig) else {}
+    own = (
+        config.engine.model_dump(exclude=set(SIZES))
+        if isinstance(config.engine, TorchEngineConfig)
+        else {}
+    )
     engine = TorchEngineConfig(**{**own, "mode": "eager", "threads": 1, **sizes})
-    layout = "bls" if config.triton.layout == "bls" or isinstance(config.engine, TrtEngineConfig) else "llmapi"
+    layout = (
+        "bls"
+        if config.triton.layout == "bls" or isinstance(config.engine, TrtEngineConfig)
+        else "llmapi"
+    )
     what = "the embedded engine on this machine" if kind != "torch" else "the same, eager"
-    replaced.append(f"engine {kind}: {what}, {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+    replaced.append(
+        f"engine {kind}: {what}, {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+    )
     served = asked.model_copy(update={"engine": engine, "triton": _triton(config.triton, layout)})
     replaced += _rule(config)
     return Rehearsal(asked, served, tuple(replaced))
@@ -96,28 +113,45 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
 def _rule(config: DeploymentConfig) -> list[str]:
     """Where sampled tokens are accepted by another rule.
 
-    The real one would be to no purpose here: of random weights two samples are hardly ever the same (1 % of drafts were kept by
-    it, and 32 % are by rejection), and what is never accepted is not tested.
+    The real one would be to no purpose here: of random weights two samples are hardly ever the same
+    (1 % of drafts were kept by it, and 32 % are by rejection), and what is never accepted is not
+    tested.
     """
     kind = config.engine.kind
     real, here = ACCEPTANCE[kind][0], ACCEPTANCE["torch"][0]
     if config.speculation.kind == "none" or config.speculation.acceptance != "auto" or real == here:
         return []
     how = ", over its draft's likeliest token" if kind == "trtllm_pytorch" else ""
-    return [f"accept rule of sampled tokens, {real} in {kind}{how}: {here}; the real rule is not tested"]
+    return [
+        f"accept rule of sampled tokens, {real} in {kind}{how}: {here}; the real rule is not tested"
+    ]
 
 
 def _triton(triton: TritonConfig, layout: str) -> TritonConfig:
-    return triton.model_copy(update={"layout": layout, "default_max_tokens": min(triton.default_max_tokens, MAX_TOKENS)})
+    return triton.model_copy(
+        update={"layout": layout, "default_max_tokens": min(triton.default_max_tokens, MAX_TOKENS)}
+    )
 
 
-def _stand_ins(config: DeploymentConfig, folder: Path, replaced: list[str]) -> dict[str, ModelConfig]:
-    models = {role: model for role, model in (("target", config.target), ("draft", config.draft)) if model is not None}
+def _stand_ins(
+    config: DeploymentConfig, folder: Path, replaced: list[str]
+) -> dict[str, ModelConfig]:
+    models = {
+        role: model
+        for role, model in (("target", config.target), ("draft", config.draft))
+        if model is not None
+    }
     stated = {role: _config_of(model) for role, model in models.items()}
-    shapes = {role: parse_shape(config, where=models[role].checkpoint) for role, config in stated.items()}
+    shapes = {
+        role: parse_shape(config, where=models[role].checkpoint) for role, config in stated.items()
+    }
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
-    ranks = (1, 1) if isinstance(config.engine, TorchEngineConfig) else (config.engine.tp_size, config.engine.pp_size)
+    ranks = (
+        (1, 1)
+        if isinstance(config.engine, TorchEngineConfig)
+        else (config.engine.tp_size, config.engine.pp_size)
+    )
     found = {}
     for seed, (role, model) in enumerate(models.items()):
         scaled = scaled_config(stated[role], shapes[role], rows[role], *ranks)
@@ -127,8 +161,8 @@ def _stand_ins(config: DeploymentConfig, folder: Path, replaced: list[str]) -> d
         replaced.append(f"{role} {name}: random weights, {_sizes(shapes[role], made)}")
         found[role] = model.model_copy(update={"checkpoint": directory, "revision": None})
     replaced.append(
-        f"tokenizer: a byte-level one of {num_tokens(habits)} tokens for both, with the special ones of its family; "
-        "that the real ones agree is not shown by it"
+        f"tokenizer: a byte-level one of {num_tokens(habits)} tokens for both, with the special"
+        " ones of its family; that the real ones agree is not shown by it"
     )
     return found
 
@@ -143,7 +177,9 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rows(shapes: Mapping[str, ModelShape], tokens: int) -> dict[str, int]:
-    """Rows of each vocabulary: all tokens, padded, and as many more as the real one has over its partner."""
+    """Rows of each vocabulary: all tokens, padded, and as many more as the real one has over its
+    partner.
+    """
     least = min(shape.vocab_size for shape in shapes.values())
     padded = -(-tokens // ROWS) * ROWS
     return {role: padded + shape.vocab_size - least for role, shape in shapes.items()}
@@ -161,40 +197,60 @@ def _sizes(real: ModelShape, made: ModelShape) -> str:
         "vocabulary": "vocab_size",
     }
     pairs = {title: (getattr(real, name), getattr(made, name)) for title, name in names.items()}
-    return ", ".join(f"{title} {one} -> {other}" for title, (one, other) in pairs.items() if one != other)
+    return ", ".join(
+        f"{title} {one} -> {other}" for title, (one, other) in pairs.items() if one != other
+    )
 
 
-def _calibration(calibration: CalibrationConfig, folder: Path, replaced: list[str]) -> CalibrationConfig:
+def _calibration(
+    calibration: CalibrationConfig, folder: Path, replaced: list[str]
+) -> CalibrationConfig:
     least = {name: min(getattr(calibration, name), most) for name, most in CALIBRATION.items()}
     files: dict[str, Path | None] = {"dataset": calibration.dataset, "heldout": calibration.heldout}
     for name, file in files.items():
         if file is not None and not file.is_file():
             files[name] = folder / f"{name}.jsonl"
             _write_lines(folder / f"{name}.jsonl", "text", LINES * 4)
-            replaced.append(f"calibration.{name} {file.name}, which is not here: {len(LINES)} lines of text, repeated")
+            replaced.append(
+                f"calibration.{name} {file.name}, which is not here: {len(LINES)} lines of text,"
+                " repeated"
+            )
     replaced.append(
-        f"calibration: {least['calib_size']} lines of at most {least['calib_max_seq_length']} tokens"
-        f" instead of {calibration.calib_size} of {calibration.calib_max_seq_length}"
+        f"calibration: {least['calib_size']} lines of at most {least['calib_max_seq_length']}"
+        f" tokens instead of {calibration.calib_size} of {calibration.calib_max_seq_length}"
     )
     return calibration.model_copy(update={**least, **files})
 
 
-def _validation(validation: ValidationConfig, folder: Path, replaced: list[str]) -> ValidationConfig:
+def _validation(
+    validation: ValidationConfig, folder: Path, replaced: list[str]
+) -> ValidationConfig:
     count, tokens = min(validation.max_prompts, PROMPTS), min(validation.max_tokens, MAX_TOKENS)
     temperature = max(validation.temperature, TEMPERATURE)
     if validation.prompts.is_file():
-        prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(validation.prompts, "prompt", "text", limit=count)]
+        prompts = [
+            text[:PROMPT_CHARACTERS]
+            for text in read_texts(validation.prompts, "prompt", "text", limit=count)
+        ]
         which = f"{len(prompts)} of its prompts, cut to {PROMPT_CHARACTERS} characters"
     else:
-        prompts = [line[: PROMPT_CHARACTERS - index] for index in range(PROMPTS // len(LINES)) for line in LINES][:count]
+        prompts = [
+            line[: PROMPT_CHARACTERS - index]
+            for index in range(PROMPTS // len(LINES))
+            for line in LINES
+        ][:count]
         which = f"which is not here, {len(prompts)} made-up prompts"
     _write_lines(folder / "prompts.jsonl", "prompt", prompts)
-    replaced.append(f"validation.prompts {validation.prompts.name}: {which}, {tokens} tokens of output, one round")
+    replaced.append(
+        f"validation.prompts {validation.prompts.name}: {which}, {tokens} tokens of output, one"
+        " round"
+    )
     if validation.latency.concurrency:
         replaced.append("validation.latency.concurrency: one request at a time")
     replaced.append(
-        f"validation: as few prompts allow, near-ties in {TIES:.0%} of them may end in another text, and tokens are sampled at "
-        f"temperature {temperature:g} and tested for a total variation of {EFFECT:g}"
+        f"validation: as few prompts allow, near-ties in {TIES:.0%} of them may end in another"
+        f" text, and tokens are sampled at temperature {temperature:g} and tested for a total"
+        f" variation of {EFFECT:g}"
     )
     return validation.model_copy(
         update={
@@ -206,7 +262,9 @@ def _validation(validation: ValidationConfig, folder: Path, replaced: list[str])
             "max_rounds": 1,
             "parity": validation.parity.model_copy(update={"max_divergence_rate": TIES}),
             "latency": validation.latency.model_copy(update={"concurrency": ()}),
-            "distribution": validation.distribution.model_copy(update={"effect": EFFECT, "max_seconds": SECONDS}),
+            "distribution": validation.distribution.model_copy(
+                update={"effect": EFFECT, "max_seconds": SECONDS}
+            ),
         }
     )
 

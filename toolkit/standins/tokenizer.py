@@ -1,6 +1,8 @@
-"""A small byte-level tokenizer with the habits of a family: its special tokens, and whether a text begins with one.
+"""A small byte-level tokenizer with the habits of a family: its special tokens, and whether a text
+begins with one.
 
-It is a real one: any text encodes, and decodes to itself. Target and draft get the same file, as real pairs do.
+It is a real one: any text encodes, and decodes to itself. Target and draft get the same file, as
+real pairs do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ th er in on re an en at es or st ar se al le de te it ro ri nt ed me ou is co li
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """special: tokens after the ordinary ones. bos: what encoding puts first, None for nothing. eos: what ends a text."""
+    """special: tokens after the ordinary ones. bos: what encoding puts first, None for nothing.
+    eos: what ends a text.
+    """
 
     special: tuple[str, ...]
     bos: str | None
@@ -36,8 +40,12 @@ FAMILIES = {
         ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
     ),
     "MistralForCausalLM": Habits(("<s>", "</s>", "[INST]", "[/INST]"), "<s>", ("</s>",)),
-    "Qwen2ForCausalLM": Habits(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), None, ("<|im_end|>", "<|endoftext|>")),
-    "Qwen3ForCausalLM": Habits(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), None, ("<|im_end|>", "<|endoftext|>")),
+    "Qwen2ForCausalLM": Habits(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), None, ("<|im_end|>", "<|endoftext|>")
+    ),
+    "Qwen3ForCausalLM": Habits(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), None, ("<|im_end|>", "<|endoftext|>")
+    ),
 }
 
 
@@ -46,11 +54,15 @@ def habits_of(architecture: str) -> Habits:
 
 
 def merges() -> list[tuple[str, str]]:
-    """Pairs that are put together, in the order of their rank; each of pieces that are there by then."""
+    """Pairs that are put together, in the order of their rank; each of pieces that are there by
+    then.
+    """
     known, found = set[str](), []
     for piece in sorted(MERGED.split(), key=len):
         cuts = [
-            cut for cut in range(1, len(piece)) if all(len(part) == 1 or part in known for part in (piece[:cut], piece[cut:]))
+            cut
+            for cut in range(1, len(piece))
+            if all(len(part) == 1 or part in known for part in (piece[:cut], piece[cut:]))
         ]
         if cuts:
             found.append((piece[: cuts[-1]], piece[cuts[-1] :]))
@@ -67,8 +79,13 @@ def write_tokenizer(directory: Path, habits: Habits) -> dict[str, int]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     pairs = merges()
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in pairs)]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=pairs))
+    pieces = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *(left + right for left, right in pairs),
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=pairs)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in habits.special])
@@ -84,5 +101,7 @@ def write_tokenizer(directory: Path, habits: Habits) -> dict[str, int]:
         "eos_token": habits.eos[0],
         "add_bos_token": habits.bos is not None,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
     return ids

@@ -1,1 +1,3 @@
-"""From engines to a served deployment: the Triton model repository, the Python model in it, and the server process."""
+"""From engines to a served deployment: the Triton model repository, the Python model in it, and
+the server process.
+"""

@@ -1,8 +1,10 @@
-"""`python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]`: serve a packaged repository.
+"""`python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]`: serve a packaged
+repository.
 
-This is what `launch.sh` beside the models runs, in systemd, a container or a terminal: the same command, environment and
-supervisor as those of `TritonServer`, but nobody's child. An entry point like the CLI, so it prints and exits.
-It stays where it is: packaged repositories name it, also those that have to be told that they are outdated.
+This is what `launch.sh` beside the models runs, in systemd, a container or a terminal: the same
+command, environment and supervisor as those of `TritonServer`, but nobody's child. An entry point
+like the CLI, so it prints and exits. It stays where it is: packaged repositories name it, also
+those that have to be told that they are outdated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ def main(arguments: list[str]) -> None:
         command, environment = launch_command(Path(arguments[0]), workspace)
     except ToolkitError as error:
         sys.exit(str(error))
-    os.execve(sys.executable, supervised([*command, *arguments[1:]], workspace.path, Path(arguments[0]), parent=0), environment)
+    os.execve(
+        sys.executable,
+        supervised([*command, *arguments[1:]], workspace.path, Path(arguments[0]), parent=0),
+        environment,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The plain greedy text against a reference model, teacher-forced over every token.
 
-Arms that agree with one another may all be wrong: a dropped BOS, a damaged weight or a wrong position is in every one of
-them. So the plain text is put to a reference, token by token: is this the token that the reference would have chosen behind
-the same text? Only the tokens are compared, which any endpoint gives. How far a token lies below the reference's best says
-what is behind it.
+Arms that agree with one another may all be wrong: a dropped BOS, a damaged weight or a wrong
+position is in every one of them. So the plain text is put to a reference, token by token: is this
+the token that the reference would have chosen behind the same text? Only the tokens are compared,
+which any endpoint gives. How far a token lies below the reference's best says what is behind it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def agreement(
     seed: int = 0,
     on_prompt: Callable[[int], None] = lambda done: None,
 ) -> Agreement:
-    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server should, up to rounding;
-    where it is another one, decided_margin says by how many logits it has to be decided for another token to mean something.
+    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server
+    should, up to rounding; where it is another one, decided_margin says by how many logits it has
+    to be decided for another token to mean something.
     """
     per_prompt: list[tuple[int, int]] = []
     margins: list[float] = []
@@ -62,10 +63,16 @@ def agreement(
             first_tokens += position == 0 and kind != "equivalent"
             if gap > worst[0]:
                 where = f"prompt {index + 1}, output token {position + 1}"
-                worst = (gap, f"{where}: the reference's number {rank + 1}, {gap:.4f} logits below its best")
+                worst = (
+                    gap,
+                    f"{where}: the reference's number {rank + 1}, {gap:.4f} logits below its best",
+                )
         on_prompt(index + 1)
     decided = np.asarray(margins) >= (np.inf if decided_margin is None else decided_margin)
-    agreeing_tokens, tokens = [agreed for agreed, _ in per_prompt], [count for _, count in per_prompt]
+    agreeing_tokens, tokens = (
+        [agreed for agreed, _ in per_prompt],
+        [count for _, count in per_prompt],
+    )
     rate, low, high = bootstrap_ratio_of_sums(agreeing_tokens, tokens, seed=seed)
     return Agreement(
         against=against,
@@ -91,14 +98,19 @@ def agreement(
 def decided_margin(quality: QuantizationQuality | None) -> float | None:
     """Logits by which quantization hardly ever tips a choice. None where nothing was measured.
 
-    To second order KL is half the variance of the logits' errors under the model's own distribution, so sqrt(2 KL) is their
-    size; of the worst of 100 tokens, and once for each of the two best.
+    To second order KL is half the variance of the logits' errors under the model's own
+    distribution, so sqrt(2 KL) is their size; of the worst of 100 tokens, and once for each of the
+    two best.
     """
     return None if quality is None else 2 * math.sqrt(2 * quality.kl_p99)
 
 
-def explained_without_first_token(texts: Sequence[RequestTiming], reference: Reference, near_tie_margin: float) -> bool:
-    """Whether the reference agrees once the prompt's first token is left out: what a server says that drops the BOS."""
+def explained_without_first_token(
+    texts: Sequence[RequestTiming], reference: Reference, near_tie_margin: float
+) -> bool:
+    """Whether the reference agrees once the prompt's first token is left out: what a server says
+    that drops the BOS.
+    """
     for text in texts:
         if text.token_ids:
             gaps, _, _ = _scored(reference, text, skipped=1)
@@ -110,7 +122,9 @@ def explained_without_first_token(texts: Sequence[RequestTiming], reference: Ref
 def _scored(
     reference: Reference, text: RequestTiming, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """(gap, rank, margin) of every output token. An EOS that ended the text is part of it where the server returned it."""
+    """(gap, rank, margin) of every output token. An EOS that ended the text is part of it where
+    the server returned it.
+    """
     prompt = tuple(reference.encode(text.prompt))[skipped:]
     ids = (*prompt, *text.token_ids)
     if not text.token_ids or not prompt:

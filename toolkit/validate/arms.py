@@ -1,11 +1,14 @@
-"""Run the two arms against the endpoint: the same prompts, back to back, in random order, round after round.
+"""Run the two arms against the endpoint: the same prompts, back to back, in random order, round
+after round.
 
-One request at a time: what is compared is a single reader's speed. Within a pair a coin decides which arm goes first, and every
-round has its own order of prompts, so that drift of the machine falls on both arms alike.
+One request at a time: what is compared is a single reader's speed. Within a pair a coin decides
+which arm goes first, and every round has its own order of prompts, so that drift of the machine
+falls on both arms alike.
 
-Where speculation is decided when the server starts, and two servers do not fit, each arm is a server of its own and they take
-turns (ABAB): a start, a warm-up, a round of one arm at every temperature, and the other arm's start. Drift slower than a turn
-still falls on both; within a turn it does not, so such a comparison wants more rounds.
+Where speculation is decided when the server starts, and two servers do not fit, each arm is a
+server of its own and they take turns (ABAB): a start, a warm-up, a round of one arm at every
+temperature, and the other arm's start. Drift slower than a turn still falls on both; within a turn
+it does not, so such a comparison wants more rounds.
 """
 
 from __future__ import annotations
@@ -38,18 +41,22 @@ WARM_UP_PROMPTS = 2
 
 
 class Endpoint(Protocol):
-    """Where requests go: `toolkit.client.Client` is one. overrides are fields of `toolkit.client.Options`."""
+    """Where requests go: `toolkit.client.Client` is one. overrides are fields of
+    `toolkit.client.Options`.
+    """
 
     def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured, and passes nothing.
+    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured,
+    and passes nothing.
 
-    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled: seeded texts that are the
-    same with and without speculation. log_probs: of the tokens that both greedy arms choose, the target's own. fresh_prompts: a
-    prompt costs the same the second time, since no cache of prefixes answers.
+    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled:
+    seeded texts that are the same with and without speculation. log_probs: of the tokens that both
+    greedy arms choose, the target's own. fresh_prompts: a prompt costs the same the second time,
+    since no cache of prefixes answers.
     """
 
     verify_arm: bool = True
@@ -64,16 +71,20 @@ ALL = Abilities()
 
 @dataclass(frozen=True, slots=True)
 class Alternating:
-    """An endpoint per arm, of which one is there at a time. start: ends the other arm's server and starts this one's."""
+    """An endpoint per arm, of which one is there at a time. start: ends the other arm's server
+    and starts this one's.
+    """
 
     start: Callable[[str], Endpoint]
 
 
 @dataclass
 class Sender:
-    """Sends one request at a time, remembers all of them for the counters, and names the prompt where one fails.
+    """Sends one request at a time, remembers all of them for the counters, and names the prompt
+    where one fails.
 
-    draft_lens: a request may state its draft length. Where none may, the plain arm is what is served without speculation.
+    draft_lens: a request may state its draft length. Where none may, the plain arm is what is
+    served without speculation.
     """
 
     endpoint: Endpoint | Alternating
@@ -82,7 +93,9 @@ class Sender:
     mend: str = "Mend or remove this line of the prompts file."  # of a request that is refused
     sent: list[RequestTiming] = field(default_factory=list)
     draft_lens: bool = True
-    _running: tuple[str, Endpoint] | None = None  # of an alternating endpoint: the arm that is there now
+    _running: tuple[str, Endpoint] | None = (
+        None  # of an alternating endpoint: the arm that is there now
+    )
 
     def turn_to(self, arm: str) -> Endpoint:
         """The endpoint that answers for this arm, started where it is not the one that is there."""
@@ -95,7 +108,8 @@ class Sender:
     def send(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming:
         """arm: plain | speculative | verify (drafts are verified and thrown away).
 
-        Raises StageError when the request is not answered to its end, or its tokens are not all there.
+        Raises StageError when the request is not answered to its end, or its tokens are not all
+        there.
         """
         answer = self.ask(index, prompt, arm, **options)
         if isinstance(answer, str):
@@ -123,21 +137,32 @@ class Sender:
             return str(error)
         except ServerUnavailable as error:
             raise StageError(
-                "validate", f"the server went away: {error}", where=where, mend="The end of the server's log says why."
+                "validate",
+                f"the server went away: {error}",
+                where=where,
+                mend="The end of the server's log says why.",
             ) from error
         if timing.output_tokens is None or timing.output_tokens != len(timing.token_ids):
             raise StageError(
                 "validate",
-                f"{timing.output_tokens} output tokens were counted and {len(timing.token_ids)} token ids returned",
+                f"{timing.output_tokens} output tokens were counted and {len(timing.token_ids)}"
+                " token ids returned",
                 where=where,
-                mend="Validation needs a model that returns output_ids and num_output_tokens; package the repository again.",
+                mend=(
+                    "Validation needs a model that returns output_ids and num_output_tokens;"
+                    " package the repository again."
+                ),
             )
         if (streamed := sum(tokens or 0 for _, tokens in timing.chunks)) != timing.output_tokens:
             raise StageError(
                 "validate",
-                f"{streamed} output tokens were counted while they came and {timing.output_tokens} at the end",
+                f"{streamed} output tokens were counted while they came and {timing.output_tokens}"
+                " at the end",
                 where=where,
-                mend="The server contradicts itself, so nothing per token could be believed; package the repository again.",
+                mend=(
+                    "The server contradicts itself, so nothing per token could be believed; package"
+                    " the repository again."
+                ),
             )
         self.sent.append(timing)
         self.on_sent()
@@ -167,10 +192,14 @@ def run_rounds(
     seed: int,
     options: dict[str, Any],
 ) -> Measured:
-    """Measure `rounds` rounds, and more while `undecided` and below max_rounds. options go with every request."""
+    """Measure `rounds` rounds, and more while `undecided` and below max_rounds. options go with
+    every request.
+    """
     generator = random.Random(seed)
     measured = Measured()
-    while len(measured.plain) < rounds or (len(measured.plain) < max_rounds and undecided(measured)):
+    while len(measured.plain) < rounds or (
+        len(measured.plain) < max_rounds and undecided(measured)
+    ):
         answers: dict[str, dict[int, RequestTiming]] = {arm: {} for arm in arms}
         for index in generator.sample(range(len(prompts)), len(prompts)):
             for arm in generator.sample(list(arms), len(arms)):
@@ -190,7 +219,9 @@ def run_turns(
     seed: int,
     temperatures: Sequence[float],
 ) -> dict[float, Measured]:
-    """The same of an alternating endpoint, at all temperatures in one turn, since a turn begins with a start."""
+    """The same of an alternating endpoint, at all temperatures in one turn, since a turn begins
+    with a start.
+    """
     generator = random.Random(seed)
     measured = {temperature: Measured() for temperature in temperatures}
     made = 0
@@ -202,7 +233,11 @@ def run_turns(
             for temperature in temperatures:
                 answers: dict[int, RequestTiming] = {}
                 for index in generator.sample(range(len(prompts)), len(prompts)):
-                    answers[index] = sender.send(index, prompts[index], arm, temperature=temperature)
-                getattr(measured[temperature], arm).append([answers[index] for index in range(len(prompts))])
+                    answers[index] = sender.send(
+                        index, prompts[index], arm, temperature=temperature
+                    )
+                getattr(measured[temperature], arm).append(
+                    [answers[index] for index in range(len(prompts))]
+                )
         made += 1
     return measured

@@ -1,6 +1,8 @@
-"""Is what the endpoint says correct? All checks of it in their order, with their gates and the names of what is wrong.
+"""Is what the endpoint says correct? All checks of it in their order, with their gates and the
+names of what is wrong.
 
-Nothing here is timed. The greedy texts that were measured are used again; everything else is sent for the purpose.
+Nothing here is timed. The greedy texts that were measured are used again; everything else is sent
+for the purpose.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.records.build import QuantizationQuality
-from toolkit.records.judged import Agreement, Distribution, Divergence, DraftCheck, Parity, StopCheck
+from toolkit.records.judged import (
+    Agreement,
+    Distribution,
+    Divergence,
+    DraftCheck,
+    Parity,
+    StopCheck,
+)
 from toolkit.records.measured import Acceptance, Finding, Gate
 from toolkit.validate.agreement import agreement, decided_margin
 from toolkit.validate.arms import ARMS, Abilities, Measured, Sender
@@ -42,10 +51,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What judges. engine: the compiled engine outside the server, None where nothing but its server can run it. source: the
-    unquantized checkpoint, None where it is not asked.
+    """What judges. engine: the compiled engine outside the server, None where nothing but its
+    server can run it. source: the unquantized checkpoint, None where it is not asked.
 
-    source_same_precision: the deployment computes what the source does, up to rounding (nothing is quantized, and float32).
+    source_same_precision: the deployment computes what the source does, up to rounding (nothing is
+    quantized, and float32).
     """
 
     engine: Reference | None
@@ -67,7 +77,9 @@ class Correctness:
     asked_draft: bool = False  # draft_check None then means that no text told where its steps began
 
 
-def planned_requests(config: ValidationConfig, prompts: int, max_draft_len: int, can: Abilities) -> int:
+def planned_requests(
+    config: ValidationConfig, prompts: int, max_draft_len: int, can: Abilities
+) -> int:
     """How many requests judge_correctness sends, without those that draw tokens."""
     if max_draft_len == 0:
         return 0
@@ -86,9 +98,9 @@ def _unsaid(what: str, *, by_steps: bool = False) -> None:
 class Case:
     """What is judged, and with what.
 
-    greedy: the timed requests at temperature 0. rule: of requests without a seed. max_draft_len 0: nothing speculates.
-    keep_replay: stores one divergence and returns the file's name. say: what is being done now; by_steps where on_step,
-    called with (done, of how many), tells how far it is.
+    greedy: the timed requests at temperature 0. rule: of requests without a seed. max_draft_len 0:
+    nothing speculates. keep_replay: stores one divergence and returns the file's name. say: what is
+    being done now; by_steps where on_step, called with (done, of how many), tells how far it is.
     """
 
     sender: Sender
@@ -112,7 +124,11 @@ class Case:
         return [self.config.seed + index for index in range(len(self.prompts))]
 
     def keep(self, one: Divergence, text: RequestTiming, other: RequestTiming) -> str | None:
-        return None if self.keep_replay is None else self.keep_replay(replay_of(self.config, one, text, other))
+        return (
+            None
+            if self.keep_replay is None
+            else self.keep_replay(replay_of(self.config, one, text, other))
+        )
 
 
 def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correctness:
@@ -139,7 +155,9 @@ def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correc
         stop_check=found.stop_check,
         distribution=found.distribution,
         diagnoses=tuple(diagnoses),
-        asked_draft=case.max_draft_len > 0 and references.engine is not None and references.engine.draft is not None,
+        asked_draft=case.max_draft_len > 0
+        and references.engine is not None
+        and references.engine.draft is not None,
     )
 
 
@@ -157,10 +175,20 @@ class _Speculation:
 def _judge_speculation(case: Case) -> _Speculation:
     """All requests are sent first, then the engine is asked."""
     case.say("comparing draft lengths")
-    arms = [ArmTexts("speculative", case.max_draft_len, list(zip(*case.greedy.speculative, strict=True)))]
-    arms += [_said_by(case, arm, draft_len) for arm, draft_len in _more_arms(case.config, case.max_draft_len, case.can)]
+    arms = [
+        ArmTexts(
+            "speculative", case.max_draft_len, list(zip(*case.greedy.speculative, strict=True))
+        )
+    ]
+    arms += [
+        _said_by(case, arm, draft_len)
+        for arm, draft_len in _more_arms(case.config, case.max_draft_len, case.can)
+    ]
     case.say("sending stop words")
-    same = [first_difference(*pair) is None for pair in zip(case.plain, case.greedy.speculative[0], strict=True)]
+    same = [
+        first_difference(*pair) is None
+        for pair in zip(case.plain, case.greedy.speculative[0], strict=True)
+    ]
     stop_check = check_stops(case.sender, case.prompts, case.plain, same, seed=case.config.seed)
     seeded_texts = _seeded(case) if case.can.coupled else None
     engine = case.references.engine
@@ -176,18 +204,31 @@ def _judge_speculation(case: Case) -> _Speculation:
     if seeded_texts is not None:
         plain, said = seeded_texts
         seeded_judge = replace(judge, temperature=case.config.temperature, seeds=case.seeds)
-        seeded = compare(plain, [ArmTexts("speculative", case.max_draft_len, said)], seeded_judge, keep=case.keep)
-    draft_check = None if engine is None else check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
+        seeded = compare(
+            plain, [ArmTexts("speculative", case.max_draft_len, said)], seeded_judge, keep=case.keep
+        )
+    draft_check = (
+        None
+        if engine is None
+        else check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
+    )
     return _Speculation(parity, seeded, draft_check, stop_check, distribution)
 
 
 def _distribution(case: Case) -> Distribution:
-    """Against what the engine says tokens should be distributed like, or of both arms against one another without it."""
+    """Against what the engine says tokens should be distributed like, or of both arms against
+    one another without it.
+    """
     config, asked, engine = case.config, case.config.distribution, case.references.engine
     case.say("drawing texts" if engine is None else "drawing tokens", by_steps=True)
     if engine is None:
         pairs = draw_pairs(
-            case.sender, case.prompts, asked, temperature=config.temperature, seed=config.seed, on_progress=case.on_step
+            case.sender,
+            case.prompts,
+            asked,
+            temperature=config.temperature,
+            seed=config.seed,
+            on_progress=case.on_step,
         )
         case.say("testing what was drawn")
         return judge_pairs(pairs, asked, rule=case.rule, seed=config.seed)
@@ -215,7 +256,15 @@ def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreeme
 
     if references.engine is not None:
         case.say("asking the engine about every token, texts", by_steps=True)
-        exact = agreement("engine", case.plain, references.engine, margin, same_precision=True, seed=seed, on_prompt=on_prompt)
+        exact = agreement(
+            "engine",
+            case.plain,
+            references.engine,
+            margin,
+            same_precision=True,
+            seed=seed,
+            on_prompt=on_prompt,
+        )
         agreements.append(exact)
     if references.source is not None:
         case.say("asking the unquantized model about every token, texts", by_steps=True)
@@ -240,7 +289,9 @@ def correctness_gates(found: Correctness) -> list[Gate]:
     """All but those of parity."""
     return [
         *(gate for one in found.agreements if (gate := agreement_gate(one)) is not None),
-        *check_gates(found.draft_check, found.stop_check, found.diagnoses, asked_draft=found.asked_draft),
+        *check_gates(
+            found.draft_check, found.stop_check, found.diagnoses, asked_draft=found.asked_draft
+        ),
         *([] if found.distribution is None else [distribution_gate(found.distribution)]),
     ]
 
@@ -248,35 +299,69 @@ def correctness_gates(found: Correctness) -> list[Gate]:
 def not_measured(
     max_draft_len: int, references: References, can: Abilities, acceptance: Acceptance | None
 ) -> Iterator[Finding]:
-    """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none can pass."""
+    """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none
+    can pass.
+    """
     foreign = "the engine runs in its server alone, and gives no logits there"
     if references.engine is None:
-        yield Finding("not measured", "note", f"whether plain texts are the engine's own (agreement_engine): {foreign}")
+        yield Finding(
+            "not measured",
+            "note",
+            f"whether plain texts are the engine's own (agreement_engine): {foreign}",
+        )
     if not can.fresh_prompts:
         detail = (
-            "time to the first token of prompts that are new: the server keeps KV blocks (engine.enable_block_reuse), "
-            "and both arms send every prompt several times; `toolkit bench` sends each once"
+            "time to the first token of prompts that are new: the server keeps KV blocks"
+            " (engine.enable_block_reuse), and both arms send every prompt several times; `toolkit"
+            " bench` sends each once"
         )
         yield Finding("not measured", "note", detail)
     if max_draft_len == 0:
         return
     if references.engine is None:
-        yield Finding("not measured", "note", f"whether the draft proposes what its engine would (draft): {foreign}")
-        yield Finding("not measured", "note", f"whether temperature, top-k, top-p and seeds are respected: {foreign}")
+        yield Finding(
+            "not measured",
+            "note",
+            f"whether the draft proposes what its engine would (draft): {foreign}",
+        )
+        yield Finding(
+            "not measured",
+            "note",
+            f"whether temperature, top-k, top-p and seeds are respected: {foreign}",
+        )
     if not can.verify_arm:
-        yield Finding("not measured", "note", "parity of verifying without accepting: no request can ask for verify_only")
+        yield Finding(
+            "not measured",
+            "note",
+            "parity of verifying without accepting: no request can ask for verify_only",
+        )
     if not can.draft_lens:
-        yield Finding("not measured", "note", "parity at shorter draft lengths: the length is fixed when the server starts")
+        yield Finding(
+            "not measured",
+            "note",
+            "parity at shorter draft lengths: the length is fixed when the server starts",
+        )
     if not can.coupled:
-        detail = "parity of seeded texts: this runtime's random numbers are not the same with and without speculation"
+        detail = (
+            "parity of seeded texts: this runtime's random numbers are not the same with and"
+            " without speculation"
+        )
         yield Finding("not measured", "note", detail)
     if acceptance is not None and not acceptance.by_position:
-        yield Finding("not measured", "note", "acceptance by position: the server does not count it")
+        yield Finding(
+            "not measured", "note", "acceptance by position: the server does not count it"
+        )
     if acceptance is not None and not acceptance.drafted:
-        yield Finding("not measured", "note", "the acceptance rate: the server does not say how much was drafted")
+        yield Finding(
+            "not measured",
+            "note",
+            "the acceptance rate: the server does not say how much was drafted",
+        )
 
 
-def _more_arms(config: ValidationConfig, max_draft_len: int, can: Abilities) -> list[tuple[str, int]]:
+def _more_arms(
+    config: ValidationConfig, max_draft_len: int, can: Abilities
+) -> list[tuple[str, int]]:
     """(arm, draft length) of what is compared beside the arms that are timed."""
     asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
     shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
@@ -286,7 +371,10 @@ def _more_arms(config: ValidationConfig, max_draft_len: int, can: Abilities) -> 
 
 def _said_by(case: Case, arm: str, draft_len: int) -> ArmTexts:
     options = {"temperature": 0.0, "num_draft_tokens": draft_len}
-    said = [[case.sender.send(index, prompt, arm, **options)] for index, prompt in enumerate(case.prompts)]
+    said = [
+        [case.sender.send(index, prompt, arm, **options)]
+        for index, prompt in enumerate(case.prompts)
+    ]
     return ArmTexts(arm, draft_len, said)
 
 

@@ -1,6 +1,8 @@
-"""Thresholds with three outcomes. An interval that straddles its limit is INCONCLUSIVE, and that is not PASS.
+"""Thresholds with three outcomes. An interval that straddles its limit is INCONCLUSIVE, and that is
+not PASS.
 
-Pure: figures and limits in, gates out. Each says in words why, and unless it passed, what to do next.
+Pure: figures and limits in, gates out. Each says in words why, and unless it passed, what to do
+next.
 """
 
 from __future__ import annotations
@@ -32,36 +34,49 @@ __all__ = [
     "speedup_gate",
 ]
 
-WRONG_TOKENS = (
-    0.05  # of those where the source is decided, by their upper bound: its own served text is easier than held-out text
-)
+# of those where the source is decided, by their upper bound: its own served text is easier than
+# held-out text
+WRONG_TOKENS = 0.05
 BARS = ("speedup", "quality_")
 BAR_PARTS = re.compile(r"_p\d\d(_|$)")  # percentiles of latencies and of their ratios
 UNTOLD_STEPS = (
-    "chunks hold more than one step, so it is not known where a block began; with triton.stream_interval_ms: 0 and "
-    "triton.decoupled: true this is judged"
+    "chunks hold more than one step, so it is not known where a block began; with"
+    " triton.stream_interval_ms: 0 and triton.decoupled: true this is judged"
 )
 MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
 
 
 def not_judged(gates: Iterable[Gate]) -> list[Gate]:
-    """The same gates of a rehearsal: what speed and quality say of random weights is measured, and is no verdict."""
+    """The same gates of a rehearsal: what speed and quality say of random weights is measured,
+    and is no verdict.
+    """
 
     def empty(gate: Gate) -> bool:
-        # Against a source of the same precision the served text is right or wrong; against another it is more or less like it.
+        # Against a source of the same precision the served text is right or wrong; against another
+        # it is more or less like it.
         bar = gate.name == "agreement_source" and gate.limit != 0.0
-        seldom = gate.name == "draft" and gate.outcome == INCONCLUSIVE  # random models hardly ever agree
-        return bar or seldom or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
+        seldom = (
+            gate.name == "draft" and gate.outcome == INCONCLUSIVE
+        )  # random models hardly ever agree
+        return (
+            bar or seldom or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
+        )
 
     detail = "rehearsed with random weights: {}"
     return [
-        replace(gate, outcome=NOT_JUDGED, detail=detail.format(gate.detail), next_step=None) if empty(gate) else gate
+        (
+            replace(gate, outcome=NOT_JUDGED, detail=detail.format(gate.detail), next_step=None)
+            if empty(gate)
+            else gate
+        )
         for gate in gates
     ]
 
 
 def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
-    """measured: the upper bound on the divergence rate. One divergence beyond rounding fails, whatever the rate."""
+    """measured: the upper bound on the divergence rate. One divergence beyond rounding fails,
+    whatever the rate.
+    """
     limit = limits.max_divergence_rate
     found = f"{parity.prompts - parity.identical} of {parity.prompts} prompts differ"
     if parity.equivalent:
@@ -70,17 +85,22 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             found += " by their served log-probabilities"
     if parity.suspicious or parity.broken:
         first = next(one for one in parity.divergences if one.kind in ("broken", "suspicious"))
-        counts = ", ".join(f"{getattr(parity, kind)} {kind}" for kind in ("broken", "suspicious") if getattr(parity, kind))
+        counts = ", ".join(
+            f"{getattr(parity, kind)} {kind}"
+            for kind in ("broken", "suspicious")
+            if getattr(parity, kind)
+        )
         return Gate(
             name,
             FAIL,
             parity.rate_high,
             limit,
-            f"{counts} of {parity.prompts} prompts: they diverge beyond rounding. The first: prompt {first.prompt_index + 1}, "
-            f"output token {first.position + 1} ({first.arm}, draft length {first.draft_len}): {first.detail}",
-            "Speculation changes the output: this is a fault of the runtime, not of the draft. The divergences below list "
-            "position and tokens, with a file for toolkit validate --replay; run again with engine.mode: eager to tell kernels "
-            "from logic.",
+            f"{counts} of {parity.prompts} prompts: they diverge beyond rounding. The first: prompt"
+            f" {first.prompt_index + 1}, output token {first.position + 1} ({first.arm}, draft"
+            f" length {first.draft_len}): {first.detail}",
+            "Speculation changes the output: this is a fault of the runtime, not of the draft. The"
+            " divergences below list position and tokens, with a file for toolkit validate"
+            " --replay; run again with engine.mode: eager to tell kernels from logic.",
         )
     if parity.unexplained:
         first = next(one for one in parity.divergences if one.kind == "unexplained")
@@ -95,35 +115,45 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
     result = outcome(parity.rate_low, parity.rate_high, limit, at_least=False)
     found += ", none beyond rounding" if parity.identical < parity.prompts else ""
     digits = decimals([100 * parity.rate_high], 100 * limit, least=1)
-    bound = f"{found}; with {parity.confidence:.0%} confidence at most {parity.rate_high:.{digits}%} do"
+    bound = (
+        f"{found}; with {parity.confidence:.0%} confidence at most {parity.rate_high:.{digits}%} do"
+    )
     next_step = None
     if result == INCONCLUSIVE:
         needed = prompts_needed(limit, parity.prompts - parity.identical)
         next_step = (
-            f"Use at least {needed} prompts (validation.max_prompts), or allow more with validation.parity.max_divergence_rate."
+            f"Use at least {needed} prompts (validation.max_prompts), or allow more with"
+            " validation.parity.max_divergence_rate."
             if needed is not None
-            else "Raise validation.parity.max_divergence_rate: no number of prompts can prove a rate of 0."
+            else (
+                "Raise validation.parity.max_divergence_rate: no number of prompts can prove a rate"
+                " of 0."
+            )
         )
     elif result == FAIL:
         next_step = (
-            "Rounding alone flips this many texts. Use a wider engine.dtype or gentler quantization, or allow it with "
-            "validation.parity.max_divergence_rate."
+            "Rounding alone flips this many texts. Use a wider engine.dtype or gentler"
+            " quantization, or allow it with validation.parity.max_divergence_rate."
         )
     return Gate(name, result, parity.rate_high, limit, bound, next_step)
 
 
 def agreement_gate(found: Agreement) -> Gate | None:
-    """The plain text against a reference. In the same precision one token beyond rounding fails. Against another precision
-    tokens are judged where the reference is decided by more than quantization moves its logits; None where that was not
-    measured.
+    """The plain text against a reference. In the same precision one token beyond rounding fails.
+    Against another precision tokens are judged where the reference is decided by more than
+    quantization moves its logits; None where that was not measured.
     """
     name = f"agreement_{found.against}"
     if found.kind is not None:
         good = found.kind in ("identical", "equivalent")
         detail = (
-            f"{found.agreeing:,} of {found.tokens:,} tokens are the reference's own, {found.beyond_rounding} beyond rounding"
+            f"{found.agreeing:,} of {found.tokens:,} tokens are the reference's own,"
+            f" {found.beyond_rounding} beyond rounding"
         )
-        advice = "The plain text itself is wrong, speculation aside. What to do next names the likely cause."
+        advice = (
+            "The plain text itself is wrong, speculation aside. What to do next names the likely"
+            " cause."
+        )
         return Gate(
             name,
             PASS if good else FAIL,
@@ -135,19 +165,25 @@ def agreement_gate(found: Agreement) -> Gate | None:
     if found.decided_margin is None:
         return None
     sure = (
-        f"where the unquantized model is decided by at least {found.decided_margin:.2g} logits (an estimate of how far "
-        "quantization moves them)"
+        f"where the unquantized model is decided by at least {found.decided_margin:.2g} logits (an"
+        " estimate of how far quantization moves them)"
     )
     if found.decided == 0:
-        advice = "Such a model says nothing about its weights: use other prompts, or validation.parity.source: never."
+        advice = (
+            "Such a model says nothing about its weights: use other prompts, or"
+            " validation.parity.source: never."
+        )
         return Gate(name, INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
     low, high = clopper_pearson(found.decided_differing, found.decided)
     result = outcome(low, high, WRONG_TOKENS, at_least=False)
     count = f"{found.decided_differing:,} of {found.decided:,} served tokens are not its own {sure}"
     next_steps = {
         PASS: None,
-        FAIL: "The served model is further from its source than it was on held-out text: calibrate on text like these prompts; "
-        "if it was, the engine is not what was quantized, so compile again.",
+        FAIL: (
+            "The served model is further from its source than it was on held-out text: calibrate on"
+            " text like these prompts; if it was, the engine is not what was quantized, so compile"
+            " again."
+        ),
         INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
     detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {found.rate:.2%} are"
@@ -155,7 +191,9 @@ def agreement_gate(found: Agreement) -> Gate | None:
 
 
 def distribution_gate(found: Distribution) -> Gate:
-    """measured: the smallest adjusted p-value. A test whose control was not rejected has shown nothing."""
+    """measured: the smallest adjusted p-value. A test whose control was not rejected has shown
+    nothing.
+    """
     smallest = min(test.adjusted for test in found.tests)
     rejected = [test for test in found.tests if test.rejected]
     wrong = [f"{test.name} (adjusted p = {test.adjusted:.1e})" for test in rejected]
@@ -163,31 +201,56 @@ def distribution_gate(found: Distribution) -> Gate:
         wrong.append(f"{found.outside_filters} tokens outside top-k or top-p")
     if found.unrepeated or not found.seeds_matter:
         wrong.append(
-            f"{found.unrepeated} of {found.seeded} seeded requests did not repeat" if found.unrepeated else "seeds are ignored"
+            f"{found.unrepeated} of {found.seeded} seeded requests did not repeat"
+            if found.unrepeated
+            else "seeds are ignored"
         )
     counts = f"{found.tokens:,} tokens, {len(found.tests)} tests with their controls"
     if wrong:
         advice = "Sampled text is not the target's own. What to do next names the likely cause."
-        return Gate("distribution", FAIL, smallest, found.false_alarm, f"{counts}: {'; '.join(wrong)}", advice)
+        return Gate(
+            "distribution",
+            FAIL,
+            smallest,
+            found.false_alarm,
+            f"{counts}: {'; '.join(wrong)}",
+            advice,
+        )
     blind = [test.name for test in found.tests if not test.control_rejected]
     if blind or not found.enough:
         why = f"the control of {', '.join(blind)} was not rejected: that test has shown nothing"
-        why = why if blind else f"too few for a total variation of {found.effect:g} within the time allowed"
-        advice = "Raise validation.distribution.max_seconds, effect, or validation.temperature where the model is too certain."
-        return Gate("distribution", INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice)
+        why = (
+            why
+            if blind
+            else f"too few for a total variation of {found.effect:g} within the time allowed"
+        )
+        advice = (
+            "Raise validation.distribution.max_seconds, effect, or validation.temperature where the"
+            " model is too certain."
+        )
+        return Gate(
+            "distribution", INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice
+        )
     detail = (
-        f"{counts}: none rejected, every control is. A total variation of {found.effect:g} would be seen with probability "
-        f"{found.power:g}; a sound deployment fails once in {1 / found.false_alarm:,.0f} runs"
+        f"{counts}: none rejected, every control is. A total variation of {found.effect:g} would be"
+        f" seen with probability {found.power:g}; a sound deployment fails once in"
+        f" {1 / found.false_alarm:,.0f} runs"
     )
     return Gate("distribution", PASS, smallest, found.false_alarm, detail)
 
 
 def check_gates(
-    draft_check: DraftCheck | None, stop_check: StopCheck | None, diagnoses: Iterable[Finding], *, asked_draft: bool = False
+    draft_check: DraftCheck | None,
+    stop_check: StopCheck | None,
+    diagnoses: Iterable[Finding],
+    *,
+    asked_draft: bool = False,
 ) -> list[Gate]:
-    """What is right or wrong without a rate: stop words, and that the served draft proposes what the draft engine does.
+    """What is right or wrong without a rate: stop words, and that the served draft proposes what
+    the draft engine does.
 
-    asked_draft: there is a draft engine that was asked; without a draft_check no text told where its steps began.
+    asked_draft: there is a draft engine that was asked; without a draft_check no text told where
+    its steps began.
     """
     named = {one.check: one for one in diagnoses}
     gates: list[Gate] = []
@@ -197,59 +260,111 @@ def check_gates(
         gates.append(Gate("draft", NOT_JUDGED, None, None, UNTOLD_STEPS))
     if stop_check is not None:
         good = stop_check.wrong == 0
-        detail = f"{stop_check.requests} requests end before their stop word" if good else stop_check.detail or ""
+        detail = (
+            f"{stop_check.requests} requests end before their stop word"
+            if good
+            else stop_check.detail or ""
+        )
         advice = None if good else "The stop rule has to see every token of an accepted block."
-        gates.append(Gate("stop_words", PASS if good else FAIL, float(stop_check.wrong), 0.0, detail, advice))
+        gates.append(
+            Gate("stop_words", PASS if good else FAIL, float(stop_check.wrong), 0.0, detail, advice)
+        )
     return gates
 
 
 def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
-    """A fault that was named fails. Without one it takes enough places at which the draft engine is right to pass."""
+    """A fault that was named fails. Without one it takes enough places at which the draft engine
+    is right to pass.
+    """
     kept = check.after_full_kept + check.earlier_kept
     expected = check.after_full_expected + check.earlier_expected
     figures = (float(kept), float(expected))
     if fault is not None:
-        return Gate("draft", FAIL, *figures, fault.detail, "Speculation is slower than this draft allows; its text is right.")
+        return Gate(
+            "draft",
+            FAIL,
+            *figures,
+            fault.detail,
+            "Speculation is slower than this draft allows; its text is right.",
+        )
     detail = f"{kept:,} first drafts of a step kept, {expected:,} expected of the draft engine"
     behind, before = telling(check.after_full_expected), telling(check.earlier_expected)
     if not behind and not before:
         few = "none" if expected == 0 else f"{expected} of them"
-        detail = f"of {check.after_full + check.earlier:,} steps the draft engine proposes the right first token in {few}"
-        advice = (
-            "Raise validation.max_prompts or max_tokens, or take a draft that agrees with its target more often; this one does "
-            "too seldom to speed anything up."
+        detail = (
+            f"of {check.after_full + check.earlier:,} steps the draft engine proposes the right"
+            f" first token in {few}"
         )
-        return Gate("draft", INCONCLUSIVE, *figures, f"{detail}; it takes {TELLING} to tell a sound draft", advice)
+        advice = (
+            "Raise validation.max_prompts or max_tokens, or take a draft that agrees with its"
+            " target more often; this one does too seldom to speed anything up."
+        )
+        return Gate(
+            "draft",
+            INCONCLUSIVE,
+            *figures,
+            f"{detail}; it takes {TELLING} to tell a sound draft",
+            advice,
+        )
     if not behind:
-        detail += f"; only {check.after_full_expected} of them behind a whole block, too few to judge its cache by"
+        detail += (
+            f"; only {check.after_full_expected} of them behind a whole block, too few to judge its"
+            " cache by"
+        )
     return Gate("draft", PASS, *figures, detail)
 
 
 def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> list[Gate]:
-    """speedup None: the deployment does not speculate; a limit that the YAML states itself then fails."""
+    """speedup None: the deployment does not speculate; a limit that the YAML states itself then
+    fails.
+    """
     limit = limits.min_speedup
     if limit is None or (speedup is None and "min_speedup" not in limits.model_fields_set):
         return []
     if speedup is None:
         detail = "not measured: this deployment does not speculate, so there is no speed-up"
-        return [Gate(name, FAIL, None, limit, detail, "Remove validation.latency.min_speedup, or set it to null.")]
+        return [
+            Gate(
+                name,
+                FAIL,
+                None,
+                limit,
+                detail,
+                "Remove validation.latency.min_speedup, or set it to null.",
+            )
+        ]
     digits = decimals((speedup.estimate, speedup.low, speedup.high), limit)
     ends = f"{speedup.low:.{digits}f} to {speedup.high:.{digits}f}"
     spread = f"{speedup.estimate:.{digits}f}x, {speedup.confidence:.0%} interval {ends}"
     basis = f"{speedup.prompts} prompts x {speedup.rounds} rounds"
     if speedup.prompts * speedup.rounds < MIN_PAIRS:
         advice = "Raise validation.max_prompts or validation.rounds."
-        return [Gate(name, INCONCLUSIVE, speedup.estimate, limit, f"{spread}; {basis} are too few pairs to trust it", advice)]
+        return [
+            Gate(
+                name,
+                INCONCLUSIVE,
+                speedup.estimate,
+                limit,
+                f"{spread}; {basis} are too few pairs to trust it",
+                advice,
+            )
+        ]
     result = outcome(speedup.low, speedup.high, limit, at_least=True)
     next_steps = {
         PASS: None,
-        FAIL: "Speculation does not pay enough here: toolkit tune says which draft length would, if any. A small model is "
-        "often faster with engine.threads: 1. Else a smaller or better matched draft, see acceptance by position; or lower "
-        "validation.latency.min_speedup.",
-        INCONCLUSIVE: "The measurement is too noisy for this limit: run on an idle machine, or raise validation.max_rounds "
-        "or max_prompts.",
+        FAIL: (
+            "Speculation does not pay enough here: toolkit tune says which draft length would, if"
+            " any. A small model is often faster with engine.threads: 1. Else a smaller or better"
+            " matched draft, see acceptance by position; or lower validation.latency.min_speedup."
+        ),
+        INCONCLUSIVE: (
+            "The measurement is too noisy for this limit: run on an idle machine, or raise"
+            " validation.max_rounds or max_prompts."
+        ),
     }
-    return [Gate(name, result, speedup.estimate, limit, f"{spread}, over {basis}", next_steps[result])]
+    return [
+        Gate(name, result, speedup.estimate, limit, f"{spread}, over {basis}", next_steps[result])
+    ]
 
 
 def latency_gates(arm: Arm, limits: LatencyGates, suffix: str = "") -> list[Gate]:
@@ -258,20 +373,30 @@ def latency_gates(arm: Arm, limits: LatencyGates, suffix: str = "") -> list[Gate
     for name in ("ttft", "tpot", "itl", "e2e"):
         limit: float | None = getattr(limits, f"max_{name}_p90_ms")
         if limit is not None:
-            gates.append(_latency_gate(f"{name}_p90{suffix}", f"max_{name}_p90_ms", arm.latencies[name], limit))
+            gates.append(
+                _latency_gate(
+                    f"{name}_p90{suffix}", f"max_{name}_p90_ms", arm.latencies[name], limit
+                )
+            )
     return gates
 
 
 def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "") -> list[Gate]:
-    """Latencies of the speculative arm over the plain one's; a ratio that there is none of fails."""
+    """Latencies of the speculative arm over the plain one's; a ratio that there is none of
+    fails.
+    """
     measured = {ratio.name: ratio for ratio in ratios}
     gates: list[Gate] = []
     for name, limit in limits.max_ratios.items():
         gate = f"{name}_ratio{suffix}"
         ratio = measured.get(name)
         if ratio is None:
-            detail = "not measured: this deployment does not speculate, so there is nothing to divide"
-            gates.append(Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios."))
+            detail = (
+                "not measured: this deployment does not speculate, so there is nothing to divide"
+            )
+            gates.append(
+                Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios.")
+            )
         elif ratio.estimate is None or ratio.low is None or ratio.high is None:
             few = TOO_FEW in (ratio.reason or "")
             raised = "Raise validation.max_prompts or validation.rounds."
@@ -285,62 +410,110 @@ def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "")
             detail = f"{ratio.estimate:.{digits}f} of plain's, 95% interval {ends}"
             next_steps = {
                 PASS: None,
-                FAIL: f"Speculation makes this latency worse than allowed; or raise validation.latency.max_ratios.{name}.",
-                INCONCLUSIVE: "Too close to call: run on an idle machine, or raise validation.max_rounds or max_prompts.",
+                FAIL: (
+                    "Speculation makes this latency worse than allowed; or raise"
+                    f" validation.latency.max_ratios.{name}."
+                ),
+                INCONCLUSIVE: (
+                    "Too close to call: run on an idle machine, or raise validation.max_rounds or"
+                    " max_prompts."
+                ),
             }
             gates.append(Gate(gate, result, ratio.estimate, limit, detail, next_steps[result]))
     return gates
 
 
 def _unmeasured_quality(name: str, limit: float, limits: QualityGates, *, quantized: bool) -> Gate:
-    """A target that is its own source passes by being it; of one that came quantized nobody knows what it lost."""
+    """A target that is its own source passes by being it; of one that came quantized nobody
+    knows what it lost.
+    """
     if not quantized:
         return Gate(name, PASS, None, limit, "the target is not quantized, so it lost nothing")
     key = {"quality_kl": "max_kl", "quality_top1": "min_top1_agreement"}[name]
-    detail = "not measured: the target came quantized, and its source is not here to compare it with"
+    detail = (
+        "not measured: the target came quantized, and its source is not here to compare it with"
+    )
     if key not in limits.model_fields_set:
         return Gate(name, NOT_JUDGED, None, limit, detail)
-    advice = f"Name the unquantized checkpoint, so that it is quantized and measured here; or remove validation.quality.{key}."
+    advice = (
+        "Name the unquantized checkpoint, so that it is quantized and measured here; or remove"
+        f" validation.quality.{key}."
+    )
     return Gate(name, FAIL, None, limit, detail, advice)
 
 
 def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
     if latency.samples == 0:
-        advice = f"Raise validation.max_tokens: a text of one token has no gap. Or remove validation.latency.{key}."
+        advice = (
+            "Raise validation.max_tokens: a text of one token has no gap. Or remove"
+            f" validation.latency.{key}."
+        )
         return Gate(name, FAIL, None, limit, "not measured: no answer has one", advice)
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
-        return Gate(name, INCONCLUSIVE, None, limit, f"no p90: {latency.unsupported['p90']}", advice)
+        return Gate(
+            name, INCONCLUSIVE, None, limit, f"no p90: {latency.unsupported['p90']}", advice
+        )
     result = outcome(latency.p90_low, latency.p90_high, limit, at_least=False)
     digits = decimals((latency.p90, latency.p90_low, latency.p90_high), limit)
     ends = f"{latency.p90_low:.{digits}f} to {latency.p90_high:.{digits}f}"
     detail = f"{latency.p90:.{digits}f} ms, 95% interval {ends}"
     next_steps = {
         PASS: None,
-        FAIL: f"Too slow for this limit: use more engine.threads or faster hardware, or raise validation.latency.{key}.",
+        FAIL: (
+            "Too slow for this limit: use more engine.threads or faster hardware, or raise"
+            f" validation.latency.{key}."
+        ),
         INCONCLUSIVE: "Too close to call: run on an idle machine, or raise validation.max_prompts.",
     }
     return Gate(name, result, latency.p90, limit, detail, next_steps[result])
 
 
-def quality_gates(target: QuantizationQuality | None, limits: QualityGates, *, quantized: bool) -> list[Gate]:
-    """The quantized target against its source. The draft is not gated: its quality shows as acceptance.
+def quality_gates(
+    target: QuantizationQuality | None, limits: QualityGates, *, quantized: bool
+) -> list[Gate]:
+    """The quantized target against its source. The draft is not gated: its quality shows as
+    acceptance.
 
     quantized: whether the target that is served is, be it here or before it came.
     """
     if target is None:
         asked = {"quality_kl": limits.max_kl, "quality_top1": limits.min_top1_agreement}
         stated = [(name, limit) for name, limit in asked.items() if limit is not None]
-        return [_unmeasured_quality(name, limit, limits, quantized=quantized) for name, limit in stated]
-    advice = "Calibrate on more or fitter text, or quantize less (quant_algo: W8A16 or NO_QUANT). The worst layers are below."
+        return [
+            _unmeasured_quality(name, limit, limits, quantized=quantized) for name, limit in stated
+        ]
+    advice = (
+        "Calibrate on more or fitter text, or quantize less (quant_algo: W8A16 or NO_QUANT). The"
+        " worst layers are below."
+    )
     good = target.kl_mean <= limits.max_kl
     detail = f"{target.kl_mean:.4f} nats per token over {target.tokens} held-out tokens"
-    gates = [Gate("quality_kl", PASS if good else FAIL, target.kl_mean, limits.max_kl, detail, None if good else advice)]
+    gates = [
+        Gate(
+            "quality_kl",
+            PASS if good else FAIL,
+            target.kl_mean,
+            limits.max_kl,
+            detail,
+            None if good else advice,
+        )
+    ]
     if limits.min_top1_agreement is not None:
         good = target.top1_agreement >= limits.min_top1_agreement
-        detail = f"{target.top1_agreement:.2%} of {target.tokens} held-out tokens keep their most likely token"
+        detail = (
+            f"{target.top1_agreement:.2%} of {target.tokens} held-out tokens keep their most likely"
+            " token"
+        )
         limit = limits.min_top1_agreement
         gates.append(
-            Gate("quality_top1", PASS if good else FAIL, target.top1_agreement, limit, detail, None if good else advice)
+            Gate(
+                "quality_top1",
+                PASS if good else FAIL,
+                target.top1_agreement,
+                limit,
+                detail,
+                None if good else advice,
+            )
         )
     return gates

@@ -1,19 +1,21 @@
 """A divergence judged by what both arms say of their own tokens, where no reference can be asked.
 
-A model that runs in its server alone gives no logits, but it can say how probable the token was that it chose, and some servers
-which token was the next best. At the first difference both arms stand behind the same text: plain decoding chose a token of
-log-probability p, the other arm another one of log-probability s, and each is its arm's best. If rounding tipped the choice,
-the two distributions are nearly the same, which leaves its marks:
+A model that runs in its server alone gives no logits, but it can say how probable the token was
+that it chose, and some servers which token was the next best. At the first difference both arms
+stand behind the same text: plain decoding chose a token of log-probability p, the other arm another
+one of log-probability s, and each is its arm's best. If rounding tipped the choice, the two
+distributions are nearly the same, which leaves its marks:
 
-    p and s are close, and neither token holds much more than half: two tokens cannot both be more probable than that
-    where the next best token is told, it is the other arm's choice, and hardly less probable
-    on the tokens before, which both arms chose, their log-probabilities agree
+    p and s are close, and neither token holds much more than half: two tokens cannot both be more
+    probable than that where the next best token is told, it is the other arm's choice, and hardly
+    less probable on the tokens before, which both arms chose, their log-probabilities agree
 
-The first mark is a number: the least change of log-probabilities between the arms, in nats, that allows both choices. With the
-next best tokens each arm is the other's reference, and their gaps are logits, as differences of log-probabilities are. Faults
-show p and s apart, or both near 0 (the arms read different texts), or a drift before the texts part. All marks are
-necessary and none is sufficient: a token of the same probability may be the right one by chance. So this is weaker than asking
-a reference, and a fault shows over several divergences rather than in each.
+The first mark is a number: the least change of log-probabilities between the arms, in nats, that
+allows both choices. With the next best tokens each arm is the other's reference, and their gaps are
+logits, as differences of log-probabilities are. Faults show p and s apart, or both near 0 (the arms
+read different texts), or a drift before the texts part. All marks are necessary and none is
+sufficient: a token of the same probability may be the right one by chance. So this is weaker than
+asking a reference, and a fault shows over several divergences rather than in each.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ SURE = 1e-7  # what a probability of 1 in float32 may lack
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the log-probabilities say of one divergence. kind: as of a Divergence. change, drift: in nats; margin and gaps in
-    logits, None where the next best tokens are not told.
+    """What the log-probabilities say of one divergence. kind: as of a Divergence. change, drift: in
+    nats; margin and gaps in logits, None where the next best tokens are not told.
     """
 
     kind: str
@@ -51,7 +53,9 @@ class Served:
     gaps: tuple[float | None, float | None] = (None, None)
 
 
-def judge_log_probs(position: int, plain: RequestTiming, other: RequestTiming, arm: str, near_tie_margin: float) -> Served:
+def judge_log_probs(
+    position: int, plain: RequestTiming, other: RequestTiming, arm: str, near_tie_margin: float
+) -> Served:
     """Both texts are the same up to `position`, hold log-probabilities, and differ there."""
     for name, text in (("plain", plain), (arm, other)):
         if (why := unusable(text)) is not None:
@@ -59,25 +63,43 @@ def judge_log_probs(position: int, plain: RequestTiming, other: RequestTiming, a
     own, others = plain.statistics.log_probs or (), other.statistics.log_probs or ()
     apart = [abs(one - two) for one, two in zip(own[:position], others[:position], strict=True)]
     drift = max((value for value in apart if not math.isnan(value)), default=0.0)
-    known = [values[position] for values in (own, others) if len(values) > position and not math.isnan(values[position])]
+    known = [
+        values[position]
+        for values in (own, others)
+        if len(values) > position and not math.isnan(values[position])
+    ]
     change = least_change(known)
     limit = SUSPICIOUS * near_tie_margin
     agree = f"on the {position} tokens before they agree within {drift:.3f}"
     if drift > limit:
-        where = f"the arms' log-probabilities part by {drift:.3f} nats on a token that both chose, before their texts do"
+        where = (
+            f"the arms' log-probabilities part by {drift:.3f} nats on a token that both chose,"
+            " before their texts do"
+        )
         return Served("broken", f"{where}: {BASIS}", change, drift)
     if change > limit:
         said = " and ".join(f"{value:.3f}" for value in known)
-        what = f"the chosen tokens have log-probabilities {said}, which rounding does not make of one distribution"
-        return Served("broken", f"{what} ({change:.3f} nats apart at least; {agree}): {BASIS}", change, drift)
+        what = (
+            f"the chosen tokens have log-probabilities {said}, which rounding does not make of one"
+            " distribution"
+        )
+        return Served(
+            "broken", f"{what} ({change:.3f} nats apart at least; {agree}): {BASIS}", change, drift
+        )
     if len(known) < 2:
         return Served(
-            "unexplained", "one arm gives no log-probability there: its text ends, or it tells of others", change, drift
+            "unexplained",
+            "one arm gives no log-probability there: its text ends, or it tells of others",
+            change,
+            drift,
         )
     found = _by_next_best(position, plain, other, change, near_tie_margin)
     if found is None:
         kind = "equivalent" if change <= near_tie_margin else "suspicious"
-        what = f"log-probabilities {known[0]:.3f} and {known[1]:.3f}: a change of {change:.3f} nats allows both choices"
+        what = (
+            f"log-probabilities {known[0]:.3f} and {known[1]:.3f}: a change of {change:.3f} nats"
+            " allows both choices"
+        )
         return Served(kind, f"{what}, {agree}: {BASIS}", change, drift)
     kind, margin, ranks, gaps = found
     best = "is the other's next best" if max(ranks) == 1 else "is not always the other's next best"
@@ -86,8 +108,9 @@ def judge_log_probs(position: int, plain: RequestTiming, other: RequestTiming, a
 
 
 def least_change(log_probs: Sequence[float]) -> float:
-    """The least d (nats) so that two distributions whose log-probabilities differ by at most d choose tokens of these: they lie
-    within d of one another, and the greater one, x, leaves room for the other token: exp(x) (1 + exp(-2 d)) <= 1.
+    """The least d (nats) so that two distributions whose log-probabilities differ by at most d
+    choose tokens of these: they lie within d of one another, and the greater one, x, leaves room
+    for the other token: exp(x) (1 + exp(-2 d)) <= 1.
     """
     most = max(log_probs, default=HALF)
     apart = most - min(log_probs, default=most)
@@ -97,7 +120,9 @@ def least_change(log_probs: Sequence[float]) -> float:
 
 
 def unusable(text: RequestTiming) -> str | None:
-    """Why its log-probabilities cannot be the model's own; None: they can. NaN: a place of which nothing is known."""
+    """Why its log-probabilities cannot be the model's own; None: they can. NaN: a place of which
+    nothing is known.
+    """
     values = text.statistics.log_probs
     if values is None:
         return "none came"
@@ -106,15 +131,19 @@ def unusable(text: RequestTiming) -> str | None:
     if any(value > ROUNDED_UP or math.isinf(value) for value in values):
         return "they are no log-probabilities"
     if values and all(value == 0.0 for value in values):
-        return "all are 0, as where they are taken over the one token that greedy decoding keeps, or not written at all"
+        return (
+            "all are 0, as where they are taken over the one token that greedy decoding keeps, or"
+            " not written at all"
+        )
     return None
 
 
 def _by_next_best(
     position: int, plain: RequestTiming, other: RequestTiming, change: float, near_tie_margin: float
 ) -> tuple[str, float, tuple[int, int], tuple[float, float]] | None:
-    """(class, margin of the plain arm, ranks, gaps), each choice in the other arm's view. A choice that is not the next best
-    there lies at least as far below as that one, and only the chosen tokens tell how much farther it cannot lie.
+    """(class, margin of the plain arm, ranks, gaps), each choice in the other arm's view. A choice
+    that is not the next best there lies at least as far below as that one, and only the chosen
+    tokens tell how much farther it cannot lie.
     """
     views = [_next_best(text, position) for text in (plain, other)]
     if views[0] is None or views[1] is None:

@@ -1,22 +1,26 @@
 """Every arm against plain decoding, token by token, and what a difference means.
 
-Three kinds of text are compared with the plain one: that of the speculative path which verifies and keeps nothing (`verify`),
-and those of speculation at several draft lengths. Floating point is not batch-invariant: a verify forward of five tokens rounds
-otherwise than a decode forward of one, so at a near-tie either token may win, and from there on the texts have nothing in
-common. A logic fault looks the same from outside, except that the reference is not undecided where the texts part. So every
-first difference is put to the reference model, teacher-forced on the text that both share, and classed:
+Three kinds of text are compared with the plain one: that of the speculative path which verifies and
+keeps nothing (`verify`), and those of speculation at several draft lengths. Floating point is not
+batch-invariant: a verify forward of five tokens rounds otherwise than a decode forward of one, so
+at a near-tie either token may win, and from there on the texts have nothing in common. A logic
+fault looks the same from outside, except that the reference is not undecided where the texts part.
+So every first difference is put to the reference model, teacher-forced on the text that both share,
+and classed:
 
-    equivalent   both chosen tokens lie within `near_tie_margin` of the reference's best score: rounding explains it
-    suspicious   between the reference's two best, up to ten times as far apart: more than rounding, less than a plain fault
-    broken       anything else, and a suspicious one whose position moves with the draft length: rounding does not know that
-    length
+    equivalent   both chosen tokens lie within `near_tie_margin` of the reference's best score:
+    rounding explains it suspicious   between the reference's two best, up to ten times as far
+    apart: more than rounding, less than a plain fault broken       anything else, and a suspicious
+    one whose position moves with the draft length: rounding does not know that length
 
-The score is the logit at temperature 0. Under the `coupled` rule with a seed it is logit + temperature * Gumbel noise, which is
-what that rule maximises: the noise is the same in both arms, so only rounding of the logits can tip the choice, and a rounding
-error moves this score by as much as the logit. One margin in logits therefore serves both.
+The score is the logit at temperature 0. Under the `coupled` rule with a seed it is logit +
+temperature * Gumbel noise, which is what that rule maximises: the noise is the same in both arms,
+so only rounding of the logits can tip the choice, and a rounding error moves this score by as much
+as the logit. One margin in logits therefore serves both.
 
-Where no reference can be asked, greedy divergences are judged by the log-probabilities that the arms themselves give when they
-are asked again (`toolkit.validate.log_probs`): weaker evidence, with the same classes.
+Where no reference can be asked, greedy divergences are judged by the log-probabilities that the
+arms themselves give when they are asked again (`toolkit.validate.log_probs`): weaker evidence, with
+the same classes.
 """
 
 from __future__ import annotations
@@ -53,7 +57,13 @@ __all__ = [
 ]
 
 UNKNOWN = "the engine cannot be asked outside its server: rounding and a fault look the same"
-KINDS = ("identical", "equivalent", "suspicious", "broken", "unexplained")  # from good to bad, as far as they can be ordered
+KINDS = (
+    "identical",
+    "equivalent",
+    "suspicious",
+    "broken",
+    "unexplained",
+)  # from good to bad, as far as they can be ordered
 MARGIN_EDGES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)  # logits
 
 
@@ -68,21 +78,25 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ArmTexts:
-    """What one arm said. texts: [prompt][round]; a prompt diverges if any of its rounds does, and the earliest counts."""
+    """What one arm said. texts: [prompt][round]; a prompt diverges if any of its rounds does,
+    and the earliest counts.
+    """
 
     arm: str  # verify | speculative
     draft_len: int
     texts: Sequence[Sequence[RequestTiming]]
 
 
-# (arm, draft length, prompt) -> the plain and the other text, asked again with log-probabilities; or why there are none.
+# (arm, draft length, prompt) -> the plain and the other text, asked again with log-probabilities;
+# or why there are none.
 AskedAgain = Mapping[tuple[str, int, int], "tuple[RequestTiming, RequestTiming] | str"]
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0. reference None: there is none to ask, so
-    that a divergence is judged by what was asked again, and stays unexplained without it.
+    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0. reference
+    None: there is none to ask, so that a divergence is judged by what was asked again, and stays
+    unexplained without it.
     """
 
     reference: Reference | None
@@ -97,11 +111,17 @@ def compare(
     arms: Sequence[ArmTexts],
     judge: Judge,
     *,
-    keep: Callable[[Divergence, RequestTiming, RequestTiming], str | None] = lambda one, plain, other: None,
+    keep: Callable[
+        [Divergence, RequestTiming, RequestTiming], str | None
+    ] = lambda one, plain, other: None,
 ) -> Parity:
-    """Judge every prompt in every arm. keep: handed each divergence with its texts; returns the name of its replay file."""
+    """Judge every prompt in every arm. keep: handed each divergence with its texts; returns the
+    name of its replay file.
+    """
     found: list[list[tuple[Divergence, RequestTiming] | None]] = [[None] * len(plain) for _ in arms]
-    scores: dict[tuple[int, ...], NDArray[np.float64]] = {}  # arms part at the same places: the reference is asked once
+    scores: dict[
+        tuple[int, ...], NDArray[np.float64]
+    ] = {}  # arms part at the same places: the reference is asked once
     for number, arm in enumerate(arms):
         for index, (own, others) in enumerate(zip(plain, arm.texts, strict=True)):
             first = earliest_difference(own, others)
@@ -120,7 +140,11 @@ def compare(
                 continue
             one, other = item
             if one.kind == "suspicious" and moved[index]:
-                one = replace(one, kind="broken", detail=f"{one.detail}; the position moves with the draft length")
+                one = replace(
+                    one,
+                    kind="broken",
+                    detail=f"{one.detail}; the position moves with the draft length",
+                )
             one = replace(one, replay=keep(one, plain[index], other))
             divergences.append(one)
             kinds[one.kind] += 1
@@ -138,18 +162,30 @@ def compare(
         confidence=CONFIDENCE,
         compared_tokens=sum(len(own.token_ids) for own in plain) * len(arms),
         near_tie_margin=judge.near_tie_margin,
-        arms=tuple(ArmParity(arm.arm, arm.draft_len, **kinds) for arm, kinds in zip(arms, counts, strict=True)),
-        arms_equal=sum(_all_equal([arm.texts[index] for arm in arms]) for index in range(len(plain))),
+        arms=tuple(
+            ArmParity(arm.arm, arm.draft_len, **kinds)
+            for arm, kinds in zip(arms, counts, strict=True)
+        ),
+        arms_equal=sum(
+            _all_equal([arm.texts[index] for arm in arms]) for index in range(len(plain))
+        ),
         same_place=sum(_stays(arms, column) for column in columns),
         moved=sum(moved),
         severity=margin_bins([one.margin for one in divergences if one.margin is not None]),
-        divergences=tuple(sorted(divergences, key=lambda one: (-_badness(one.kind), one.prompt_index, one.arm, one.draft_len))),
+        divergences=tuple(
+            sorted(
+                divergences,
+                key=lambda one: (-_badness(one.kind), one.prompt_index, one.arm, one.draft_len),
+            )
+        ),
     )
 
 
 def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place | None:
     """Where the texts part; None when tokens, text and finish reason are all the same."""
-    for position, (one, other) in enumerate(zip(plain.token_ids, speculative.token_ids, strict=False)):
+    for position, (one, other) in enumerate(
+        zip(plain.token_ids, speculative.token_ids, strict=False)
+    ):
         if one != other:
             return Place(position, one, other)
     shared = min(len(plain.token_ids), len(speculative.token_ids))
@@ -159,16 +195,28 @@ def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place 
     return None if same else Place(shared, None, None)
 
 
-def earliest_difference(plain: RequestTiming, others: Iterable[RequestTiming]) -> tuple[Place, RequestTiming] | None:
-    """Of several rounds of one prompt: the first place where any of them parts from the plain text, and that round's text."""
-    places = [(place, other) for other in others if (place := first_difference(plain, other)) is not None]
+def earliest_difference(
+    plain: RequestTiming, others: Iterable[RequestTiming]
+) -> tuple[Place, RequestTiming] | None:
+    """Of several rounds of one prompt: the first place where any of them parts from the plain
+    text, and that round's text.
+    """
+    places = [
+        (place, other) for other in others if (place := first_difference(plain, other)) is not None
+    ]
     return min(places, key=lambda item: item[0].position) if places else None
 
 
-def margin_bins(margins: Iterable[float], differing: Iterable[bool] | None = None) -> tuple[MarginBin, ...]:
+def margin_bins(
+    margins: Iterable[float], differing: Iterable[bool] | None = None
+) -> tuple[MarginBin, ...]:
     """Places by their margin; differing: which of them differ (None: all of them)."""
     values = np.asarray(list(margins), dtype=np.float64)
-    marks = np.ones(len(values), dtype=bool) if differing is None else np.asarray(list(differing), dtype=bool)
+    marks = (
+        np.ones(len(values), dtype=bool)
+        if differing is None
+        else np.asarray(list(differing), dtype=bool)
+    )
     bins = []
     for low, high in zip(MARGIN_EDGES, (*MARGIN_EDGES[1:], None), strict=True):
         inside = (values >= low) & (values < (np.inf if high is None else high))
@@ -178,7 +226,10 @@ def margin_bins(margins: Iterable[float], differing: Iterable[bool] | None = Non
 
 def unrepeatable(rounds: Iterable[Sequence[RequestTiming]]) -> int:
     """Prompts whose text is not the same in every round of one arm."""
-    return sum(any(other.token_ids != column[0].token_ids for other in column) for column in zip(*rounds, strict=True))
+    return sum(
+        any(other.token_ids != column[0].token_ids for other in column)
+        for column in zip(*rounds, strict=True)
+    )
 
 
 def _judge(
@@ -194,7 +245,11 @@ def _judge(
     reference, seed = judge.reference, None if judge.seeds is None else judge.seeds[index]
 
     def divergence(
-        kind: str, detail: str, margin: float | None = None, ranks: Any = (None, None), gaps: Any = (None, None)
+        kind: str,
+        detail: str,
+        margin: float | None = None,
+        ranks: Any = (None, None),
+        gaps: Any = (None, None),
     ) -> Divergence:
         return Divergence(
             prompt_index=index,
@@ -217,29 +272,44 @@ def _judge(
 
     if place.plain_token is None and place.speculative_token is None:
         what = "finish reasons" if plain.finish_reason != other.finish_reason else "texts"
-        return divergence("broken", f"the same tokens, but their {what} differ: detokenization or stop rules, not rounding")
+        return divergence(
+            "broken",
+            f"the same tokens, but their {what} differ: detokenization or stop rules, not rounding",
+        )
     chosen: list[tuple[int, ...]] = []
-    for name, request, token in (("plain", plain, place.plain_token), (arm.arm, other, place.speculative_token)):
+    for name, request, token in (
+        ("plain", plain, place.plain_token),
+        (arm.arm, other, place.speculative_token),
+    ):
         if token is None and request.finish_reason != "stop":
-            return divergence("broken", f"the {name} text ended early ({request.finish_reason}), at no end token")
+            return divergence(
+                "broken", f"the {name} text ended early ({request.finish_reason}), at no end token"
+            )
         if reference is None:
             continue
         chosen.append(reference.eos_token_ids if token is None else (token,))
     if reference is None:
         return _of_log_probs(divergence("unexplained", UNKNOWN), plain, other, judge)
     if judge.temperature > 0 and (reference.noise is None or seed is None):
-        return divergence("unexplained", "the runtime's noise is not known here, so rounding and a fault cannot be told apart")
+        return divergence(
+            "unexplained",
+            "the runtime's noise is not known here, so rounding and a fault cannot be told apart",
+        )
 
     prompt_ids = tuple(reference.encode(plain.prompt))
     if plain.statistics.input_tokens not in (None, len(prompt_ids)):
         counts = f"{plain.statistics.input_tokens} prompt tokens, the reference {len(prompt_ids)}"
-        return divergence("unexplained", f"the server counts {counts}: they do not read the same prompt")
+        return divergence(
+            "unexplained", f"the server counts {counts}: they do not read the same prompt"
+        )
     prefix = (*prompt_ids, *plain.token_ids[: place.position])
     if prefix not in known:
         known[prefix] = np.asarray(reference.next_logits(prefix), dtype=np.float64)
     scores = known[prefix]
     if judge.temperature > 0 and reference.noise is not None and seed is not None:
-        scores = scores + judge.temperature * np.asarray(reference.noise(seed, len(prefix), len(scores)), dtype=np.float64)
+        scores = scores + judge.temperature * np.asarray(
+            reference.noise(seed, len(prefix), len(scores)), dtype=np.float64
+        )
     second, best = (float(score) for score in np.partition(scores, -2)[-2:])
     # An end without a token is whichever end token the reference likes best.
     scored = [max((float(scores[token]) for token in tokens), default=-np.inf) for tokens in chosen]
@@ -248,13 +318,26 @@ def _judge(
     margin = best - second
     kind = judge_gaps(gaps, ranks, judge.near_tie_margin)
     if kind == "equivalent":
-        return divergence(kind, f"the reference is undecided: {margin:.4f} logits between its two best", margin, ranks, gaps)
-    culprit, gap, rank = max(zip(("plain", arm.arm), gaps, ranks, strict=True), key=lambda item: item[1])
-    detail = f"the {culprit} arm chose the reference's number {rank + 1}, {gap:.4f} logits below its best"
+        return divergence(
+            kind,
+            f"the reference is undecided: {margin:.4f} logits between its two best",
+            margin,
+            ranks,
+            gaps,
+        )
+    culprit, gap, rank = max(
+        zip(("plain", arm.arm), gaps, ranks, strict=True), key=lambda item: item[1]
+    )
+    detail = (
+        f"the {culprit} arm chose the reference's number {rank + 1}, {gap:.4f} logits below its"
+        " best"
+    )
     return divergence(kind, detail, margin, ranks, gaps)
 
 
-def _of_log_probs(one: Divergence, plain: RequestTiming, other: RequestTiming, judge: Judge) -> Divergence:
+def _of_log_probs(
+    one: Divergence, plain: RequestTiming, other: RequestTiming, judge: Judge
+) -> Divergence:
     """The divergence as the arms' own log-probabilities judge it; as it is where there are none."""
     again = judge.again.get((one.arm, one.draft_len, one.prompt_index))
     if again is None:
@@ -264,7 +347,10 @@ def _of_log_probs(one: Divergence, plain: RequestTiming, other: RequestTiming, j
     upto = one.position + 1
     for name, before, now in (("plain", plain, again[0]), (one.arm, other, again[1])):
         if before.token_ids[:upto] != now.token_ids[:upto]:
-            detail = f"asked again for its log-probabilities, the {name} arm said another text up to this place"
+            detail = (
+                f"asked again for its log-probabilities, the {name} arm said another text up to"
+                " this place"
+            )
             return replace(one, detail=f"{detail}, so that nothing is known of this one")
     found: Served = judge_log_probs(one.position, *again, one.arm, judge.near_tie_margin)
     return replace(
@@ -282,24 +368,39 @@ def _of_log_probs(one: Divergence, plain: RequestTiming, other: RequestTiming, j
     )
 
 
-def _positions(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> list[int | None]:
+def _positions(
+    arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]
+) -> list[int | None]:
     """Per draft length of real speculation: where the prompt diverges."""
     pairs = zip(arms, column, strict=True)
-    return [None if item is None else item[0].position for arm, item in pairs if arm.arm == "speculative"]
+    return [
+        None if item is None else item[0].position
+        for arm, item in pairs
+        if arm.arm == "speculative"
+    ]
 
 
-def _moves(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> bool:
+def _moves(
+    arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]
+) -> bool:
     return len({place for place in _positions(arms, column) if place is not None}) > 1
 
 
-def _stays(arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]) -> bool:
+def _stays(
+    arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]
+) -> bool:
     places = _positions(arms, column)
     return len(places) > 1 and len(set(places)) == 1 and places[0] is not None
 
 
 def _all_equal(texts: Sequence[Sequence[RequestTiming]]) -> bool:
     first = texts[0][0] if texts else None
-    return all(first_difference(first, one) is None for rounds in texts for one in rounds if first is not None)
+    return all(
+        first_difference(first, one) is None
+        for rounds in texts
+        for one in rounds
+        if first is not None
+    )
 
 
 def _badness(kind: str) -> int:

@@ -1,8 +1,8 @@
 """The target model outside the server: what judges a text.
 
-Two are used. The engine that was compiled, loaded a second time: its weights are the server's, so it judges the serving path
-and speculation. The unquantized checkpoint in float32 through transformers, other code and other weights: it judges
-quantization and everything before it.
+Two are used. The engine that was compiled, loaded a second time: its weights are the server's, so
+it judges the serving path and speculation. The unquantized checkpoint in float32 through
+transformers, other code and other weights: it judges quantization and everything before it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ TextLogits = Callable[[Sequence[int], int], NDArray[Any]]
 class Reference:
     """The target model outside the server.
 
-    encode: prompt text -> prompt ids, as the server encodes it (with its BOS habits).
-    next_logits: all token ids so far -> logits [vocab] of the next one, float.
-    eos_token_ids: what ends a text.
-    noise: (seed, position, vocab) -> the Gumbel noise [vocab] that `coupled` adds to logits / temperature for the token at
-    `position`, counted over prompt and output together (the first output token has position len(prompt ids)). None: a
-    divergence of seeded requests is reported as unexplained.
-    text_logits: (ids, first) -> the logits [len(ids) - first, vocab] that ids[first:] were chosen from, in one pass. None:
-    asked of next_logits one by one.
-    draft: the same of the draft model, None where there is none to ask.
+    encode: prompt text -> prompt ids, as the server encodes it (with its BOS habits). next_logits:
+    all token ids so far -> logits [vocab] of the next one, float. eos_token_ids: what ends a text.
+    noise: (seed, position, vocab) -> the Gumbel noise [vocab] that `coupled` adds to logits /
+    temperature for the token at `position`, counted over prompt and output together (the first
+    output token has position len(prompt ids)). None: a divergence of seeded requests is reported as
+    unexplained. text_logits: (ids, first) -> the logits [len(ids) - first, vocab] that ids[first:]
+    were chosen from, in one pass. None: asked of next_logits one by one. draft: the same of the
+    draft model, None where there is none to ask.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -49,10 +48,14 @@ class Reference:
 
 
 def text_logits(reference: Reference, ids: Sequence[int], first: int) -> NDArray[Any]:
-    """The logits [len(ids) - first, vocab] that ids[first:] were chosen from, each behind all tokens before it. first >= 1."""
+    """The logits [len(ids) - first, vocab] that ids[first:] were chosen from, each behind all
+    tokens before it. first >= 1.
+    """
     if reference.text_logits is not None:
         return reference.text_logits(ids, first)
-    return np.stack([np.asarray(reference.next_logits(ids[:end])) for end in range(first, len(ids))])
+    return np.stack(
+        [np.asarray(reference.next_logits(ids[:end])) for end in range(first, len(ids))]
+    )
 
 
 def reference_from_engine(
@@ -64,7 +67,8 @@ def reference_from_engine(
 ) -> Reference:
     """A reference that loads its engines when they are first asked.
 
-    The engine is the reference's alone: each question runs a whole prefix through its first slot, as plain prefill does.
+    The engine is the reference's alone: each question runs a whole prefix through its first slot,
+    as plain prefill does.
     """
     engine = cache(load)
     return Reference(
@@ -82,7 +86,9 @@ def _teacher_forced(engine: Callable[[], StepEngine]) -> TextLogits:
 
 
 def _pass(model: StepEngine, ids: Sequence[int], first: int | None) -> NDArray[Any]:
-    """One prefill of `ids`: the logits behind ids[first:], or behind the last one alone where first is None."""
+    """One prefill of `ids`: the logits behind ids[first:], or behind the last one alone where
+    first is None.
+    """
     import torch
 
     model.rewind([SLOT], [0])
@@ -98,7 +104,9 @@ def _pass(model: StepEngine, ids: Sequence[int], first: int | None) -> NDArray[A
 def reference_from_checkpoint(
     checkpoint: Path, encode: Callable[[str], Sequence[int]], eos_token_ids: Sequence[int]
 ) -> Reference:
-    """The unquantized checkpoint in float32 through transformers, loaded when it is first asked. On the CPU."""
+    """The unquantized checkpoint in float32 through transformers, loaded when it is first asked.
+    On the CPU.
+    """
 
     @cache
     def model() -> Any:
@@ -107,16 +115,23 @@ def reference_from_checkpoint(
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # of loading; our own progress is on stderr
-        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, local_files_only=True
+        ).eval()
 
     def rows(ids: Sequence[int], first: int) -> NDArray[Any]:
         import torch
 
         with torch.inference_mode():
-            logits = model()(torch.tensor([list(ids)], dtype=torch.int64), use_cache=False).logits[0, first - 1 :]
+            logits = model()(torch.tensor([list(ids)], dtype=torch.int64), use_cache=False).logits[
+                0, first - 1 :
+            ]
         found: NDArray[Any] = logits.double().numpy()
         return found
 
     return Reference(
-        encode, lambda ids: rows(ids, len(ids))[0], tuple(eos_token_ids), text_logits=lambda ids, first: rows(ids[:-1], first)
+        encode,
+        lambda ids: rows(ids, len(ids))[0],
+        tuple(eos_token_ids),
+        text_logits=lambda ids, first: rows(ids[:-1], first),
     )

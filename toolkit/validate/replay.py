@@ -1,7 +1,8 @@
 """One divergence as a file, and the file put to an endpoint again.
 
-A replay holds everything that the two requests said and what came back, and the deployment that said it, so that a fault found
-in a long run can be looked at alone: `toolkit validate --replay FILE` sends both requests again and judges them as the run did.
+A replay holds everything that the two requests said and what came back, and the deployment that
+said it, so that a fault found in a long run can be looked at alone: `toolkit validate --replay
+FILE` sends both requests again and judges them as the run did.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ __all__ = ["Replay", "Replayed", "read_replay", "replay", "replay_of", "write_re
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One divergence with its texts. temperature 0: greedy; else seeded under `coupled`. deployment: what its YAML says, with
-    the overrides that it was built with, and paths that are absolute.
+    """One divergence with its texts. temperature 0: greedy; else seeded under `coupled`.
+    deployment: what its YAML says, with the overrides that it was built with, and paths that are
+    absolute.
     """
 
     divergence: Divergence
@@ -44,7 +46,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came this time. divergence None: the texts are the same now. as_before: both texts are those of the file."""
+    """What came this time. divergence None: the texts are the same now. as_before: both texts
+    are those of the file.
+    """
 
     divergence: Divergence | None
     plain_ids: tuple[int, ...]
@@ -52,10 +56,17 @@ class Replayed:
     as_before: bool
 
 
-def replay_of(config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming) -> Replay:
+def replay_of(
+    config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming
+) -> Replay:
     temperature = 0.0 if one.seed is None else config.temperature
     return Replay(
-        one, config.max_tokens, temperature, config.parity.near_tie_margin, tuple(plain.token_ids), tuple(other.token_ids)
+        one,
+        config.max_tokens,
+        temperature,
+        config.parity.near_tie_margin,
+        tuple(plain.token_ids),
+        tuple(other.token_ids),
     )
 
 
@@ -75,14 +86,24 @@ def read_replay(path: Path) -> Replay:
     try:
         return from_json(Replay, read_saved(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        mend = "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per divergence."
+        mend = (
+            "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per"
+            " divergence."
+        )
         raise UsageError(f"not a replay file: {error}", where=path, mend=mend) from error
 
 
-def replay(found: Replay, endpoint: Endpoint | Alternating, reference: Reference | None, can: Abilities = ALL) -> Replayed:
-    """Send both requests again, one after the other, and judge them. Raises StageError as validation does.
+def replay(
+    found: Replay,
+    endpoint: Endpoint | Alternating,
+    reference: Reference | None,
+    can: Abilities = ALL,
+) -> Replayed:
+    """Send both requests again, one after the other, and judge them. Raises StageError as
+    validation does.
 
-    Without a reference they are sent once more for their log-probabilities, where they differ and the endpoint tells them.
+    Without a reference they are sent once more for their log-probabilities, where they differ and
+    the endpoint tells them.
     """
     one = found.divergence
     options: dict[str, Any] = {"temperature": found.temperature}
@@ -96,7 +117,13 @@ def replay(found: Replay, endpoint: Endpoint | Alternating, reference: Reference
     arms = [ArmTexts(one.arm, one.draft_len, [[other]])]
     ask = reference is None and can.log_probs
     again = ask_again(sender, [plain], arms, draft_lens=can.draft_lens) if ask else {}
-    judge = Judge(reference, found.near_tie_margin, found.temperature, None if one.seed is None else [one.seed], again)
+    judge = Judge(
+        reference,
+        found.near_tie_margin,
+        found.temperature,
+        None if one.seed is None else [one.seed],
+        again,
+    )
     parity = compare([plain], arms, judge)
     as_before = (plain.token_ids, other.token_ids) == (found.plain_ids, found.other_ids)
     divergence = parity.divergences[0] if parity.divergences else None

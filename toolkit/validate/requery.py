@@ -1,7 +1,8 @@
 """Ask the prompts that diverged once more, for the log-probabilities of what the arms say.
 
-It is a pass of its own behind the timed requests, since keeping log-probabilities costs time, and of the diverging prompts
-alone. Each arm is asked on its turn; where they are servers of their own, the one that runs is asked first.
+It is a pass of its own behind the timed requests, since keeping log-probabilities costs time, and
+of the diverging prompts alone. Each arm is asked on its turn; where they are servers of their own,
+the one that runs is asked first.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["ask_again"]
 
 
-def ask_again(sender: Sender, plain: Sequence[RequestTiming], arms: Sequence[ArmTexts], *, draft_lens: bool) -> AskedAgain:
-    """What `Judge.again` is made of; empty where nothing diverged. draft_lens: a request may state its draft length.
+def ask_again(
+    sender: Sender, plain: Sequence[RequestTiming], arms: Sequence[ArmTexts], *, draft_lens: bool
+) -> AskedAgain:
+    """What `Judge.again` is made of; empty where nothing diverged. draft_lens: a request may state
+    its draft length.
 
     A refusal is an answer, too: it stands for all requests, and nothing more is asked.
     """

@@ -1,10 +1,11 @@
-"""Draw from the endpoint at temperature > 0, put every token to the reference, and run the tests of `distribution` on the
-points.
+"""Draw from the endpoint at temperature > 0, put every token to the reference, and run the tests of
+`distribution` on the points.
 
-Requests carry no seed, so the deployment's own acceptance rule is at work. Both arms are drawn in turns on the same prompts:
-the plain one tells sampling itself from the accept rule. Fewer requests with another temperature, with top-k and with top-p
-show that these are respected. How many tokens are drawn follows from the effect that is to be seen and is fixed before any is
-looked at; where they would take longer than allowed, fewer are drawn, and what they can show is stated.
+Requests carry no seed, so the deployment's own acceptance rule is at work. Both arms are drawn in
+turns on the same prompts: the plain one tells sampling itself from the accept rule. Fewer requests
+with another temperature, with top-k and with top-p show that these are respected. How many tokens
+are drawn follows from the effect that is to be seen and is fixed before any is looked at; where
+they would take longer than allowed, fewer are drawn, and what they can show is stated.
 """
 
 from __future__ import annotations
@@ -32,21 +33,33 @@ __all__ = ["PROMPTS", "TEXTS", "Drawn", "continuations", "draw_samples", "judge_
 PROMPTS = 8  # each is drawn many times, so that continuations of one prompt can be compared
 TEXTS = 12  # of each prompt in each arm, at least: fewer cannot be permuted into a small p-value
 LONGEST = 64  # tokens of a drawn text at most: more texts say more than longer ones
-GROUPS: dict[str, dict[str, Any]] = {"temperature": {"scale": 0.5}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.8}}
+GROUPS: dict[str, dict[str, Any]] = {
+    "temperature": {"scale": 0.5},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+}
 GROUP_SHARE = 4  # a group has a quarter of the tokens, and so sees twice the effect
 SEEDED = 4  # requests that are sent twice with one seed
-REPLACED = 0.4  # share of texts that the control of the continuations replaces by one and the same text
+REPLACED = (
+    0.4  # share of texts that the control of the continuations replaces by one and the same text
+)
 TESTS = 4 + len(GROUPS)  # at most
 
 
 @dataclass
 class Points:
-    """The points of one group's second and later tokens, and those of a biased acceptor's tokens at the same places."""
+    """The points of one group's second and later tokens, and those of a biased acceptor's tokens
+    at the same places.
+    """
 
     by_probability: list[NDArray[np.float64]] = field(default_factory=list)
-    by_probability_biased: list[NDArray[np.float64]] = field(default_factory=list)  # the likeliest token
+    by_probability_biased: list[NDArray[np.float64]] = field(
+        default_factory=list
+    )  # the likeliest token
     by_draft: list[NDArray[np.float64]] = field(default_factory=list)
-    by_draft_biased: list[NDArray[np.float64]] = field(default_factory=list)  # a token drawn from the draft
+    by_draft_biased: list[NDArray[np.float64]] = field(
+        default_factory=list
+    )  # a token drawn from the draft
     outside: int = 0  # tokens that the filters rule out
 
     @property
@@ -56,8 +69,8 @@ class Points:
 
 @dataclass
 class Drawn:
-    """Everything that was drawn. texts: arm -> prompt -> tokens of every text; likeliest: the reference's at the same
-    places.
+    """Everything that was drawn. texts: arm -> prompt -> tokens of every text; likeliest: the
+    reference's at the same places.
     """
 
     temperature: float
@@ -84,7 +97,8 @@ def draw_samples(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drawn:
-    """on_progress: (tokens so far, tokens wanted); what a group has beyond its share is not counted.
+    """on_progress: (tokens so far, tokens wanted); what a group has beyond its share is not
+    counted.
 
     Raises StageError as every request does.
     """
@@ -92,10 +106,17 @@ def draw_samples(
     wanted = distribution.tokens_needed(gates.effect, alpha, gates.power)
     chosen = prompts[:PROMPTS]
     generator = np.random.default_rng([seed, 1])
-    drawn = Drawn(temperature, wanted, alpha, texts={arm: [[] for _ in chosen] for arm in ("plain", "speculative")})
+    drawn = Drawn(
+        temperature,
+        wanted,
+        alpha,
+        texts={arm: [[] for _ in chosen] for arm in ("plain", "speculative")},
+    )
     judge = _Judge(drawn, reference, generator, near_tie_margin)
     began, first = clock(), len(sender.sent)
-    sender = replace(sender, max_tokens=min(sender.max_tokens, LONGEST))  # its list of what was sent is the same one
+    sender = replace(
+        sender, max_tokens=min(sender.max_tokens, LONGEST)
+    )  # its list of what was sent is the same one
 
     def ask(name: str, arm: str, index: int, settings: dict[str, Any]) -> None:
         timing = sender.send(index, chosen[index], arm, **settings)
@@ -103,11 +124,19 @@ def draw_samples(
         if name in drawn.texts:
             drawn.texts[name][index].append(tuple(timing.token_ids))
         needed = _needed(wanted)
-        enough = sum(min(drawn.groups[group].tokens, tokens) for group, tokens in needed.items() if group in drawn.groups)
+        enough = sum(
+            min(drawn.groups[group].tokens, tokens)
+            for group, tokens in needed.items()
+            if group in drawn.groups
+        )
         on_progress(enough, sum(needed.values()))
 
     main, pause = {"temperature": temperature}, 0
-    while _lacking(drawn, wanted) and clock() - began < gates.max_seconds and len(sender.sent) - first < 20 * wanted:
+    while (
+        _lacking(drawn, wanted)
+        and clock() - began < gates.max_seconds
+        and len(sender.sent) - first < 20 * wanted
+    ):
         for index in range(len(chosen)):
             for arm in generator.permutation(["plain", "speculative"]).tolist():
                 ask(arm, arm, index, main)
@@ -127,10 +156,20 @@ def judge_samples(drawn: Drawn, gates: DistributionGates, *, rule: str, seed: in
     for name, points in drawn.groups.items():
         pairs = [(f"{name}: by probability", points.by_probability, points.by_probability_biased)]
         if points.by_draft and name == "speculative":
-            pairs.append((f"{name}: by draft against target", points.by_draft, points.by_draft_biased))
+            pairs.append(
+                (f"{name}: by draft against target", points.by_draft, points.by_draft_biased)
+            )
         effect = gates.effect * (2 if name in GROUPS else 1)
         tests += [
-            _pooled(title, np.concatenate(found), np.concatenate(biased), drawn.alpha, gates.power, effect, generator)
+            _pooled(
+                title,
+                np.concatenate(found),
+                np.concatenate(biased),
+                drawn.alpha,
+                gates.power,
+                effect,
+                generator,
+            )
             for title, found, biased in pairs
             if points.tokens
         ]
@@ -156,13 +195,20 @@ def judge_samples(drawn: Drawn, gates: DistributionGates, *, rule: str, seed: in
 
 
 def _lacking(drawn: Drawn, wanted: int) -> bool:
-    short = any(name not in drawn.groups or drawn.groups[name].tokens < tokens for name, tokens in _needed(wanted).items())
+    short = any(
+        name not in drawn.groups or drawn.groups[name].tokens < tokens
+        for name, tokens in _needed(wanted).items()
+    )
     return short or any(len(texts) < TEXTS for prompts in drawn.texts.values() for texts in prompts)
 
 
 def _needed(wanted: int) -> dict[str, int]:
     """Tokens of every group."""
-    return {"plain": wanted, "speculative": wanted, **dict.fromkeys(GROUPS, math.ceil(wanted / GROUP_SHARE))}
+    return {
+        "plain": wanted,
+        "speculative": wanted,
+        **dict.fromkeys(GROUPS, math.ceil(wanted / GROUP_SHARE)),
+    }
 
 
 def _settings(temperature: float, change: dict[str, Any]) -> dict[str, Any]:
@@ -193,41 +239,61 @@ class _Judge:
         points.by_probability.append(self._points(rows, said, rows))
         points.by_probability_biased.append(self._points(rows, rows.argmax(axis=-1), rows))
         if name == "speculative" and self.reference.draft is not None:
-            own = distribution.probabilities(np.asarray(self.reference.draft(ids, first))[inside], **settings)
+            own = distribution.probabilities(
+                np.asarray(self.reference.draft(ids, first))[inside], **settings
+            )
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratio = np.where(rows > 0, own / rows, -1.0)
             drafts = _draw(np.where(rows > 0, own, 0.0), rows, self.generator)
             points.by_draft.append(self._points(rows, said, ratio))
             points.by_draft_biased.append(self._points(rows, drafts, ratio))
 
-    def _points(self, probs: NDArray[Any], tokens: NDArray[np.int64], order: NDArray[Any]) -> NDArray[np.float64]:
+    def _points(
+        self, probs: NDArray[Any], tokens: NDArray[np.int64], order: NDArray[Any]
+    ) -> NDArray[np.float64]:
         return distribution.places(probs, tokens, order, self.generator.random(len(tokens)))
 
-    def _at_the_edge(self, logits: NDArray[Any], probs: NDArray[Any], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether a token was left out by no more than rounding: the last one kept is as likely, up to the margin."""
+    def _at_the_edge(
+        self, logits: NDArray[Any], probs: NDArray[Any], tokens: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether a token was left out by no more than rounding: the last one kept is as likely,
+        up to the margin.
+        """
         last_kept = np.where(probs > 0, logits, np.inf).min(axis=-1)
         close: NDArray[np.bool_] = (
-            np.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] >= last_kept - self.near_tie_margin
+            np.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+            >= last_kept - self.near_tie_margin
         )
         return close
 
 
-def _draw(weights: NDArray[Any], fallback: NDArray[Any], generator: np.random.Generator) -> NDArray[np.int64]:
+def _draw(
+    weights: NDArray[Any], fallback: NDArray[Any], generator: np.random.Generator
+) -> NDArray[np.int64]:
     """One token per row, by its weights; by the fallback's where a row has none."""
     total = weights.sum(axis=-1, keepdims=True)
     cumulative = np.cumsum(np.where(total > 0, weights, fallback), axis=-1)
-    drawn: NDArray[np.int64] = (cumulative <= generator.random((len(weights), 1)) * cumulative[:, -1:]).sum(axis=-1)
+    drawn: NDArray[np.int64] = (
+        cumulative <= generator.random((len(weights), 1)) * cumulative[:, -1:]
+    ).sum(axis=-1)
     return drawn
 
 
-def _seeds(sender: Sender, prompts: Sequence[str], drawn: Drawn, temperature: float, seed: int) -> None:
-    """The same seed twice has to give the same text, under the deployment's own rule; different seeds have to matter."""
+def _seeds(
+    sender: Sender, prompts: Sequence[str], drawn: Drawn, temperature: float, seed: int
+) -> None:
+    """The same seed twice has to give the same text, under the deployment's own rule; different
+    seeds have to matter.
+    """
     texts: list[set[tuple[int, ...]]] = []
     for index in range(min(SEEDED, len(prompts))):
         said: set[tuple[int, ...]] = set()
         for number in (0, 1):
             options = {"temperature": temperature, "seed": seed + number}
-            first, again = (sender.send(index, prompts[index], "speculative", **options).token_ids for _ in range(2))
+            first, again = (
+                sender.send(index, prompts[index], "speculative", **options).token_ids
+                for _ in range(2)
+            )
             drawn.unrepeated += first != again
             drawn.seeded += 1
             said.add(tuple(first))
@@ -262,13 +328,22 @@ def _pooled(
 
 
 def continuations(
-    texts: Mapping[str, Sequence[Sequence[tuple[int, ...]]]], alpha: float, generator: np.random.Generator
+    texts: Mapping[str, Sequence[Sequence[tuple[int, ...]]]],
+    alpha: float,
+    generator: np.random.Generator,
 ) -> DistributionTest:
-    """Both arms' continuations (arm -> prompt -> texts); in the control a share of the speculative ones is replaced by one and
-    the same text.
+    """Both arms' continuations (arm -> prompt -> texts); in the control a share of the speculative
+    ones is replaced by one and the same text.
     """
-    arms = [(one, other) for one, other in zip(texts["plain"], texts["speculative"], strict=True) if one and other]
-    tilted = [(one, [other[0] if generator.random() < REPLACED else text for text in other]) for one, other in arms]
+    arms = [
+        (one, other)
+        for one, other in zip(texts["plain"], texts["speculative"], strict=True)
+        if one and other
+    ]
+    tilted = [
+        (one, [other[0] if generator.random() < REPLACED else text for text in other])
+        for one, other in arms
+    ]
     statistic, p_value = distribution.continuation_test(arms, generator)
     control = distribution.continuation_test(tilted, generator)[1]
     return DistributionTest(

@@ -1,4 +1,6 @@
-"""How bad a difference from plain decoding is, by how far the chosen tokens lie below the best one."""
+"""How bad a difference from plain decoding is, by how far the chosen tokens lie below the best
+one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,16 @@ from collections.abc import Sequence
 
 __all__ = ["SUSPICIOUS", "judge_gaps"]
 
-SUSPICIOUS = 10.0  # near-tie margins up to which a choice between the two best is suspicious and not broken yet
+# near-tie margins up to which a choice between the two best is suspicious and not broken yet
+SUSPICIOUS = 10.0
 
 
 def judge_gaps(gaps: Sequence[float], ranks: Sequence[int], near_tie_margin: float) -> str:
-    """The class of chosen tokens that lie `gaps` logits below the reference's best and have these places."""
+    """The class of chosen tokens that lie `gaps` logits below the reference's best and have
+    these places.
+    """
     if max(gaps) <= near_tie_margin:
         return "equivalent"
-    return "suspicious" if max(gaps) <= SUSPICIOUS * near_tie_margin and max(ranks) <= 1 else "broken"
+    return (
+        "suspicious" if max(gaps) <= SUSPICIOUS * near_tie_margin and max(ranks) <= 1 else "broken"
+    )

@@ -1,12 +1,15 @@
 """The validate stage: a running endpoint and the gates of the YAML in, a report with a verdict out.
 
-Nothing here starts a server or an engine: the endpoint, its counters and the reference model come in as arguments.
+Nothing here starts a server or an engine: the endpoint, its counters and the reference model come
+in as arguments.
 
-Two kinds of requests are sent. Those that are timed carry no seed, as most clients' do, so at temperature > 0 they run under
-the deployment's own acceptance rule; at temperature 0 the same requests prove parity, beside untimed ones at other draft
-lengths and through the speculative path that keeps nothing. Then each prompt is sent once more per arm at temperature > 0
-with a seed under the `coupled` rule, where the texts have to be the same again; and a few prompts are drawn many times
-without a seed, to judge the distribution of what is said. What is wrong is named by `diagnose`.
+Two kinds of requests are sent. Those that are timed carry no seed, as most clients' do, so at
+temperature > 0 they run under the deployment's own acceptance rule; at temperature 0 the same
+requests prove parity, beside untimed ones at other draft lengths and through the speculative path
+that keeps nothing. Then each prompt is sent once more per arm at temperature > 0 with a seed under
+the `coupled` rule, where the texts have to be the same again; and a few prompts are drawn many
+times without a seed, to judge the distribution of what is said. What is wrong is named by
+`diagnose`.
 """
 
 from __future__ import annotations
@@ -49,19 +52,40 @@ from toolkit.validate.correctness import (
     not_measured,
     planned_requests,
 )
-from toolkit.validate.gates import latency_gates, not_judged, parity_gate, quality_gates, ratio_gates, speedup_gate
+from toolkit.validate.gates import (
+    latency_gates,
+    not_judged,
+    parity_gate,
+    quality_gates,
+    ratio_gates,
+    speedup_gate,
+)
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
 
-__all__ = ["VERSION", "Abilities", "Alternating", "Endpoint", "Reference", "References", "rounds_wanted", "validate"]
+__all__ = [
+    "VERSION",
+    "Abilities",
+    "Alternating",
+    "Endpoint",
+    "Reference",
+    "References",
+    "rounds_wanted",
+    "validate",
+]
 
 VERSION = 14
 BURSTS = 0.1  # share of requests delivered late above which we say so
 DRIFT = 0.15  # by how much plain decoding may differ from round to round before we say so
 MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
-NO_LOAD = "speed and latency with several requests at a time (validation.latency.concurrency: [1, 4, 16])"
-NOT_DRAWN = "whether sampled tokens are distributed as the target's own (validation.distribution.enabled: true)"
+NO_LOAD = (
+    "speed and latency with several requests at a time (validation.latency.concurrency: [1, 4, 16])"
+)
+NOT_DRAWN = (
+    "whether sampled tokens are distributed as the target's own (validation.distribution.enabled:"
+    " true)"
+)
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
@@ -85,23 +109,26 @@ def validate(
     replaced: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ValidationReport:
-    """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per arm, and more rounds if
-    undecided.
+    """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per
+    arm, and more rounds if undecided.
 
-    endpoint: a started server's client, `Client(server.grpc_url)`, or one that starts a server per arm. counters: reads the
-    server's own counters, for instance
-    `lambda: read_counters(server.metrics_url)` of `toolkit.bench.counters`; None leaves them out, which is reported.
-    sweep: measures both arms at these many requests at a time; it is called where config.latency.concurrency has any.
-    references: judge the texts; `reference_from_engine` of `toolkit.validate.reference` makes one of the target's engine.
-    can: what the endpoint knows to do. keep_replay: stores what `toolkit validate --replay` needs of one divergence, and
-    returns the file's name.
-    max_draft_len 0: the deployment does not speculate, and only the plain arm is measured. acceptance: the deployment's
-    `speculation.acceptance`. environment: versions and hardware, name -> text. engines: by role, "target" and "draft".
-    preceding: findings of earlier stages that a reader of the report must know; those that warn are taken over.
-    replaced: of a rehearsal, what stands in for what; bars on speed and quality are then measured and not judged.
-    config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable path).
+    endpoint: a started server's client, `Client(server.grpc_url)`, or one that starts a server per
+    arm. counters: reads the server's own counters, for instance `lambda:
+    read_counters(server.metrics_url)` of `toolkit.bench.counters`; None leaves them out, which is
+    reported. sweep: measures both arms at these many requests at a time; it is called where
+    config.latency.concurrency has any. references: judge the texts; `reference_from_engine` of
+    `toolkit.validate.reference` makes one of the target's engine. can: what the endpoint knows to
+    do. keep_replay: stores what `toolkit validate --replay` needs of one divergence, and returns
+    the file's name. max_draft_len 0: the deployment does not speculate, and only the plain arm is
+    measured. acceptance: the deployment's `speculation.acceptance`. environment: versions and
+    hardware, name -> text. engines: by role, "target" and "draft". preceding: findings of earlier
+    stages that a reader of the report must know; those that warn are taken over. replaced: of a
+    rehearsal, what stands in for what; bars on speed and quality are then measured and not judged.
+    config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable
+    path).
 
-    Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses or breaks.
+    Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses
+    or breaks.
     """
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
@@ -131,16 +158,26 @@ def validate(
     loaded = None
     if config.latency.concurrency:
         if sweep is None:
-            raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
+            raise UsageError(
+                "validation.latency.concurrency is set, and nothing here can measure it"
+            )
         sender.turn_to(arms[-1])  # what runs is what is loaded
         loaded = sweep(config.latency.concurrency)
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
     gates = [
         *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
-        *_gates(config, sampled_arms, sampled_speedup, found.seeded, ("seeded_parity", "speedup_sampled", "_sampled")),
+        *_gates(
+            config,
+            sampled_arms,
+            sampled_speedup,
+            found.seeded,
+            ("seeded_parity", "speedup_sampled", "_sampled"),
+        ),
         *correctness_gates(found),
-        *quality_gates(quality.target, config.quality, quantized=_is_quantized(engines.get("target"))),
+        *quality_gates(
+            quality.target, config.quality, quantized=_is_quantized(engines.get("target"))
+        ),
         *(() if loaded is None else loaded.gates),
     ]
     gates = not_judged(gates) if replaced else gates
@@ -170,11 +207,24 @@ def validate(
         findings=(
             *(finding for finding in preceding if finding.severity != "ok"),
             *found.diagnoses,
-            *(() if loaded is None else (finding for finding in loaded.findings if finding.severity != "ok")),
+            *(
+                ()
+                if loaded is None
+                else (finding for finding in loaded.findings if finding.severity != "ok")
+            ),
             *not_measured(max_draft_len, references, can, greedy_acceptance),
-            *_findings(counters is not None, checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
+            *_findings(
+                counters is not None,
+                checks,
+                measured,
+                {0.0: greedy_arms, config.temperature: sampled_arms},
+            ),
             *([] if config.latency.concurrency else [Finding("not measured", "note", NO_LOAD)]),
-            *([Finding("not measured", "note", NOT_DRAWN)] if max_draft_len > 0 and not config.distribution.enabled else []),
+            *(
+                [Finding("not measured", "note", NOT_DRAWN)]
+                if max_draft_len > 0 and not config.distribution.enabled
+                else []
+            ),
         ),
         environment=dict(environment),
         engines=dict(engines),
@@ -188,7 +238,9 @@ def validate(
 
 
 class _Shown:
-    """How far validation is: requests sent of those that are planned and what they are sent for, or steps of something else."""
+    """How far validation is: requests sent of those that are planned and what they are sent for,
+    or steps of something else.
+    """
 
     def __init__(self, progress: Progress | None, planned: int) -> None:
         self._progress = progress or (lambda done, total, what: None)
@@ -223,7 +275,9 @@ def _measure(
     *,
     by_restarts: bool,
 ) -> dict[float, Measured]:
-    """The timed requests, at temperature 0 and at the YAML's, after a warm-up that is not counted."""
+    """The timed requests, at temperature 0 and at the YAML's, after a warm-up that is not
+    counted.
+    """
     temperatures = (0.0, config.temperature)
     warm_up = prompts[:WARM_UP_PROMPTS]
     doing = "warming up"
@@ -256,12 +310,16 @@ def _measure(
     for temperature in temperatures:
         doing = f"measuring at temperature {temperature:g}"
         shown.plan(0, doing)
-        measured[temperature] = run_rounds(sender, prompts, arms=arms, options={"temperature": temperature}, **asked)
+        measured[temperature] = run_rounds(
+            sender, prompts, arms=arms, options={"temperature": temperature}, **asked
+        )
     return measured
 
 
 def _is_quantized(engine: CompiledEngine | None) -> bool:
-    return engine is not None and (engine.quant_algo is not None or engine.kv_cache_quant_algo is not None)
+    return engine is not None and (
+        engine.quant_algo is not None or engine.kv_cache_quant_algo is not None
+    )
 
 
 def _rounds_wanted(measured: Measured, config: ValidationConfig) -> int:
@@ -272,9 +330,13 @@ def _rounds_wanted(measured: Measured, config: ValidationConfig) -> int:
 
 
 def rounds_wanted(speedup: Speedup, limits: LatencyGates) -> int:
-    """How many more rounds would decide it, about: an interval narrows with the root of their number. 0: it is decided."""
+    """How many more rounds would decide it, about: an interval narrows with the root of their
+    number. 0: it is decided.
+    """
     half, wanted = (speedup.high - speedup.low) / 2, limits.precision * speedup.estimate
-    straddles = any(gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, limits))
+    straddles = any(
+        gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, limits)
+    )
     if half <= wanted and not straddles:
         return 0
     if straddles and limits.min_speedup is not None:
@@ -295,12 +357,18 @@ def _figures(
     return (
         Arms(plain, metrics.arm(measured.speculative, seed=config.seed)),
         replace(speedup, latencies=latencies),
-        metrics.acceptance((request for one in measured.speculative for request in one), draft_len=max_draft_len),
+        metrics.acceptance(
+            (request for one in measured.speculative for request in one), draft_len=max_draft_len
+        ),
     )
 
 
 def _gates(
-    config: ValidationConfig, arms: Arms, speedup: Speedup | None, parity: Parity | None, names: tuple[str, str, str]
+    config: ValidationConfig,
+    arms: Arms,
+    speedup: Speedup | None,
+    parity: Parity | None,
+    names: tuple[str, str, str],
 ) -> list[Gate]:
     parity_name, speedup_name, suffix = names
     gates = [] if parity is None else [parity_gate(parity_name, parity, config.parity)]
@@ -310,7 +378,10 @@ def _gates(
 
 
 def _findings(
-    has_counters: bool, checks: Sequence[CounterCheck], measured: Mapping[float, Measured], arms: Mapping[float, Arms]
+    has_counters: bool,
+    checks: Sequence[CounterCheck],
+    measured: Mapping[float, Measured],
+    arms: Mapping[float, Arms],
 ) -> list[Finding]:
     """What a reader should know and no gate judges."""
     findings: list[Finding] = []
@@ -318,43 +389,63 @@ def _findings(
     if wrong:
         listed = ", ".join(f"{check.name} {check.server} against {check.client}" for check in wrong)
         detail = (
-            f"the server's counters differ from the client's own counts: {listed}. Another client was served, or one is wrong."
+            f"the server's counters differ from the client's own counts: {listed}. Another client"
+            " was served, or one is wrong."
         )
         findings.append(Finding("counters", "warning", detail))
     elif checks:
-        findings.append(Finding("counters", "ok", f"{len(checks)} counters of the server equal the client's own counts"))
+        findings.append(
+            Finding(
+                "counters",
+                "ok",
+                f"{len(checks)} counters of the server equal the client's own counts",
+            )
+        )
     elif not has_counters:
         findings.append(Finding("counters", "warning", "the server's counters were not read"))
     for temperature, pair in arms.items():
         for name, arm in (("plain", pair.plain), ("speculative", pair.speculative)):
-            if arm is not None and arm.distinct_4grams is not None and arm.distinct_4grams < LOOPING:
+            if (
+                arm is not None
+                and arm.distinct_4grams is not None
+                and arm.distinct_4grams < LOOPING
+            ):
                 flatters = ", which flatters the speed-up" if pair.speculative is not None else ""
                 detail = (
-                    f"texts of the {name} arm at temperature {temperature:g} repeat themselves: {arm.distinct_4grams:.2f} of "
-                    f"their 4-grams are distinct (below {LOOPING}){flatters}; choose other prompts"
+                    f"texts of the {name} arm at temperature {temperature:g} repeat themselves:"
+                    f" {arm.distinct_4grams:.2f} of their 4-grams are distinct (below"
+                    f" {LOOPING}){flatters}; choose other prompts"
                 )
                 findings.append(Finding("looping texts", "warning", detail))
     both = [rounds for one in measured.values() for rounds in (one.plain, one.speculative)]
-    late, judged = metrics.delivered_late(request for rounds in both for one in rounds for request in one)
+    late, judged = metrics.delivered_late(
+        request for rounds in both for one in rounds for request in one
+    )
     if late > BURSTS * judged:
         detail = (
-            f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: the server had it long before, "
-            "by a tenth of the request or more. Their TTFT, ITL and ICL tell of a busy machine, not of the engine; e2e and "
-            "tokens/s hold"
+            f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: the"
+            " server had it long before, by a tenth of the request or more. Their TTFT, ITL and"
+            " ICL tell of a busy machine, not of the engine; e2e and tokens/s hold"
         )
         findings.append(Finding("streaming", "note", detail))
     findings += _drift(measured)
-    for name, rounds in (("plain", measured[0.0].plain), ("speculative", measured[0.0].speculative)):
+    for name, rounds in (
+        ("plain", measured[0.0].plain),
+        ("speculative", measured[0.0].speculative),
+    ):
         if count := unrepeatable(rounds):
             detail = (
-                f"the {name} arm gave another text in another round for {count} prompts at temperature 0: it is not repeatable"
+                f"the {name} arm gave another text in another round for {count} prompts at"
+                " temperature 0: it is not repeatable"
             )
             findings.append(Finding("repeatability", "warning", detail))
     return findings
 
 
 def _drift(measured: Mapping[float, Measured]) -> Iterator[Finding]:
-    """Every round of plain decoding is the same work, and sampling more than choosing the best. The rest is the machine's."""
+    """Every round of plain decoding is the same work, and sampling more than choosing the best.
+    The rest is the machine's.
+    """
     seen: list[str] = []
     for temperature, found in measured.items():
         rates = [metrics.throughput(one) for one in found.plain]
@@ -368,11 +459,13 @@ def _drift(measured: Mapping[float, Measured]) -> Iterator[Finding]:
     for temperature, rate in others:
         if rate > (1 + DRIFT) * greedy:
             seen.append(
-                f"{greedy:,.0f} tokens/s at temperature 0 and {rate:,.0f} at {temperature:g}, where there is more to do"
+                f"{greedy:,.0f} tokens/s at temperature 0 and {rate:,.0f} at {temperature:g}, where"
+                " there is more to do"
             )
     if seen:
         detail = (
-            f"plain decoding ran at {'; at '.join(seen)}: the machine is busy, or changes its clock. tokens/s and latencies of "
-            "one arm hold for now alone; a speed-up less so, since its two arms took turns"
+            f"plain decoding ran at {'; at '.join(seen)}: the machine is busy, or changes its"
+            " clock. tokens/s and latencies of one arm hold for now alone; a speed-up less so,"
+            " since its two arms took turns"
         )
         yield Finding("drift", "note", detail)

@@ -1,13 +1,15 @@
-"""Is sampled text of both arms distributed alike? For endpoints whose engine gives no logits to anybody outside its server.
+"""Is sampled text of both arms distributed alike? For endpoints whose engine gives no logits to
+anybody outside its server.
 
-Nothing is known of the distribution that tokens should have, so the plain arm is what the speculative one is held against. Both
-are drawn equally often on the same prompts, a seed of its own for every request. Two tests: the second and later tokens, each
-given the whole text before it (`distribution.prefix_test`), and the continuations as a whole. Texts are short: what two texts
-have in common is their beginning, and only there can tokens be compared. How many are drawn is fixed before any is looked at;
-where the time is up before, the report says what so many can show.
+Nothing is known of the distribution that tokens should have, so the plain arm is what the
+speculative one is held against. Both are drawn equally often on the same prompts, a seed of its own
+for every request. Two tests: the second and later tokens, each given the whole text before it
+(`distribution.prefix_test`), and the continuations as a whole. Texts are short: what two texts have
+in common is their beginning, and only there can tokens be compared. How many are drawn is fixed
+before any is looked at; where the time is up before, the report says what so many can show.
 
-It sees what speculation changes, and nothing that both arms have in common: whether temperature and filters are respected stays
-open.
+It sees what speculation changes, and nothing that both arms have in common: whether temperature and
+filters are respected stays open.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ __all__ = ["Pairs", "draw_pairs", "judge_pairs"]
 
 LONGEST = 16  # tokens of a drawn text
 MOST = 100  # texts of a prompt and arm
-CONTROL = 144  # texts of an arm, at least: with 108, the control of the continuations was once seen at p = 0.00065
-COMPARABLE = 6  # one token in so many stands behind a text that others have said too: a guess, for how many are drawn
+# texts of an arm, at least: with 108, the control of the continuations was once seen at p = 0.00065
+CONTROL = 144
+# one token in so many stands behind a text that others have said too: a guess, for how many are
+# drawn
+COMPARABLE = 6
 TESTS = 2
 
 
@@ -58,7 +63,11 @@ def draw_pairs(
     """on_progress: (texts so far, texts wanted). Raises StageError as every request does."""
     chosen = prompts[:PROMPTS]
     longest = min(sender.max_tokens, LONGEST)
-    needed = 2 * COMPARABLE * distribution.tokens_needed(gates.effect, gates.false_alarm / TESTS, gates.power)
+    needed = (
+        2
+        * COMPARABLE
+        * distribution.tokens_needed(gates.effect, gates.false_alarm / TESTS, gates.power)
+    )
     wanted = max(CONTROL, needed / max(1, longest - 1))
     texts = min(MOST, max(TEXTS, math.ceil(wanted / len(chosen))))
     drawn = Pairs(temperature, {arm: [[] for _ in chosen] for arm in ARMS}, longest)
@@ -67,7 +76,9 @@ def draw_pairs(
     sender = replace(sender, max_tokens=longest)  # its list of what was sent is the same one
 
     def ask(arm: str, index: int) -> None:
-        timing = sender.send(index, chosen[index], arm, temperature=temperature, seed=int(generator.integers(2**31)))
+        timing = sender.send(
+            index, chosen[index], arm, temperature=temperature, seed=int(generator.integers(2**31))
+        )
         drawn.texts[arm][index].append(tuple(timing.token_ids))
         on_progress(len(sender.sent) - first, texts * len(chosen) * len(ARMS))
 
@@ -76,14 +87,18 @@ def draw_pairs(
         if alternating:
             sender.turn_to(turn[0])  # the start of a server is no time of drawing
         began, allowed = clock(), gates.max_seconds * len(turn) / len(ARMS)
-        while (said := len(drawn.texts[turn[0]][0])) < rounds and (said == 0 or clock() - began < allowed):
+        while (said := len(drawn.texts[turn[0]][0])) < rounds and (
+            said == 0 or clock() - began < allowed
+        ):
             for index in range(len(chosen)):
                 for arm in generator.permutation(turn).tolist():
                     ask(arm, index)
         rounds = len(drawn.texts[turn[0]][0])  # the other arm gives as many
         drawn.seconds += clock() - began
     fewest = min(len(said) for prompts_of in drawn.texts.values() for said in prompts_of)
-    drawn.texts = {arm: [said[:fewest] for said in prompts_of] for arm, prompts_of in drawn.texts.items()}
+    drawn.texts = {
+        arm: [said[:fewest] for said in prompts_of] for arm, prompts_of in drawn.texts.items()
+    }
     drawn.requests = len(sender.sent) - first
     return drawn
 
@@ -92,7 +107,9 @@ def judge_pairs(drawn: Pairs, gates: DistributionGates, *, rule: str, seed: int)
     """Both tests with their controls; p-values are adjusted for how many there are."""
     generator, alpha = np.random.default_rng([seed, 4]), gates.false_alarm / TESTS
     arms = list(zip(drawn.texts["plain"], drawn.texts["speculative"], strict=True))
-    found = distribution.prefix_test(arms, drawn.longest, generator, effect=gates.effect, alpha=alpha, power=gates.power)
+    found = distribution.prefix_test(
+        arms, drawn.longest, generator, effect=gates.effect, alpha=alpha, power=gates.power
+    )
     tokens = DistributionTest(
         name="second and later tokens, plain against speculative",
         samples=found.tokens,
@@ -118,7 +135,8 @@ def judge_pairs(drawn: Pairs, gates: DistributionGates, *, rule: str, seed: int)
         effect=gates.effect,
         enough=found.detectable is not None and found.detectable <= gates.effect,
         tests=tuple(
-            replace(test, adjusted=p, rejected=p <= gates.false_alarm) for test, p in zip(tests, adjusted, strict=True)
+            replace(test, adjusted=p, rejected=p <= gates.false_alarm)
+            for test, p in zip(tests, adjusted, strict=True)
         ),
         outside_filters=0,
         seeded=0,

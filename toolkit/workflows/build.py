@@ -18,7 +18,12 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.serve import Machine, check_servable
 from toolkit.workflows.stages.compile import engine_spec
-from toolkit.workflows.stages.sequence import PACKAGE_TRTLLM, REAL_KIND, refuse_impossible, stages_of
+from toolkit.workflows.stages.sequence import (
+    PACKAGE_TRTLLM,
+    REAL_KIND,
+    refuse_impossible,
+    stages_of,
+)
 
 __all__ = ["Built", "build", "explain_build"]
 
@@ -27,9 +32,11 @@ PACKAGED = ("package", "validate")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build did. published: the folders that hold its results; changed: whether anything ran or was put there anew.
+    """What a build did. published: the folders that hold its results; changed: whether anything ran
+    or was put there anew.
 
-    outdated: folders of the same name that an earlier build filled from other engines than those that are published now.
+    outdated: folders of the same name that an earlier build filled from other engines than those
+    that are published now.
     """
 
     stages: dict[str, Done]
@@ -44,8 +51,16 @@ class Built:
     @property
     def not_executed(self) -> dict[str, tuple[str, ...]]:
         """Stage -> what of its engine no GPU has executed; of engines for TensorRT-LLM alone."""
-        records = {name: done.record for name, done in self.stages.items() if isinstance(done.record, CompiledEngine)}
-        return {name: record.tensorrt_llm.not_executed for name, record in records.items() if record.tensorrt_llm is not None}
+        records = {
+            name: done.record
+            for name, done in self.stages.items()
+            if isinstance(done.record, CompiledEngine)
+        }
+        return {
+            name: record.tensorrt_llm.not_executed
+            for name, record in records.items()
+            if record.tensorrt_llm is not None
+        }
 
 
 def build(
@@ -61,8 +76,8 @@ def build(
 ) -> Built:
     """Run the stages that `until` needs and are not in the store, and publish what people use.
 
-    fresh: stages that run in any case. stages: others than `stages_of(config)`. here: what there is to serve with, None for
-    what this machine has. Raises what the stages raise.
+    fresh: stages that run in any case. stages: others than `stages_of(config)`. here: what there is
+    to serve with, None for what this machine has. Raises what the stages raise.
     """
     if stages is None and until in PACKAGED:
         refuse_impossible(config)
@@ -85,10 +100,14 @@ def build(
         if name == "validate":
             changed |= publish_report(store, config.name, workplace.report(config.name), observer)
             published.append(workplace.report(config.name))
-    return Built(finished, tuple(published), changed, tuple(_outdated(config, workplace, store, finished)))
+    return Built(
+        finished, tuple(published), changed, tuple(_outdated(config, workplace, store, finished))
+    )
 
 
-def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) -> list[Explanation]:
+def explain_build(
+    config: DeploymentConfig, workplace: Workplace, store: Store
+) -> list[Explanation]:
     """What `build` would do, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
     try:
@@ -98,34 +117,55 @@ def explain_build(config: DeploymentConfig, workplace: Workplace, store: Store) 
     return explain(stages, store, config.name)
 
 
-def _publications(config: DeploymentConfig, workplace: Workplace) -> Iterator[tuple[Path, dict[str, str]]]:
+def _publications(
+    config: DeploymentConfig, workplace: Workplace
+) -> Iterator[tuple[Path, dict[str, str]]]:
     """Folder -> its subfolders and the stages that they come from."""
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in models_of(config)}
-    yield workplace.engines(config.name + REAL_KIND), {role: f"compile/{role}{REAL_KIND}" for role in models_of(config)}
+    yield (
+        workplace.engines(config.name + REAL_KIND),
+        {role: f"compile/{role}{REAL_KIND}" for role in models_of(config)},
+    )
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
 
 
-def _outdated(config: DeploymentConfig, workplace: Workplace, store: Store, finished: Mapping[str, Done]) -> Iterator[Path]:
-    """Folders of stages behind `until` whose content was made from what this build has just replaced."""
+def _outdated(
+    config: DeploymentConfig, workplace: Workplace, store: Store, finished: Mapping[str, Done]
+) -> Iterator[Path]:
+    """Folders of stages behind `until` whose content was made from what this build has just
+    replaced.
+    """
     stages = {role: f"compile/{role}" for role in models_of(config)}
     if not set(stages.values()) <= set(finished):
         return  # engines/NAME is what it was
     engines = {role: finished[stage].entry.digest for role, stage in stages.items()}
     last = {stage: known["parts"]["inputs"] for stage, known in store.last(config.name).items()}
-    packaged = {key.removeprefix("compile/"): one for key, one in last.get("package", {}).items() if key.startswith("compile/")}
-    if "package" not in finished and packaged != engines and workplace.repository(config.name).exists():
+    packaged = {
+        key.removeprefix("compile/"): one
+        for key, one in last.get("package", {}).items()
+        if key.startswith("compile/")
+    }
+    if (
+        "package" not in finished
+        and packaged != engines
+        and workplace.repository(config.name).exists()
+    ):
         yield workplace.repository(config.name)
     validated = last.get("validate", {})
-    served = finished["package"].entry.digest if "package" in finished else validated.get("repository")
+    served = (
+        finished["package"].entry.digest if "package" in finished else validated.get("repository")
+    )
     same = (validated.get("engines"), validated.get("repository")) == (engines, served)
     if "validate" not in finished and not same and workplace.report(config.name).exists():
         yield workplace.report(config.name)
 
 
 def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:
-    """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is in the store needs none."""
+    """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is
+    in the store needs none.
+    """
     if not isinstance(config.engine, TrtEngineConfig):
         return
     if all(one.reused for one in explain_build(config, workplace, store)):

@@ -1,10 +1,18 @@
-"""What a YAML asks for, in the words of the stages: questions that more than one of them puts to it."""
+"""What a YAML asks for, in the words of the stages: questions that more than one of them puts to
+it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, SpeculationConfig, TorchEngineConfig, TrtEngineConfig
+from toolkit.config.schema import (
+    DeploymentConfig,
+    ModelConfig,
+    SpeculationConfig,
+    TorchEngineConfig,
+    TrtEngineConfig,
+)
 from toolkit.errors import UsageError
 from toolkit.facts.support import ACCEPTANCE
 from toolkit.facts.versions import VERSIONS
@@ -25,7 +33,9 @@ __all__ = [
     "tp_size_of",
 ]
 
-TWIN_BATCH = 4  # requests at once: what is timed there is nothing, and KV caches of a large model are large
+TWIN_BATCH = (
+    4  # requests at once: what is timed there is nothing, and KV caches of a large model are large
+)
 
 
 def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
@@ -38,10 +48,13 @@ def tp_size_of(config: DeploymentConfig) -> int:
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
-    """The section of the embedded engine. Raises UsageError for another kind, which nothing but its server can run."""
+    """The section of the embedded engine. Raises UsageError for another kind, which nothing but
+    its server can run.
+    """
     if not isinstance(config.engine, TorchEngineConfig):
         raise UsageError(
-            f"engine.kind {config.engine.kind} runs in its server alone, and this works on the embedded engine",
+            f"engine.kind {config.engine.kind} runs in its server alone, and this works on the"
+            " embedded engine",
             mend="Use engine.kind: torch.",
         )
     return config.engine
@@ -52,7 +65,9 @@ def measures(config: DeploymentConfig) -> bool:
 
 
 def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
-    """The same models on the embedded engine, long enough for what validation asks: to read what they say, not how fast."""
+    """The same models on the embedded engine, long enough for what validation asks: to read what
+    they say, not how fast.
+    """
     if isinstance(config.engine, TorchEngineConfig):
         return config
     longest = config.engine.max_input_len
@@ -65,7 +80,9 @@ def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def sampled_rule(config: DeploymentConfig) -> str:
-    """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the advisor's words for it."""
+    """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the
+    advisor's words for it.
+    """
     kind, asked = config.engine.kind, config.speculation.acceptance
     rule = ACCEPTANCE[kind][0] if asked == "auto" else asked
     return f"{rule}_greedy_draft" if kind == "trtllm_pytorch" and rule == "sample_match" else rule
@@ -81,7 +98,10 @@ def takes_max_concurrency(config: DeploymentConfig) -> bool:
 def takes_schedule(config: DeploymentConfig) -> bool:
     """Whether the draft length can follow the number of running requests where this is served."""
     engine = config.engine
-    known = isinstance(engine, TorchEngineConfig) or VERSIONS[engine.tensorrt_llm].draft_len_schedule is not None
+    known = (
+        isinstance(engine, TorchEngineConfig)
+        or VERSIONS[engine.tensorrt_llm].draft_len_schedule is not None
+    )
     return known and takes_max_concurrency(config)
 
 
@@ -95,8 +115,12 @@ def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationC
     by_load = takes_schedule(config)
     found: dict[str, Any] = {
         "max_draft_len": advice.max_draft_len,
-        "draft_len_schedule": {step.batch: step.draft_len for step in advice.schedule} if by_load else None,
-        "max_concurrency": None if by_load or not takes_max_concurrency(config) else advice.max_concurrency,
+        "draft_len_schedule": (
+            {step.batch: step.draft_len for step in advice.schedule} if by_load else None
+        ),
+        "max_concurrency": (
+            None if by_load or not takes_max_concurrency(config) else advice.max_concurrency
+        ),
     }
     return config.speculation.model_copy(update=found)
 

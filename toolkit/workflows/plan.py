@@ -1,7 +1,8 @@
-"""What `toolkit plan` says: the plan, the pair where both tokenizers are here, and what the stages will run, word by word.
+"""What `toolkit plan` says: the plan, the pair where both tokenizers are here, and what the stages
+will run, word by word.
 
-What will run is asked of the very functions that the stages use, so that the plan cannot say one thing and the build do
-another. Nothing is run, and nothing heavy is imported.
+What will run is asked of the very functions that the stages use, so that the plan cannot say one
+thing and the build do another. Nothing is run, and nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TrtEngineConfig, TrtllmPytorchConfig
+from toolkit.config.schema import (
+    DeploymentConfig,
+    TorchEngineConfig,
+    TrtEngineConfig,
+    TrtllmPytorchConfig,
+)
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
@@ -24,7 +30,9 @@ from toolkit.workflows.stages.package import in_container
 __all__ = ["plan_of"]
 
 HERE = Workplace(Path())
-IN_CONTAINER = 'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
+IN_CONTAINER = (
+    'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
+)
 SAME_VOCAB = "same-vocab"  # the rule, of which the shapes know a part
 
 
@@ -41,7 +49,9 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
 
 
 def _unless_read(judgements: tuple[Judgement, ...], pair: list[Judgement]) -> Iterator[Judgement]:
-    """Without what the shapes alone say of the vocabularies, where the tokenizers have said it better."""
+    """Without what the shapes alone say of the vocabularies, where the tokenizers have said it
+    better.
+    """
     read = {one.severity for one in pair if one.rule == SAME_VOCAB}
     told = {"refused", "adjusted"} if "refused" in read else read & {"adjusted"}
     return (one for one in judgements if one.rule != SAME_VOCAB or one.severity not in told)
@@ -52,16 +62,25 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
     from toolkit.pairing.tokenizers import compare_pair
 
     draft, models = config.draft, models_of(config).values()
-    if draft is None or not all(model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models):
+    if draft is None or not all(
+        model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models
+    ):
         return []
     try:
-        findings = compare_pair(config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)).findings
+        findings = compare_pair(
+            config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)
+        ).findings
     except PairingError as error:
         return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.mend)]
     # Of a pair that fits, padding rows are the one thing that a build changes.
     severities = {"vocabulary": "adjusted"}
     return [
-        Judgement(SAME_VOCAB, severities.get(one.check, "warning"), "draft.checkpoint", f"{one.check}: {one.detail}")
+        Judgement(
+            SAME_VOCAB,
+            severities.get(one.check, "warning"),
+            "draft.checkpoint",
+            f"{one.check}: {one.detail}",
+        )
         for one in findings
         if one.severity == "warning"
     ]
@@ -82,10 +101,15 @@ def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
         )
     ]
     if calibration is not None:
-        files = {"calibration.dataset": calibration.dataset, "calibration.heldout": calibration.heldout}
+        files = {
+            "calibration.dataset": calibration.dataset,
+            "calibration.heldout": calibration.heldout,
+        }
         wanted.append(("calibration", "text", files, partial(split_texts, calibration)))
     for where, key, paths, read in wanted:
-        missing = [(path, file) for path, file in paths.items() if file is not None and not file.is_file()]
+        missing = [
+            (path, file) for path, file in paths.items() if file is not None and not file.is_file()
+        ]
         for path, file in missing:
             mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
             yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
@@ -135,7 +159,9 @@ def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
     )
 
 
-def _compiling(config: DeploymentConfig, engine: TrtEngineConfig, role: str, which: Callable[[str], str | None]) -> PlannedRun:
+def _compiling(
+    config: DeploymentConfig, engine: TrtEngineConfig, role: str, which: Callable[[str], str | None]
+) -> PlannedRun:
     from toolkit.engines.trtllm.command import build_flags
     from toolkit.engines.trtllm.where import ContainerBuilder, planned_builder
     from toolkit.quantize.stage import TRTLLM_FOLDER
@@ -156,7 +182,9 @@ def _compiling(config: DeploymentConfig, engine: TrtEngineConfig, role: str, whi
         timing_cache=timing_cache,
     )
     place = "the build image" if isinstance(builder, ContainerBuilder) else "this environment"
-    return PlannedRun(f"compile/{role}", place, command=builder.command(command.arguments, source, out_dir))
+    return PlannedRun(
+        f"compile/{role}", place, command=builder.command(command.arguments, source, out_dir)
+    )
 
 
 def _loading(config: DeploymentConfig) -> PlannedRun:
@@ -164,7 +192,9 @@ def _loading(config: DeploymentConfig) -> PlannedRun:
 
     spec = engine_spec(config, "target")
     assert spec.tensorrt_llm is not None  # of this kind
-    args = in_container(llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo))
+    args = in_container(
+        llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo)
+    )
     return PlannedRun("serve", "the server's Python model", call="tensorrt_llm.LLM", arguments=args)
 
 
@@ -180,7 +210,9 @@ def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
         repository = f"./{HERE.repository(config.name)}"
         place = "docker-run.sh, on the host: the finished repository in a container of its own"
         yield PlannedRun("serve", place, command=tuple(docker_run(deployment, repository)))
-    yield PlannedRun("serve", "launch.sh, in the container", command=tuple(launch_command(deployment)))
+    yield PlannedRun(
+        "serve", "launch.sh, in the container", command=tuple(launch_command(deployment))
+    )
 
 
 def _serving_here(config: DeploymentConfig) -> Iterator[PlannedRun]:

@@ -1,7 +1,8 @@
-"""`toolkit build CONFIG --rehearse`: the whole build of a deployment whose models and engine are not at hand.
+"""`toolkit build CONFIG --rehearse`: the whole build of a deployment whose models and engine are
+not at hand.
 
-The real plan comes first: what cannot work is not rehearsed. Then stand-ins take the checkpoints' places, the embedded engine
-takes the engine's, and every stage runs as it would.
+The real plan comes first: what cannot work is not rehearsed. Then stand-ins take the checkpoints'
+places, the embedded engine takes the engine's, and every stage runs as it would.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["ready", "rehearse"]
 
 
 def ready(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
-    """Judge the real deployment, then write what stands in for it. Raises PlanError with everything that cannot work."""
+    """Judge the real deployment, then write what stands in for it. Raises PlanError with
+    everything that cannot work.
+    """
     raise_refused(config.name, plan_of(config).judgements)
     return prepare(config, workplace.rehearsal(config.name))
 
@@ -36,5 +39,9 @@ def rehearse(
     fresh: Collection[str] = (),
 ) -> Built:
     """Build what `ready` has made, up to `until`. Raises what the stages raise."""
-    stages = rehearsal_stages(rehearsal.asked, rehearsal.served, workplace, store.memo, rehearsal.replaced)
-    return build(rehearsal.served, workplace, observer, store, until=until, fresh=fresh, stages=stages)
+    stages = rehearsal_stages(
+        rehearsal.asked, rehearsal.served, workplace, store.memo, rehearsal.replaced
+    )
+    return build(
+        rehearsal.served, workplace, observer, store, until=until, fresh=fresh, stages=stages
+    )

@@ -1,8 +1,8 @@
 """The report of a deployment, with what `tune` found beside what `validate` measured.
 
-Validation is not repeated because somebody ran `tune` afterwards: its report is written again, with the advice and the grid in
-it. They speak of the deployment only where they looked at the same engines and prompts on the same machine; what was found for
-others is named as such and not shown.
+Validation is not repeated because somebody ran `tune` afterwards: its report is written again, with
+the advice and the grid in it. They speak of the deployment only where they looked at the same
+engines and prompts on the same machine; what was found for others is named as such and not shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from toolkit.records.report import ValidationReport
 __all__ = ["publish_report"]
 
 VERSION = 1
-COMMANDS = {"tune": ("advice", "toolkit tune CONFIG"), "grid": ("grid", "toolkit tune CONFIG --grid")}
+COMMANDS = {
+    "tune": ("advice", "toolkit tune CONFIG"),
+    "grid": ("grid", "toolkit tune CONFIG --grid"),
+}
 
 R = TypeVar("R")
 
@@ -41,16 +44,26 @@ class Stored(Generic[R]):
 
 
 def publish_report(store: Store, name: str, destination: Path, observer: Observer) -> bool:
-    """Make `destination` hold the last report of the deployment, as it is to be read now. Returns whether anything was done."""
+    """Make `destination` hold the last report of the deployment, as it is to be read now.
+    Returns whether anything was done.
+    """
     validated = _last(store, name, "validate", ValidationReport)
     if validated is None:
         return False
     advice, grid = _last(store, name, "tune", Advice), _last(store, name, "grid", Grid)
-    if validated.record.replaced or (advice is None and grid is None):  # a rehearsal's models are not those that were tuned
+    if validated.record.replaced or (
+        advice is None and grid is None
+    ):  # a rehearsal's models are not those that were tuned
         return store.publish({"": validated.entry}, destination)
-    compiled = {stage: known["parts"]["inputs"] for stage, known in store.last(name).items() if stage.startswith("compile/")}
+    compiled = {
+        stage: known["parts"]["inputs"]
+        for stage, known in store.last(name).items()
+        if stage.startswith("compile/")
+    }
     checkpoints = {
-        stage.partition("/")[2]: inputs["checkpoint"] for stage, inputs in compiled.items() if "checkpoint" in inputs
+        stage.partition("/")[2]: inputs["checkpoint"]
+        for stage, inputs in compiled.items()
+        if "checkpoint" in inputs
     }
     ((_, done),) = run_stages([_stage(validated, advice, grid, checkpoints)], store, name, observer)
     return store.publish({"": done.entry}, destination)
@@ -75,7 +88,9 @@ def _stage(
     checkpoints: Mapping[str, str],
 ) -> Stage:
     """checkpoints: by role, digests of what the deployment's engines were compiled from."""
-    beside: dict[str, Stored[Any]] = {stage: found for stage, found in (("tune", advice), ("grid", grid)) if found is not None}
+    beside: dict[str, Stored[Any]] = {
+        stage: found for stage, found in (("tune", advice), ("grid", grid)) if found is not None
+    }
     stale = {
         stage: reasons
         for stage, found in beside.items()
@@ -96,7 +111,10 @@ def _stage(
         from toolkit.report.render import write_report
 
         current = {stage: found.record for stage, found in beside.items() if stage not in stale}
-        findings = [Finding(COMMANDS[stage][0], "warning", _outdated(stage, reasons)) for stage, reasons in stale.items()]
+        findings = [
+            Finding(COMMANDS[stage][0], "warning", _outdated(stage, reasons))
+            for stage, reasons in stale.items()
+        ]
         report = replace(
             validated.record,
             advice=current.get("tune", validated.record.advice),
@@ -115,15 +133,20 @@ def _outdated(stage: str, reasons: list[str]) -> str:
     return f"the last {what} is of {', '.join(reasons)}, and is not shown; measure again: {command}"
 
 
-def _differences(found: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]) -> Iterator[str]:
+def _differences(
+    found: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]
+) -> Iterator[str]:
     """In what a measurement of `tune` or `grid` is not of the deployment that was validated.
 
-    For TensorRT-LLM both looked at other engines of the same checkpoints, and their costs are of no machine.
+    For TensorRT-LLM both looked at other engines of the same checkpoints, and their costs are of no
+    machine.
     """
     looked_at, served = found["inputs"], validated["inputs"]
     engines = served.get("engines", {})
     if "checkpoints" in looked_at:
-        if any(checkpoints.get(role) not in looked_at["checkpoints"].get(role, ()) for role in engines):
+        if any(
+            checkpoints.get(role) not in looked_at["checkpoints"].get(role, ()) for role in engines
+        ):
             yield "other checkpoints"
     elif any(digest not in _engines(role, looked_at) for role, digest in engines.items()):
         yield "other engines"

@@ -1,8 +1,9 @@
-"""Serving the kinds of TensorRT-LLM on this machine: can it be done here, one server by hand, and the servers of both arms.
+"""Serving the kinds of TensorRT-LLM on this machine: can it be done here, one server by hand, and
+the servers of both arms.
 
-It runs where they run: inside NVIDIA's container, on a node with the GPUs. `trt_engine` is one server, whose plain arm is a
-request's parameter. `trtllm_pytorch` decides on speculation when it loads and fills the GPUs, so its arms are two renderings of
-the repository that are served in turns.
+It runs where they run: inside NVIDIA's container, on a node with the GPUs. `trt_engine` is one
+server, whose plain arm is a request's parameter. `trtllm_pytorch` decides on speculation when it
+loads and fills the GPUs, so its arms are two renderings of the repository that are served in turns.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Machine:
 
 
 def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool = True) -> None:
-    """Raises UsageError where this machine cannot serve the deployment. The embedded engine runs anywhere.
+    """Raises UsageError where this machine cannot serve the deployment. The embedded engine runs
+    anywhere.
 
     judged: by a build, which has other ways out than a command that merely serves.
     """
@@ -68,12 +70,16 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
         by = "served and judged by a build" if judged else "served by this command"
         raise UsageError(
             f"engine.kind {engine.kind} over {deployment.nodes} nodes is not {by}",
-            mend=f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and judge it with toolkit bench.",
+            mend=(
+                f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and"
+                " judge it with toolkit bench."
+            ),
         )
     if config.triton.model_py == "container":
         told = "returns no token ids and counts, so the deployment cannot be judged"
         raise UsageError(
-            f"triton.model_py container {told if judged else 'is a file of the container, which launch.sh takes there'}",
+            "triton.model_py container"
+            f" {told if judged else 'is a file of the container, which launch.sh takes there'}",
             mend=f"Set triton.model_py: ours, or {until[0].lower()}{until[1:]}.",
         )
     programs = ["tritonserver", *(["mpirun"] if deployment.layout == "bls" else [])]
@@ -84,20 +90,35 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
     elif not same_version(found, engine.tensorrt_llm):
         missing.append(f"tensorrt_llm {engine.tensorrt_llm} (here is {found})")
     if there < deployment.gpus:
-        missing.append(f"{deployment.gpus} NVIDIA GPU{'s' if deployment.gpus > 1 else ''} (here: {there or 'none'})")
+        missing.append(
+            f"{deployment.gpus} NVIDIA GPU{'s' if deployment.gpus > 1 else ''} (here:"
+            f" {there or 'none'})"
+        )
     if missing:
         if judged:
-            mend = f"{until} or --rehearse here; run the whole build on the GPU machine, in {_image(deployment)}."
+            mend = (
+                f"{until} or --rehearse here; run the whole build on the GPU machine, in"
+                f" {_image(deployment)}."
+            )
         else:
-            mend = f"Run it on the GPU machine, in {_image(deployment)}; toolkit build --rehearse tries the deployment here."
+            mend = (
+                f"Run it on the GPU machine, in {_image(deployment)}; toolkit build --rehearse"
+                " tries the deployment here."
+            )
         cannot = "cannot be served and judged here" if judged else "cannot be served here"
-        raise UsageError(f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", mend=mend)
+        raise UsageError(
+            f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", mend=mend
+        )
 
 
 def _image(deployment: Deployment) -> str:
     from toolkit.facts.versions import VERSIONS
 
-    return deployment.image if VERSIONS[deployment.version].serving_tags else "a container that serves this version"
+    return (
+        deployment.image
+        if VERSIONS[deployment.version].serving_tags
+        else "a container that serves this version"
+    )
 
 
 def deployment_of(config: DeploymentConfig) -> Deployment:
@@ -117,8 +138,11 @@ def deployment_of(config: DeploymentConfig) -> Deployment:
 
 
 @contextmanager
-def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig) -> Iterator[TritonServer]:
-    """The packaged repository on the server of its kind, until the block ends. triton: with the ports to take.
+def served_here(
+    config: DeploymentConfig, repository: Path, triton: TritonConfig
+) -> Iterator[TritonServer]:
+    """The packaged repository on the server of its kind, until the block ends. triton: with the
+    ports to take.
 
     Raises ServerError where it does not start.
     """
@@ -131,7 +155,9 @@ def served_here(config: DeploymentConfig, repository: Path, triton: TritonConfig
         else:
             folder = open_until.enter_context(private_folder())
             render_here(repository, folder / "repository")
-            server = TritonServer(folder / "repository", _patient(triton), launch=_launch_of(deployment_of(config)))
+            server = TritonServer(
+                folder / "repository", _patient(triton), launch=_launch_of(deployment_of(config))
+            )
         yield open_until.enter_context(server)
 
 
@@ -140,7 +166,9 @@ def _launch_of(deployment: Deployment) -> Launch:
     from toolkit.triton.package.deploy import started_here
     from toolkit.triton.process.server import Workspace, launch_command
 
-    def launch(repository: Path, workspace: Workspace, config: TritonConfig) -> tuple[list[str], dict[str, str]]:
+    def launch(
+        repository: Path, workspace: Workspace, config: TritonConfig
+    ) -> tuple[list[str], dict[str, str]]:
         command, environment = launch_command(repository, workspace, config)
         command, more = started_here(deployment, command)
         return command, {**environment, **more}
@@ -155,7 +183,9 @@ def _patient(triton: TritonConfig) -> TritonConfig:
 
 
 def abilities_of(config: DeploymentConfig) -> Abilities:
-    """The BLS model is ours and drafts as a request asks; LLM() has one draft length, and its own accept rule."""
+    """The BLS model is ours and drafts as a request asks; LLM() has one draft length, and its
+    own accept rule.
+    """
     from toolkit.facts.support import LOG_PROBS
     from toolkit.validate.arms import Abilities
 
@@ -164,14 +194,18 @@ def abilities_of(config: DeploymentConfig) -> Abilities:
     ours = isinstance(engine, TrtEngineConfig)
     told = LOG_PROBS[engine.kind].get(engine.tensorrt_llm, 0) > 0
     fresh = not engine.enable_block_reuse
-    return Abilities(verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told, fresh_prompts=fresh)
+    return Abilities(
+        verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told, fresh_prompts=fresh
+    )
 
 
 @dataclass
 class Servers:
-    """The server of one arm at a time: `with Servers(...) as servers: servers.start("plain")`. It ends with the block.
+    """The server of one arm at a time: `with Servers(...) as servers: servers.start("plain")`. It
+    ends with the block.
 
-    folder: for the renderings. log_path: of the latest start; earlier ones are kept beside it, numbered.
+    folder: for the renderings. log_path: of the latest start; earlier ones are kept beside it,
+    numbered.
     """
 
     repository: Path
@@ -187,7 +221,12 @@ class Servers:
     def __enter__(self) -> Servers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._running.close()
 
     @property
@@ -211,7 +250,13 @@ class Servers:
         if not rendered.exists():
             render_here(self.repository, rendered, speculates=arm != "plain")
         with ExitStack() as starting:
-            server = TritonServer(rendered, self._ports(), log_path=self.log_path, progress=self.progress, launch=launch)
+            server = TritonServer(
+                rendered,
+                self._ports(),
+                log_path=self.log_path,
+                progress=self.progress,
+                launch=launch,
+            )
             self._server = starting.enter_context(server)
             client = starting.enter_context(Client(server.grpc_url, model=self.deployment.entry))
             self._running = starting.pop_all()

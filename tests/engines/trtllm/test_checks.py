@@ -34,7 +34,8 @@ def test_an_unknown_mode_is_no_mode(stored: int | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", json.dumps({"pretrained_config": {}, "build_config": {}, "version": "1.2.1"})]
+    "text",
+    ["", "[]", "{}", json.dumps({"pretrained_config": {}, "build_config": {}, "version": "1.2.1"})],
 )
 def test_a_directory_without_an_engines_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -43,9 +44,23 @@ def test_a_directory_without_an_engines_config_is_refused(tmp_path: Path, text: 
 
 
 def test_layers_are_counted_by_name_where_there_is_nothing_else() -> None:
-    text = json.dumps({"Layers": ["a", "b + c", "{ForeignNode[x...y]}", "layers/0/attention/PLUGIN_V2_GPTAttention_0"]})
+    text = json.dumps(
+        {
+            "Layers": [
+                "a",
+                "b + c",
+                "{ForeignNode[x...y]}",
+                "layers/0/attention/PLUGIN_V2_GPTAttention_0",
+            ]
+        }
+    )
     counts = count_layers(text)
-    assert (counts.layers, counts.fused, counts.plugins, counts.precisions) == (4, 2, {"unnamed": 1}, {})
+    assert (counts.layers, counts.fused, counts.plugins, counts.precisions) == (
+        4,
+        2,
+        {"unnamed": 1},
+        {},
+    )
 
 
 def test_precisions_are_read_in_both_spellings() -> None:
@@ -60,7 +75,9 @@ def test_precisions_are_read_in_both_spellings() -> None:
         "Int64",
         "E8M0",
     ]
-    layers = [{"Name": "n", "LayerType": "gemm", "Outputs": [{"Format/Datatype": name}]} for name in types]
+    layers = [
+        {"Name": "n", "LayerType": "gemm", "Outputs": [{"Format/Datatype": name}]} for name in types
+    ]
     assert count_layers(json.dumps({"Layers": layers})).precisions == {
         "BF16": 1,
         "E8M0": 1,
@@ -75,7 +92,11 @@ def test_precisions_are_read_in_both_spellings() -> None:
 def test_stages_of_a_pipeline_have_their_own_tensors() -> None:
     inputs = set(ENGINE_INPUTS)
     first = list(tensor_findings(inputs, {"hidden_states_output"}, first=True, last=False))
-    later = list(tensor_findings(inputs - {"input_ids"} | {"hidden_states_input"}, {"logits"}, first=False, last=True))
+    later = list(
+        tensor_findings(
+            inputs - {"input_ids"} | {"hidden_states_input"}, {"logits"}, first=False, last=True
+        )
+    )
     assert [finding.severity for finding in (*first, *later)] == ["ok", "ok"]
     lacking = list(tensor_findings(inputs, {"logits"}, first=True, last=False))
     assert lacking[0].detail == "the engine lacks hidden_states_output"

@@ -1,4 +1,6 @@
-"""Every command that can be made, against the table of the version and against a parser of the contract."""
+"""Every command that can be made, against the table of the version and against a parser of the
+contract.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,39 @@ from toolkit.engines.trtllm.command import BuildCommand, build_flags, flags_of, 
 from toolkit.facts.trtllm_build import GEMM_PLUGIN, VERSIONS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 
-SPEC = EngineSpec(role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=5)
+SPEC = EngineSpec(
+    role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=5
+)
 
 
 def command(
-    spec: EngineSpec = SPEC, asked: TensorRtLlmSpec | None = None, algo: str | None = "FP8", kv: str | None = "FP8"
+    spec: EngineSpec = SPEC,
+    asked: TensorRtLlmSpec | None = None,
+    algo: str | None = "FP8",
+    kv: str | None = "FP8",
 ) -> BuildCommand:
     asked = asked or TensorRtLlmSpec("1.2.1", speculation="draft_target")
     return build_flags(
-        spec, asked, quant_algo=algo, kv_cache_quant_algo=kv, checkpoint_dir="C", output_dir="E", timing_cache="T"
+        spec,
+        asked,
+        quant_algo=algo,
+        kv_cache_quant_algo=kv,
+        checkpoint_dir="C",
+        output_dir="E",
+        timing_cache="T",
     )
 
 
 def test_the_target_of_the_70b_recipe() -> None:
-    assert " ".join(command().arguments) == (
-        "--checkpoint_dir C --output_dir E --max_batch_size 16 --max_input_len 4096 --max_seq_len 8192 --max_beam_width 1"
-        " --kv_cache_type paged --tokens_per_block 32 --remove_input_padding enable --context_fmha enable"
-        " --use_paged_context_fmha enable --use_fp8_context_fmha enable --gpt_attention_plugin auto --gemm_plugin disable"
-        " --use_fused_mlp enable --multiple_profiles disable --profiling_verbosity detailed --workers 1 --output_timing_cache T"
-        " --speculative_decoding_mode draft_tokens_external --max_draft_len 5 --gather_generation_logits"
+    assert (
+        " ".join(command().arguments)
+        == "--checkpoint_dir C --output_dir E --max_batch_size 16 --max_input_len 4096"
+        " --max_seq_len 8192 --max_beam_width 1 --kv_cache_type paged --tokens_per_block 32"
+        " --remove_input_padding enable --context_fmha enable --use_paged_context_fmha enable"
+        " --use_fp8_context_fmha enable --gpt_attention_plugin auto --gemm_plugin disable"
+        " --use_fused_mlp enable --multiple_profiles disable --profiling_verbosity detailed"
+        " --workers 1 --output_timing_cache T --speculative_decoding_mode draft_tokens_external"
+        " --max_draft_len 5 --gather_generation_logits"
     )
 
 
@@ -43,7 +59,11 @@ def test_the_draft_is_a_plain_engine() -> None:
 
 def test_int8_engines_leave_out_what_the_builder_would_switch_off() -> None:
     flags = command(algo="W8A8_SQ_PER_CHANNEL", kv=None).flags
-    assert (flags["--use_fused_mlp"], flags["--use_fp8_context_fmha"], flags["--gemm_plugin"]) == ("disable", "disable", "auto")
+    assert (flags["--use_fused_mlp"], flags["--use_fp8_context_fmha"], flags["--gemm_plugin"]) == (
+        "disable",
+        "disable",
+        "auto",
+    )
 
 
 def test_one_worker_for_each_gpu_of_a_node() -> None:

@@ -1,4 +1,6 @@
-"""What an installation says of its flags, by its parser and by its help text, and how it differs from our table."""
+"""What an installation says of its flags, by its parser and by its help text, and how it differs
+from our table.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,21 @@ import sys
 from tests.support import trtllm_build
 from tests.support.trtllm import STAND_IN
 from toolkit.engines.trtllm.command import BuildCommand
-from toolkit.engines.trtllm.installed import flags_of_help, flags_of_parser, table_disagreements, unknown_to_it
+from toolkit.engines.trtllm.installed import (
+    flags_of_help,
+    flags_of_parser,
+    table_disagreements,
+    unknown_to_it,
+)
 
 
 def stand_in_help() -> str:
     return subprocess.run(
-        [sys.executable, "-I", "-S", str(STAND_IN), "--help"], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-I", "-S", str(STAND_IN), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
     ).stdout
 
 
@@ -43,5 +54,7 @@ def test_every_kind_of_disagreement_is_told() -> None:
 def test_what_it_would_refuse_of_a_command() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gemm_plugin", choices=["auto"])
-    said = unknown_to_it(BuildCommand({"--gemm_plugin": "disable", "--workers": "1"}), flags_of_parser(parser))
+    said = unknown_to_it(
+        BuildCommand({"--gemm_plugin": "disable", "--workers": "1"}), flags_of_parser(parser)
+    )
     assert said == ["--gemm_plugin takes auto there, not disable", "--workers is not known to it"]

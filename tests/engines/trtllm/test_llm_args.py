@@ -11,13 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.trtllm.llm_args import faults, llm_args, read_llm_args, resolved, schedule_of, write_llm_args
+from toolkit.engines.trtllm.llm_args import (
+    faults,
+    llm_args,
+    read_llm_args,
+    resolved,
+    schedule_of,
+    write_llm_args,
+)
 from toolkit.errors import StageError, UsageError
 from toolkit.facts.llm_args import LLM_ARGS, NESTED, SPECULATIVE
 from toolkit.facts.versions import VERSIONS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 
-SPEC = EngineSpec(role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=4)
+SPEC = EngineSpec(
+    role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=4
+)
 DRAFT_TARGET = [name for name, row in VERSIONS.items() if row.pytorch_draft_target]
 
 
@@ -33,9 +42,17 @@ def test_the_arguments_of_the_70b_recipe() -> None:
         "max_batch_size": 16,
         "max_input_len": 4096,
         "max_seq_len": 8192,
-        "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "enable_block_reuse": True, "dtype": "fp8"},
+        "kv_cache_config": {
+            "free_gpu_memory_fraction": 0.9,
+            "enable_block_reuse": True,
+            "dtype": "fp8",
+        },
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": 16},
-        "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model": "../draft"},
+        "speculative_config": {
+            "decoding_type": "DraftTarget",
+            "max_draft_len": 4,
+            "speculative_model": "../draft",
+        },
         "disable_overlap_scheduler": True,
     }
 
@@ -47,7 +64,11 @@ def test_names_are_those_of_the_version() -> None:
         "max_draft_len": 4,
         "speculative_model_dir": "../draft",
     }
-    assert new["speculative_config"] == {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "../draft"}
+    assert new["speculative_config"] == {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 4,
+        "speculative_model": "../draft",
+    }
     assert old["disable_overlap_scheduler"] is True
     assert "disable_overlap_scheduler" not in new
 
@@ -70,7 +91,11 @@ def test_settings_without_a_word_in_the_version_are_refused() -> None:
 
 def test_prompt_lookup_needs_no_draft() -> None:
     args = llm_args(SPEC, asked(speculation="ngram", max_matching_ngram_size=3), None)
-    assert args["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3}
+    assert args["speculative_config"] == {
+        "decoding_type": "NGram",
+        "max_draft_len": 4,
+        "max_matching_ngram_size": 3,
+    }
     assert faults(args, "1.2.1") == []
 
 
@@ -85,7 +110,9 @@ def test_a_schedule_says_the_same_in_both_senses() -> None:
 def test_steps_beyond_the_largest_batch_are_left_out(version: str) -> None:
     """As upper bounds they would make the last key fall below the one before it."""
     args = llm_args(SPEC, asked(version, draft_len_schedule={1: 4, 8: 2, 17: 1, 32: 0}), None)
-    assert args["speculative_config"]["draft_len_schedule"] == ({1: 4, 8: 2} if version == "1.2.1" else {7: 4, 16: 2})
+    assert args["speculative_config"]["draft_len_schedule"] == (
+        {1: 4, 8: 2} if version == "1.2.1" else {7: 4, 16: 2}
+    )
     assert faults(args, version) == []
 
 
@@ -135,23 +162,55 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("quant_config", {}, "quant_config is not an argument of 1.2.1: the checkpoint decides the precision"),
+        (
+            "quant_config",
+            {},
+            "quant_config is not an argument of 1.2.1: the checkpoint decides the precision",
+        ),
         ("max_batchsize", 4, "max_batchsize is not an argument"),
         ("max_batch_size", "16", "max_batch_size must be int, not '16'"),
         ("max_batch_size", True, "max_batch_size must be int, not True"),
         ("tensor_parallel_size", None, "tensor_parallel_size must not be null"),
         ("kv_cache_config", 0.9, "kv_cache_config must be a mapping"),
-        ("kv_cache_config.free_gpu_memory_fraction", 1.5, "kv_cache_config.free_gpu_memory_fraction must be between 0 and 1"),
+        (
+            "kv_cache_config.free_gpu_memory_fraction",
+            1.5,
+            "kv_cache_config.free_gpu_memory_fraction must be between 0 and 1",
+        ),
         ("kv_cache_config.free_memory", 0.5, "kv_cache_config.free_memory is not an argument"),
-        ("attn_backend", "FLASH", "attn_backend must be one of TRTLLM, FLASHINFER, VANILLA, not 'FLASH'"),
-        ("cuda_graph_config.batch_sizes", [1, 2.5], "cuda_graph_config.batch_sizes must be list[int]"),
-        ("speculative_config.decoding_type", "Draft_Target", "decoding_type is spelled DraftTarget in 1.2.1"),
-        ("speculative_config.decoding_type", "Clairvoyance", "decoding_type 'Clairvoyance' is not known"),
+        (
+            "attn_backend",
+            "FLASH",
+            "attn_backend must be one of TRTLLM, FLASHINFER, VANILLA, not 'FLASH'",
+        ),
+        (
+            "cuda_graph_config.batch_sizes",
+            [1, 2.5],
+            "cuda_graph_config.batch_sizes must be list[int]",
+        ),
+        (
+            "speculative_config.decoding_type",
+            "Draft_Target",
+            "decoding_type is spelled DraftTarget in 1.2.1",
+        ),
+        (
+            "speculative_config.decoding_type",
+            "Clairvoyance",
+            "decoding_type 'Clairvoyance' is not known",
+        ),
         ("speculative_config.max_draft_len", 0, "max_draft_len must be above 0"),
         ("speculative_config.speculative_model", "", "speculative_model must name the draft model"),
-        ("speculative_config.acceptance_rate_threshold", 0.5, "acceptance_rate_threshold is not an argument of 1.2.1"),
+        (
+            "speculative_config.acceptance_rate_threshold",
+            0.5,
+            "acceptance_rate_threshold is not an argument of 1.2.1",
+        ),
         ("speculative_config.draft_len_schedule", {1: 2, 4: 4}, "lengths must not grow"),
-        ("speculative_config.draft_len_schedule", {2: 4}, "its value at batch size 1 must be max_draft_len"),
+        (
+            "speculative_config.draft_len_schedule",
+            {2: 4},
+            "its value at batch size 1 must be max_draft_len",
+        ),
         ("disable_overlap_scheduler", False, "disable_overlap_scheduler must be true"),
         ("pipeline_parallel_size", 2, "draft-target has no pipeline parallelism"),
     ],
@@ -169,7 +228,9 @@ def test_arguments_without_a_model_are_refused() -> None:
 
 def test_more_ranks_than_gpus_are_told() -> None:
     args = llm_args(SPEC, asked(tp_size=8), None)
-    assert faults(args, "1.2.1", 4) == ["tensor_parallel_size * pipeline_parallel_size is 8, above 4 GPUs"]
+    assert faults(args, "1.2.1", 4) == [
+        "tensor_parallel_size * pipeline_parallel_size is 8, above 4 GPUs"
+    ]
 
 
 def test_a_file_is_read_back_equal_and_resolved(tmp_path: Path) -> None:
@@ -177,7 +238,10 @@ def test_a_file_is_read_back_equal_and_resolved(tmp_path: Path) -> None:
     write_llm_args(args, tmp_path)
     assert read_llm_args(tmp_path) == args
     placed = resolved(args, "/models/target", Path("/models/draft"))
-    assert (placed["model"], placed["speculative_config"]["speculative_model"]) == ("/models/target", "/models/draft")
+    assert (placed["model"], placed["speculative_config"]["speculative_model"]) == (
+        "/models/target",
+        "/models/draft",
+    )
     with pytest.raises(StageError, match="not an engine directory of the PyTorch flow"):
         read_llm_args(tmp_path / "nowhere")
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.engines.trtllm.where import Builder, ContainerBuilder, LocalBuilder, build_image, choose_builder, same_version
+from toolkit.engines.trtllm.where import (
+    Builder,
+    ContainerBuilder,
+    LocalBuilder,
+    build_image,
+    choose_builder,
+    same_version,
+)
 from toolkit.errors import BackendUnavailable, StageError
 
 
@@ -19,7 +26,11 @@ def program(file: Path, text: str = "exit 0") -> None:
 
 def choose(folder: Path, asked: str, version: str = "1.2.1") -> Builder:
     return choose_builder(
-        asked, version, "target", which=lambda name: str(folder / name) if (folder / name).exists() else None, environment={}
+        asked,
+        version,
+        "target",
+        which=lambda name: str(folder / name) if (folder / name).exists() else None,
+        environment={},
     )
 
 
@@ -52,7 +63,9 @@ def test_a_local_builder_of_another_version_gives_way_or_is_refused(tmp_path: Pa
     program(tmp_path / "docker")
     program(tmp_path / "python3", "echo 1.1.0")
     assert isinstance(choose(tmp_path, "auto"), ContainerBuilder)
-    with pytest.raises(StageError, match=r"the trtllm-build here is 1\.1\.0, the YAML asks for 1\.2\.1"):
+    with pytest.raises(
+        StageError, match=r"the trtllm-build here is 1\.1\.0, the YAML asks for 1\.2\.1"
+    ):
         choose(tmp_path, "local")
 
 
@@ -72,16 +85,32 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_the_question_for_flags_has_a_container_of_its_own(tmp_path: Path) -> None:
     """A name is not free at once when its container has ended."""
-    builder = ContainerBuilder(Path("/usr/bin/docker"), build_image("1.1"), "toolkit-build-target-1", "1000:1000")
-    first, second = (builder.command(arguments, tmp_path, tmp_path) for arguments in (("--help",), ("--workers", "1")))
+    builder = ContainerBuilder(
+        Path("/usr/bin/docker"), build_image("1.1"), "toolkit-build-target-1", "1000:1000"
+    )
+    first, second = (
+        builder.command(arguments, tmp_path, tmp_path)
+        for arguments in (("--help",), ("--workers", "1"))
+    )
     assert first[first.index("--name") + 1] != second[second.index("--name") + 1]
     assert builder.stop_command() == ("/usr/bin/docker", "kill", second[second.index("--name") + 1])
-    assert second[-4:] == ("nvcr.io/nvidia/tensorrt-llm/release:1.1.0", "trtllm-build", "--workers", "1")
+    assert second[-4:] == (
+        "nvcr.io/nvidia/tensorrt-llm/release:1.1.0",
+        "trtllm-build",
+        "--workers",
+        "1",
+    )
 
 
 def test_the_version_is_asked_of_the_interpreter_that_owns_the_builder() -> None:
     """The question itself, put to an interpreter that has no TensorRT-LLM."""
     from toolkit.engines.trtllm.where import ASK_VERSION
 
-    done = subprocess.run([sys.executable, "-I", "-c", ASK_VERSION], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ASK_VERSION],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert "PackageNotFoundError" in done.stderr or done.stdout.strip()

@@ -1,4 +1,6 @@
-"""Launch files: the words of TensorRT-LLM's launcher, and manifests that the schemas of Kubernetes and Compose allow."""
+"""Launch files: the words of TensorRT-LLM's launcher, and manifests that the schemas of
+Kubernetes and Compose allow.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +28,34 @@ from toolkit.triton.package.deploy import (
     write,
 )
 
-DNS = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # of a Service and of a LeaderWorkerSet's own one: RFC 1035
+DNS = re.compile(
+    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+)  # of a Service and of a LeaderWorkerSet's own one: RFC 1035
 
 
 def deployment(**changes: Any) -> Deployment:
     return Deployment(**{"name": "Llama_70b", "layout": "bls", "version": "1.2.1", **changes})
 
 
-KUBERNETES = ("1.29", "1.37")  # the API server's own published schemas, strict: unknown fields are refused
+KUBERNETES = (
+    "1.29",
+    "1.37",
+)  # the API server's own published schemas, strict: unknown fields are refused
 
 
-# LeaderWorkerSet is a custom resource. Its v1: field -> its schema; `!` marks a required one. From kubernetes-sigs/lws:
-# config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml (103a98aa, an early one with v1) and
-# api/leaderworkerset/v1/leaderworkerset_types.go (024af084, a late one). Only what both take is here: of restart policies the
-# early one has Default, its default, which the late one calls None. Pods are plain Kubernetes ones.
+# LeaderWorkerSet is a custom resource. Its v1: field -> its schema; `!` marks a required one. From
+# kubernetes-sigs/lws: config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml (103a98aa, an
+# early one with v1) and api/leaderworkerset/v1/leaderworkerset_types.go (024af084, a late one).
+# Only what both take is here: of restart policies the early one has Default, its default, which the
+# late one calls None. Pods are plain Kubernetes ones.
 def number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def pod(value: Any) -> bool:
-    conforms({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": value})
+    conforms(
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": value}
+    )
     return True
 
 
@@ -56,7 +66,9 @@ LEADER_WORKER_SET: dict[str, Any] = {
     "rolloutStrategy": {"type!": lambda value: value == "RollingUpdate"},
     "leaderWorkerTemplate!": {
         "size": number,
-        "restartPolicy!": lambda value: value == "RecreateGroupOnPodRestart",  # stated: defaults differ
+        "restartPolicy!": lambda value: (
+            value == "RecreateGroupOnPodRestart"
+        ),  # stated: defaults differ
         "leaderTemplate": pod,
         "workerTemplate!": pod,
     },
@@ -120,17 +132,30 @@ def check_references(manifests: list[dict[str, Any]]) -> None:
     for manifest in manifests:
         spec = manifest["spec"]
         if manifest["kind"] == "Service":
-            chosen = [pod for pod in templates if spec["selector"].items() <= pod["metadata"]["labels"].items()]
+            chosen = [
+                pod
+                for pod in templates
+                if spec["selector"].items() <= pod["metadata"]["labels"].items()
+            ]
             assert len(chosen) == 1
-            ports = {each["name"] for container in chosen[0]["spec"]["containers"] for each in container["ports"]}
+            ports = {
+                each["name"]
+                for container in chosen[0]["spec"]["containers"]
+                for each in container["ports"]
+            }
             assert {each["targetPort"] for each in spec["ports"]} <= ports
         if manifest["kind"] == "Deployment":
-            assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+            assert (
+                spec["selector"]["matchLabels"].items()
+                <= spec["template"]["metadata"]["labels"].items()
+            )
 
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(layout: str, world_size: int) -> None:
+def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(
+    layout: str, world_size: int
+) -> None:
     asked = deployment(layout=layout, world_size=world_size)
     manifests = kubernetes(asked)
     check_manifests(manifests)
@@ -169,9 +194,14 @@ def test_the_leader_s_probe_outlives_its_wait_for_workers() -> None:
     """Else it would be killed while the workers' image is pulled, and the group with it."""
     (leader,) = pods(leader_worker_set(deployment(world_size=16)))[0]["spec"]["containers"]
     (alone,) = pods(kubernetes(deployment()))[0]["spec"]["containers"]
-    seconds = [probe["periodSeconds"] * probe["failureThreshold"] for probe in (leader["startupProbe"], alone["startupProbe"])]
+    seconds = [
+        probe["periodSeconds"] * probe["failureThreshold"]
+        for probe in (leader["startupProbe"], alone["startupProbe"])
+    ]
     script = launch_script(deployment(world_size=16))
-    tries, pause = (int(re.search(pattern, script)[1]) for pattern in (r"tries=(\d+)", r"sleep (\d+)"))  # type: ignore[index]
+    tries, pause = (
+        int(re.search(pattern, script)[1]) for pattern in (r"tries=(\d+)", r"sleep (\d+)")
+    )  # type: ignore[index]
     assert seconds[0] - seconds[1] == tries * pause
 
 
@@ -181,7 +211,9 @@ def test_the_check_finds_what_kubernetes_would_refuse() -> None:
     with pytest.raises(kubernetes_validate.ValidationError, match="image_pull_policy"):
         check_manifests(manifests)
     [workers, _] = leader_worker_set(deployment(layout="llmapi", world_size=16))
-    workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["livenesProbe"] = {}
+    workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0][
+        "livenesProbe"
+    ] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
         check_manifests([workers])
     manifests = kubernetes(deployment())
@@ -200,33 +232,57 @@ def commands(script: str) -> list[list[str]]:
         else:
             ranks[-1].append(word)
     starts = [rank.index("-n") + 1 for rank in ranks]
-    return [without_exports(rank[at + 1 :]) for rank, at in zip(ranks, starts, strict=True) for _ in range(int(rank[at]))]
+    return [
+        without_exports(rank[at + 1 :])
+        for rank, at in zip(ranks, starts, strict=True)
+        for _ in range(int(rank[at]))
+    ]
 
 
 def without_exports(rank: list[str]) -> list[str]:
     return rank[2 * rank.count("-x") :]
 
 
-def run_on_nodes(folder: Path, script: str, *, ssh: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """launch.sh with programs of its own in the place of ssh, sleep and mpirun, and its files in `folder`."""
-    programs = {"ssh": ssh, "sleep": "exit 0", "mpirun": f'cat {folder}/hostfile; printf "%s\\n" "$@"'}
+def run_on_nodes(
+    folder: Path, script: str, *, ssh: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """launch.sh with programs of its own in the place of ssh, sleep and mpirun, and its files in
+    `folder`.
+    """
+    programs = {
+        "ssh": ssh,
+        "sleep": "exit 0",
+        "mpirun": f'cat {folder}/hostfile; printf "%s\\n" "$@"',
+    }
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    text = script.replace("/tmp/hostfile", f"{folder}/hostfile").replace("/models/hostfile", f"{folder}/hosts")
+    text = script.replace("/tmp/hostfile", f"{folder}/hostfile").replace(
+        "/models/hostfile", f"{folder}/hosts"
+    )
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
-    return subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["sh", "-c", text], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_leader_waits_for_its_workers_and_gives_each_its_ranks(tmp_path: Path) -> None:
     answers_at_last = f'echo x >> {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" -gt 3 ]'
     script = launch_script(deployment(world_size=24, gpus_per_node=8))
-    done = run_on_nodes(tmp_path, script, ssh=answers_at_last, LWS_LEADER_ADDRESS="llama-70b-0.llama-70b.default")
+    done = run_on_nodes(
+        tmp_path, script, ssh=answers_at_last, LWS_LEADER_ADDRESS="llama-70b-0.llama-70b.default"
+    )
     assert done.returncode == 0, done.stderr
     hosts = [line.split() for line in done.stdout.splitlines()[:3]]
-    names = ["llama-70b-0.llama-70b.default", "llama-70b-0-1.llama-70b.default", "llama-70b-0-2.llama-70b.default"]
+    names = [
+        "llama-70b-0.llama-70b.default",
+        "llama-70b-0-1.llama-70b.default",
+        "llama-70b-0-2.llama-70b.default",
+    ]
     assert hosts == [[names[0], "slots=17"], [names[1], "slots=16"], [names[2], "slots=16"]]
-    assert len((tmp_path / "calls").read_text().split()) == 3 + 2  # the first worker at its fourth try, then the second
+    assert (
+        len((tmp_path / "calls").read_text().split()) == 3 + 2
+    )  # the first worker at its fourth try, then the second
     assert "--hostfile" in done.stdout
 
 
@@ -242,16 +298,26 @@ def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
     script = launch_script(deployment(layout="llmapi", world_size=16))
     assert run_on_nodes(tmp_path, script, ssh="exit 0").returncode == 2
     (tmp_path / "hosts").write_text("# two machines\nfirst slots=4\n\nsecond\n")
-    assert run_on_nodes(tmp_path, script, ssh="exit 0").stdout.splitlines()[:2] == ["first slots=8", "second slots=8"]
+    assert run_on_nodes(tmp_path, script, ssh="exit 0").stdout.splitlines()[:2] == [
+        "first slots=8",
+        "second slots=8",
+    ]
 
 
 def test_ranks_on_other_nodes_have_the_container_s_paths() -> None:
-    """What sshd starts has a bare environment, and what mpirun is told before the first rank holds for that rank alone."""
+    """What sshd starts has a bare environment, and what mpirun is told before the first rank
+    holds for that rank alone.
+    """
     for layout in ("bls", "llmapi"):
         script = launch_script(deployment(layout=layout, world_size=16))
         ranks = script[script.index("exec mpirun") :].replace("\\\n", " ").split(" : ")
-        assert all({"PATH", "LD_LIBRARY_PATH"} <= set(re.findall(r"-x (\w+)", rank)) for rank in ranks)
-        assert all(("TRTLLM_ORCHESTRATOR" in re.findall(r"-x (\w+)", rank)) is (layout == "bls") for rank in ranks)
+        assert all(
+            {"PATH", "LD_LIBRARY_PATH"} <= set(re.findall(r"-x (\w+)", rank)) for rank in ranks
+        )
+        assert all(
+            ("TRTLLM_ORCHESTRATOR" in re.findall(r"-x (\w+)", rank)) is (layout == "bls")
+            for rank in ranks
+        )
 
 
 def test_two_engines_on_one_node_are_orchestrated_and_spawn_their_ranks() -> None:
@@ -279,7 +345,10 @@ def test_two_engines_on_two_nodes_have_a_rank_each_and_an_orchestrator() -> None
     ranks = commands(script)
     assert len(ranks) == 33  # the orchestrator, 16 of the target, 16 of the draft
     assert "--model-control-mode=explicit" not in ranks[0]
-    assert all({"--load-model=tensorrt_llm", "--load-model=tensorrt_llm_draft"} <= set(rank) for rank in ranks[1:])
+    assert all(
+        {"--load-model=tensorrt_llm", "--load-model=tensorrt_llm_draft"} <= set(rank)
+        for rank in ranks[1:]
+    )
     tasks = slurm_script(asked)
     assert "#SBATCH --ntasks=33" in tasks
     assert "\n32 /opt/tritonserver/bin/tritonserver" in tasks
@@ -290,7 +359,8 @@ def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> N
     assert commands(launch_script(asked)) == [commands(launch_script(asked))[0]] * 16
     assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
     assert "-n 16 " in launch_script(asked)  # all run the same
-    # NVIDIA/enroot src/docker.sh: [USER@][REGISTRY#]IMAGE[:TAG]; without # it asks Docker's own registry.
+    # NVIDIA/enroot src/docker.sh: [USER@][REGISTRY#]IMAGE[:TAG]; without # it asks Docker's own
+    # registry.
     image = "nvcr.io#nvidia/tritonserver:26.07-trtllm-python-py3"
     assert f"srun --mpi=pmix --container-image={image} --container-mounts" in slurm_script(asked)
     assert "TRTLLM_ORCHESTRATOR" not in launch_script(asked)
@@ -307,11 +377,15 @@ def test_the_container_s_own_model_is_copied_beside_our_settings() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 16])
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
-def test_the_files_are_written_and_the_scripts_are_sound(tmp_path: Path, layout: str, world_size: int) -> None:
+def test_the_files_are_written_and_the_scripts_are_sound(
+    tmp_path: Path, layout: str, world_size: int
+) -> None:
     write(deployment(layout=layout, world_size=world_size), tmp_path)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     one_node = {"launch.sh", "docker-run.sh", "compose.yaml", "kubernetes.yaml"}
-    assert files == (one_node if world_size == 2 else {"launch.sh", "slurm.sh", "leaderworkerset.yaml"})
+    assert files == (
+        one_node if world_size == 2 else {"launch.sh", "slurm.sh", "leaderworkerset.yaml"}
+    )
     for path in tmp_path.rglob("*.sh"):
         assert os.access(path, os.X_OK)
         subprocess.run(["bash", "-n", str(path)], check=True)
@@ -327,7 +401,9 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "docker").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([folder / "docker-run.sh"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [folder / "docker-run.sh"], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == docker_run(deployment(world_size=2), str(folder))[1:]
 
 
@@ -339,8 +415,12 @@ def test_a_version_without_a_container_is_refused() -> None:
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
 def test_a_build_starts_one_node_as_its_script_does(layout: str) -> None:
     script = launch_script(deployment(layout=layout, world_size=2))
-    command, environment = started_here(deployment(layout=layout, world_size=2), ["tritonserver", "--x"])
-    assert [f"export {name}={value}" for name, value in environment.items()] == re.findall(r"^export .*$", script, re.MULTILINE)
+    command, environment = started_here(
+        deployment(layout=layout, world_size=2), ["tritonserver", "--x"]
+    )
+    assert [f"export {name}={value}" for name, value in environment.items()] == re.findall(
+        r"^export .*$", script, re.MULTILINE
+    )
     said = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
     assert set(command) - {"tritonserver", "--x"} <= set(said)
     assert ("mpirun" in command) is ("mpirun" in said) is (layout == "bls")

@@ -48,11 +48,15 @@ def engines(tmp_path: Path) -> tuple[CompiledEngine, CompiledEngine]:
     return engine("target"), engine("draft")
 
 
-def test_repository_is_complete_and_its_record_true(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_repository_is_complete_and_its_record_true(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     target, draft = engines
     out = tmp_path / "out"
     record = package(target, draft, SpeculationConfig(max_draft_len=3), TritonConfig(), 2, out)
-    assert record == TritonRepository(path=out, layout="llmapi", model="tensorrt_llm", decoupled=True, max_draft_len=3)
+    assert record == TritonRepository(
+        path=out, layout="llmapi", model="tensorrt_llm", decoupled=True, max_draft_len=3
+    )
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {
         "README.md",
@@ -85,18 +89,35 @@ def test_decoupled_is_written_equal_in_both_files(
     engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path, decoupled: bool
 ) -> None:
     out = tmp_path / "out"
-    assert package(*engines, SpeculationConfig(), TritonConfig(decoupled=decoupled), None, out).decoupled is decoupled
+    assert (
+        package(
+            *engines, SpeculationConfig(), TritonConfig(decoupled=decoupled), None, out
+        ).decoupled
+        is decoupled
+    )
     config = model_config.read(out / "tensorrt_llm" / "config.pbtxt")
     settings = yaml.safe_load((out / "tensorrt_llm/1/model.yaml").read_text())
-    assert config.model_transaction_policy.decoupled is settings["triton_config"]["decoupled"] is decoupled
+    assert (
+        config.model_transaction_policy.decoupled
+        is settings["triton_config"]["decoupled"]
+        is decoupled
+    )
 
 
-def test_prompt_lookup_and_a_schedule_are_packaged(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
-    speculation = SpeculationConfig(kind="ngram", max_draft_len=4, draft_len_schedule={1: 4, 4: 0}, max_matching_ngram_size=2)
+def test_prompt_lookup_and_a_schedule_are_packaged(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
+    speculation = SpeculationConfig(
+        kind="ngram", max_draft_len=4, draft_len_schedule={1: 4, 4: 0}, max_matching_ngram_size=2
+    )
     record = package(engines[0], None, speculation, TritonConfig(), None, tmp_path / "out")
     settings = yaml.safe_load((record.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
     assert record.max_draft_len == 4
-    assert settings["speculative_config"] == {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
+    assert settings["speculative_config"] == {
+        "decoding_type": "NGram",
+        "max_draft_len": 4,
+        "max_matching_ngram_size": 2,
+    }
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
     assert not (record.path / "tensorrt_llm" / "1" / "engines" / "draft").exists()
     limited = SpeculationConfig(kind="ngram", max_draft_len=4, max_concurrency=3)
@@ -105,15 +126,21 @@ def test_prompt_lookup_and_a_schedule_are_packaged(engines: tuple[CompiledEngine
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [4, 0]]
 
 
-def test_without_a_draft_there_is_no_speculation(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
-    record = package(engines[0], None, SpeculationConfig(kind="none"), TritonConfig(), None, tmp_path / "out")
+def test_without_a_draft_there_is_no_speculation(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
+    record = package(
+        engines[0], None, SpeculationConfig(kind="none"), TritonConfig(), None, tmp_path / "out"
+    )
     settings = yaml.safe_load((record.path / "tensorrt_llm/1/model.yaml").read_text())
     assert record.max_draft_len == 0
     assert "speculative_config" not in settings
     assert not (record.path / "tensorrt_llm/1/engines/draft").exists()
 
 
-def test_engines_cost_no_space_twice(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_engines_cost_no_space_twice(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     record = package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "out")
     copy = record.path / "tensorrt_llm/1/engines/target/packages/model.pt2"
     assert copy.samefile(engines[0].path / "packages/model.pt2")
@@ -122,14 +149,30 @@ def test_engines_cost_no_space_twice(engines: tuple[CompiledEngine, CompiledEngi
 @pytest.mark.parametrize(
     ("role", "change", "message"),
     [
-        ("target", {"max_draft_len": 2}, "verifies at most 2 draft tokens, and speculation.max_draft_len is 4"),
-        ("draft", {"vocab_size": 200}, "the draft engine's vocab_size 200 is below the target's 258"),
-        ("draft", {"max_batch_size": 1}, "the draft engine's max_batch_size 1 is below the target's 8"),
+        (
+            "target",
+            {"max_draft_len": 2},
+            "verifies at most 2 draft tokens, and speculation.max_draft_len is 4",
+        ),
+        (
+            "draft",
+            {"vocab_size": 200},
+            "the draft engine's vocab_size 200 is below the target's 258",
+        ),
+        (
+            "draft",
+            {"max_batch_size": 1},
+            "the draft engine's max_batch_size 1 is below the target's 8",
+        ),
         ("draft", {"path": Path("/nowhere")}, "/nowhere: no draft engine here"),
     ],
 )
 def test_engines_that_do_not_fit_are_refused(
-    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path, role: str, change: dict[str, object], message: str
+    engines: tuple[CompiledEngine, CompiledEngine],
+    tmp_path: Path,
+    role: str,
+    change: dict[str, object],
+    message: str,
 ) -> None:
     target, draft = engines
     if role == "target":
@@ -140,19 +183,27 @@ def test_engines_that_do_not_fit_are_refused(
         package(target, draft, SpeculationConfig(), TritonConfig(), None, tmp_path / "out")
 
 
-def test_a_folder_that_cannot_be_written_is_named(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StageError, match="cannot write: Not a directory\n  A file stands where a folder is needed"):
+    with pytest.raises(
+        StageError, match="cannot write: Not a directory\n  A file stands where a folder is needed"
+    ):
         package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "file" / "out")
 
 
-def test_readme_names_every_tensor_and_metric(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_readme_names_every_tensor_and_metric(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     record = package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "out")
     readme = (record.path / "README.md").read_text()
     assert all(f"| `{spec.name}` |" in readme for spec in (*INPUTS, *OUTPUTS, *METRICS))
 
 
-def test_latency_script_needs_nothing_of_the_toolkit(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_latency_script_needs_nothing_of_the_toolkit(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     record = package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "out")
     program = (
         "import runpy, sys; sys.modules['toolkit'] = None; sys.argv[:] = sys.argv[1:]\n"
@@ -164,13 +215,23 @@ def test_latency_script_needs_nothing_of_the_toolkit(engines: tuple[CompiledEngi
     assert "--prompts" in done.stdout
 
 
-def test_launch_script_says_which_python_is_missing(engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path) -> None:
+def test_launch_script_says_which_python_is_missing(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
     record = package(*engines, SpeculationConfig(), TritonConfig(), None, tmp_path / "out")
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("sh", "dirname"):
-        found = next(Path(folder) / name for folder in ("/bin", "/usr/bin") if (Path(folder) / name).exists())
+        found = next(
+            Path(folder) / name for folder in ("/bin", "/usr/bin") if (Path(folder) / name).exists()
+        )
         (tools / name).symlink_to(found)
-    done = subprocess.run([record.path / "launch.sh"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [record.path / "launch.sh"],
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "no Python with the toolkit found" in done.stderr

@@ -1,4 +1,6 @@
-"""The bls layout's files: TensorRT-LLM's tensors and parameters one by one, for the embedded engine and for its own backend."""
+"""The bls layout's files: TensorRT-LLM's tensors and parameters one by one, for the embedded
+engine and for its own backend.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def engines(**changes: Any) -> Engines:
 def rendered(asked: Engines, folder: Path, **triton: Any) -> dict[str, Any]:
     """Model -> its configuration, written and read again."""
     configs = {}
-    for name, config in model_configs(bls_of_engines(asked, TritonConfig(**triton), (7, 8))).items():
+    for name, config in model_configs(
+        bls_of_engines(asked, TritonConfig(**triton), (7, 8))
+    ).items():
         model_config.write(config, folder / f"{name}.pbtxt")
         configs[name] = model_config.read(folder / f"{name}.pbtxt")
     return configs
@@ -51,12 +55,19 @@ def parameters(config: Any) -> dict[str, str]:
 
 
 def check_tensors(config: Any, facts: ModelFacts, ours: tuple[set[str], set[str]]) -> None:
-    for given, expected, own in ((config.input, facts.inputs, ours[0]), (config.output, facts.outputs, ours[1])):
-        assert [tensor.name for tensor in given if tensor.name not in own] == [fact.name for fact in expected]
+    for given, expected, own in (
+        (config.input, facts.inputs, ours[0]),
+        (config.output, facts.outputs, ours[1]),
+    ):
+        assert [tensor.name for tensor in given if tensor.name not in own] == [
+            fact.name for fact in expected
+        ]
         by_name = {tensor.name: tensor for tensor in given}
         for fact in expected:
             tensor = by_name[fact.name]
-            assert pb.DataType.Name(tensor.data_type) == TYPES.get(fact.dtype, fact.dtype), fact.name
+            assert pb.DataType.Name(tensor.data_type) == TYPES.get(fact.dtype, fact.dtype), (
+                fact.name
+            )
             assert tuple(tensor.dims) == fact.dims, fact.name
             if given is config.input:
                 assert tensor.optional is fact.optional, fact.name
@@ -69,7 +80,10 @@ def check_tensors(config: Any, facts: ModelFacts, ours: tuple[set[str], set[str]
 def test_every_tensor_and_parameter_is_the_template_s(tmp_path: Path, tp_size: int) -> None:
     configs = rendered(engines(tp_size=tp_size), tmp_path)
     assert set(configs) == set(FACTS)
-    ours = ({spec.name for spec in contract.BLS_INPUTS}, {spec.name for spec in contract.BLS_OUTPUTS})
+    ours = (
+        {spec.name for spec in contract.BLS_INPUTS},
+        {spec.name for spec in contract.BLS_OUTPUTS},
+    )
     for name, facts in FACTS.items():
         config = configs[name]
         assert config.name == name
@@ -104,7 +118,8 @@ def test_every_tensor_and_parameter_is_the_template_s(tmp_path: Path, tp_size: i
 def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Path) -> None:
     configs = rendered(engines(free_gpu_memory_fraction=0.8, draft_share=0.25), tmp_path)
     shares = [
-        float(parameters(configs[name])["kv_cache_free_gpu_mem_fraction"]) for name in ("tensorrt_llm", "tensorrt_llm_draft")
+        float(parameters(configs[name])["kv_cache_free_gpu_mem_fraction"])
+        for name in ("tensorrt_llm", "tensorrt_llm_draft")
     ]
     assert shares == [pytest.approx(0.6), pytest.approx(0.2)]
 
@@ -113,7 +128,9 @@ def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Pat
 def test_each_node_has_as_many_ranks_of_an_engine_as_gpus(world: int, per_node: int) -> None:
     asked = engines(tp_size=world, gpus_per_node=per_node)
     ranks = ranks_of(asked)
-    assert sorted(rank for of_model in ranks.values() for rank in of_model) == list(range(1, 1 + 2 * world))
+    assert sorted(rank for of_model in ranks.values() for rank in of_model) == list(
+        range(1, 1 + 2 * world)
+    )
     # The launchers fill a node before the next; the first one has the orchestrator besides.
     for of_model in ranks.values():
         assert list(of_model) == sorted(of_model)
@@ -128,7 +145,9 @@ def test_ranks_of_several_nodes_are_named(tmp_path: Path) -> None:
     assert stated[0]["participant_ids"] == "1,2,3,4,5,6,7,8,17,18,19,20,21,22,23,24"
     assert stated[1]["participant_ids"] == "9,10,11,12,13,14,15,16,25,26,27,28,29,30,31,32"
     (tmp_path / "alone").mkdir()
-    alone = parameters(rendered(engines(tp_size=16, max_draft_len=0), tmp_path / "alone")["tensorrt_llm"])
+    alone = parameters(
+        rendered(engines(tp_size=16, max_draft_len=0), tmp_path / "alone")["tensorrt_llm"]
+    )
     assert alone["participant_ids"] == ",".join(map(str, range(1, 17)))
 
 
@@ -136,7 +155,10 @@ def test_a_target_alone_has_all_the_memory_and_no_draft_model(tmp_path: Path) ->
     configs = rendered(engines(max_draft_len=0), tmp_path)
     assert "tensorrt_llm_draft" not in configs
     assert parameters(configs["tensorrt_llm"])["kv_cache_free_gpu_mem_fraction"] == "0.9"
-    assert parameters(configs["tensorrt_llm_bls"])["tensorrt_llm_draft_model_name"] == "${tensorrt_llm_draft_model_name}"
+    assert (
+        parameters(configs["tensorrt_llm_bls"])["tensorrt_llm_draft_model_name"]
+        == "${tensorrt_llm_draft_model_name}"
+    )
 
 
 def test_an_old_version_has_its_own_names(tmp_path: Path) -> None:
@@ -158,20 +180,28 @@ def test_bls_streams_and_queues_what_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm_bls"])
 def test_a_model_finds_all_it_imports_in_its_own_folder(tmp_path: Path, model: str) -> None:
-    """As in a container without the toolkit: only Python's own modules, numpy and tokenizers are there beside it."""
+    """As in a container without the toolkit: only Python's own modules, numpy and tokenizers are
+    there beside it.
+    """
     write_byte_tokenizer(tmp_path / "tokenizer")
     write_models(tmp_path / "repository", tmp_path / "tokenizer")
     version = tmp_path / "repository" / model / "1"
     assert (version / "tokenizer" / "tokenizer.json").is_file() is (model != "tensorrt_llm_bls")
     program = (
-        "import sys, types\n"
-        "sys.modules['triton_python_backend_utils'] = types.ModuleType('triton_python_backend_utils')\n"
-        f"sys.path[:0] = [{str(version)!r}]\n"
-        "import model, toolkit\n"
-        f"assert toolkit.__file__.startswith({str(version)!r}), toolkit.__file__\n"
-        "assert model.TritonPythonModel\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'pydantic', 'transformers', 'tritonclient'}))"
+        "import sys, types\nsys.modules['triton_python_backend_utils'] ="
+        " types.ModuleType('triton_python_backend_utils')\nsys.path[:0] ="
+        f" [{str(version)!r}]\nimport model, toolkit\nassert"
+        f" toolkit.__file__.startswith({str(version)!r}), toolkit.__file__\nassert"
+        " model.TritonPythonModel\nprint(sorted({name.split('.')[0] for name in sys.modules} &"
+        " {'torch', 'pydantic', 'transformers', 'tritonclient'}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env={}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

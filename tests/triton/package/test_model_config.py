@@ -1,4 +1,6 @@
-"""config.pbtxt: Triton's own message type reads back what was written, and it is TensorRT-LLM's template plus ours."""
+"""config.pbtxt: Triton's own message type reads back what was written, and it is TensorRT-LLM's
+template plus ours.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from toolkit.errors import StageError
 from toolkit.triton.package import model_config
 from toolkit.triton.tensors.contract import INPUTS, OUTPUTS
 
-# The tensors of TensorRT-LLM 1.2.1, triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt: name, type, dims, optional.
+# The tensors of TensorRT-LLM 1.2.1, triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt:
+# name, type, dims, optional.
 TEMPLATE_INPUTS = {
     ("text_input", "TYPE_STRING", -1, False),
     ("streaming", "TYPE_BOOL", 1, True),
@@ -52,7 +55,9 @@ TEMPLATE_OUTPUTS = {
 
 
 def test_the_template_s_tensors_are_there_as_they_are() -> None:
-    inputs = {(spec.name, spec.dtype, spec.dims[0], spec.optional) for spec in INPUTS if not spec.ours}
+    inputs = {
+        (spec.name, spec.dtype, spec.dims[0], spec.optional) for spec in INPUTS if not spec.ours
+    }
     outputs = {(spec.name, spec.dtype) for spec in OUTPUTS if not spec.ours}
     assert inputs == TEMPLATE_INPUTS
     assert outputs == TEMPLATE_OUTPUTS

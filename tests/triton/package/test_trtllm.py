@@ -1,4 +1,6 @@
-"""Repositories for TensorRT-LLM's containers, and our model.py over a stand-in of its `LLM` in a real tritonserver."""
+"""Repositories for TensorRT-LLM's containers, and our model.py over a stand-in of its `LLM` in a
+real tritonserver.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,22 @@ from toolkit.triton.package.layout_trtllm import ENGINES
 from toolkit.triton.package.trtllm import package_bls, package_llmapi
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.requests import Request
-from toolkit.triton.tensors.trtllm_tensors import OUR_INPUTS, OUR_OUTPUTS, sampling_arguments, token_log_probs, verify_steps
+from toolkit.triton.tensors.trtllm_tensors import (
+    OUR_INPUTS,
+    OUR_OUTPUTS,
+    sampling_arguments,
+    token_log_probs,
+    verify_steps,
+)
 
 ARGS = {
     "model": f"{ENGINES}/target",
     "max_batch_size": 4,
-    "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": f"{ENGINES}/draft"},
+    "speculative_config": {
+        "decoding_type": "DraftTarget",
+        "max_draft_len": 3,
+        "speculative_model": f"{ENGINES}/draft",
+    },
 }
 STANDIN = Path(__file__).parents[2] / "support" / "trtllm_standin" / "tensorrt_llm"
 
@@ -43,30 +55,64 @@ def engine(folder: Path, role: str, kind: str, tp_size: int = 1) -> CompiledEngi
     (path / "config.json").write_text("{}")
     built = TensorRtLlmBuild("1.2.1", "none", (), tp_size, 1, None, (), (), ())
     return CompiledEngine(
-        role, path, kind, "engine", "bfloat16", "cuda", "FP8", None, "native", 4, 100, 200, 3, 258, 1, (), tensorrt_llm=built
+        role,
+        path,
+        kind,
+        "engine",
+        "bfloat16",
+        "cuda",
+        "FP8",
+        None,
+        "native",
+        4,
+        100,
+        200,
+        3,
+        258,
+        1,
+        (),
+        tensorrt_llm=built,
     )
 
 
 def llmapi(folder: Path, **triton: Any) -> TritonRepository:
     pair = [engine(folder / "engines", role, "trtllm_pytorch") for role in ("target", "draft")]
-    return package_llmapi(pair[0], pair[1], ARGS, TritonConfig(**triton), folder / "out", name="pair", max_draft_len=3)
+    return package_llmapi(
+        pair[0], pair[1], ARGS, TritonConfig(**triton), folder / "out", name="pair", max_draft_len=3
+    )
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("model_py", ["ours", "container"])
-def test_the_llmapi_repository_is_the_template_s(tmp_path: Path, decoupled: bool, model_py: str) -> None:
+def test_the_llmapi_repository_is_the_template_s(
+    tmp_path: Path, decoupled: bool, model_py: str
+) -> None:
     record = llmapi(tmp_path, decoupled=decoupled, model_py=model_py)
     config = model_config.read(record.path / "tensorrt_llm" / "config.pbtxt")
     for given, facts in ((config.input, LLMAPI.inputs), (config.output, LLMAPI.outputs)):
         for tensor, fact in zip(given, facts, strict=False):
-            assert (tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)) == (fact.name, fact.dtype, fact.dims)
+            assert (tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)) == (
+                fact.name,
+                fact.dtype,
+                fact.dims,
+            )
             assert given is config.output or tensor.optional is fact.optional
         ours = OUR_INPUTS if given is config.input else OUR_OUTPUTS
-        assert [tensor.name for tensor in given][len(facts) :] == ([spec.name for spec in ours] if model_py == "ours" else [])
+        assert [tensor.name for tensor in given][len(facts) :] == (
+            [spec.name for spec in ours] if model_py == "ours" else []
+        )
     settings = yaml.safe_load((record.path / "tensorrt_llm/1/model.yaml").read_text())
-    assert settings["triton_config"]["decoupled"] is config.model_transaction_policy.decoupled is decoupled
+    assert (
+        settings["triton_config"]["decoupled"]
+        is config.model_transaction_policy.decoupled
+        is decoupled
+    )
     assert {key: settings[key] for key in ARGS} == ARGS
-    assert ("toolkit" in settings) is (record.path / "tensorrt_llm/1/model.py").is_file() is (model_py == "ours")
+    assert (
+        ("toolkit" in settings)
+        is (record.path / "tensorrt_llm/1/model.py").is_file()
+        is (model_py == "ours")
+    )
     assert (record.path / "tensorrt_llm/1/engines/draft/config.json").is_file()
     assert (record.path / "kubernetes.yaml").is_file()
     assert (record.path / "validate_latency.py").is_file()
@@ -74,10 +120,20 @@ def test_the_llmapi_repository_is_the_template_s(tmp_path: Path, decoupled: bool
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
 def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
-    """Every tensor that the entry's configuration has, and every file that starts the repository."""
+    """Every tensor that the entry's configuration has, and every file that starts the
+    repository.
+    """
     if layout == "bls":
         pair = [engine(tmp_path / "engines", role, "trt_engine") for role in ("target", "draft")]
-        record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+        record = package_bls(
+            pair[0],
+            pair[1],
+            TritonConfig(),
+            tmp_path / "out",
+            name="pair",
+            end_ids=(257,),
+            max_draft_len=3,
+        )
     else:
         record = llmapi(tmp_path)
     text = (record.path / "README.md").read_text(encoding="utf-8")
@@ -86,7 +142,10 @@ def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
         dtype = pb.DataType.Name(tensor.data_type).removeprefix("TYPE_")
         assert f"| `{tensor.name}` | {dtype} |" in text
     assert "| `text_input` | STRING | the prompt, exactly one, UTF-8 |" in text
-    files = {file.name for file in record.path.iterdir() if file.is_file()} - {"README.md", "validate_latency.py"}
+    files = {file.name for file in record.path.iterdir() if file.is_file()} - {
+        "README.md",
+        "validate_latency.py",
+    }
     assert files == set(re.findall(r"^\| `([\w.-]+)` \|", text.split("## Call")[0], re.MULTILINE))
     assert "target FP8, draft FP8, up to 3 draft tokens per step" in text
     assert "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3" in text
@@ -98,12 +157,24 @@ def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
 def test_the_engine_flow_is_packaged_with_both_engines(tmp_path: Path, tp_size: int) -> None:
-    pair = [engine(tmp_path / "engines", role, "trt_engine", tp_size) for role in ("target", "draft")]
-    record = package_bls(pair[0], pair[1], TritonConfig(), tmp_path / "out", name="pair", end_ids=(257,), max_draft_len=3)
+    pair = [
+        engine(tmp_path / "engines", role, "trt_engine", tp_size) for role in ("target", "draft")
+    ]
+    record = package_bls(
+        pair[0],
+        pair[1],
+        TritonConfig(),
+        tmp_path / "out",
+        name="pair",
+        end_ids=(257,),
+        max_draft_len=3,
+    )
     assert (record.layout, record.model, record.max_draft_len) == ("bls", "tensorrt_llm_bls", 3)
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
         config = model_config.read(record.path / model / "config.pbtxt")
-        assert config.parameters["gpu_device_ids"].string_value == ",".join(map(str, range(tp_size)))
+        assert config.parameters["gpu_device_ids"].string_value == ",".join(
+            map(str, range(tp_size))
+        )
         assert (record.path / model / "1" / "engine" / "config.json").is_file()
         assert not (record.path / model / "1" / "model.py").exists()
     assert f"--gpus={tp_size}" in (record.path / "docker-run.sh").read_text()
@@ -114,11 +185,17 @@ def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
 
     foreign = dataclasses.replace(engine(tmp_path, "target", "torch"), tensorrt_llm=None)
     with pytest.raises(StageError, match="an engine of kind torch is none of TensorRT-LLM's"):
-        package_bls(foreign, None, TritonConfig(), tmp_path / "out", name="x", end_ids=(), max_draft_len=0)
+        package_bls(
+            foreign, None, TritonConfig(), tmp_path / "out", name="x", end_ids=(), max_draft_len=0
+        )
 
 
-@pytest.mark.parametrize(("tokens", "average", "steps"), [(10, 2.5, 3), (1, 1.0, 0), (10, None, None), (0, 1.0, None)])
-def test_verify_steps_are_the_iterations_behind_the_first(tokens: int, average: float | None, steps: int | None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "average", "steps"), [(10, 2.5, 3), (1, 1.0, 0), (10, None, None), (0, 1.0, None)]
+)
+def test_verify_steps_are_the_iterations_behind_the_first(
+    tokens: int, average: float | None, steps: int | None
+) -> None:
     assert verify_steps(tokens, average) == steps
 
 
@@ -142,30 +219,53 @@ def test_counts_ids_and_acceptance_come_with_the_answer(client: Client) -> None:
     assert whole.text == TEXT
     assert whole.token_ids == tuple(range(100, 110))
     figures = whole.statistics
-    assert (figures.input_tokens, figures.output_tokens, figures.verify_steps, figures.accepted) == (2, 10, 3, 6)
+    assert (
+        figures.input_tokens,
+        figures.output_tokens,
+        figures.verify_steps,
+        figures.accepted,
+    ) == (2, 10, 3, 6)
     assert figures.acceptance_length == 3.0
     assert figures.drafted is None  # not to be had, so not guessed
 
 
-def test_log_probabilities_come_with_the_last_chunk_where_they_are_asked_for(client: Client) -> None:
-    (told,) = (chunk.statistics for chunk in client.stream("a prompt", max_tokens=10, log_probs=True) if chunk.statistics)
-    assert told.log_probs is not None and told.next_best is not None and told.next_best_log_probs is not None
+def test_log_probabilities_come_with_the_last_chunk_where_they_are_asked_for(
+    client: Client,
+) -> None:
+    (told,) = (
+        chunk.statistics
+        for chunk in client.stream("a prompt", max_tokens=10, log_probs=True)
+        if chunk.statistics
+    )
+    assert (
+        told.log_probs is not None
+        and told.next_best is not None
+        and told.next_best_log_probs is not None
+    )
     assert len(told.log_probs) == len(told.next_best) == len(told.next_best_log_probs) == 10
-    assert all(other < own < 0.0 for own, other in zip(told.log_probs, told.next_best_log_probs, strict=True))
+    assert all(
+        other < own < 0.0
+        for own, other in zip(told.log_probs, told.next_best_log_probs, strict=True)
+    )
     assert all(token != 100 + place for place, token in enumerate(told.next_best))
     assert client.generate("a prompt", max_tokens=10).statistics.log_probs is None
 
 
 def test_log_probabilities_are_those_of_the_tokens_that_were_chosen() -> None:
     def place(**likeliest: float) -> dict[int, Logprob]:
-        return {int(token[1:]): Logprob(value, rank) for rank, (token, value) in enumerate(likeliest.items(), 1)}
+        return {
+            int(token[1:]): Logprob(value, rank)
+            for rank, (token, value) in enumerate(likeliest.items(), 1)
+        }
 
     assert token_log_probs([7, 8], [place(t7=-0.1, t9=-3.0), place(t5=-0.7, t8=-0.7)]) == {
         "output_log_probs": [-0.1, -0.7],
         "next_best_ids": [9, 5],
         "next_best_log_probs": [-3.0, -0.7],
     }
-    assert token_log_probs([7, 8], [place(t7=-0.1), place(t8=-0.2)]) == {"output_log_probs": [-0.1, -0.2]}
+    assert token_log_probs([7, 8], [place(t7=-0.1), place(t8=-0.2)]) == {
+        "output_log_probs": [-0.1, -0.2]
+    }
     (unknown,) = token_log_probs([7], [place(t5=-0.7)])["output_log_probs"]
     assert math.isnan(unknown)
     assert token_log_probs([7, 8], [place(t7=-0.1)]) == {}  # one is missing, and nobody knows which
@@ -189,7 +289,9 @@ def test_chunks_hold_what_is_new(client: Client) -> None:
 def test_the_prompt_comes_first_unless_it_is_left_out(server: TritonServer) -> None:
     body = {"text_input": "a prompt ", "sampling_param_max_tokens": 2}
     url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
-    answer = json.loads(urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read())
+    answer = json.loads(
+        urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read()
+    )
     assert answer["text_output"] == "a prompt one two"
 
 

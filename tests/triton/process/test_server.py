@@ -1,4 +1,6 @@
-"""A real tritonserver process: found, started, watched, stopped, and nothing of it left; with models of a few lines."""
+"""A real tritonserver process: found, started, watched, stopped, and nothing of it left; with
+models of a few lines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ import pytest
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
 from toolkit.triton.process import server as server_module
-from toolkit.triton.process.server import TritonServer, Workspace, find_server, launch_command, sweep
+from toolkit.triton.process.server import (
+    TritonServer,
+    Workspace,
+    find_server,
+    launch_command,
+    sweep,
+)
 
 CONFIG = """
 name: "tiny"
@@ -72,7 +80,9 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True).stdout.split("\n")
+    listed = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True
+    ).stdout.split("\n")
     return [int(line.split()[0]) for line in listed if line.strip() and int(line.split()[1]) == pid]
 
 
@@ -89,15 +99,22 @@ def regions(folder_names: list[str]) -> list[Path]:
     return [region for name in folder_names for region in Path("/dev/shm").glob(f"{name}*")]
 
 
-def test_it_serves_on_loopback_only_and_leaves_nothing(repository: Callable[[str], Path], own_tmp: Path) -> None:
+def test_it_serves_on_loopback_only_and_leaves_nothing(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
     waits: list[str] = []
-    with TritonServer(repository(GOOD), progress=lambda done, total, what: waits.append(what)) as server:
+    with TritonServer(
+        repository(GOOD), progress=lambda done, total, what: waits.append(what)
+    ) as server:
         names = [path.name for path in own_tmp.glob("toolkit-serve-*")]
         pid, stubs = server.pid, children(server.pid)
         assert alive(pid)
         assert stubs
         assert regions(names)
-        ports = {int(url.rsplit(":", 1)[1].split("/")[0]) for url in (server.http_url, server.grpc_url, server.metrics_url)}
+        ports = {
+            int(url.rsplit(":", 1)[1].split("/")[0])
+            for url in (server.http_url, server.grpc_url, server.metrics_url)
+        }
         assert len(ports) == 3
         assert listening_addresses(ports) == {"127.0.0.1"}
     assert waits
@@ -107,7 +124,9 @@ def test_it_serves_on_loopback_only_and_leaves_nothing(repository: Callable[[str
 
 
 def listening_addresses(ports: set[int]) -> set[str]:
-    """The addresses that sockets listen on at these ports; a v4 address inside a v6 one (gRPC's sockets) as the v4 one."""
+    """The addresses that sockets listen on at these ports; a v4 address inside a v6 one (gRPC's
+    sockets) as the v4 one.
+    """
     found = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:]:
@@ -115,7 +134,9 @@ def listening_addresses(ports: set[int]) -> set[str]:
             digits, port = local.split(":")
             if state != "0A" or int(port, 16) not in ports:
                 continue
-            packed = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
+            packed = b"".join(
+                bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)
+            )
             address = ipaddress.ip_address(packed)
             mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
             found.add(str(mapped or address))
@@ -132,9 +153,14 @@ def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
     assert not list(own_tmp.iterdir())
 
 
-def test_a_server_that_hangs_at_start_is_stopped_after_the_timeout(repository: Callable[[str], Path], own_tmp: Path) -> None:
+def test_a_server_that_hangs_at_start_is_stopped_after_the_timeout(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
     started = time.monotonic()
-    with pytest.raises(ServerError) as failed, TritonServer(repository(HANGING), TritonConfig(start_timeout_s=1.0)):
+    with (
+        pytest.raises(ServerError) as failed,
+        TritonServer(repository(HANGING), TritonConfig(start_timeout_s=1.0)),
+    ):
         pass
     assert "tritonserver was not ready after 1 s" in str(failed.value)
     assert "loading: tiny:1" in failed.value.log_tail
@@ -143,52 +169,75 @@ def test_a_server_that_hangs_at_start_is_stopped_after_the_timeout(repository: C
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc", "metrics"])
-def test_a_port_in_use_is_named_before_anything_starts(repository: Callable[[str], Path], own_tmp: Path, protocol: str) -> None:
+def test_a_port_in_use_is_named_before_anything_starts(
+    repository: Callable[[str], Path], own_tmp: Path, protocol: str
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ServerError) as failed, TritonServer(repository(GOOD), TritonConfig(**{f"{protocol}_port": port})):
+        with (
+            pytest.raises(ServerError) as failed,
+            TritonServer(repository(GOOD), TritonConfig(**{f"{protocol}_port": port})),
+        ):
             pass
-    assert f"{protocol} port {port} on 127.0.0.1 cannot be used: Address already in use" in str(failed.value)
+    assert f"{protocol} port {port} on 127.0.0.1 cannot be used: Address already in use" in str(
+        failed.value
+    )
     assert f"triton.{protocol}_port" in str(failed.value)
     assert not list(own_tmp.iterdir())
 
 
 def test_a_missing_repository_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match=f"no model repository at {tmp_path / 'none'}"), TritonServer(tmp_path / "none"):
+    with (
+        pytest.raises(ServerError, match=f"no model repository at {tmp_path / 'none'}"),
+        TritonServer(tmp_path / "none"),
+    ):
         pass
 
 
-def test_a_server_that_dies_later_is_told_by_check(repository: Callable[[str], Path], own_tmp: Path) -> None:
+def test_a_server_that_dies_later_is_told_by_check(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
     with TritonServer(repository(GOOD)) as server:
         server.check()
         stubs = children(server.pid)
         os.kill(server.pid, signal.SIGKILL)
-        assert eventually(lambda: server._process is not None and server._process.poll() is not None)
+        assert eventually(
+            lambda: server._process is not None and server._process.poll() is not None
+        )
         with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL"):
             server.check()
         assert not any(alive(stub) for stub in stubs)
     assert not list(own_tmp.iterdir())
 
 
-def test_a_model_whose_process_dies_stops_the_server(repository: Callable[[str], Path], own_tmp: Path) -> None:
+def test_a_model_whose_process_dies_stops_the_server(
+    repository: Callable[[str], Path], own_tmp: Path
+) -> None:
     """Triton alone would stay ready and answer nothing."""
     with TritonServer(repository(GOOD)) as server:
         (stub,) = children(server.pid)
         os.kill(stub, signal.SIGKILL)
-        assert eventually(lambda: server._process is not None and server._process.poll() is not None)
-        with pytest.raises(ServerError, match="was stopped, because the Python process of a model had died") as failed:
+        assert eventually(
+            lambda: server._process is not None and server._process.poll() is not None
+        )
+        with pytest.raises(
+            ServerError, match="was stopped, because the Python process of a model had died"
+        ) as failed:
             server.check()
         assert f"a model's Python process ({stub}) died" in failed.value.log_tail
     assert not list(own_tmp.iterdir())
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_killed_parent(repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals) -> None:
+def test_nothing_outlives_a_killed_parent(
+    repository: Callable[[str], Path], own_tmp: Path, killer: signal.Signals
+) -> None:
     program = (
-        "import sys, tempfile, time; from pathlib import Path; from toolkit.triton.process.server import TritonServer\n"
-        "server = TritonServer(Path(sys.argv[1])); server.start(); print(server.pid, flush=True); time.sleep(600)"
+        "import sys, tempfile, time; from pathlib import Path; from toolkit.triton.process.server"
+        " import TritonServer\nserver = TritonServer(Path(sys.argv[1])); server.start();"
+        " print(server.pid, flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "TMPDIR": str(own_tmp)}
     command = [sys.executable, "-c", program, str(repository(GOOD))]
@@ -225,7 +274,9 @@ def test_leftovers_of_a_killed_server_are_swept_and_those_in_use_are_not(own_tmp
 
 
 def test_a_workspace_that_vanishes_while_others_are_swept_is_no_fault(own_tmp: Path) -> None:
-    """Its server ended between the look into the folder and the look at it, as a link to nothing shows."""
+    """Its server ended between the look into the folder and the look at it, as a link to nothing
+    shows.
+    """
     (own_tmp / "toolkit-serve-gone").symlink_to(own_tmp / "nowhere")
     sweep(own_tmp)
 
@@ -248,7 +299,9 @@ def test_server_on_path_comes_first_and_brings_its_own_backends(
     assert "LD_LIBRARY_PATH" not in environment
 
 
-def test_without_any_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_any_server_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendUnavailable, match=r"tritonserver is not available\n.*embedded"):

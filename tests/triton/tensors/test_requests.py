@@ -82,7 +82,9 @@ def test_every_option_arrives() -> None:
         ({"sampling_param_temperature": 0}, 0.0),
     ],
 )
-def test_absent_temperature_means_greedy_unless_a_filter_is_given(tensors: dict[str, Any], temperature: float) -> None:
+def test_absent_temperature_means_greedy_unless_a_filter_is_given(
+    tensors: dict[str, Any], temperature: float
+) -> None:
     assert parsed(**tensors).sampling.temperature == temperature
 
 
@@ -92,17 +94,29 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(tensors: dict[
         ({"text_input": [b""]}, "text_input is empty"),
         ({"text_input": [b"a", b"b"]}, "text_input holds one prompt, 2 were sent"),
         ({"text_input": []}, "text_input holds one prompt, 0 were sent"),
-        ({"text_input": [b"ab\xff"]}, "text_input is not valid UTF-8: invalid start byte at byte 2"),
+        (
+            {"text_input": [b"ab\xff"]},
+            "text_input is not valid UTF-8: invalid start byte at byte 2",
+        ),
         ({"sampling_param_stop": [b"ok", b"\xc3"]}, "sampling_param_stop is not valid UTF-8"),
         ({"sampling_param_stop": [b""]}, "empty stop word"),
-        ({"sampling_param_max_tokens": 0}, "sampling_param_max_tokens is 0; it has to be at least 1"),
+        (
+            {"sampling_param_max_tokens": 0},
+            "sampling_param_max_tokens is 0; it has to be at least 1",
+        ),
         ({"sampling_param_best_of": 2}, "sampling_param_best_of 2 is not supported"),
-        ({"sampling_param_temperature": float("nan")}, "temperature is nan; it has to be a finite number of at least 0.0"),
+        (
+            {"sampling_param_temperature": float("nan")},
+            "temperature is nan; it has to be a finite number of at least 0.0",
+        ),
         ({"sampling_param_temperature": -1.0}, "sampling_param_temperature is -1.0"),
         ({"sampling_param_top_p": 0.0}, "sampling_param_top_p is 0"),
         ({"sampling_param_top_p": 1.5}, "sampling_param_top_p is 1.5"),
         ({"sampling_param_top_k": -1}, "sampling_param_top_k is -1"),
-        ({"sampling_param_presence_penalty": float("inf")}, "presence_penalty is inf; it has to be a finite number"),
+        (
+            {"sampling_param_presence_penalty": float("inf")},
+            "presence_penalty is inf; it has to be a finite number",
+        ),
         ({"sampling_param_frequency_penalty": 3e38}, "at least -1000.0 and at most 1000.0"),
         ({"num_draft_tokens": 5}, "num_draft_tokens is 5; this deployment drafts 0 to 4 tokens"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
@@ -124,14 +138,23 @@ def test_missing_prompt_is_refused() -> None:
 
 
 def test_a_name_that_http_turned_into_a_parameter_is_refused_with_the_likely_one() -> None:
-    with pytest.raises(RequestError, match=r"unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"):
+    with pytest.raises(
+        RequestError, match=r"unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"
+    ):
         parse({"text_input": [b"x"]}, {"max_tokens": 3}, LIMITS)
     with pytest.raises(RequestError, match="Did you mean 'num_draft_tokens'"):
         parse({"text_input": [b"x"]}, {"num_draft_token": 3}, LIMITS)
 
 
 def test_parameters_of_triton_itself_are_not_ours_to_refuse() -> None:
-    assert parse({"text_input": [b"x"]}, {"triton_enable_empty_final_response": True, "priority": 1}, LIMITS).prompt == "x"
+    assert (
+        parse(
+            {"text_input": [b"x"]},
+            {"triton_enable_empty_final_response": True, "priority": 1},
+            LIMITS,
+        ).prompt
+        == "x"
+    )
 
 
 def test_drafting_without_a_draft_model_is_refused_and_plain_decoding_is_not() -> None:
@@ -164,7 +187,9 @@ def test_streaming_gives_what_is_new_and_never_the_prompt() -> None:
 
 
 def test_chunks_of_a_stream_keep_their_distance_and_lose_nothing() -> None:
-    answer = Answer(parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True), interval_ns=10)
+    answer = Answer(
+        parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True), interval_ns=10
+    )
     times = (100, 105, 109, 110, 112, 113)
     steps = [TokenEvent("1", (number,), str(number)) for number in range(5)]
     last = TokenEvent("1", (9,), "9", finish_reason="length", stats=STATS)
@@ -179,7 +204,10 @@ def test_chunks_of_a_stream_keep_their_distance_and_lose_nothing() -> None:
 
 
 def test_one_response_holds_everything_and_the_prompt_unless_it_is_excluded() -> None:
-    with_prompt, without = Answer(parsed(return_token_ids=True)), Answer(parsed(sampling_param_exclude_input_from_output=True))
+    with_prompt, without = (
+        Answer(parsed(return_token_ids=True)),
+        Answer(parsed(sampling_param_exclude_input_from_output=True)),
+    )
     assert [with_prompt.add(event, 0) for event in events()] == [
         None,
         None,

@@ -47,13 +47,18 @@ def flat(value: object, prefix: str = "") -> list[str]:
 def test_the_parts_of_every_key_are_the_reviewed_ones(
     config: DeploymentConfig, tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
-    """A key that gains or loses a part rebuilds everybody's store, or reuses what it should not: a choice, so a golden file."""
+    """A key that gains or loses a part rebuilds everybody's store, or reuses what it should not:
+    a choice, so a golden file.
+    """
     workplace, lines = Workplace(tmp_path), list[str]()
     store = Store(workplace.store)
     built = build(config, workplace, Silent(), store, until="package")
     for stage in stages_of(config, workplace, store.memo):
         parts = stage.parts(built.stages)
-        lines += [f"{stage.name} (version {stage.version})", *(f"  {name}" for name in sorted(flat(dict(parts))))]
+        lines += [
+            f"{stage.name} (version {stage.version})",
+            *(f"  {name}" for name in sorted(flat(dict(parts)))),
+        ]
     golden("key-parts.txt", "\n".join(lines) + "\n")
 
 
@@ -63,7 +68,9 @@ def test_a_key_does_not_depend_on_where_things_lie(
     moved = tmp_path / "elsewhere"
     for source in tiny_pair:
         shutil.copytree(source, moved / source.name)
-    other = load_config(write_config(moved, (moved / tiny_pair[0].name, moved / tiny_pair[1].name), name="other"))
+    other = load_config(
+        write_config(moved, (moved / tiny_pair[0].name, moved / tiny_pair[1].name), name="other")
+    )
     assert pair_key(config, Workplace(tmp_path)) == pair_key(other, Workplace(moved))
     tokenizer = moved / tiny_pair[1].name / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
@@ -71,17 +78,28 @@ def test_a_key_does_not_depend_on_where_things_lie(
 
 
 @pytest.mark.slow
-def test_where_the_server_listens_is_no_part_of_the_package(config: DeploymentConfig, tmp_path: Path) -> None:
+def test_where_the_server_listens_is_no_part_of_the_package(
+    config: DeploymentConfig, tmp_path: Path
+) -> None:
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     first = build(config, workplace, Silent(), store, until="package")
     assert first.changed
-    moved = config.model_copy(update={"triton": config.triton.model_copy(update={"http_port": 8000, "host": "0.0.0.0"})})
+    moved = config.model_copy(
+        update={"triton": config.triton.model_copy(update={"http_port": 8000, "host": "0.0.0.0"})}
+    )
     second = build(moved, workplace, Silent(), store, until="package")
     assert not second.changed
-    assert [path.relative_to(tmp_path).as_posix() for path in second.published] == ["engines/tiny", "triton_repo/tiny"]
-    other = config.model_copy(update={"triton": config.triton.model_copy(update={"max_queue_size": 7})})
-    reasons = [one.reasons for one in explain_build(other, workplace, store) if one.stage == "package"]
+    assert [path.relative_to(tmp_path).as_posix() for path in second.published] == [
+        "engines/tiny",
+        "triton_repo/tiny",
+    ]
+    other = config.model_copy(
+        update={"triton": config.triton.model_copy(update={"max_queue_size": 7})}
+    )
+    reasons = [
+        one.reasons for one in explain_build(other, workplace, store) if one.stage == "package"
+    ]
     assert reasons == [("config.triton.max_queue_size: 256 -> 7",)]
 
 
@@ -97,13 +115,19 @@ def test_switching_speculation_off_drops_the_draft_from_what_is_published(
     build(alone, workplace, Silent(), store, until="package")
     assert [path.name for path in (tmp_path / "engines" / "tiny").iterdir()] == ["target"]
     before = build(config, workplace, Silent(), store, until="compile")
-    assert before.outdated == (workplace.repository("tiny"),)  # a repository without a draft beside engines with one
+    assert before.outdated == (
+        workplace.repository("tiny"),
+    )  # a repository without a draft beside engines with one
     again = build(alone, workplace, Silent(), store, until="compile")
     assert again.outdated == () and again.changed
-    assert build(config, workplace, Silent(), store, until="quantize").outdated == ()  # which replaces nothing
+    assert (
+        build(config, workplace, Silent(), store, until="quantize").outdated == ()
+    )  # which replaces nothing
 
 
-def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(config: DeploymentConfig, tmp_path: Path) -> None:
+def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(
+    config: DeploymentConfig, tmp_path: Path
+) -> None:
     config.validation.prompts.write_text('{"prompt": "x"}\nnonsense\n')
     with pytest.raises(UsageError, match=r"prompts\.jsonl:2"):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
@@ -116,9 +140,14 @@ def test_a_prompt_that_no_engine_would_take_is_found_before_the_long_work(
 ) -> None:
     if until == "compile":  # quantized already, when the prompts were shorter
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="quantize")
-    config.validation.prompts.write_text('{"prompt": "x"}\n' + json.dumps({"prompt": "y" * 80}) + "\n")
+    config.validation.prompts.write_text(
+        '{"prompt": "x"}\n' + json.dumps({"prompt": "y" * 80}) + "\n"
+    )
     observer = Silent()
-    with pytest.raises(UsageError, match=r"prompts\.jsonl: prompt 2 has 81 tokens, and engine\.max_input_len is 64: 'yyy"):
+    with pytest.raises(
+        UsageError,
+        match=r"prompts\.jsonl: prompt 2 has 81 tokens, and engine\.max_input_len is 64: 'yyy",
+    ):
         build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until=until)
     assert not any(line.startswith(until) for line in observer.lines)
 
@@ -131,14 +160,19 @@ def test_a_checkpoint_with_a_link_to_nowhere_is_a_checkpoint_error(
     (broken / "model.safetensors").unlink()
     (broken / "model.safetensors").symlink_to(tmp_path / "nowhere")
     torn = load_config(write_config(tmp_path, (broken, tiny_pair[1])))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: .*\n  It is a link to .*nowhere"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: cannot be read: .*\n  It is a link to .*nowhere",
+    ):
         build(torn, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
 
 
 def test_a_recorded_digest_is_compared_even_when_everything_is_stored(
     config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Else whoever doubts a checkpoint, and puts its SHA256SUMS there, hears that nothing has changed."""
+    """Else whoever doubts a checkpoint, and puts its SHA256SUMS there, hears that nothing has
+    changed.
+    """
     copy = shutil.copytree(tiny_pair[0], tmp_path / "copy")
     again = load_config(write_config(tmp_path, (copy, tiny_pair[1])))
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
@@ -148,8 +182,12 @@ def test_a_recorded_digest_is_compared_even_when_everything_is_stored(
         build(again, workplace, Silent(), store, until="pair")
 
 
-def test_what_cannot_work_is_refused_before_anything_runs(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tiny_pair, engine={"max_input_len": 64, "max_seq_len": 10**6}))
+def test_what_cannot_work_is_refused_before_anything_runs(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(
+        write_config(tmp_path, tiny_pair, engine={"max_input_len": 64, "max_seq_len": 10**6})
+    )
     with pytest.raises(PlanError, match=r"length-within-model"):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
@@ -157,7 +195,14 @@ def test_what_cannot_work_is_refused_before_anything_runs(tiny_pair: tuple[Path,
 
 def test_other_stages_can_be_injected(config: DeploymentConfig, tmp_path: Path) -> None:
     observer = Silent()
-    built = build(config, Workplace(tmp_path), observer, Store(tmp_path / "store"), until="upper", stages=small_stages("a"))
+    built = build(
+        config,
+        Workplace(tmp_path),
+        observer,
+        Store(tmp_path / "store"),
+        until="upper",
+        stages=small_stages("a"),
+    )
     assert observer.lines == ["words built", "upper/target built"]
     assert built.report is None
 
@@ -171,14 +216,21 @@ def test_what_this_machine_cannot_serve_is_refused_before_anything_runs(
 ) -> None:
     config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": kind, **TRTLLM}))
     nothing = Machine(gpus=list, which=lambda name: None, tensorrt_llm=lambda: None)
-    with pytest.raises(UsageError, match=f"engine.kind {kind} cannot be served and judged here: it needs tritonserver"):
+    with pytest.raises(
+        UsageError,
+        match=f"engine.kind {kind} cannot be served and judged here: it needs tritonserver",
+    ):
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), here=nothing)
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.slow
-def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
+def test_the_pytorch_flow_is_built_as_far_as_its_repository(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(
+        write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM})
+    )
     by_batch = config.speculation.model_copy(update={"draft_len_schedule": {1: 2, 2: 1}})
     config = config.model_copy(update={"speculation": by_batch})
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
@@ -186,10 +238,15 @@ def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Pat
     repository = workplace.repository("tiny")
     settings = yaml.safe_load((repository / "tensorrt_llm/1/model.yaml").read_text())
     assert settings["model"] == "/models/tensorrt_llm/1/engines/target"
-    assert settings["speculative_config"]["speculative_model"] == "/models/tensorrt_llm/1/engines/draft"
+    assert (
+        settings["speculative_config"]["speculative_model"]
+        == "/models/tensorrt_llm/1/engines/draft"
+    )
     assert settings["speculative_config"]["draft_len_schedule"] == {1: 2, 2: 1}
     planned = {one.place: one for one in plan_of(config).runs}
-    arguments = {name: value for name, value in settings.items() if name not in ("triton_config", "toolkit")}
+    arguments = {
+        name: value for name, value in settings.items() if name not in ("triton_config", "toolkit")
+    }
     assert planned["the server's Python model"].arguments == arguments
     launched = planned["launch.sh, in the container"].command
     assert launched is not None and shlex.join(launched) in (repository / "launch.sh").read_text()
@@ -197,13 +254,17 @@ def test_the_pytorch_flow_is_built_as_far_as_its_repository(tiny_pair: tuple[Pat
     assert "tritonserver:26.07-trtllm-python-py3" in (repository / "docker-run.sh").read_text()
     target = workplace.engines("tiny") / "target"
     args = json.loads((target / "llm_args.json").read_text())
-    assert (target / args["speculative_config"]["speculative_model"]).resolve() == workplace.engines("tiny") / "draft"
+    assert (
+        target / args["speculative_config"]["speculative_model"]
+    ).resolve() == workplace.engines("tiny") / "draft"
     assert json.loads((target / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     record = built.stages["compile/target"].record
     assert record.tensorrt_llm.executed == ()
     assert record.tensorrt_llm.not_executed
     assert not build(config, workplace, Silent(), store, until="compile").changed
-    assert [one.stage for one in explain_build(config, workplace, store) if one.reused] == list(built.stages)
+    assert [one.stage for one in explain_build(config, workplace, store) if one.reused] == list(
+        built.stages
+    )
 
 
 def _compile_key(config: DeploymentConfig, folder: Path) -> str:
@@ -213,21 +274,36 @@ def _compile_key(config: DeploymentConfig, folder: Path) -> str:
     return key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint}))  # type: ignore[dict-item]
 
 
-def test_a_draft_length_by_batch_size_is_a_part_of_the_engine(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM}))
+def test_a_draft_length_by_batch_size_is_a_part_of_the_engine(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(
+        write_config(tmp_path, tiny_pair, engine={"kind": "trtllm_pytorch", **TRTLLM})
+    )
     other = config.speculation.model_copy(update={"draft_len_schedule": {1: 2, 2: 1}})
-    keys = [_compile_key(each, tmp_path) for each in (config, config.model_copy(update={"speculation": other}))]
+    keys = [
+        _compile_key(each, tmp_path)
+        for each in (config, config.model_copy(update={"speculation": other}))
+    ]
     assert keys[0] != keys[1]
 
 
-def test_the_ngram_s_size_is_a_part_of_the_engine_that_looks_text_up(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_ngram_s_size_is_a_part_of_the_engine_that_looks_text_up(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     def changed(kind: str) -> bool:
         draft = {} if kind == "draft_target" else {"draft": None}
         keys = []
         for size in (2, 3):
             speculation = {"kind": kind, "max_draft_len": 2, "max_matching_ngram_size": size}
-            sections = {"engine": {"kind": "trtllm_pytorch", **TRTLLM}, "speculation": speculation, **draft}
-            keys.append(_compile_key(load_config(write_config(tmp_path, tiny_pair, **sections)), tmp_path))
+            sections = {
+                "engine": {"kind": "trtllm_pytorch", **TRTLLM},
+                "speculation": speculation,
+                **draft,
+            }
+            keys.append(
+                _compile_key(load_config(write_config(tmp_path, tiny_pair, **sections)), tmp_path)
+            )
         return keys[0] != keys[1]
 
     assert changed("ngram")
@@ -247,11 +323,17 @@ def test_the_ngram_s_size_is_a_part_of_the_engine_that_looks_text_up(tiny_pair: 
     ],
 )
 def test_only_what_decides_an_engine_rebuilds_it(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, kind: str, setting: dict[str, object], rebuilds: bool
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    kind: str,
+    setting: dict[str, object],
+    rebuilds: bool,
 ) -> None:
     keys = []
     for engine in ({"kind": kind, **TRTLLM}, {"kind": kind, **TRTLLM, **setting}):
-        keys.append(_compile_key(load_config(write_config(tmp_path, tiny_pair, engine=engine)), tmp_path))
+        keys.append(
+            _compile_key(load_config(write_config(tmp_path, tiny_pair, engine=engine)), tmp_path)
+        )
     assert (keys[0] != keys[1]) == rebuilds
 
 
@@ -272,7 +354,9 @@ def test_the_engine_flow_is_built_from_checkpoint_to_repository(
     """With a stand-in for trtllm-build on the PATH and everything before it real, for two ranks."""
     place = place_with_builder(tmp_path / "bin")
     monkeypatch.setenv("PATH", place.environment["PATH"])
-    config = load_config(write_config(tmp_path, tiny_pair, engine={"kind": "trt_engine", "tp_size": 2, **TRTLLM}))
+    config = load_config(
+        write_config(tmp_path, tiny_pair, engine={"kind": "trt_engine", "tp_size": 2, **TRTLLM})
+    )
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     built = build(config, workplace, Silent(), store, until="package")
     for role, mode in (("target", 2), ("draft", 1)):
@@ -284,7 +368,13 @@ def test_the_engine_flow_is_built_from_checkpoint_to_repository(
         assert (folder / "tokenizer.json").is_file()
     assert set(built.not_executed) == {"compile/target", "compile/draft"}
     repository = workplace.repository("tiny")
-    models = {"preprocessing", "tensorrt_llm", "tensorrt_llm_draft", "postprocessing", "tensorrt_llm_bls"}
+    models = {
+        "preprocessing",
+        "tensorrt_llm",
+        "tensorrt_llm_draft",
+        "postprocessing",
+        "tensorrt_llm_bls",
+    }
     assert models <= {file.parent.name for file in repository.glob("*/config.pbtxt")}
     assert 'backend: "tensorrtllm"' in (repository / "tensorrt_llm" / "config.pbtxt").read_text()
     assert len(list(repository.glob("tensorrt_llm*/1/**/rank*.engine"))) == 4

@@ -1,7 +1,8 @@
 """The `torch` engine kind: builds engine directories and loads them again.
 
-Mode `auto` compiles where there is a C++ compiler, on a CPU and in a dtype that the kernels have; elsewhere it is eager, and
-the engine's config and record say why. What was asked for by name and cannot be done is an error, never something else.
+Mode `auto` compiles where there is a C++ compiler, on a CPU and in a dtype that the kernels have;
+elsewhere it is eager, and the engine's config and record say why. What was asked for by name and
+cannot be done is an error, never something else.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ class TorchBackend:
         mode, _ = _resolve_mode(spec)
         return {"mode": mode, **_built_with(mode, spec.device)}
 
-    def compile(self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress) -> CompiledEngine:
-        """Raises StageError when the mode cannot be had or a compiler fails, CheckpointError for what cannot be read."""
+    def compile(
+        self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
+    ) -> CompiledEngine:
+        """Raises StageError when the mode cannot be had or a compiler fails, CheckpointError for
+        what cannot be read.
+        """
         mode, notes = _resolve_mode(spec)
         source = open_checkpoint(checkpoint.path)
         progress(0, None, f"{spec.role}: fusing weights")
@@ -95,10 +100,14 @@ class TorchBackend:
         )
 
     def load(self, engine_dir: Path, *, threads: int | None = None) -> EmbeddedEngine:
-        """Sets torch's thread count for this process where `threads` is given. Raises StageError, BackendUnavailable."""
+        """Sets torch's thread count for this process where `threads` is given. Raises
+        StageError, BackendUnavailable.
+        """
         directory = open_directory(engine_dir)
         if directory.device == "cuda" and not torch.cuda.is_available():
-            raise BackendUnavailable("CUDA", mend="this engine was built for a GPU; build again with engine.device: cpu")
+            raise BackendUnavailable(
+                "CUDA", mend="this engine was built for a GPU; build again with engine.device: cpu"
+            )
         if threads is not None:
             torch.set_num_threads(threads)
         if directory.mode == "compiled":
@@ -132,7 +141,11 @@ def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
         raise StageError(
             "compile",
             f"engine.mode compiled cannot be had: {obstacle}",
-            mend="install g++, or set engine.mode: eager (slower)" if compiler_path() is None else "set engine.mode: auto",
+            mend=(
+                "install g++, or set engine.mode: eager (slower)"
+                if compiler_path() is None
+                else "set engine.mode: auto"
+            ),
         )
     if spec.mode == "eager":
         return "eager", ()
@@ -154,7 +167,9 @@ def _built_with(mode: str, device: str) -> Fingerprint:
             "namespace": namespace(),
         }
     if device == "cuda" and torch.cuda.is_available():
-        facts["compute_capability"] = ".".join(str(part) for part in torch.cuda.get_device_capability())
+        facts["compute_capability"] = ".".join(
+            str(part) for part in torch.cuda.get_device_capability()
+        )
     return facts
 
 
@@ -167,7 +182,8 @@ def _refuse_other_machine(directory: EngineDirectory) -> None:
         lack = f" and lacks {', '.join(missing)}" if missing else ""
         raise StageError(
             "load",
-            f"engine was compiled for CPU capability {built['cpu_capability']}; this CPU is {here}{lack}",
+            f"engine was compiled for CPU capability {built['cpu_capability']}; this CPU is"
+            f" {here}{lack}",
             where=directory.path,
             mend="run `toolkit build` on this machine, or build with engine.mode: eager",
         )
@@ -181,4 +197,8 @@ def _refuse_other_machine(directory: EngineDirectory) -> None:
 
 
 def _has_native_fp8(device: str) -> bool:
-    return device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FP8_CAPABILITY
+    return (
+        device == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() >= NATIVE_FP8_CAPABILITY
+    )

@@ -1,8 +1,9 @@
-"""torch.export and AOTInductor: the decoder as one package that serves every step, from a draft token to a chunk of a prompt.
+"""torch.export and AOTInductor: the decoder as one package that serves every step, from a draft
+token to a chunk of a prompt.
 
-Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone: weights, tables and KV caches
-are buffers that the loader binds to memory of ours (`package.py`): nothing is copied or passed per call, and compile time does
-not depend on the weights' size.
+Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone:
+weights, tables and KV caches are buffers that the loader binds to memory of ours (`package.py`):
+nothing is copied or passed per call, and compile time does not depend on the weights' size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.engines.embedded.kernels import BLOCK, KernelOps, build_library, kernel_caches, load_library, pack
+from toolkit.engines.embedded.kernels import (
+    BLOCK,
+    KernelOps,
+    build_library,
+    kernel_caches,
+    load_library,
+    pack,
+)
 from toolkit.engines.embedded.model import Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
@@ -32,7 +40,9 @@ __all__ = ["Decoder", "capacity_of", "compile_package", "prepare"]
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
-    "cpp.threads": 1,  # what is left to inductor is norms and activations: microseconds, less than starting a second thread
+    # what is left to inductor is norms and activations: microseconds, less than starting a second
+    # thread
+    "cpp.threads": 1,
 }
 
 
@@ -51,21 +61,45 @@ def compile_package(
     progress(0, None, f"{spec.role}: compiling kernels, then the decoder")
     ops = load_library(kernels, build_library(kernels))
     progress(0, None, f"{spec.role}: compiling the decoder")
-    weights, caches = prepare(shape, tensors, spec.dtype, spec.max_batch_size, spec.max_seq_len, max_step_tokens, fp8_kv=fp8_kv)
+    weights, caches = prepare(
+        shape,
+        tensors,
+        spec.dtype,
+        spec.max_batch_size,
+        spec.max_seq_len,
+        max_step_tokens,
+        fp8_kv=fp8_kv,
+    )
     module = Decoder(weights, caches, ops, getattr(torch, spec.dtype))
     batch = torch.export.Dim("batch", min=1, max=max(2, spec.max_batch_size))
     tokens = torch.export.Dim("tokens", min=1, max=max_step_tokens)
     columns = torch.export.Dim("columns", min=1, max=max_step_tokens)
-    example = (torch.zeros((2, 3), dtype=torch.int64), torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    example = (
+        torch.zeros((2, 3), dtype=torch.int64),
+        torch.arange(2),
+        torch.zeros(2, dtype=torch.int64),
+        torch.arange(2),
+    )
     try:
         with _quiet(), torch.no_grad():
             exported = torch.export.export(
-                module, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, {0: columns}), strict=False
+                module,
+                example,
+                dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, {0: columns}),
+                strict=False,
             )
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=OPTIONS)
-    except Exception as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
+            torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(package), inductor_configs=OPTIONS
+            )
+    except (
+        Exception
+    ) as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
         tail = "\n".join(str(exc).strip().splitlines()[-12:])
-        raise StageError("compile", f"AOTInductor failed:\n{tail}", mend="set engine.mode: eager to go on without it") from exc
+        raise StageError(
+            "compile",
+            f"AOTInductor failed:\n{tail}",
+            mend="set engine.mode: eager to go on without it",
+        ) from exc
 
 
 def prepare(
@@ -78,7 +112,9 @@ def prepare(
     *,
     fp8_kv: bool,
 ) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
-    """(packed weights, empty caches) of an engine; the same at compile time and at load, so that names and shapes agree."""
+    """(packed weights, empty caches) of an engine; the same at compile time and at load, so that
+    names and shapes agree.
+    """
     capacity = capacity_of(max_seq_len, max_step_tokens)
     weights = pack(build(shape, tensors, rope_tables(shape, capacity)), getattr(torch, dtype))
     return weights, kernel_caches(weights, slots, capacity, fp8=fp8_kv)
@@ -90,9 +126,17 @@ def capacity_of(max_seq_len: int, max_step_tokens: int) -> int:
 
 
 class Decoder(torch.nn.Module):
-    """`decode` as torch.export wants it: every tensor that is no input is a buffer, named by where it stands in Weights."""
+    """`decode` as torch.export wants it: every tensor that is no input is a buffer, named by
+    where it stands in Weights.
+    """
 
-    def __init__(self, weights: Weights, caches: list[tuple[Tensor, Tensor]], ops: KernelOps, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        caches: list[tuple[Tensor, Tensor]],
+        ops: KernelOps,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self._ops, self._dtype = ops, dtype
         self._weights = weights
@@ -105,10 +149,14 @@ class Decoder(torch.nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self, tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
-        """tokens [batch, n], slots [batch], lengths [batch], columns [c], int64 -> logits [batch, c, vocab]."""
+        """tokens [batch, n], slots [batch], lengths [batch], columns [c], int64 -> logits
+        [batch, c, vocab].
+        """
         buffers = dict(self.named_buffers())
         weights: Weights = _rebuilt(self._weights, "w", buffers)
-        caches = [(buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))]
+        caches = [
+            (buffers[f"keys_{i}"], buffers[f"values_{i}"]) for i in range(len(weights.layers))
+        ]
         return decode(weights, self._ops, tokens, slots, lengths, columns, caches, self._dtype)
 
 
@@ -132,7 +180,11 @@ def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
         return tuple(_rebuilt(child, f"{name}_{i}", tensors) for i, child in enumerate(node))
     if is_dataclass(node) and not isinstance(node, type):
         return replace(
-            node, **{field.name: _rebuilt(getattr(node, field.name), f"{name}_{field.name}", tensors) for field in fields(node)}
+            node,
+            **{
+                field.name: _rebuilt(getattr(node, field.name), f"{name}_{field.name}", tensors)
+                for field in fields(node)
+            },
         )
     return node
 

@@ -1,8 +1,8 @@
 """An engine directory on disk: config.json in TensorRT-LLM's shape, weights, code, tokenizer files.
 
-`version`, `pretrained_config` and `build_config` are what readers of TensorRT-LLM engines look at; what only we need stands in
-the section `toolkit`. A `.pt2` and a `.so` are code, so every file's digest is in there and is compared before anything is
-loaded.
+`version`, `pretrained_config` and `build_config` are what readers of TensorRT-LLM engines look at;
+what only we need stands in the section `toolkit`. A `.pt2` and a `.so` are code, so every file's
+digest is in there and is compared before anything is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ __all__ = [
 
 FORMAT = 3  # of the section `toolkit`; a reader refuses any other
 CONFIG, WEIGHTS, PACKAGE, KERNELS = "config.json", "weights.safetensors", "decode.pt2", "kernels.so"
-SPECULATION = {"target": 2, "draft": 1}  # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
+SPECULATION = {
+    "target": 2,
+    "draft": 1,
+}  # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,11 @@ def write_config(
     notes: tuple[str, ...],
 ) -> None:
     """Write config.json last: it lists the digests of the other files."""
-    files = {path.name: _digest(path) for path in sorted(out_dir.iterdir()) if path.is_file() and path.name != CONFIG}
+    files = {
+        path.name: _digest(path)
+        for path in sorted(out_dir.iterdir())
+        if path.is_file() and path.name != CONFIG
+    }
     own = {
         "format": FORMAT,
         "role": spec.role,
@@ -93,11 +100,18 @@ def write_config(
 
 
 def open_directory(path: Path) -> EngineDirectory:
-    """Read config.json and compare every file with its digest. Raises StageError for what is missing, foreign or changed."""
+    """Read config.json and compare every file with its digest. Raises StageError for what is
+    missing, foreign or changed.
+    """
     try:
         config = read_json(path / CONFIG)
     except CheckpointError as exc:
-        raise StageError("load", f"not an engine directory ({exc.what})", where=path, mend="run `toolkit build` again") from exc
+        raise StageError(
+            "load",
+            f"not an engine directory ({exc.what})",
+            where=path,
+            mend="run `toolkit build` again",
+        ) from exc
     own = config.get("toolkit")
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         found = own.get("format") if isinstance(own, dict) else None
@@ -109,7 +123,12 @@ def open_directory(path: Path) -> EngineDirectory:
         )
     for name, digest in own["files"].items():
         if not (path / name).is_file():
-            raise StageError("load", "file of the engine is missing", where=path / name, mend="run `toolkit build` again")
+            raise StageError(
+                "load",
+                "file of the engine is missing",
+                where=path / name,
+                mend="run `toolkit build` again",
+            )
         if _digest(path / name) != digest:
             raise StageError(
                 "load",
@@ -118,7 +137,12 @@ def open_directory(path: Path) -> EngineDirectory:
                 mend="run `toolkit build` again",
             )
     if WEIGHTS not in own["files"]:
-        raise StageError("load", f"{WEIGHTS} is not listed", where=path / CONFIG, mend="run `toolkit build` again")
+        raise StageError(
+            "load",
+            f"{WEIGHTS} is not listed",
+            where=path / CONFIG,
+            mend="run `toolkit build` again",
+        )
     build = config["build_config"]
     return EngineDirectory(
         path=path,
@@ -137,7 +161,9 @@ def open_directory(path: Path) -> EngineDirectory:
 
 
 def copy_side_files(source: Path, out_dir: Path) -> None:
-    """What a server needs to turn text into tokens and back, so that the engine directory stands alone."""
+    """What a server needs to turn text into tokens and back, so that the engine directory stands
+    alone.
+    """
     for name in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -196,7 +222,9 @@ def _build(spec: EngineSpec, max_step_tokens: int) -> dict[str, Any]:
         "gather_generation_logits": spec.max_draft_len > 0,
         "strongly_typed": True,
         "max_draft_len": spec.max_draft_len,
-        "speculative_decoding_mode": SPECULATION.get(spec.role, 1) if spec.max_draft_len or spec.role == "draft" else 1,
+        "speculative_decoding_mode": SPECULATION.get(spec.role, 1)
+        if spec.max_draft_len or spec.role == "draft"
+        else 1,
         "plugin_config": {},
     }
 

@@ -1,7 +1,7 @@
 """One model that steps: slots, their lengths, and whichever way of running `decode` was chosen.
 
-The engine owns the KV caches and one length per slot; a forward appends, a rewind forgets. What runs the model is a `Runner`:
-plain torch here, a compiled package in `package.py`.
+The engine owns the KV caches and one length per slot; a forward appends, a rewind forgets. What
+runs the model is a `Runner`: plain torch here, a compiled package in `package.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from toolkit.engines.embedded.weights import fuse
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PREFILL_TOKENS", "EmbeddedEngine", "Runner", "allocate_caches", "eager_engine", "eager_runner", "open_checkpoint"]
+__all__ = [
+    "PREFILL_TOKENS",
+    "EmbeddedEngine",
+    "Runner",
+    "allocate_caches",
+    "eager_engine",
+    "eager_runner",
+    "open_checkpoint",
+]
 
 PREFILL_TOKENS = 64  # most tokens per sequence in one forward; a longer prompt comes in chunks
 INDICES = 256  # index tensors kept at most
 Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind those columns of the
-tokens."""
+"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind
+those columns of the tokens."""
 
 
 class EmbeddedEngine:
@@ -50,7 +58,9 @@ class EmbeddedEngine:
         self._device = device or torch.device("cpu")
         self._on_cpu = self._device.type == "cpu"
         self._lengths = [0] * max_batch_size
-        self._indices: dict[tuple[int, ...], Tensor] = {}  # the few index tensors that every step needs again
+        self._indices: dict[
+            tuple[int, ...], Tensor
+        ] = {}  # the few index tensors that every step needs again
         self.vocab_size = vocab_size
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
@@ -61,15 +71,23 @@ class EmbeddedEngine:
         n = tokens.shape[1]
         slots = list(slots)
         if not 0 < n <= self.max_step_tokens:
-            raise ValueError(f"{n} tokens per sequence; this engine takes 1 to {self.max_step_tokens} in one forward")
+            raise ValueError(
+                f"{n} tokens per sequence; this engine takes 1 to {self.max_step_tokens} in one"
+                " forward"
+            )
         if tokens.shape[0] != len(slots) or len(set(slots)) != len(slots):
-            raise ValueError(f"{tokens.shape[0]} rows of tokens for slots {slots}; one distinct slot per row is needed")
+            raise ValueError(
+                f"{tokens.shape[0]} rows of tokens for slots {slots}; one distinct slot per row is"
+                " needed"
+            )
         try:
             lengths = [self._lengths[slot] for slot in slots]
         except IndexError:
             raise ValueError(f"slots {slots} of an engine with {self.max_batch_size}") from None
         if max(lengths) + n > self._capacity or min(slots) < 0:
-            raise ValueError(f"{n} tokens behind {max(lengths)} do not fit max_seq_len {self.max_seq_len}")
+            raise ValueError(
+                f"{n} tokens behind {max(lengths)} do not fit max_seq_len {self.max_seq_len}"
+            )
         columns = self._index((n - 1,) if last_only else tuple(range(n)))
         starts = torch.from_numpy(np.array(lengths))  # a fourth of the time that torch.tensor takes
         with torch.inference_mode():
@@ -92,7 +110,10 @@ class EmbeddedEngine:
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, lengths, strict=True):
             if not 0 <= length <= self._lengths[slot]:
-                raise ValueError(f"slot {slot} holds {self._lengths[slot]} tokens and cannot be rewound to {length}")
+                raise ValueError(
+                    f"slot {slot} holds {self._lengths[slot]} tokens and cannot be rewound to"
+                    f" {length}"
+                )
             self._lengths[slot] = length
 
     def length(self, slot: int) -> int:
@@ -108,7 +129,9 @@ def open_checkpoint(
     max_step_tokens: int = PREFILL_TOKENS,
     device: str = "cpu",
 ) -> EmbeddedEngine:
-    """A Hugging Face checkpoint, plain or quantized, as an eager engine without compiling anything. Raises CheckpointError."""
+    """A Hugging Face checkpoint, plain or quantized, as an eager engine without compiling
+    anything. Raises CheckpointError.
+    """
     checkpoint = quantized.open_checkpoint(path)
     return eager_engine(
         checkpoint.shape,
@@ -137,10 +160,15 @@ def eager_engine(
     """Fused tensors (see weights.py) on `device`, run in plain torch."""
     compute, place = getattr(torch, dtype), torch.device(device)
     capacity = max_seq_len + max_step_tokens
-    prepared = {name: _prepare(name, tensor, compute, native_fp8).to(place) for name, tensor in tensors.items()}
+    prepared = {
+        name: _prepare(name, tensor, compute, native_fp8).to(place)
+        for name, tensor in tensors.items()
+    }
     cos, sin = rope_tables(shape, capacity)
     weights = build(shape, prepared, (cos.to(place), sin.to(place)))
-    caches = allocate_caches(shape, max_batch_size, capacity, torch.float8_e4m3fn if fp8_kv else compute, place)
+    caches = allocate_caches(
+        shape, max_batch_size, capacity, torch.float8_e4m3fn if fp8_kv else compute, place
+    )
     run = eager_runner(weights, TorchOps(native_fp8=native_fp8), caches, compute)
     return EmbeddedEngine(
         run,
@@ -153,7 +181,9 @@ def eager_engine(
     )
 
 
-def eager_runner(weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Runner:
+def eager_runner(
+    weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> Runner:
     """Run `decode` with these ops on these caches."""
 
     def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
@@ -163,20 +193,33 @@ def eager_runner(weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]]
 
 
 def allocate_caches(
-    shape: ModelShape, slots: int, capacity: int, dtype: torch.dtype, device: torch.device | None = None
+    shape: ModelShape,
+    slots: int,
+    capacity: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Zeroed (k, v) per layer, each [slots, kv_heads, capacity, head_dim]."""
     size = (slots, shape.num_kv_heads, capacity, shape.head_dim)
     return [
-        (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+        (
+            torch.zeros(size, dtype=dtype, device=device),
+            torch.zeros(size, dtype=dtype, device=device),
+        )
         for _ in range(shape.num_layers)
     ]
 
 
 def _prepare(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:
-    """Plain weights in the engine's dtype, INT8 codes as they are, FP8 codes as floats (exact) unless computed natively."""
+    """Plain weights in the engine's dtype, INT8 codes as they are, FP8 codes as floats (exact)
+    unless computed natively.
+    """
     if tensor.dtype == torch.int8 or name.endswith("scale"):
         return tensor
     if tensor.dtype == torch.float8_e4m3fn:
-        return tensor if native_fp8 else tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        return (
+            tensor
+            if native_fp8
+            else tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        )
     return tensor.to(dtype)

@@ -1,7 +1,8 @@
-"""The kernel library: built with the machine's own compiler, loaded once per process, called as `Ops`.
+"""The kernel library: built with the machine's own compiler, loaded once per process, called as
+`Ops`.
 
-kernels.cpp holds the why and the how. Here: compiling it, packing weights the way it reads them, and telling torch.export its
-shapes.
+kernels.cpp holds the why and the how. Here: compiling it, packing weights the way it reads them,
+and telling torch.export its shapes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,16 @@ __all__ = [
 ]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = (
+    "-std=gnu++20",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+)
 BLOCK = 64  # rows of a packed block, and the step in which caches grow
 LANES = 16
 _building = threading.Lock()
@@ -47,25 +57,37 @@ _loaded: set[str] = set()
 
 
 def source_digest() -> str:
-    """Of the kernel source and the flags: what decides the library's behaviour besides compiler, torch and machine."""
+    """Of the kernel source and the flags: what decides the library's behaviour besides compiler,
+    torch and machine.
+    """
     return hashlib.sha256(_source() + " ".join(FLAGS).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _source() -> bytes:
-    """Read once: what is compiled is what was digested, even if the file changes under a long-lived process."""
+    """Read once: what is compiled is what was digested, even if the file changes under a
+    long-lived process.
+    """
     return SOURCE.read_bytes()
 
 
 def namespace() -> str:
-    """Operators of one build carry its digest in their name, so that engines of several builds can share a process."""
+    """Operators of one build carry its digest in their name, so that engines of several builds
+    can share a process.
+    """
     compiler = compiler_path()
-    parts = (source_digest(), torch.__version__, compiler_version(compiler) if compiler else "", *instruction_set())
+    parts = (
+        source_digest(),
+        torch.__version__,
+        compiler_version(compiler) if compiler else "",
+        *instruction_set(),
+    )
     return f"toolkit_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
 
 def build_library(out_file: Path) -> str:
-    """Compile the library to out_file (about 10 s of one core, once per process). Returns its namespace.
+    """Compile the library to out_file (about 10 s of one core, once per process). Returns its
+    namespace.
 
     Raises StageError with the compiler's last lines.
     """
@@ -80,13 +102,30 @@ def _compiled_once(name: str) -> Path:
 
     compiler = compiler_path()
     if compiler is None:
-        raise StageError("compile", "no C++ compiler was found", mend="install g++, or set engine.mode: eager")
+        raise StageError(
+            "compile", "no C++ compiler was found", mend="install g++, or set engine.mode: eager"
+        )
     folder = Path(tempfile.mkdtemp(prefix="toolkit-kernels-"))
     _keep_until_exit(folder)
     library = folder / "kernels.so"
-    command = [compiler, *FLAGS, f"-DTOOLKIT_NAMESPACE={name}", "-x", "c++", "-", "-o", str(library)]
-    command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
-    done = subprocess.run(command, input=_source().decode(), capture_output=True, text=True, check=False)
+    command = [
+        compiler,
+        *FLAGS,
+        f"-DTOOLKIT_NAMESPACE={name}",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(library),
+    ]
+    command += (
+        [f"-I{path}" for path in include_paths()]
+        + [f"-L{path}" for path in library_paths()]
+        + ["-ltorch_cpu", "-lc10"]
+    )
+    done = subprocess.run(
+        command, input=_source().decode(), capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise StageError(
@@ -105,7 +144,9 @@ def _keep_until_exit(folder: Path) -> None:
 
 
 def load_library(file: Path, name: str) -> KernelOps:
-    """Load a built library unless its namespace is there already. The caller has checked the file's digest."""
+    """Load a built library unless its namespace is there already. The caller has checked the
+    file's digest.
+    """
     with _building:
         if name not in _loaded:
             torch.ops.load_library(str(file))  # type: ignore[no-untyped-call]
@@ -137,8 +178,8 @@ def _register_shapes(name: str) -> None:
 class KernelOps(Ops):
     """Ops by the kernel library; weights come from `pack`, caches from `kernel_caches`.
 
-    Computes in float32 whatever the input is. Half a layer is one call: in a small model the calls themselves take as long as
-    the arithmetic.
+    Computes in float32 whatever the input is. Half a layer is one call: in a small model the calls
+    themselves take as long as the arithmetic.
     """
 
     def __init__(self, name: str) -> None:
@@ -149,10 +190,14 @@ class KernelOps(Ops):
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return _as(x, self._linear(x.float().contiguous(), *_linear(linear)))
 
-    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor:
+    def attention(
+        self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
+    ) -> Tensor:
         return _as(qkv, self._attention(qkv.float(), *_attention(cache, step, how)))
 
-    def attend(self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step) -> Tensor:
+    def attend(
+        self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step
+    ) -> Tensor:
         parts = (*_linear(layer.qkv), *_linear(layer.o), *_attention(cache, step, layer.attention))
         return _as(hidden, self._attend(hidden.float(), layer.input_norm, *parts))
 
@@ -172,13 +217,26 @@ def _linear(one: Linear) -> tuple[Any, ...]:
 
 def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tuple[Any, ...]:
     where = (*cache, step.slots, step.lengths, step.cos, step.sin)
-    return *where, how.q_norm, how.k_norm, how.k_scale, how.v_scale, how.heads, how.window or 0, how.eps
+    return (
+        *where,
+        how.q_norm,
+        how.k_norm,
+        how.k_scale,
+        how.v_scale,
+        how.heads,
+        how.window or 0,
+        how.eps,
+    )
 
 
-def kernel_caches(weights: Weights, slots: int, capacity: int, *, fp8: bool) -> list[tuple[Tensor, Tensor]]:
-    """Zeroed (keys [slots, kv_heads, dim, capacity], values [slots, kv_heads, capacity, padded]) per layer.
+def kernel_caches(
+    weights: Weights, slots: int, capacity: int, *, fp8: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Zeroed (keys [slots, kv_heads, dim, capacity], values [slots, kv_heads, capacity, padded])
+    per layer.
 
-    Keys are stored by dimension, so that sixteen positions are one vector; capacity must be a multiple of BLOCK.
+    Keys are stored by dimension, so that sixteen positions are one vector; capacity must be a
+    multiple of BLOCK.
     """
     dtype = torch.uint8 if fp8 else torch.float32
 
@@ -191,9 +249,11 @@ def kernel_caches(weights: Weights, slots: int, capacity: int, *, fp8: bool) -> 
 
 
 def pack(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same model with its linears packed for the kernels and everything small in float32, as rows.
+    """The same model with its linears packed for the kernels and everything small in float32, as
+    rows.
 
-    A row [1, n] and no vector: inductor writes vectors of up to eight elements into the code, values and all.
+    A row [1, n] and no vector: inductor writes vectors of up to eight elements into the code,
+    values and all.
     """
 
     def wide(tensor: Tensor | None) -> Tensor | None:
@@ -201,7 +261,9 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
 
     def layer(one: Layer) -> Layer:
         how = one.attention
-        linears = {name: pack_linear(getattr(one, name), dtype) for name in ("qkv", "o", "gate_up", "down")}
+        linears = {
+            name: pack_linear(getattr(one, name), dtype) for name in ("qkv", "o", "gate_up", "down")
+        }
         return replace(
             one,
             **linears,
@@ -218,7 +280,9 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
 
     return replace(
         weights,
-        embed=weights.embed if weights.embed.dtype in (torch.float32, torch.bfloat16) else weights.embed.float(),
+        embed=weights.embed
+        if weights.embed.dtype in (torch.float32, torch.bfloat16)
+        else weights.embed.float(),
         norm=_row(weights.norm),
         lm_head=pack_linear(weights.lm_head, dtype),
         layers=tuple(layer(one) for one in weights.layers),
@@ -226,14 +290,17 @@ def pack(weights: Weights, dtype: torch.dtype) -> Weights:
 
 
 def pack_linear(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Rows in blocks of 64, the inner dimension outermost within a block; the last block is filled up with zeros.
+    """Rows in blocks of 64, the inner dimension outermost within a block; the last block is filled
+    up with zeros.
 
-    INT8 and FP8 codes keep their byte and bfloat16 its two, since widening them in the kernel is exact. Other plain weights
-    become bfloat16 in a bfloat16 engine, else float32.
+    INT8 and FP8 codes keep their byte and bfloat16 its two, since widening them in the kernel is
+    exact. Other plain weights become bfloat16 in a bfloat16 engine, else float32.
     """
     weight = linear.weight
     rows, k = weight.shape
-    parts = ((name, getattr(linear, name)) for name in ("scale", "input_scale", "pre_scale", "bias"))
+    parts = (
+        (name, getattr(linear, name)) for name in ("scale", "input_scale", "pre_scale", "bias")
+    )
     small = {name: _row(tensor) for name, tensor in parts if tensor is not None}
     if weight.dtype == torch.int8 and linear.input_scale is not None:
         padded = torch.nn.functional.pad(weight, (0, -k % 4, 0, -rows % BLOCK))

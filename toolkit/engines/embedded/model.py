@@ -1,8 +1,9 @@
 """The fused decoder as plain functions: the reference that everything faster is compared with.
 
-`decode` is the whole model. What is worth a kernel, linear and attention and the halves of a layer made of them, comes in as an
-`Ops`; TorchOps below does it in plain torch, in any dtype and on any device, and is also what runs where there is no C++
-compiler. KV caches are one (k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
+`decode` is the whole model. What is worth a kernel, linear and attention and the halves of a layer
+made of them, comes in as an `Ops`; TorchOps below does it in plain torch, in any dtype and on any
+device, and is also what runs where there is no C++ compiler. KV caches are one (k, v) pair per
+layer, written in place: [slots, kv_heads, capacity, head_dim].
 """
 
 from __future__ import annotations
@@ -19,17 +20,33 @@ from toolkit.checkpoints.shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FP8_MAX", "Attention", "Layer", "Linear", "Ops", "Step", "TorchOps", "Weights", "build", "decode", "rms_norm"]
+__all__ = [
+    "FP8_MAX",
+    "Attention",
+    "Layer",
+    "Linear",
+    "Ops",
+    "Step",
+    "TorchOps",
+    "Weights",
+    "build",
+    "decode",
+    "rms_norm",
+]
 
 FP8_MAX = 448.0
-EXACT_FLOAT32 = 2**24  # integers of this size and below are exact in float32, whatever the order of summation
+EXACT_FLOAT32 = (
+    2**24
+)  # integers of this size and below are exact in float32, whatever the order of summation
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x first, after pre_scale.
+    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x
+    first, after pre_scale.
 
-    rows and start are for kernels, whose weights are packed: the number of outputs, and where INT8 counting begins.
+    rows and start are for kernels, whose weights are packed: the number of outputs, and where INT8
+    counting begins.
     """
 
     weight: Tensor  # [out, in]
@@ -43,7 +60,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What attention needs to know besides the cache. window None: every earlier position; scales only for an FP8 cache."""
+    """What attention needs to know besides the cache. window None: every earlier position;
+    scales only for an FP8 cache.
+    """
 
     heads: int
     kv_heads: int
@@ -80,7 +99,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a step stands: tokens go behind the first `lengths` [batch] positions of `slots` [batch], both int64."""
+    """Where a step stands: tokens go behind the first `lengths` [batch] positions of `slots`
+    [batch], both int64.
+    """
 
     slots: Tensor
     lengths: Tensor
@@ -89,15 +110,21 @@ class Step:
 
 
 class Ops(ABC):
-    """What is worth a kernel. The two halves of a layer follow from linear and attention; a kernel may do one in a go."""
+    """What is worth a kernel. The two halves of a layer follow from linear and attention; a
+    kernel may do one in a go.
+    """
 
     @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
 
     @abstractmethod
-    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor: ...
+    def attention(
+        self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
+    ) -> Tensor: ...
 
-    def attend(self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step) -> Tensor:
+    def attend(
+        self, hidden: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: Step
+    ) -> Tensor:
         qkv = self.linear(rms_norm(hidden, layer.input_norm, layer.attention.eps), layer.qkv)
         return hidden + self.linear(self.attention(qkv, cache, step, layer.attention), layer.o)
 
@@ -119,15 +146,24 @@ def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, T
     def layer(i: int) -> Layer:
         name = f"layers.{i}"
         window = shape.sliding_window[i] if shape.sliding_window is not None else None
-        norms = (tensors.get(f"{name}.{part}") for part in ("q_norm.weight", "k_norm.weight", "k_scale", "v_scale"))
-        attention = Attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rms_norm_eps, window, *norms)
-        qkv, o, gate_up, down = (linear(f"{name}.{part}") for part in ("qkv", "o", "gate_up", "down"))
+        norms = (
+            tensors.get(f"{name}.{part}")
+            for part in ("q_norm.weight", "k_norm.weight", "k_scale", "v_scale")
+        )
+        attention = Attention(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rms_norm_eps, window, *norms
+        )
+        qkv, o, gate_up, down = (
+            linear(f"{name}.{part}") for part in ("qkv", "o", "gate_up", "down")
+        )
         before, after = (tensors[f"{name}.{part}.weight"] for part in ("input_norm", "post_norm"))
         return Layer(before, after, qkv, o, gate_up, down, attention)
 
     head = Linear(tensors["embed.weight"]) if shape.tie_word_embeddings else linear("lm_head")
     layers = tuple(layer(i) for i in range(shape.num_layers))
-    return Weights(tensors["embed.weight"], tensors["norm.weight"], head, layers, *tables, shape.rms_norm_eps)
+    return Weights(
+        tensors["embed.weight"], tensors["norm.weight"], head, layers, *tables, shape.rms_norm_eps
+    )
 
 
 def decode(
@@ -140,10 +176,12 @@ def decode(
     caches: list[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all int64.
+    """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all
+    int64.
 
-    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a float64 engine: a
-    prompt wants those of its last token alone, and the LM head is a good part of a small model.
+    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64
+    in a float64 engine: a prompt wants those of its last token alone, and the LM head is a good
+    part of a small model.
     """
     hidden = F.embedding(tokens, weights.embed).to(dtype)
     step = Step(slots, lengths, weights.cos, weights.sin)
@@ -162,7 +200,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class TorchOps(Ops):
-    """Linear and attention in plain torch. native_fp8: FP8 products in torch._scaled_mm (CUDA from SM89), else in float."""
+    """Linear and attention in plain torch. native_fp8: FP8 products in torch._scaled_mm (CUDA
+    from SM89), else in float.
+    """
 
     def __init__(self, *, native_fp8: bool = False) -> None:
         self.native_fp8 = native_fp8
@@ -171,7 +211,9 @@ class TorchOps(Ops):
         """x [..., in] -> [..., out], in x's dtype."""
         if linear.scale is None:
             y = F.linear(x, linear.weight.to(x.dtype))
-        elif linear.input_scale is None:  # weight-only: codes are exact in any float dtype, the scale follows the product
+        elif (
+            linear.input_scale is None
+        ):  # weight-only: codes are exact in any float dtype, the scale follows the product
             y = F.linear(x, linear.weight.to(x.dtype)) * linear.scale.to(x.dtype)
         elif linear.weight.dtype == torch.int8:
             y = _w8a8(x, linear)
@@ -179,8 +221,12 @@ class TorchOps(Ops):
             y = self._fp8(x, linear)
         return y if linear.bias is None else y + linear.bias.to(x.dtype)
 
-    def attention(self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> Tensor:
-        """Rotate, write keys and values, attend causally. qkv [b, n, (heads + 2 kv_heads) d] -> [b, n, heads d]."""
+    def attention(
+        self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
+    ) -> Tensor:
+        """Rotate, write keys and values, attend causally. qkv [b, n, (heads + 2 kv_heads) d] ->
+        [b, n, heads d].
+        """
         batch, n, _ = qkv.shape
         heads = qkv.view(batch, n, -1, how.head_dim)
         q, k, v = torch.split(heads, [how.heads, how.kv_heads, how.kv_heads], dim=2)
@@ -196,7 +242,9 @@ class TorchOps(Ops):
         k = _read(keys, slots, reach, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
         v = _read(values, slots, reach, how.v_scale, qkv.dtype)
         group = how.heads // how.kv_heads
-        q = q.view(batch, n, how.kv_heads, group, how.head_dim).permute(0, 2, 3, 1, 4)  # [b, kv_heads, group, n, d]
+        q = q.view(batch, n, how.kv_heads, group, how.head_dim).permute(
+            0, 2, 3, 1, 4
+        )  # [b, kv_heads, group, n, d]
         scores = (q @ k[:, :, None].transpose(-1, -2)) * how.head_dim**-0.5
         seen = torch.arange(reach, device=qkv.device)
         visible = seen <= place[..., None]  # [b, n, reach]
@@ -208,22 +256,32 @@ class TorchOps(Ops):
         return result
 
     def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
-        """Static per-tensor E4M3 activations on E4M3 weights; the scales follow the product, as in hardware."""
+        """Static per-tensor E4M3 activations on E4M3 weights; the scales follow the product, as
+        in hardware.
+        """
         assert linear.input_scale is not None
         assert linear.scale is not None
         wide = _wide(x.dtype)
-        codes = (x.to(wide) / linear.input_scale.to(wide)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        codes = (
+            (x.to(wide) / linear.input_scale.to(wide))
+            .clamp(-FP8_MAX, FP8_MAX)
+            .to(torch.float8_e4m3fn)
+        )
         scale = linear.input_scale.to(wide) * linear.scale.to(wide)
         if self.native_fp8:
             one = torch.ones((), device=x.device)
             flat = codes.reshape(-1, codes.shape[-1])
-            y = torch._scaled_mm(flat, linear.weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+            y = torch._scaled_mm(
+                flat, linear.weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32
+            )
             return (y.view(*x.shape[:-1], -1) * scale).to(x.dtype)
         return (F.linear(codes.to(wide), linear.weight.to(wide)) * scale).to(x.dtype)
 
 
 def _w8a8(x: Tensor, linear: Linear) -> Tensor:
-    """The integer product, computed in floats wide enough to be exact, so any kernel that counts in int32 agrees."""
+    """The integer product, computed in floats wide enough to be exact, so any kernel that counts
+    in int32 agrees.
+    """
     assert linear.input_scale is not None
     assert linear.scale is not None
     wide = _wide(x.dtype)
@@ -235,7 +293,9 @@ def _w8a8(x: Tensor, linear: Linear) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, n, h, d], cos and sin [b, n, d / 2]: pairs are (i, i + d/2), as in transformers' rotate_half."""
+    """x [b, n, h, d], cos and sin [b, n, d / 2]: pairs are (i, i + d/2), as in transformers'
+    rotate_half.
+    """
     cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -246,12 +306,19 @@ def _write(cache: Tensor, new: Tensor, slots: Tensor, place: Tensor, scale: Tens
     if cache.dtype == torch.float8_e4m3fn:
         assert scale is not None
         wide = _wide(new.dtype)
-        new = (new.to(wide) / scale.to(wide)).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
+        new = (
+            (new.to(wide) / scale.to(wide))
+            .clamp(-FP8_MAX, FP8_MAX)
+            .to(cache.dtype)
+            .view(torch.uint8)
+        )
         cache = cache.view(torch.uint8)
     cache[slots[:, None], :, place] = new.to(cache.dtype)
 
 
-def _read(cache: Tensor, slots: Tensor, reach: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _read(
+    cache: Tensor, slots: Tensor, reach: int, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     if cache.dtype == torch.float8_e4m3fn:
         assert scale is not None
         codes = cache.view(torch.uint8)[:, :, :reach][slots].view(torch.float8_e4m3fn)

@@ -1,7 +1,7 @@
 """Loading a compiled engine: the package's code on memory of ours.
 
-Weights are packed at load and bound to the package together with the KV caches (`load_constants`, user-managed), so there is
-one copy of everything, and a call passes four small tensors.
+Weights are packed at load and bound to the package together with the KV caches (`load_constants`,
+user-managed), so there is one copy of everything, and a call passes four small tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ __all__ = ["load_package"]
 
 
 def load_package(directory: EngineDirectory) -> EmbeddedEngine:
-    """The caller has checked digests and machine. Raises StageError when the package and the weights do not belong together."""
+    """The caller has checked digests and machine. Raises StageError when the package and the
+    weights do not belong together.
+    """
     ops = load_library(directory.path / KERNELS, directory.built_with["namespace"])
     weights, caches = prepare(
         directory.shape,
@@ -56,7 +58,12 @@ def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
     names = loader.get_constant_fqns()
     strange = sorted(set(names) - set(buffers))
     if strange:
-        raise StageError("load", f"asks for tensors the weights do not have ({strange[0]})", where=package, mend="build again")
+        raise StageError(
+            "load",
+            f"asks for tensors the weights do not have ({strange[0]})",
+            where=package,
+            mend="build again",
+        )
     loader.load_constants({name: buffers[name] for name in names}, False, True, True)
 
     def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
@@ -68,7 +75,8 @@ def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
 
 
 def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
-    """Open the package. It unpacks itself into the temporary directory and stays there: give it a private one, and remove that.
+    """Open the package. It unpacks itself into the temporary directory and stays there: give it a
+    private one, and remove that.
 
     The library is mapped by then, so its file may go.
     """
@@ -79,7 +87,10 @@ def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
         return torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
     except RuntimeError as exc:
         raise StageError(
-            "load", f"package cannot be loaded ({str(exc).splitlines()[0]})", where=package, mend="build again"
+            "load",
+            f"package cannot be loaded ({str(exc).splitlines()[0]})",
+            where=package,
+            mend="build again",
         ) from exc
     finally:
         if before is None:

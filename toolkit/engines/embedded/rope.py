@@ -1,11 +1,12 @@
 """Rotary position embeddings as tables by position, one row for every position an engine can reach.
 
-With tables, a variant is nothing but another way to fill them: the model and its kernels know one RoPE. Frequencies are
-computed in float32 and in transformers' order of operations (`modeling_rope_utils`), so the tables equal its own bit for bit.
+With tables, a variant is nothing but another way to fill them: the model and its kernels know one
+RoPE. Frequencies are computed in float32 and in transformers' order of operations
+(`modeling_rope_utils`), so the tables equal its own bit for bit.
 
-Dynamic NTK is the one variant whose frequencies depend on the length of the sequence. Here position p takes those of length
-p + 1, which is what transformers' generation with a cache does from a prompt within the original length, and what makes a
-rewound cache equal to a fresh one.
+Dynamic NTK is the one variant whose frequencies depend on the length of the sequence. Here position
+p takes those of length p + 1, which is what transformers' generation with a cache does from a
+prompt within the original length, and what makes a rewound cache equal to a fresh one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ __all__ = ["rope_tables"]
 
 
 def rope_tables(shape: ModelShape, positions: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [positions, head_dim / 2] float32; yarn's attention factor is multiplied in."""
+    """(cos, sin), each [positions, head_dim / 2] float32; yarn's attention factor is multiplied
+    in.
+    """
     scaling = shape.rope_scaling or {"rope_type": "default"}
     kind, factor = scaling["rope_type"], 1.0
     place = torch.arange(positions, dtype=torch.float32)[:, None]
@@ -59,7 +62,9 @@ def _dynamic_angles(shape: ModelShape, scaling: dict[str, Any], place: Tensor) -
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by factor, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by factor, short ones kept, those between
+    interpolated.
+    """
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequencies
@@ -81,16 +86,25 @@ def _yarn(shape: ModelShape, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     attention = scaling.get("attention_factor")
     if attention is None:
         weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention = mscale(factor, weight) / mscale(factor, weight_all) if weight and weight_all else mscale(factor)
+        attention = (
+            mscale(factor, weight) / mscale(factor, weight_all)
+            if weight and weight_all
+            else mscale(factor)
+        )
 
     def correction(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
 
-    low, high = correction(scaling.get("beta_fast") or 32), correction(scaling.get("beta_slow") or 1)
+    low, high = (
+        correction(scaling.get("beta_fast") or 32),
+        correction(scaling.get("beta_slow") or 1),
+    )
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001), 0, 1)
+    ramp = torch.clamp(
+        (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001), 0, 1
+    )
     stretches = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     keep = 1 - ramp
     return 1.0 / (factor * stretches) * (1 - keep) + 1.0 / stretches * keep, float(attention)

@@ -12,8 +12,25 @@ __all__ = ["INSTRUCTION_SETS", "compiler_path", "compiler_version", "instruction
 
 INSTRUCTION_SETS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni"),
-    *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx512ifma"),
-    *("avx512vbmi", "avx512_vbmi2", "avx512_bitalg", "avx512_vpopcntdq", "amx_tile", "amx_int8", "amx_bf16"),
+    *(
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx512ifma",
+    ),
+    *(
+        "avx512vbmi",
+        "avx512_vbmi2",
+        "avx512_bitalg",
+        "avx512_vpopcntdq",
+        "amx_tile",
+        "amx_int8",
+        "amx_bf16",
+    ),
 )
 """Linux's names of the extensions that -march=native may use for arithmetic."""
 

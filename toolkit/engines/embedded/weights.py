@@ -1,12 +1,13 @@
 """Checkpoint -> the fused tensors of an engine, and their file.
 
-q, k and v become one linear, gate and up another: fewer, larger products. Codes stay codes (INT8 and FP8 keep one byte), so the
-file is as small as the checkpoint. Names in `weights.safetensors`:
+q, k and v become one linear, gate and up another: fewer, larger products. Codes stay codes (INT8
+and FP8 keep one byte), so the file is as small as the checkpoint. Names in `weights.safetensors`:
 
     embed.weight  norm.weight  lm_head.weight (absent when tied)
     layers.{i}.{input_norm,post_norm,q_norm,k_norm}.weight
-    layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}     scale float32 [out]; input_scale float32 []
-    layers.{i}.{k_scale,v_scale}                                                  float32 [], FP8 KV cache only
+    layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}     scale float32
+    [out]; input_scale float32 [] layers.{i}.{k_scale,v_scale}
+    float32 [], FP8 KV cache only
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ FUSED = {
 
 
 def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor of the engine, in the checkpoint's own dtypes. Raises CheckpointError where parts cannot be fused."""
+    """Every tensor of the engine, in the checkpoint's own dtypes. Raises CheckpointError where
+    parts cannot be fused.
+    """
     shape = checkpoint.shape
     weights = {
         "embed.weight": checkpoint.tensor("model.embed_tokens.weight"),
@@ -45,15 +48,24 @@ def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for i in range(shape.num_layers):
         source, own = f"model.layers.{i}", f"layers.{i}"
         weights[f"{own}.input_norm.weight"] = checkpoint.tensor(f"{source}.input_layernorm.weight")
-        weights[f"{own}.post_norm.weight"] = checkpoint.tensor(f"{source}.post_attention_layernorm.weight")
+        weights[f"{own}.post_norm.weight"] = checkpoint.tensor(
+            f"{source}.post_attention_layernorm.weight"
+        )
         if shape.qk_norm:
             weights[f"{own}.q_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.q_norm.weight")
             weights[f"{own}.k_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.k_norm.weight")
         for name, parts in FUSED.items():
-            weights |= _join(f"{own}.{name}", [checkpoint.linear(f"{source}.{part}") for part in parts], checkpoint.path)
+            weights |= _join(
+                f"{own}.{name}",
+                [checkpoint.linear(f"{source}.{part}") for part in parts],
+                checkpoint.path,
+            )
         if checkpoint.quantization.kv_cache_quant_algo == "FP8":
             key, value = checkpoint.kv_scales(i)
-            weights[f"{own}.k_scale"], weights[f"{own}.v_scale"] = torch.tensor(key), torch.tensor(value)
+            weights[f"{own}.k_scale"], weights[f"{own}.v_scale"] = (
+                torch.tensor(key),
+                torch.tensor(value),
+            )
     return weights
 
 
@@ -74,13 +86,18 @@ def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tenso
         same = part.weight.dtype == first.weight.dtype and part.input_scale == first.input_scale
         if not same or not _equal(part.pre_quant_scale, first.pre_quant_scale):
             raise CheckpointError(
-                f"{name}: its parts see the same input but have different dtypes or input scales and cannot be fused",
+                f"{name}: its parts see the same input but have different dtypes or input scales"
+                " and cannot be fused",
                 where=where,
                 mend="export with ModelOpt's export_hf_checkpoint, which makes them equal",
             )
     joined = {f"{name}.weight": torch.cat([part.weight for part in parts])}
     if first.weight_scale is not None:
-        rows = [part.weight_scale.reshape(-1).expand(part.weight.shape[0]) for part in parts if part.weight_scale is not None]
+        rows = [
+            part.weight_scale.reshape(-1).expand(part.weight.shape[0])
+            for part in parts
+            if part.weight_scale is not None
+        ]
         joined[f"{name}.scale"] = torch.cat(rows)
     if first.input_scale is not None:
         joined[f"{name}.input_scale"] = torch.tensor(first.input_scale, dtype=torch.float32)
@@ -89,7 +106,11 @@ def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tenso
     if any(part.bias is not None for part in parts):
         joined[f"{name}.bias"] = torch.cat(
             [
-                torch.zeros(part.weight.shape[0], dtype=torch.float32) if part.bias is None else part.bias.float()
+                (
+                    torch.zeros(part.weight.shape[0], dtype=torch.float32)
+                    if part.bias is None
+                    else part.bias.float()
+                )
                 for part in parts
             ]
         )

@@ -1,4 +1,5 @@
-"""The TRT-LLM form of a checkpoint, as `trtllm-build` reads it: config.json and one safetensors file per rank.
+"""The TRT-LLM form of a checkpoint, as `trtllm-build` reads it: config.json and one safetensors
+file per rank.
 
 Only what has to be known before a build is read: shapes stay in the files.
 """
@@ -34,18 +35,28 @@ class TrtLlmCheckpoint:
 
 
 def is_trtllm_form(config: dict[str, Any]) -> bool:
-    """architecture and dtype at the top level, and not an engine's config (which holds this one inside)."""
+    """architecture and dtype at the top level, and not an engine's config (which holds this one
+    inside).
+    """
     return "architecture" in config and "dtype" in config and "build_config" not in config
 
 
 def open_form(checkpoint: QuantizedCheckpoint, tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
-    """The TRT-LLM form that stands beside a quantized checkpoint, made for this many ranks. Raises CheckpointError."""
+    """The TRT-LLM form that stands beside a quantized checkpoint, made for this many ranks.
+    Raises CheckpointError.
+    """
     if checkpoint.trtllm is None:
-        raise CheckpointError("has no TRT-LLM form, which the engine flow builds from", where=checkpoint.path, mend=MEND)
+        raise CheckpointError(
+            "has no TRT-LLM form, which the engine flow builds from",
+            where=checkpoint.path,
+            mend=MEND,
+        )
     path = checkpoint.trtllm.path
     config = read_json(path / "config.json")
     if not is_trtllm_form(config):
-        raise CheckpointError("is no config of TRT-LLM's form", where=path / "config.json", mend=MEND)
+        raise CheckpointError(
+            "is no config of TRT-LLM's form", where=path / "config.json", mend=MEND
+        )
     return _checked(path, config, tp_size, pp_size)
 
 
@@ -54,7 +65,8 @@ def _checked(path: Path, config: dict[str, Any], tp_size: int, pp_size: int) -> 
     made_for = (int(mapping.get("tp_size", 1)), int(mapping.get("pp_size", 1)))
     if made_for != (tp_size, pp_size):
         raise CheckpointError(
-            f"made for tp_size {made_for[0]}, pp_size {made_for[1]}; the engine is asked for {tp_size} and {pp_size}",
+            f"made for tp_size {made_for[0]}, pp_size {made_for[1]}; the engine is asked for"
+            f" {tp_size} and {pp_size}",
             where=path / "config.json",
             mend=MEND,
         )

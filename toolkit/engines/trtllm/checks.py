@@ -1,7 +1,9 @@
-"""Looking at a finished engine directory: is it what was asked, is it whole, and what did the builder change on its own.
+"""Looking at a finished engine directory: is it what was asked, is it whole, and what did the
+builder change on its own.
 
-The engine's own config.json is the witness. A value that makes the engine useless for what was asked is an error; a value that
-the builder altered, and that one can live with, is a warning that says so.
+The engine's own config.json is the witness. A value that makes the engine useless for what was
+asked is an error; a value that the builder altered, and that one can live with, is a warning that
+says so.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ KERNELS_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine directory as its config.json describes it. rank_bytes: of the ranks that are there."""
+    """An engine directory as its config.json describes it. rank_bytes: of the ranks that are
+    there.
+    """
 
     path: Path
     version: str
@@ -76,15 +80,25 @@ def read_engine(path: Path) -> BuiltEngine:
             speculative_mode=speculative_mode(build["speculative_decoding_mode"]),
             kv_cache_type=str(build["kv_cache_type"]).rpartition(".")[2].upper(),
             plugins=dict(build["plugin_config"]),
-            rank_bytes={rank: file.stat().st_size for rank, file in ranks.items() if file.is_file()},
+            rank_bytes={
+                rank: file.stat().st_size for rank, file in ranks.items() if file.is_file()
+            },
         )
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        detail = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__} {error}"
-        raise StageError("compile", f"trtllm-build left no readable engine ({detail})", where=path / "config.json") from error
+        detail = (
+            error.what if isinstance(error, CheckpointError) else f"{type(error).__name__} {error}"
+        )
+        raise StageError(
+            "compile",
+            f"trtllm-build left no readable engine ({detail})",
+            where=path / "config.json",
+        ) from error
 
 
 def speculative_mode(stored: int | str) -> str:
-    """The name of what is stored: a bit flag, or a name (`SpeculativeDecodingMode.NONE`). Raises ValueError for neither."""
+    """The name of what is stored: a bit flag, or a name (`SpeculativeDecodingMode.NONE`). Raises
+    ValueError for neither.
+    """
     if isinstance(stored, str) and not stored.isdigit():
         name = stored.rpartition(".")[2].upper()
         if name not in SPECULATIVE_MODES:
@@ -97,7 +111,11 @@ def speculative_mode(stored: int | str) -> str:
 
 
 def check_engine(
-    engine: BuiltEngine, checkpoint: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, command: BuildCommand
+    engine: BuiltEngine,
+    checkpoint: TrtLlmCheckpoint,
+    spec: EngineSpec,
+    asked: TensorRtLlmSpec,
+    command: BuildCommand,
 ) -> list[Finding]:
     """Every check with its outcome: ok, warning or error."""
     return [
@@ -115,11 +133,16 @@ def _equal(check: str, found: object, wanted: object, why: str = "") -> Finding:
     return Finding(check, "error", f"{found}, and {wanted} was asked{why}")
 
 
-def _identity(engine: BuiltEngine, checkpoint: TrtLlmCheckpoint, asked: TensorRtLlmSpec) -> Iterator[Finding]:
+def _identity(
+    engine: BuiltEngine, checkpoint: TrtLlmCheckpoint, asked: TensorRtLlmSpec
+) -> Iterator[Finding]:
     if same_version(engine.version, asked.version):
         yield Finding("version", "ok", engine.version)
     else:
-        detail = f"built by {engine.version}, and {asked.version} was asked; a runtime loads only its own version's engines"
+        detail = (
+            f"built by {engine.version}, and {asked.version} was asked; a runtime loads only its"
+            " own version's engines"
+        )
         yield Finding("version", "error", detail)
     yield _equal("quant_algo", engine.quant_algo, checkpoint.quant_algo)
     yield _equal("kv_cache_quant_algo", engine.kv_cache_quant_algo, checkpoint.kv_cache_quant_algo)
@@ -134,17 +157,25 @@ def _lengths(engine: BuiltEngine, spec: EngineSpec, asked: TensorRtLlmSpec) -> I
     yield _equal("max_input_len", engine.max_input_len, min(spec.max_input_len, spec.max_seq_len))
     wanted = spec.max_seq_len + spec.max_draft_len
     if engine.max_seq_len == wanted and spec.max_draft_len:
-        detail = f"{engine.max_seq_len}: the builder added max_draft_len {spec.max_draft_len} to {spec.max_seq_len}"
+        detail = (
+            f"{engine.max_seq_len}: the builder added max_draft_len {spec.max_draft_len} to"
+            f" {spec.max_seq_len}"
+        )
         yield Finding("max_seq_len", "ok", detail)
     else:
         yield _equal("max_seq_len", engine.max_seq_len, wanted)
     floor = spec.max_batch_size * (spec.max_draft_len + 1) if spec.max_draft_len else 0
     if asked.max_num_tokens is None or engine.max_num_tokens == asked.max_num_tokens:
         short = engine.max_num_tokens < floor
-        detail = f"{engine.max_num_tokens}" + (f", below a verify step's {floor} tokens" if short else "")
+        detail = f"{engine.max_num_tokens}" + (
+            f", below a verify step's {floor} tokens" if short else ""
+        )
         yield Finding("max_num_tokens", "error" if short else "ok", detail)
     elif engine.max_num_tokens == floor > asked.max_num_tokens:
-        detail = f"the builder raised {asked.max_num_tokens} to {floor}: max_batch_size * (max_draft_len + 1)"
+        detail = (
+            f"the builder raised {asked.max_num_tokens} to {floor}: max_batch_size * (max_draft_len"
+            " + 1)"
+        )
         yield Finding("max_num_tokens", "warning", detail)
     else:
         yield _equal("max_num_tokens", engine.max_num_tokens, asked.max_num_tokens)
@@ -156,12 +187,21 @@ def _speculation(engine: BuiltEngine, spec: EngineSpec) -> Iterator[Finding]:
     yield _equal("max_draft_len", engine.max_draft_len, spec.max_draft_len)
     yield _equal("kv_cache_type", engine.kv_cache_type, "PAGED")
     paged = engine.plugins.get("use_paged_context_fmha") is True
-    detail = "on" if paged else "the builder switched it off; without it no KV block is reused, and draft-target cannot run"
+    detail = (
+        "on"
+        if paged
+        else (
+            "the builder switched it off; without it no KV block is reused, and draft-target"
+            " cannot run"
+        )
+    )
     yield Finding("use_paged_context_fmha", "ok" if paged else "error", detail)
 
 
 def _plugins(engine: BuiltEngine, spec: EngineSpec, command: BuildCommand) -> Iterator[Finding]:
-    """Switches and sizes that were said, against what is recorded: where they differ the builder changed them in silence."""
+    """Switches and sizes that were said, against what is recorded: where they differ the builder
+    changed them in silence.
+    """
     for flag, value in command.flags.items():
         name = flag.removeprefix("--")
         if name not in engine.plugins or name == "use_paged_context_fmha":
@@ -171,7 +211,9 @@ def _plugins(engine: BuiltEngine, spec: EngineSpec, command: BuildCommand) -> It
         if wanted is False and recorded in (False, None):
             continue
         if str(recorded) != str(wanted) and value != "auto":
-            yield Finding(name, "warning", f"the builder recorded {recorded}, and {value} was asked")
+            yield Finding(
+                name, "warning", f"the builder recorded {recorded}, and {value} was asked"
+            )
 
 
 def _files(engine: BuiltEngine, checkpoint: TrtLlmCheckpoint) -> Iterator[Finding]:
@@ -183,11 +225,16 @@ def _files(engine: BuiltEngine, checkpoint: TrtLlmCheckpoint) -> Iterator[Findin
     yield Finding("ranks", "ok", f"{world_size} of {world_size}")
     for rank, weights in enumerate(checkpoint.rank_bytes):
         size = engine.rank_bytes[rank]
-        share = f"rank{rank}.engine has {size} bytes, {size / weights:.2f} of its weights' {weights}"
+        share = (
+            f"rank{rank}.engine has {size} bytes, {size / weights:.2f} of its weights' {weights}"
+        )
         if size < LEAST_OF_WEIGHTS * weights:
             yield Finding("engine size", "error", f"{share}: weights are missing from it")
         elif size > MOST_OF_WEIGHTS * weights + KERNELS_BYTES:
-            detail = f"{share}: it may hold weights in a wider type than {checkpoint.quant_algo or checkpoint.dtype}"
+            detail = (
+                f"{share}: it may hold weights in a wider type than"
+                f" {checkpoint.quant_algo or checkpoint.dtype}"
+            )
             yield Finding("engine size", "warning", detail)
         else:
             yield Finding("engine size", "ok", share)

@@ -1,8 +1,10 @@
-"""What `trtllm-build` is told: pure functions from what is asked of an engine to the arguments of one version.
+"""What `trtllm-build` is told: pure functions from what is asked of an engine to the arguments of
+one version.
 
-Everything that decides the engine is said, also where it is the default, so that a default that moves between versions changes
-nothing, and so that what the builder then alters on its own can be seen by comparing (`checks.py`). Flags that a version does
-not have are never sent: `facts.trtllm_build.FLAGS` says which it has, and the tests hold every command against it.
+Everything that decides the engine is said, also where it is the default, so that a default that
+moves between versions changes nothing, and so that what the builder then alters on its own can be
+seen by comparing (`checks.py`). Flags that a version does not have are never sent:
+`facts.trtllm_build.FLAGS` says which it has, and the tests hold every command against it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class BuildCommand:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return tuple(part for flag, value in self.flags.items() for part in ((flag,) if value is None else (flag, value)))
+        return tuple(
+            part
+            for flag, value in self.flags.items()
+            for part in ((flag,) if value is None else (flag, value))
+        )
 
 
 def build_flags(
@@ -39,10 +45,11 @@ def build_flags(
     output_dir: str,
     timing_cache: str,
 ) -> BuildCommand:
-    """The command for one engine. The three paths are as the builder will see them, which may be inside a container.
+    """The command for one engine. The three paths are as the builder will see them, which may be
+    inside a container.
 
-    A target that verifies drafts is built with draft_tokens_external; the draft is a plain engine. Both have a paged KV cache
-    and paged context FMHA, since draft-target reuses cached blocks.
+    A target that verifies drafts is built with draft_tokens_external; the draft is a plain engine.
+    Both have a paged KV cache and paged context FMHA, since draft-target reuses cached blocks.
     """
     fp8 = (quant_algo or "NO_QUANT") in FP8_WEIGHTS
     flags: dict[str, str | None] = {
@@ -62,7 +69,8 @@ def build_flags(
         "--gemm_plugin": GEMM_PLUGIN[quant_algo or "NO_QUANT"],
         "--use_fused_mlp": _switch(fp8 or quant_algo in (None, "NO_QUANT")),
         "--multiple_profiles": _switch(asked.multiple_profiles),
-        "--profiling_verbosity": "detailed",  # without it the finished engine cannot say which precisions it runs in
+        # without it the finished engine cannot say which precisions it runs in
+        "--profiling_verbosity": "detailed",
         "--workers": str(min(asked.world_size, asked.gpus_per_node)),
         "--output_timing_cache": timing_cache,
     }
@@ -74,7 +82,9 @@ def build_flags(
         flags["--speculative_decoding_mode"] = DRAFT_TOKENS_EXTERNAL
         flags["--max_draft_len"] = str(spec.max_draft_len)
     if asked.speculation == "draft_target":
-        flags["--gather_generation_logits"] = None  # Triton's backend has no other switch for what a request may ask of them
+        flags["--gather_generation_logits"] = (
+            None  # Triton's backend has no other switch for what a request may ask of them
+        )
     return BuildCommand(flags)
 
 
@@ -86,11 +96,18 @@ def flags_of(version: str) -> dict[str, Flag]:
     """Name or alias -> flag, of one version. Empty for versions without the command."""
     if version not in VERSIONS:
         return {}
-    return {name: flag for flag in FLAGS if version in flag.versions for name in (flag.name, *flag.aliases)}
+    return {
+        name: flag
+        for flag in FLAGS
+        if version in flag.versions
+        for name in (flag.name, *flag.aliases)
+    }
 
 
 def misfits(command: BuildCommand, known: Mapping[str, Flag]) -> list[str]:
-    """What of the command such a builder would refuse to parse: unknown flags, values of the wrong form."""
+    """What of the command such a builder would refuse to parse: unknown flags, values of the
+    wrong form.
+    """
     found = []
     for name, value in command.flags.items():
         flag = known.get(name)

@@ -14,10 +14,11 @@ SHELL_KILLED = 128 + signal.SIGKILL
 
 
 def explain_failure(returncode: int, log: str) -> tuple[Failure | None, str | None]:
-    """The known failure that this is, and the line that shows it; None where it is none that we know.
+    """The known failure that this is, and the line that shows it; None where it is none that we
+    know.
 
-    A cause in the log goes before the signal that ended the process: a builder that ran out of GPU memory may be killed as
-    well.
+    A cause in the log goes before the signal that ended the process: a builder that ran out of GPU
+    memory may be killed as well.
     """
     for failure in FAILURES:
         matches = list(re.finditer(failure.pattern, log))

@@ -1,7 +1,8 @@
-"""Opening a finished engine with TensorRT itself, where it is installed: tensors in and out, precisions, fusions.
+"""Opening a finished engine with TensorRT itself, where it is installed: tensors in and out,
+precisions, fusions.
 
-The module `tensorrt` is an argument, since it is there only beside a GPU. An engine that cannot be deserialized where it was
-built will not be served either, so that is an error.
+The module `tensorrt` is an argument, since it is there only beside a GPU. An engine that cannot be
+deserialized where it was built will not be served either, so that is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from toolkit.records.measured import Finding
 __all__ = ["count_layers", "inspect_engine", "tensor_findings"]
 
 
-def inspect_engine(file: Path, trt: Any, *, first: bool, last: bool) -> tuple[list[Finding], LayerCounts | None]:
-    """Deserialize one rank's engine. first, last: whether the rank is so in its pipeline, which decides its tensors."""
+def inspect_engine(
+    file: Path, trt: Any, *, first: bool, last: bool
+) -> tuple[list[Finding], LayerCounts | None]:
+    """Deserialize one rank's engine. first, last: whether the rank is so in its pipeline, which
+    decides its tensors.
+    """
     logger = trt.Logger(trt.Logger.ERROR)
     trt.init_libnvinfer_plugins(logger, "")
     engine = trt.Runtime(logger).deserialize_cuda_engine(file.read_bytes())
@@ -37,9 +42,13 @@ def inspect_engine(file: Path, trt: Any, *, first: bool, last: bool) -> tuple[li
     return [read, *tensor_findings(inputs, outputs, first=first, last=last)], count_layers(text)
 
 
-def tensor_findings(inputs: set[str], outputs: set[str], *, first: bool, last: bool) -> Iterator[Finding]:
+def tensor_findings(
+    inputs: set[str], outputs: set[str], *, first: bool, last: bool
+) -> Iterator[Finding]:
     """The tensors that the runtime will look for, against those that are there."""
-    needed_in = (set(ENGINE_INPUTS) - ({"input_ids"} if not first else set())) | (set() if first else {HIDDEN_STATES[0]})
+    needed_in = (set(ENGINE_INPUTS) - ({"input_ids"} if not first else set())) | (
+        set() if first else {HIDDEN_STATES[0]}
+    )
     needed_out = set(ENGINE_OUTPUTS) if last else {HIDDEN_STATES[1]}
     needed_in -= set() if last else {"last_token_ids"}
     missing = sorted(needed_in - inputs) + sorted(needed_out - outputs)
@@ -50,20 +59,27 @@ def tensor_findings(inputs: set[str], outputs: set[str], *, first: bool, last: b
 
 
 def count_layers(text: str) -> LayerCounts:
-    """From the inspector's JSON: its layers are names, or, in an engine built with detailed verbosity, objects.
+    """From the inspector's JSON: its layers are names, or, in an engine built with detailed
+    verbosity, objects.
 
-    A layer counts as fused where its name joins several with ` + `, or where it is a region that the compiler made of a
-    subgraph (ForeignNode).
+    A layer counts as fused where its name joins several with ` + `, or where it is a region that
+    the compiler made of a subgraph (ForeignNode).
     """
     layers = json.loads(text).get("Layers", [])
     names = [layer if isinstance(layer, str) else str(layer.get("Name", "")) for layer in layers]
     detailed = [layer for layer in layers if isinstance(layer, dict)]
-    plugins = Counter(_plugin(layer) for layer in detailed if layer.get("LayerType") in ("PluginV2", "PluginV3", "Plugin"))
+    plugins = Counter(
+        _plugin(layer)
+        for layer in detailed
+        if layer.get("LayerType") in ("PluginV2", "PluginV3", "Plugin")
+    )
     if not detailed:
         plugins = Counter("unnamed" for name in names if "PLUGIN" in name)
     precisions = Counter(_precision(layer) for layer in detailed if layer.get("Outputs"))
     fused = sum(" + " in name or "ForeignNode" in name for name in names)
-    return LayerCounts(len(layers), fused, dict(sorted(plugins.items())), dict(sorted(precisions.items())))
+    return LayerCounts(
+        len(layers), fused, dict(sorted(plugins.items())), dict(sorted(precisions.items()))
+    )
 
 
 def _plugin(layer: dict[str, Any]) -> str:
@@ -92,7 +108,12 @@ def _precision(layer: dict[str, Any]) -> str:
         "Bool",
     ):
         if word.lower() in text.lower():
-            return {"BFloat16": "BF16", "Float16": "FP16", "Half": "FP16", "Float": "FP32", "Int": "INT32", "Bool": "BOOL"}.get(
-                word, word
-            )
+            return {
+                "BFloat16": "BF16",
+                "Float16": "FP16",
+                "Half": "FP16",
+                "Float": "FP32",
+                "Int": "INT32",
+                "Bool": "BOOL",
+            }.get(word, word)
     return text

@@ -1,7 +1,9 @@
-"""Asking the installed TensorRT-LLM before our own tables: its argument parser, or what its `--help` prints.
+"""Asking the installed TensorRT-LLM before our own tables: its argument parser, or what its
+`--help` prints.
 
-What it says wins. A flag of ours that it does not know is an error before anything is built; any other difference is reported
-as what it is, a disagreement between our facts and this installation, so that the facts can be mended.
+What it says wins. A flag of ours that it does not know is an error before anything is built; any
+other difference is reported as what it is, a disagreement between our facts and this installation,
+so that the facts can be mended.
 """
 
 from __future__ import annotations
@@ -28,17 +30,27 @@ class Offered:
 
 
 def flags_of_parser(parser: argparse.ArgumentParser) -> dict[str, Offered]:
-    """Every long flag of a parser, such as `tensorrt_llm.commands.build.parse_arguments()` returns."""
+    """Every long flag of a parser, such as `tensorrt_llm.commands.build.parse_arguments()`
+    returns.
+    """
     found = {}
     for action in parser._actions:  # the only place where argparse keeps them
-        choices = None if action.choices is None else tuple(str(choice) for choice in action.choices)
-        found.update({name: Offered(choices) for name in action.option_strings if name not in STANDARD})
+        choices = (
+            None if action.choices is None else tuple(str(choice) for choice in action.choices)
+        )
+        found.update(
+            {name: Offered(choices) for name in action.option_strings if name not in STANDARD}
+        )
     return found
 
 
 def flags_of_help(text: str) -> dict[str, Offered]:
     """The flags that a `--help` text lists, with the choices in braces where it prints them."""
-    options = text[match.start() :] if (match := re.search(r"(?m)^(options|optional arguments):", text)) else text
+    options = (
+        text[match.start() :]
+        if (match := re.search(r"(?m)^(options|optional arguments):", text))
+        else text
+    )
     found: dict[str, Offered] = {}
     for line in re.findall(r"(?m)^ {1,8}(--?\w.*)$", options):
         names = re.findall(r"(?<![\w-])--[A-Za-z]\w+", line.split("  ")[0])
@@ -65,17 +77,30 @@ def table_disagreements(offered: Mapping[str, Offered], version: str) -> list[Fi
     """Where an installation of `version` and our table of its flags differ."""
     ours = flags_of(version)
     found = [
-        Finding("our facts", "warning", f"trtllm-build {version} here has no {name}, our table says it has")
+        Finding(
+            "our facts",
+            "warning",
+            f"trtllm-build {version} here has no {name}, our table says it has",
+        )
         for name in sorted(set(ours) - set(offered))
     ]
     found += [
-        Finding("our facts", "warning", f"trtllm-build {version} here has {name}, which our table does not list")
+        Finding(
+            "our facts",
+            "warning",
+            f"trtllm-build {version} here has {name}, which our table does not list",
+        )
         for name in sorted(set(offered) - set(ours))
     ]
     found += [
-        Finding("our facts", "warning", f"{name} takes {_listed(theirs)} here, our table says {_listed(flag.choices)}")
+        Finding(
+            "our facts",
+            "warning",
+            f"{name} takes {_listed(theirs)} here, our table says {_listed(flag.choices)}",
+        )
         for name, flag in ours.items()
-        if (theirs := offered.get(name, Offered(None)).choices) is not None and _differ(theirs, flag)
+        if (theirs := offered.get(name, Offered(None)).choices) is not None
+        and _differ(theirs, flag)
     ]
     return found
 

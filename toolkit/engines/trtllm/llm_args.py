@@ -1,7 +1,8 @@
-"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's spelling, and judged by our tables.
+"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's spelling,
+and judged by our tables.
 
-A file of them stands in the engine directory with paths relative to it, since the folder moves: into the store, to `engines/`,
-into a container. `resolved` puts the places of the day in.
+A file of them stands in the engine directory with paths relative to it, since the folder moves:
+into the store, to `engines/`, into a container. `resolved` puts the places of the day in.
 """
 
 from __future__ import annotations
@@ -16,20 +17,40 @@ from toolkit.facts.llm_args import LLM_ARGS, NESTED, NOT_FIELDS, REQUIRED, SPECU
 from toolkit.facts.versions import VERSIONS, Version
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 
-__all__ = ["FILE", "faults", "llm_args", "read_llm_args", "resolved", "schedule_of", "write_llm_args"]
+__all__ = [
+    "FILE",
+    "faults",
+    "llm_args",
+    "read_llm_args",
+    "resolved",
+    "schedule_of",
+    "write_llm_args",
+]
 
 FILE = "llm_args.json"
 HERE, DRAFT = ".", "../draft"
-TWO_MODEL_VERSIONS = ("1.0", "1.1", "1.2.0", "1.2.1")  # whose draft-target cannot overlap scheduling with the step
+TWO_MODEL_VERSIONS = (
+    "1.0",
+    "1.1",
+    "1.2.0",
+    "1.2.1",
+)  # whose draft-target cannot overlap scheduling with the step
 
 
-def llm_args(spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[str, Any]:
-    """Of the target; the draft is part of them. What equals the default is left out where versions differ about the key.
+def llm_args(
+    spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None
+) -> dict[str, Any]:
+    """Of the target; the draft is part of them. What equals the default is left out where versions
+    differ about the key.
 
     Raises UsageError for what this version has no word for.
     """
     version = VERSIONS[asked.version]
-    graphs = {"enable_padding": True, "max_batch_size": spec.max_batch_size} if asked.cuda_graph else None
+    graphs = (
+        {"enable_padding": True, "max_batch_size": spec.max_batch_size}
+        if asked.cuda_graph
+        else None
+    )
     optional: dict[str, Any] = {}
     if asked.max_num_tokens is not None:
         optional["max_num_tokens"] = asked.max_num_tokens
@@ -67,18 +88,23 @@ def _kv_cache(asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[s
         config["dtype"] = "fp8" if kv_cache_quant_algo == "FP8" else "auto"
     elif kv_cache_quant_algo is not None:
         raise UsageError(
-            f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is {kv_cache_quant_algo}",
+            f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is"
+            f" {kv_cache_quant_algo}",
             mend="remove kv_cache_quant_algo, or take a newer engine.tensorrt_llm",
         )
     if asked.tokens_per_block != 32:
         if not _has(NESTED["KvCacheConfig"], "tokens_per_block", asked.version):
             mend = "remove engine.tokens_per_block, or take a newer engine.tensorrt_llm"
-            raise UsageError(f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", mend=mend)
+            raise UsageError(
+                f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", mend=mend
+            )
         config["tokens_per_block"] = asked.tokens_per_block
     return config
 
 
-def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> dict[str, Any] | None:
+def _speculative(
+    spec: EngineSpec, asked: TensorRtLlmSpec, version: Version
+) -> dict[str, Any] | None:
     if asked.speculation == "none":
         return None
     config: dict[str, Any]
@@ -89,23 +115,34 @@ def _speculative(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> 
             "max_matching_ngram_size": asked.max_matching_ngram_size,
         }
     else:
-        config = {"decoding_type": version.decoding_type, "max_draft_len": spec.max_draft_len, version.draft_model_key: DRAFT}
+        config = {
+            "decoding_type": version.decoding_type,
+            "max_draft_len": spec.max_draft_len,
+            version.draft_model_key: DRAFT,
+        }
     if asked.draft_len_schedule is not None:
-        config["draft_len_schedule"] = schedule_of(asked.draft_len_schedule, version, spec.max_batch_size)
+        config["draft_len_schedule"] = schedule_of(
+            asked.draft_len_schedule, version, spec.max_batch_size
+        )
     if asked.max_concurrency is not None:
         config["max_concurrency"] = asked.max_concurrency
     return config
 
 
-def schedule_of(schedule: Mapping[int, int], version: Version, max_batch_size: int) -> dict[int, int]:
-    """Ours, least batch size -> draft length, in the version's sense; steps beyond the largest batch are left out.
+def schedule_of(
+    schedule: Mapping[int, int], version: Version, max_batch_size: int
+) -> dict[int, int]:
+    """Ours, least batch size -> draft length, in the version's sense; steps beyond the largest
+    batch are left out.
 
     Raises UsageError where the version has none.
     """
     if version.draft_len_schedule is None:
         mend = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
         raise UsageError(f"TensorRT-LLM {version.name} has no draft_len_schedule", mend=mend)
-    ordered = sorted((batch, length) for batch, length in schedule.items() if batch <= max_batch_size)
+    ordered = sorted(
+        (batch, length) for batch, length in schedule.items() if batch <= max_batch_size
+    )
     if version.draft_len_schedule == "lower":
         return dict(ordered)
     ends = [start - 1 for start, _ in ordered[1:]] + [max_batch_size]
@@ -125,36 +162,57 @@ def read_llm_args(engine_dir: Path) -> dict[str, Any]:
     try:
         args = json.loads((engine_dir / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StageError("load", f"not an engine directory of the PyTorch flow ({error})", where=engine_dir) from error
+        raise StageError(
+            "load", f"not an engine directory of the PyTorch flow ({error})", where=engine_dir
+        ) from error
     schedule = (args.get("speculative_config") or {}).get("draft_len_schedule")
     if schedule is not None:  # JSON has no whole numbers as keys
-        args["speculative_config"]["draft_len_schedule"] = {int(batch): length for batch, length in schedule.items()}
+        args["speculative_config"]["draft_len_schedule"] = {
+            int(batch): length for batch, length in schedule.items()
+        }
     return dict(args)
 
 
-def resolved(args: Mapping[str, Any], target: str | Path, draft: str | Path | None) -> dict[str, Any]:
+def resolved(
+    args: Mapping[str, Any], target: str | Path, draft: str | Path | None
+) -> dict[str, Any]:
     """The same arguments with the models' places filled in."""
     placed = {**args, "model": str(target)}
     speculative = args.get("speculative_config")
     if speculative is not None:
-        places = {key: str(draft) for key, value in speculative.items() if value == DRAFT and draft is not None}
+        places = {
+            key: str(draft)
+            for key, value in speculative.items()
+            if value == DRAFT and draft is not None
+        }
         placed["speculative_config"] = {**speculative, **places}
     return placed
 
 
 def faults(args: Mapping[str, Any], version: str, world_size: int | None = None) -> list[str]:
-    """What such a TensorRT-LLM would refuse, by our tables: unknown keys, wrong types, values out of bounds, broken rules."""
+    """What such a TensorRT-LLM would refuse, by our tables: unknown keys, wrong types, values
+    out of bounds, broken rules.
+    """
     found = list(_faults_of(args, LLM_ARGS, version, ""))
     speculative = args.get("speculative_config")
     if isinstance(speculative, Mapping):
         found += _speculative_faults(speculative, args, version)
     asked = (args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1))
-    if world_size is not None and all(isinstance(size, int) for size in asked) and asked[0] * asked[1] > world_size:
-        found.append(f"tensor_parallel_size * pipeline_parallel_size is {asked[0] * asked[1]}, above {world_size} GPUs")
+    if (
+        world_size is not None
+        and all(isinstance(size, int) for size in asked)
+        and asked[0] * asked[1] > world_size
+    ):
+        found.append(
+            f"tensor_parallel_size * pipeline_parallel_size is {asked[0] * asked[1]}, above"
+            f" {world_size} GPUs"
+        )
     return found
 
 
-def _speculative_faults(config: Mapping[str, Any], args: Mapping[str, Any], version: str) -> Iterator[str]:
+def _speculative_faults(
+    config: Mapping[str, Any], args: Mapping[str, Any], version: str
+) -> Iterator[str]:
     where = "speculative_config"
     row = VERSIONS[version]
     kind = config.get("decoding_type")
@@ -173,7 +231,10 @@ def _speculative_faults(config: Mapping[str, Any], args: Mapping[str, Any], vers
         if args.get("pipeline_parallel_size", 1) != 1:
             yield "draft-target has no pipeline parallelism"
         if version in TWO_MODEL_VERSIONS and args.get("disable_overlap_scheduler") is not True:
-            yield "disable_overlap_scheduler must be true: the two-model draft-target cannot overlap scheduling"
+            yield (
+                "disable_overlap_scheduler must be true: the two-model draft-target cannot overlap"
+                " scheduling"
+            )
     yield from _schedule_faults(config, row)
 
 
@@ -185,14 +246,21 @@ def _schedule_faults(config: Mapping[str, Any], row: Version) -> Iterator[str]:
     if sorted(lengths, reverse=True) != lengths:
         yield "speculative_config.draft_len_schedule: lengths must not grow with the batch size"
     if row.draft_len_schedule == "lower" and schedule.get(1) != config.get("max_draft_len"):
-        yield "speculative_config.draft_len_schedule: its value at batch size 1 must be max_draft_len"
+        yield (
+            "speculative_config.draft_len_schedule: its value at batch size 1 must be max_draft_len"
+        )
     if row.draft_len_schedule == "upper" and lengths[0] != config.get("max_draft_len"):
-        yield "speculative_config.draft_len_schedule: its value at the least batch size must be max_draft_len"
+        yield (
+            "speculative_config.draft_len_schedule: its value at the least batch size must be"
+            " max_draft_len"
+        )
     if row.draft_len_schedule == "upper" and config.get("max_concurrency") is not None:
         yield "speculative_config.draft_len_schedule and max_concurrency exclude one another"
 
 
-def _faults_of(args: Mapping[str, Any], fields: tuple[Field, ...], version: str, where: str) -> Iterator[str]:
+def _faults_of(
+    args: Mapping[str, Any], fields: tuple[Field, ...], version: str, where: str
+) -> Iterator[str]:
     known = {field.name: field for field in fields if version in field.versions}
     for name, value in args.items():
         if name in known:
@@ -200,7 +268,11 @@ def _faults_of(args: Mapping[str, Any], fields: tuple[Field, ...], version: str,
         else:
             why = f": {NOT_FIELDS[name]}" if name in NOT_FIELDS else ""
             yield f"{where}{name} is not an argument of {version}{why}"
-    yield from (f"{where}{name} is missing" for name, field in known.items() if field.default == REQUIRED and name not in args)
+    yield from (
+        f"{where}{name} is missing"
+        for name, field in known.items()
+        if field.default == REQUIRED and name not in args
+    )
 
 
 def _value_faults(field: Field, value: Any, version: str, where: str) -> Iterator[str]:
@@ -237,5 +309,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == "list[int]":
         return isinstance(value, list | tuple) and all(_is("int", item) for item in value)
     if kind == "dict[int,int]":
-        return isinstance(value, Mapping) and all(_is("int", item) for pair in value.items() for item in pair)
+        return isinstance(value, Mapping) and all(
+            _is("int", item) for pair in value.items() for item in pair
+        )
     return True  # objects of classes that are not in our tables

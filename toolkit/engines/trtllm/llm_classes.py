@@ -1,7 +1,9 @@
-"""Asking the installed TensorRT-LLM's own classes about `LLM()` arguments, before and against our tables.
+"""Asking the installed TensorRT-LLM's own classes about `LLM()` arguments, before and against our
+tables.
 
-The class is an argument: any pydantic model will do, which is how this is tested where TensorRT-LLM is not. A refusal by the
-class of what our tables allow stops the build; fields that only one side knows are reported as a disagreement.
+The class is an argument: any pydantic model will do, which is how this is tested where TensorRT-LLM
+is not. A refusal by the class of what our tables allow stops the build; fields that only one side
+knows are reported as a disagreement.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def installed_version() -> str | None:
 
 
 def installed_class() -> Any | None:
-    """`TorchLlmArgs`, or None where TensorRT-LLM is not installed. Raises whatever its import raises."""
+    """`TorchLlmArgs`, or None where TensorRT-LLM is not installed. Raises whatever its import
+    raises.
+    """
     if importlib.util.find_spec("tensorrt_llm") is None:
         return None
     return importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
@@ -35,14 +39,18 @@ def installed_class() -> Any | None:
 def refusal(args: Mapping[str, Any], args_class: Any) -> str | None:
     """What the class says against the arguments; None: it takes them.
 
-    Up to 1.2 the class of a speculative_config is looked up by `DecodingBaseConfig.from_dict`; where the module has that, it is
-    asked first, as `trtllm-serve` does with a YAML.
+    Up to 1.2 the class of a speculative_config is looked up by `DecodingBaseConfig.from_dict`;
+    where the module has that, it is asked first, as `trtllm-serve` does with a YAML.
     """
     given = dict(args)
     module = importlib.import_module(args_class.__module__)
     base = getattr(module, "DecodingBaseConfig", None)
     try:
-        if isinstance(given.get("speculative_config"), Mapping) and base is not None and hasattr(base, "from_dict"):
+        if (
+            isinstance(given.get("speculative_config"), Mapping)
+            and base is not None
+            and hasattr(base, "from_dict")
+        ):
             given["speculative_config"] = base.from_dict(dict(given["speculative_config"]))
         args_class(**given)
     except (ValueError, TypeError) as error:  # pydantic's own error is a ValueError
@@ -53,16 +61,26 @@ def refusal(args: Mapping[str, Any], args_class: Any) -> str | None:
 def field_disagreements(args_class: Any, of_version: str) -> list[Finding]:
     """Fields of the class against our table of that version."""
     theirs = {
-        name for field, info in args_class.model_fields.items() for name in (field, getattr(info, "alias", None) or field)
+        name
+        for field, info in args_class.model_fields.items()
+        for name in (field, getattr(info, "alias", None) or field)
     }
     ours = {field.name for field in LLM_ARGS if of_version in field.versions}
     return [
         *(
-            Finding("our facts", "warning", f"LLM() {of_version} here has no {name}, our table says it has")
+            Finding(
+                "our facts",
+                "warning",
+                f"LLM() {of_version} here has no {name}, our table says it has",
+            )
             for name in sorted(ours - theirs)
         ),
         *(
-            Finding("our facts", "warning", f"LLM() {of_version} here has {name}, which our table does not list")
+            Finding(
+                "our facts",
+                "warning",
+                f"LLM() {of_version} here has {name}, which our table does not list",
+            )
             for name in sorted(theirs - ours)
         ),
     ]

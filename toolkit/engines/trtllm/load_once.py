@@ -1,7 +1,9 @@
-"""A program of its own: load an `LLM` from a file of arguments, generate one token, say so in a line of JSON.
+"""A program of its own: load an `LLM` from a file of arguments, generate one token, say so in a
+line of JSON.
 
-It runs apart from the build, since TensorRT-LLM starts processes that import the main module again, and since only the end of a
-process gives a GPU's memory back for sure. The last line of its output is {"tokens": N, "gpu": NAME}.
+It runs apart from the build, since TensorRT-LLM starts processes that import the main module again,
+and since only the end of a process gives a GPU's memory back for sure. The last line of its output
+is {"tokens": N, "gpu": NAME}.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def main(file: str) -> None:
     if speculative is not None:
         schedule = speculative.get("draft_len_schedule")
         if schedule is not None:  # JSON has no whole numbers as keys
-            speculative["draft_len_schedule"] = {int(batch): length for batch, length in schedule.items()}
+            speculative["draft_len_schedule"] = {
+                int(batch): length for batch, length in schedule.items()
+            }
         base = tensorrt_llm.llmapi.llm_args.DecodingBaseConfig
         if hasattr(base, "from_dict"):
             args["speculative_config"] = base.from_dict(speculative)

@@ -1,7 +1,8 @@
-"""Running a builder: its output goes line by line into a file and, by the milestones it prints, into the progress display.
+"""Running a builder: its output goes line by line into a file and, by the milestones it prints,
+into the progress display.
 
-The builder has a process group of its own and dies with us: an interrupted or failed build leaves no process, and no container,
-behind.
+The builder has a process group of its own and dies with us: an interrupted or failed build leaves
+no process, and no container, behind.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def run_build(
 ) -> BuildOutcome:
     """Run to the end, whatever it is. what: begins every line of the display, `target: `.
 
-    stop_command: stops what the command has started elsewhere, such as a container. Raises BackendUnavailable if the program
-    cannot be started.
+    stop_command: stops what the command has started elsewhere, such as a container. Raises
+    BackendUnavailable if the program cannot be started.
     """
     ranks = 0
     progress(0, world_size, f"{what}starting trtllm-build")
-    libc = ctypes.CDLL(None, use_errno=True)  # before the fork: nothing may be imported or allocated much after it
+    libc = ctypes.CDLL(
+        None, use_errno=True
+    )  # before the fork: nothing may be imported or allocated much after it
 
     def in_the_child() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -72,7 +75,9 @@ def run_build(
             preexec_fn=in_the_child,  # noqa: PLW1509 - one call into libc, loaded before the fork
         )
     except OSError as error:
-        raise BackendUnavailable(command[0], mend=f"It could not be started: {error.strerror}.") from error
+        raise BackendUnavailable(
+            command[0], mend=f"It could not be started: {error.strerror}."
+        ) from error
     try:
         assert process.stdout is not None  # it is a pipe
         with process.stdout as lines, log_path.open("w", encoding="utf-8") as log:

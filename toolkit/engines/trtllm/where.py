@@ -1,8 +1,8 @@
 """Where `trtllm-build` runs: in this environment, or in the build container of the version.
 
-An engine runs only under the version that built it, so a local builder of another version is never taken by itself. In the
-container it sees two folders, the checkpoint (read-only) and the output, no network, and runs as the calling user, so that what
-it writes belongs to that user.
+An engine runs only under the version that built it, so a local builder of another version is never
+taken by itself. In the container it sees two folders, the checkpoint (read-only) and the output, no
+network, and runs as the calling user, so that what it writes belongs to that user.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class LocalBuilder:
         """How it sees the checkpoint, the output folder, and a file for the timing cache."""
         return str(checkpoint), str(out_dir), str(scratch / "model.cache")
 
-    def command(self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path) -> tuple[str, ...]:
+    def command(
+        self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path
+    ) -> tuple[str, ...]:
         return (str(self.executable), *arguments)
 
     def stop_command(self) -> tuple[str, ...] | None:
@@ -58,7 +60,9 @@ class LocalBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ContainerBuilder:
-    """label: names the container, so that it can be stopped; a killed `docker run` leaves its container running."""
+    """label: names the container, so that it can be stopped; a killed `docker run` leaves its
+    container running.
+    """
 
     docker: Path
     image: str
@@ -73,13 +77,27 @@ class ContainerBuilder:
     def paths(self, checkpoint: Path, out_dir: Path, scratch: Path) -> tuple[str, str, str]:
         return "/checkpoint", "/engine", "/tmp/model.cache"
 
-    def command(self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path) -> tuple[str, ...]:
+    def command(
+        self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path
+    ) -> tuple[str, ...]:
         """Both folders as docker wants them: absolute."""
-        label = f"{self.label}-help" if "--help" in arguments else self.label  # the name of a run before may not be free yet
+        label = (
+            f"{self.label}-help" if "--help" in arguments else self.label
+        )  # the name of a run before may not be free yet
         run = ("run", "--rm", "--init", "--name", label, "--gpus", self.gpus, "--network", "none")
         limits = ("--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
-        # Nobody in the container has this number: torch asks for the user's name, and takes it from USER.
-        user = ("--user", self.user, "--env", "HOME=/tmp", "--env", "USER=toolkit", "--workdir", "/tmp")
+        # Nobody in the container has this number: torch asks for the user's name, and takes it from
+        # USER.
+        user = (
+            "--user",
+            self.user,
+            "--env",
+            "HOME=/tmp",
+            "--env",
+            "USER=toolkit",
+            "--workdir",
+            "/tmp",
+        )
         mounts = (
             *("--mount", f"type=bind,source={checkpoint},target=/checkpoint,readonly"),
             *("--mount", f"type=bind,source={out_dir},target=/engine"),
@@ -94,9 +112,15 @@ Builder = LocalBuilder | ContainerBuilder
 
 
 def choose_builder(
-    asked: str, version: str, role: str, *, which: Callable[[str], str | None], environment: Mapping[str, str] = os.environ
+    asked: str,
+    version: str,
+    role: str,
+    *,
+    which: Callable[[str], str | None],
+    environment: Mapping[str, str] = os.environ,
 ) -> Builder:
-    """asked: auto | local | container. auto: local where it has the version or does not say, else the container.
+    """asked: auto | local | container. auto: local where it has the version or does not say, else
+    the container.
 
     Raises UsageError for a version without trtllm-build, BackendUnavailable where neither is there.
     """
@@ -115,7 +139,10 @@ def choose_builder(
                 "compile",
                 f"the trtllm-build here is {found.version}, the YAML asks for {version}",
                 where=local,
-                mend=f"set engine.tensorrt_llm to what is installed, or engine.builder: container ({build_image(version)})",
+                mend=(
+                    "set engine.tensorrt_llm to what is installed, or engine.builder: container"
+                    f" ({build_image(version)})"
+                ),
             )
     if asked == "local":
         mend = "Run this inside the build container, or set engine.builder: container."
@@ -124,18 +151,29 @@ def choose_builder(
     if docker is None:
         raise BackendUnavailable(
             f"{COMMAND} {version}",
-            mend=f"Neither it nor docker is on the PATH. Run this inside {build_image(version)} on a machine with the GPU, "
-            "or install docker and the NVIDIA container toolkit. `toolkit plan` works here.",
+            mend=(
+                f"Neither it nor docker is on the PATH. Run this inside {build_image(version)} on a"
+                " machine with the GPU, or install docker and the NVIDIA container toolkit."
+                " `toolkit plan` works here."
+            ),
         )
     label = f"toolkit-build-{role}-{secrets.token_hex(4)}"
-    return ContainerBuilder(Path(docker), build_image(version), label, f"{os.getuid()}:{os.getgid()}")
+    return ContainerBuilder(
+        Path(docker), build_image(version), label, f"{os.getuid()}:{os.getgid()}"
+    )
 
 
-def planned_builder(asked: str, version: str, role: str, *, which: Callable[[str], str | None]) -> Builder:
-    """What choose_builder would take here, with nothing run or refused; for a plan, so without numbers of this very build."""
+def planned_builder(
+    asked: str, version: str, role: str, *, which: Callable[[str], str | None]
+) -> Builder:
+    """What choose_builder would take here, with nothing run or refused; for a plan, so without
+    numbers of this very build.
+    """
     if asked == "local" or (asked == "auto" and which(COMMAND) is not None):
         return LocalBuilder(Path(COMMAND), None)
-    return ContainerBuilder(Path("docker"), build_image(version), f"toolkit-build-{role}-ID", "UID:GID")
+    return ContainerBuilder(
+        Path("docker"), build_image(version), f"toolkit-build-{role}-ID", "UID:GID"
+    )
 
 
 def build_image(version: str) -> str:
@@ -144,19 +182,30 @@ def build_image(version: str) -> str:
 
 
 def same_version(found: str, asked: str) -> bool:
-    """Whether 1.0.3 is what 1.0 names; 1.2.0rc8 is 1.2.0's candidate and counts as it, since a serving tag carries it."""
-    return found == asked or found.startswith((f"{asked}.", f"{asked}rc", f"{asked}.post", f"{asked}+"))
+    """Whether 1.0.3 is what 1.0 names; 1.2.0rc8 is 1.2.0's candidate and counts as it, since a
+    serving tag carries it.
+    """
+    return found == asked or found.startswith(
+        (f"{asked}.", f"{asked}rc", f"{asked}.post", f"{asked}+")
+    )
 
 
 def _version_beside(executable: Path, environment: Mapping[str, str]) -> str | None:
-    """Of the tensorrt_llm that the executable belongs to: asked from the interpreter beside it, which may not be ours."""
+    """Of the tensorrt_llm that the executable belongs to: asked from the interpreter beside it,
+    which may not be ours.
+    """
     for name in ("python3", "python"):
         python = executable.parent / name
         if python.is_file():
             command = [str(python), "-I", "-c", ASK_VERSION]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False, env=dict(environment)
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=ASK_TIMEOUT_S,
+                    check=False,
+                    env=dict(environment),
                 )
             except (OSError, subprocess.SubprocessError):
                 continue

@@ -36,8 +36,16 @@ def unless_allowed(subject: Subject, role: str, what: str, mend: str) -> Found:
     path = f"{role}.quantization"
     if subject.models[role].quantization.allow_unsupported:
         return Found("warning", f"{path}.quant_algo", what, mend)
-    return refuse(f"{path}.quant_algo", what, f"{mend}; or set {path}.allow_unsupported: true to go on at your own risk")
+    return refuse(
+        f"{path}.quant_algo",
+        what,
+        f"{mend}; or set {path}.allow_unsupported: true to go on at your own risk",
+    )
 
 
 def of_algo(subject: Subject, *algos: str) -> list[tuple[str, ModelConfig]]:
-    return [(role, model) for role, model in subject.models.items() if model.quantization.quant_algo in algos]
+    return [
+        (role, model)
+        for role, model in subject.models.items()
+        if model.quantization.quant_algo in algos
+    ]

@@ -1,4 +1,6 @@
-"""Whether the verdict can say what it is asked to: a pair that can pay, and enough prompts for the limit."""
+"""Whether the verdict can say what it is asked to: a pair that can pay, and enough prompts for
+the limit.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ RISK = 0.05  # the parity gate's bound holds with 95 % confidence
 
 
 def few_prompts(count: int, limit: float) -> str | None:
-    """What is wrong with so few prompts: n clean ones bound a rate by 1 - 0.05^(1/n) (Clopper and Pearson 1934)."""
+    """What is wrong with so few prompts: n clean ones bound a rate by 1 - 0.05^(1/n) (Clopper
+    and Pearson 1934).
+    """
     bound = 1 - RISK ** (1 / count) if count else 1.0
     if bound <= limit:
         return None
-    return f"{count} prompts cannot show that under {limit:.2g} of the texts diverge: a clean run shows {bound:.2g}"
+    return (
+        f"{count} prompts cannot show that under {limit:.2g} of the texts diverge: a clean run"
+        f" shows {bound:.2g}"
+    )
 
 
 def _parity_prompts(subject: Subject) -> Findings:
@@ -23,7 +30,9 @@ def _parity_prompts(subject: Subject) -> Findings:
     said = few_prompts(validation.max_prompts, validation.parity.max_divergence_rate)
     if subject.speculates and said is not None:
         mend = "59 prompts show 0.05; raise max_prompts, or parity.max_divergence_rate"
-        yield Found("warning", "validation.max_prompts", f"{said}, and the verdict is INCONCLUSIVE", mend)
+        yield Found(
+            "warning", "validation.max_prompts", f"{said}, and the verdict is INCONCLUSIVE", mend
+        )
 
 
 def _draft_is_target(subject: Subject) -> Findings:
@@ -31,9 +40,17 @@ def _draft_is_target(subject: Subject) -> Findings:
     if draft is None or (draft.checkpoint, draft.revision) != (target.checkpoint, target.revision):
         return
     same = draft.quantization == target.quantization
-    what = "draft and target are the same checkpoint" + (": drafting a token costs as much as decoding it" if same else "")
-    mend = "name a smaller model of the same tokenizer, or set speculation.kind: ngram and remove the draft section"
+    what = "draft and target are the same checkpoint" + (
+        ": drafting a token costs as much as decoding it" if same else ""
+    )
+    mend = (
+        "name a smaller model of the same tokenizer, or set speculation.kind: ngram and remove the"
+        " draft section"
+    )
     yield Found("warning", "draft.checkpoint", f"{what}, so speculation can hardly pay", mend)
 
 
-CHECKS: dict[str, Check] = {"toolkit-parity-prompts": _parity_prompts, "toolkit-draft-is-target": _draft_is_target}
+CHECKS: dict[str, Check] = {
+    "toolkit-parity-prompts": _parity_prompts,
+    "toolkit-draft-is-target": _draft_is_target,
+}

@@ -14,8 +14,14 @@ __all__ = ["CHECKS"]
 def _fp8_needs_sm89(subject: Subject) -> Findings:
     for role, model in of_algo(subject, "FP8"):
         if _status(subject, model) == "no" and subject.gpu is not None:
-            others = "W8A8_SQ_PER_CHANNEL or W8A16" if subject.engine_flow is not None else "NO_QUANT"
-            flow = "" if subject.engine_flow is not None else ", or kind: trt_engine with W8A8_SQ_PER_CHANNEL"
+            others = (
+                "W8A8_SQ_PER_CHANNEL or W8A16" if subject.engine_flow is not None else "NO_QUANT"
+            )
+            flow = (
+                ""
+                if subject.engine_flow is not None
+                else ", or kind: trt_engine with W8A8_SQ_PER_CHANNEL"
+            )
             yield refuse(
                 f"{role}.quantization.quant_algo",
                 f"FP8 needs SM 89, and {subject.gpu.name} is SM {subject.gpu.sm}",
@@ -31,7 +37,8 @@ def _kv_fp8_needs_sm89(subject: Subject) -> Findings:
         if model.quantization.kv_cache_quant_algo == "FP8" and status == "no":
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
-                f"the engine flow has no FP8 KV cache below SM 89, and {subject.gpu.name} is SM {subject.gpu.sm}",
+                f"the engine flow has no FP8 KV cache below SM 89, and {subject.gpu.name} is SM"
+                f" {subject.gpu.sm}",
                 "remove kv_cache_quant_algo",
             )
 
@@ -43,8 +50,10 @@ def _no_w8a8_in_pytorch(subject: Subject) -> Findings:
         can_fp8 = subject.column is None or subject.column >= 89
         yield refuse(
             f"{role}.quantization.quant_algo",
-            "the PyTorch flow loads no INT8 W8A8 checkpoint: it raises ValueError, unsupported quant mode",
-            ("set quant_algo: FP8, or " if can_fp8 else "set ") + 'engine.kind: trt_engine with tensorrt_llm: "1.2.1"',
+            "the PyTorch flow loads no INT8 W8A8 checkpoint: it raises ValueError, unsupported"
+            " quant mode",
+            ("set quant_algo: FP8, or " if can_fp8 else "set ")
+            + 'engine.kind: trt_engine with tensorrt_llm: "1.2.1"',
         )
 
 
@@ -52,7 +61,10 @@ def _w8a16_not_established(subject: Subject) -> Findings:
     if subject.pytorch_flow is None:
         return
     for role, _ in of_algo(subject, "W8A16"):
-        what = "W8A16 in the PyTorch flow is not established: the code has it, no supported hardware lists it"
+        what = (
+            "W8A16 in the PyTorch flow is not established: the code has it, no supported hardware"
+            " lists it"
+        )
         yield unless_allowed(subject, role, what, "set quant_algo: FP8, or engine.kind: trt_engine")
 
 
@@ -63,7 +75,8 @@ def _blackwell_no_int8(subject: Subject) -> Findings:
         if _status(subject, model) == "no":
             yield refuse(
                 f"{role}.quantization.quant_algo",
-                f"trtllm-build refuses INT8 on SM 100 to 119, and {subject.gpu.name} is SM {subject.gpu.sm}",
+                f"trtllm-build refuses INT8 on SM 100 to 119, and {subject.gpu.name} is SM"
+                f" {subject.gpu.sm}",
                 "set quant_algo: FP8; or take an A100, H100 or H200 for INT8",
             )
 
@@ -73,7 +86,10 @@ def _int8_on_sm120(subject: Subject) -> Findings:
         return
     for role, model in of_algo(subject, *INT8):
         known = "was seen working once" if _status(subject, model) == "seen" else "is on no list"
-        what = f"{model.quantization.quant_algo} on SM {subject.gpu.sm} ({subject.gpu.name}) {known}, and is documented nowhere"
+        what = (
+            f"{model.quantization.quant_algo} on SM {subject.gpu.sm} ({subject.gpu.name}) {known},"
+            " and is documented nowhere"
+        )
         yield unless_allowed(subject, role, what, "set quant_algo: FP8")
 
 
@@ -87,7 +103,10 @@ def _smoothquant_families(subject: Subject) -> Findings:
         listed = "lists as not supported" if family in SMOOTHQUANT_FAMILIES else "does not list"
         fp8 = "FP8 or W8A16" if subject.column is None or subject.column >= 89 else "W8A16"
         yield unless_allowed(
-            subject, role, f"{family} is a family that ModelOpt {listed} for SmoothQuant", f"set quant_algo: {fp8}"
+            subject,
+            role,
+            f"{family} is a family that ModelOpt {listed} for SmoothQuant",
+            f"set quant_algo: {fp8}",
         )
 
 
@@ -109,7 +128,8 @@ def _int8_kv_disables_paged_fmha(subject: Subject) -> Findings:
         if model.quantization.kv_cache_quant_algo == "INT8":
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
-                "trtllm-build switches paged context FMHA off for an INT8 KV cache, and drafts from outside need it",
+                "trtllm-build switches paged context FMHA off for an INT8 KV cache, and drafts from"
+                " outside need it",
                 "remove kv_cache_quant_algo",
             )
 
@@ -122,10 +142,17 @@ def _fp8_kv_under_other_weights(subject: Subject) -> Findings:
         if quantization.kv_cache_quant_algo != "FP8" or quantization.quant_algo == "FP8":
             continue
         path = f"{role}.quantization.kv_cache_quant_algo"
-        off = f"under {quantization.quant_algo} weights trtllm-build switches paged context FMHA off in silence"
+        off = (
+            f"under {quantization.quant_algo} weights trtllm-build switches paged context FMHA off"
+            " in silence"
+        )
         if subject.drafts:
-            mend = "remove kv_cache_quant_algo" + (", or set quant_algo: FP8" if (subject.column or 89) >= 89 else "")
-            yield refuse(path, f"{off}, and with it the block reuse that drafts from outside need", mend)
+            mend = "remove kv_cache_quant_algo" + (
+                ", or set quant_algo: FP8" if (subject.column or 89) >= 89 else ""
+            )
+            yield refuse(
+                path, f"{off}, and with it the block reuse that drafts from outside need", mend
+            )
         else:
             yield Found("adjusted", path, f"{off}; KV block reuse is lost")
 
@@ -138,7 +165,8 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
         if model.quantization.kv_cache_quant_algo == "FP8" and algo != "FP8":
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
-                f"kv_cache_quant_algo FP8 does not go with quant_algo {algo}: its scales are calibrated with FP8 weights only",
+                f"kv_cache_quant_algo FP8 does not go with quant_algo {algo}: its scales are"
+                " calibrated with FP8 weights only",
                 "set quant_algo: FP8, or remove kv_cache_quant_algo",
             )
 
@@ -154,17 +182,24 @@ def _already_quantized(subject: Subject) -> Findings:
 def _mixed_precision_pair(subject: Subject) -> Findings:
     if subject.trtllm is None or subject.config.draft is None:
         return
-    target, draft = subject.config.target.quantization.quant_algo, subject.config.draft.quantization.quant_algo
+    target, draft = (
+        subject.config.target.quantization.quant_algo,
+        subject.config.draft.quantization.quant_algo,
+    )
     if target != draft and "NO_QUANT" not in (target, draft):
         yield Found(
-            "warning", "draft.quantization.quant_algo", f"a {draft} draft for a {target} target is in no published recipe"
+            "warning",
+            "draft.quantization.quant_algo",
+            f"a {draft} draft for a {target} target is in no published recipe",
         )
 
 
 def _status(subject: Subject, model: ModelConfig) -> Status | None:
     if subject.trtllm is None or subject.column is None:
         return None
-    return WEIGHT_SUPPORT[subject.config.engine.kind][model.quantization.quant_algo].get(subject.column)
+    return WEIGHT_SUPPORT[subject.config.engine.kind][model.quantization.quant_algo].get(
+        subject.column
+    )
 
 
 CHECKS: dict[str, Check] = {

@@ -14,8 +14,13 @@ __all__ = ["CHECKS"]
 def _no_pp_with_draft_target(subject: Subject) -> Findings:
     engine = subject.trtllm
     if engine is not None and subject.drafts and engine.pp_size > 1:
-        mend = f"set pp_size: 1 and tp_size: {widest(subject, engine.world_size)}, or speculation.kind: none"
-        yield refuse("engine.pp_size", "draft-target with two models runs without pipeline parallelism", mend)
+        mend = (
+            f"set pp_size: 1 and tp_size: {widest(subject, engine.world_size)}, or"
+            " speculation.kind: none"
+        )
+        yield refuse(
+            "engine.pp_size", "draft-target with two models runs without pipeline parallelism", mend
+        )
 
 
 def _acceptance_rule(subject: Subject) -> Findings:
@@ -28,13 +33,22 @@ def _acceptance_rule(subject: Subject) -> Findings:
         else "its loop has no such rule"
     )
     mend = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
-    yield refuse("speculation.acceptance", f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}", mend)
+    yield refuse(
+        "speculation.acceptance",
+        f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}",
+        mend,
+    )
 
 
 def _ngram_of_flow(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.config.speculation.kind == "ngram":
-        what = "the engine flow takes drafts from a second engine; looking the text up is in the PyTorch flow"
-        yield refuse("speculation.kind", what, "set engine.kind: trtllm_pytorch, or kind: draft_target")
+        what = (
+            "the engine flow takes drafts from a second engine; looking the text up is in the"
+            " PyTorch flow"
+        )
+        yield refuse(
+            "speculation.kind", what, "set engine.kind: trtllm_pytorch, or kind: draft_target"
+        )
 
 
 def _draft_len_schedule(subject: Subject) -> Findings:
@@ -49,24 +63,39 @@ def _draft_len_schedule(subject: Subject) -> Findings:
         what = f"TensorRT-LLM {version.name} has no draft_len_schedule"
         yield refuse(path, what, 'remove it, or set engine.tensorrt_llm: "1.2.1"')
     elif version.draft_len_schedule == "upper":
-        what = f"written with greatest batch sizes as keys, as TensorRT-LLM {version.name} reads them; here they are least ones"
+        what = (
+            f"written with greatest batch sizes as keys, as TensorRT-LLM {version.name} reads them;"
+            " here they are least ones"
+        )
         yield Found("adjusted", path, what)
 
 
 def _max_concurrency(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.config.speculation.max_concurrency is not None:
         what = "the engine flow speculates whatever the load: a request states its own draft length"
-        yield refuse("speculation.max_concurrency", what, "remove it, or set engine.kind: trtllm_pytorch")
+        yield refuse(
+            "speculation.max_concurrency", what, "remove it, or set engine.kind: trtllm_pytorch"
+        )
 
 
 def _auto_draft_len(subject: Subject) -> Findings:
-    if subject.trtllm is not None and subject.speculates and subject.config.speculation.max_draft_len == "auto":
+    if (
+        subject.trtllm is not None
+        and subject.speculates
+        and subject.config.speculation.max_draft_len == "auto"
+    ):
         path = "speculation.max_draft_len"
         if subject.gpu is None:
-            what = f"costs of engine.kind {subject.config.engine.kind} are predicted for a GPU, and none is named or here"
+            what = (
+                f"costs of engine.kind {subject.config.engine.kind} are predicted for a GPU, and"
+                " none is named or here"
+            )
             yield refuse(path, what, "set hardware.gpu, or a number")
         else:
-            what = f"found before engines are built: acceptance on the embedded engine, costs predicted for {subject.gpu.name}"
+            what = (
+                "found before engines are built: acceptance on the embedded engine, costs"
+                f" predicted for {subject.gpu.name}"
+            )
             yield Found("adjusted", path, what)
 
 
@@ -75,21 +104,40 @@ def _bls_drafts(subject: Subject) -> Findings:
         return
     mend = "set triton.layout: llmapi"
     if subject.config.speculation.kind == "ngram":
-        yield refuse("speculation.kind", "layout bls takes drafts from a model, and ngram has none", mend)
+        yield refuse(
+            "speculation.kind", "layout bls takes drafts from a model, and ngram has none", mend
+        )
     for key in ("draft_len_schedule", "max_concurrency"):
         if getattr(subject.config.speculation, key) is not None:
-            yield refuse(f"speculation.{key}", "layout bls drafts as many tokens whatever the load", f"remove it, or {mend}")
+            yield refuse(
+                f"speculation.{key}",
+                "layout bls drafts as many tokens whatever the load",
+                f"remove it, or {mend}",
+            )
 
 
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
-    if subject.engine_flow is not None and subject.drafts and not subject.engine_flow.enable_block_reuse:
+    if (
+        subject.engine_flow is not None
+        and subject.drafts
+        and not subject.engine_flow.enable_block_reuse
+    ):
         what = "drafts from outside need KV block reuse: each step sends the accepted text again"
         yield refuse("engine.enable_block_reuse", what, "remove this line, or set it to true")
 
 
 def _overlap_scheduler(subject: Subject) -> Findings:
-    if subject.pytorch_flow is not None and subject.drafts and subject.version is not None and subject.version.name != "1.3":
-        yield Found("adjusted", "speculation.kind", "the overlap scheduler is off: two-model draft-target does not run with it")
+    if (
+        subject.pytorch_flow is not None
+        and subject.drafts
+        and subject.version is not None
+        and subject.version.name != "1.3"
+    ):
+        yield Found(
+            "adjusted",
+            "speculation.kind",
+            "the overlap scheduler is off: two-model draft-target does not run with it",
+        )
 
 
 def _attention_backend(subject: Subject) -> Findings:
@@ -110,11 +158,15 @@ def _world_size(subject: Subject) -> Findings:
         rest = subject.gpu_count // engine.pp_size
         fewer = f"tp_size: {widest(subject, rest)}" + ("" if rest else " and pp_size: 1")
         mend = f"set {fewer}, or hardware.count and nodes to what there is"
-        yield refuse("engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", mend)
+        yield refuse(
+            "engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", mend
+        )
     elif engine.world_size > engine.gpus_per_node * hardware.nodes:
         nodes = -(-engine.world_size // engine.gpus_per_node)
         what = f"{ranks} do not fit {_nodes(hardware)} of {engine.gpus_per_node} GPUs"
-        yield refuse("engine.gpus_per_node", what, f"set hardware.nodes: {nodes}, or engine.gpus_per_node")
+        yield refuse(
+            "engine.gpus_per_node", what, f"set hardware.nodes: {nodes}, or engine.gpus_per_node"
+        )
 
 
 def _ranks_per_node(subject: Subject) -> Findings:
@@ -123,27 +175,48 @@ def _ranks_per_node(subject: Subject) -> Findings:
         return
     placed = min(engine.world_size, engine.gpus_per_node)
     if placed > count:
-        what = f"gpus_per_node {engine.gpus_per_node} places {placed} ranks on a machine with {count} GPUs"
+        what = (
+            f"gpus_per_node {engine.gpus_per_node} places {placed} ranks on a machine with {count}"
+            " GPUs"
+        )
         yield refuse("engine.gpus_per_node", what, f"set gpus_per_node: {count}")
     elif engine.tp_size > count:
-        what = f"tp_size {engine.tp_size} spans machines of {count} GPUs: every layer waits for the network between them"
+        what = (
+            f"tp_size {engine.tp_size} spans machines of {count} GPUs: every layer waits for the"
+            " network between them"
+        )
         within = widest(subject, count)
         pipeline = engine.world_size // within
-        mend = f"set tp_size: {within} and pp_size: {pipeline}" + (", with speculation.kind: none" if subject.drafts else "")
-        yield Found("warning", "engine.tp_size", what, f"{mend}; or take larger GPUs, {within} of them")
+        mend = f"set tp_size: {within} and pp_size: {pipeline}" + (
+            ", with speculation.kind: none" if subject.drafts else ""
+        )
+        yield Found(
+            "warning", "engine.tp_size", what, f"{mend}; or take larger GPUs, {within} of them"
+        )
 
 
 def _hardware_needed(subject: Subject) -> Findings:
     if subject.trtllm is not None and subject.gpu is None:
-        what = "this machine has no NVIDIA GPU that is known here, so precision, memory and speed are not judged"
-        yield Found("warning", "hardware.gpu", what, f"name the one that will serve: {', '.join(GPUS)}")
+        what = (
+            "this machine has no NVIDIA GPU that is known here, so precision, memory and speed are"
+            " not judged"
+        )
+        yield Found(
+            "warning", "hardware.gpu", what, f"name the one that will serve: {', '.join(GPUS)}"
+        )
 
 
 def _one_device(subject: Subject) -> Findings:
     hardware = subject.config.hardware
-    if isinstance(subject.config.engine, TorchEngineConfig) and (hardware.nodes > 1 or (hardware.count or 1) > 1):
+    if isinstance(subject.config.engine, TorchEngineConfig) and (
+        hardware.nodes > 1 or (hardware.count or 1) > 1
+    ):
         path = "hardware.nodes" if hardware.nodes > 1 else "hardware.count"
-        yield refuse(path, "kind torch runs on one device", "remove this line, or set engine.kind: trtllm_pytorch")
+        yield refuse(
+            path,
+            "kind torch runs on one device",
+            "remove this line, or set engine.kind: trtllm_pytorch",
+        )
 
 
 def _remote_code(subject: Subject) -> Findings:
@@ -152,15 +225,23 @@ def _remote_code(subject: Subject) -> Findings:
             continue
         path = f"{role}.trust_remote_code"
         if subject.pytorch_flow is not None:
-            what = "LLM() runs the Python code of both checkpoints in the server, with the server's rights"
-            yield Found("warning", path, what, "read it first; the families that are known here need none")
+            what = (
+                "LLM() runs the Python code of both checkpoints in the server, with the server's"
+                " rights"
+            )
+            yield Found(
+                "warning", path, what, "read it first; the families that are known here need none"
+            )
         else:
             why = (
                 "the embedded engine has models of its own"
                 if subject.trtllm is None
                 else "trtllm-build reads a form that holds no code"
             )
-            what = f"{why}, and tokenizers are read from tokenizer.json: no code of a checkpoint is run"
+            what = (
+                f"{why}, and tokenizers are read from tokenizer.json: no code of a checkpoint"
+                " is run"
+            )
             yield refuse(path, what, "remove this line")
 
 

@@ -15,10 +15,15 @@ def _heads_divide_tp(subject: Subject) -> Findings:
     for role, shape in subject.shapes.items():
         if splits(shape, tp):
             continue
-        fitting = [size for size in (1, 2, 4, 8, 16) if all(splits(other, size) for other in subject.shapes.values())]
+        fitting = [
+            size
+            for size in (1, 2, 4, 8, 16)
+            if all(splits(other, size) for other in subject.shapes.values())
+        ]
         yield refuse(
             "engine.tp_size",
-            f"the {role}'s {shape.num_heads} attention heads ({shape.num_kv_heads} of KV) cannot be split over {tp} ranks",
+            f"the {role}'s {shape.num_heads} attention heads ({shape.num_kv_heads} of KV) cannot be"
+            f" split over {tp} ranks",
             f"set tp_size: {' or '.join(map(str, fitting))}",
         )
 
@@ -38,7 +43,10 @@ def _mlp_divides_tp(subject: Subject) -> Findings:
 def _layers_for_pp(subject: Subject) -> Findings:
     for role, shape in subject.shapes.items():
         if subject.trtllm is not None and subject.trtllm.pp_size > shape.num_layers:
-            what = f"the {role} has {shape.num_layers} layers for {subject.trtllm.pp_size} pipeline ranks"
+            what = (
+                f"the {role} has {shape.num_layers} layers for {subject.trtllm.pp_size} pipeline"
+                " ranks"
+            )
             yield refuse("engine.pp_size", what, f"set pp_size: {shape.num_layers} or less")
 
 
@@ -48,7 +56,10 @@ def _even_pipeline(subject: Subject) -> Findings:
         return
     for role, shape in subject.shapes.items():
         if engine.pp_size <= shape.num_layers and shape.num_layers % engine.pp_size:
-            what = f"the {role}'s {shape.num_layers} layers do not divide among {engine.pp_size} pipeline ranks"
+            what = (
+                f"the {role}'s {shape.num_layers} layers do not divide among {engine.pp_size}"
+                " pipeline ranks"
+            )
             fitting = [str(size) for size in range(1, 17) if shape.num_layers % size == 0]
             yield refuse("engine.pp_size", what, f"set pp_size: {' or '.join(fitting)}")
 
@@ -58,7 +69,10 @@ def _length_within_model(subject: Subject) -> Findings:
         return
     limit = length_limit(subject.shapes["target"])
     if subject.config.engine.max_seq_len > limit:
-        what = f"max_seq_len {subject.config.engine.max_seq_len} is beyond the target's {limit} positions"
+        what = (
+            f"max_seq_len {subject.config.engine.max_seq_len} is beyond the target's {limit}"
+            " positions"
+        )
         yield refuse("engine.max_seq_len", what, f"set max_seq_len: {limit} or less")
 
 
@@ -66,9 +80,18 @@ def _draft_seq_len(subject: Subject) -> Findings:
     if "draft" not in subject.shapes:
         return
     limit, wanted = length_limit(subject.shapes["draft"]), subject.config.engine.max_seq_len
-    if wanted > limit and ("target" not in subject.shapes or wanted <= length_limit(subject.shapes["target"])):
-        what = f"max_seq_len {wanted} is beyond the draft's {limit} positions, and it has to reach as far as the target"
-        yield refuse("engine.max_seq_len", what, f"set max_seq_len: {limit}, or take a draft with a longer context")
+    if wanted > limit and (
+        "target" not in subject.shapes or wanted <= length_limit(subject.shapes["target"])
+    ):
+        what = (
+            f"max_seq_len {wanted} is beyond the draft's {limit} positions, and it has to reach as"
+            " far as the target"
+        )
+        yield refuse(
+            "engine.max_seq_len",
+            what,
+            f"set max_seq_len: {limit}, or take a draft with a longer context",
+        )
 
 
 def _same_vocab(subject: Subject) -> Findings:
@@ -76,10 +99,15 @@ def _same_vocab(subject: Subject) -> Findings:
         return
     target, draft = subject.shapes["target"].vocab_size, subject.shapes["draft"].vocab_size
     if abs(target - draft) > PADDING:
-        what = f"the draft's vocabulary of {draft} is not the target's of {target}: another tokenizer"
+        what = (
+            f"the draft's vocabulary of {draft} is not the target's of {target}: another tokenizer"
+        )
         yield refuse("draft.checkpoint", what, "take a draft of the target's own family")
     elif target != draft:
-        what = f"vocabularies of {target} and {draft} rows: if only padding differs, the larger is trimmed before the build"
+        what = (
+            f"vocabularies of {target} and {draft} rows: if only padding differs, the larger is"
+            " trimmed before the build"
+        )
         yield Found("adjusted", "draft.checkpoint", what)
 
 
@@ -88,7 +116,8 @@ def _input_within_num_tokens(subject: Subject) -> Findings:
     if engine is not None and engine.max_input_len > max_num_tokens(engine):
         yield refuse(
             "engine.max_input_len",
-            f"a prompt of {engine.max_input_len} tokens is one forward, and max_num_tokens allows {max_num_tokens(engine)}",
+            f"a prompt of {engine.max_input_len} tokens is one forward, and max_num_tokens allows"
+            f" {max_num_tokens(engine)}",
             f"set max_num_tokens: {engine.max_input_len} or more, or a smaller max_input_len",
         )
 
@@ -100,7 +129,10 @@ def _draft_within_num_tokens(subject: Subject) -> Findings:
     needed, allowed = engine.max_batch_size * (subject.draft_len + 1), max_num_tokens(engine)
     if needed > allowed:
         fits = max(1, allowed // (subject.draft_len + 1))
-        what = f"verifying {subject.draft_len} + 1 tokens of {engine.max_batch_size} requests takes {needed} tokens a step"
+        what = (
+            f"verifying {subject.draft_len} + 1 tokens of {engine.max_batch_size} requests takes"
+            f" {needed} tokens a step"
+        )
         mend = f"set max_num_tokens: {needed} or more, or max_batch_size: {fits}"
         yield refuse("engine.max_num_tokens", f"{what}, and max_num_tokens allows {allowed}", mend)
 
@@ -112,13 +144,20 @@ def _spec_raises_num_tokens(subject: Subject) -> Findings:
     needed = engine.max_batch_size * (subject.draft_len + 1)
     if needed > max_num_tokens(engine):
         steps = f"{engine.max_batch_size} requests x ({subject.draft_len} + 1) tokens"
-        yield Found("adjusted", "engine.max_num_tokens", f"raised from {max_num_tokens(engine)} to {needed}: {steps}")
+        yield Found(
+            "adjusted",
+            "engine.max_num_tokens",
+            f"raised from {max_num_tokens(engine)} to {needed}: {steps}",
+        )
 
 
 def _spec_extends_seq_len(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.drafts:
         length = subject.config.engine.max_seq_len
-        what = f"the target's engine records {length + subject.draft_len}: {length} + max_draft_len {subject.draft_len}"
+        what = (
+            f"the target's engine records {length + subject.draft_len}: {length} + max_draft_len"
+            f" {subject.draft_len}"
+        )
         yield Found("adjusted", "engine.max_seq_len", what)
 
 

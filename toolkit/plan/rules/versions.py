@@ -1,4 +1,6 @@
-"""Which version has which flow, layout and container, and what its builder switches off without an error."""
+"""Which version has which flow, layout and container, and what its builder switches off without
+an error.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ __all__ = ["CHECKS"]
 
 
 def _engine_flow_removed(subject: Subject) -> Findings:
-    if subject.engine_flow is not None and subject.version is not None and not subject.version.engine_flow:
+    if (
+        subject.engine_flow is not None
+        and subject.version is not None
+        and not subject.version.engine_flow
+    ):
         name = subject.version.name
         last = [version.name for version in VERSIONS.values() if version.engine_flow][-1]
         yield refuse(
@@ -22,7 +28,12 @@ def _engine_flow_removed(subject: Subject) -> Findings:
 
 def _draft_target_min_version(subject: Subject) -> Findings:
     version = subject.version
-    if subject.pytorch_flow is not None and version is not None and subject.drafts and not version.pytorch_draft_target:
+    if (
+        subject.pytorch_flow is not None
+        and version is not None
+        and subject.drafts
+        and not version.pytorch_draft_target
+    ):
         yield refuse(
             "engine.tensorrt_llm",
             f"the PyTorch flow of TensorRT-LLM {version.name} has no draft-target speculation",
@@ -39,14 +50,20 @@ def _unified_hf_min_version(subject: Subject) -> Findings:
             yield unless_allowed(
                 subject,
                 role,
-                f"checkpoints as ModelOpt writes them now are documented for TensorRT-LLM 1.2.0 and later, not {version.name}",
+                "checkpoints as ModelOpt writes them now are documented for TensorRT-LLM 1.2.0 and"
+                f" later, not {version.name}",
                 'set engine.tensorrt_llm: "1.2.1"',
             )
 
 
 def _qwen3_min_version(subject: Subject) -> Findings:
     version = subject.version
-    if subject.engine_flow is None or version is None or version.qwen3_engine or not version.engine_flow:
+    if (
+        subject.engine_flow is None
+        or version is None
+        or version.qwen3_engine
+        or not version.engine_flow
+    ):
         return
     for role, shape in subject.shapes.items():
         if family_of(shape) == "Qwen 3":
@@ -74,7 +91,10 @@ def _layout_of_flow(subject: Subject) -> Findings:
         what = "speculates inside one runtime, and the BLS layout drives two engines"
         yield refuse("triton.layout", f"kind trtllm_pytorch {what}", "set layout: llmapi, or auto")
     if subject.engine_flow is not None and layout == "llmapi":
-        what = "in Triton, the llmapi layout no longer serves engines since 1.0, and never served two of them"
+        what = (
+            "in Triton, the llmapi layout no longer serves engines since 1.0, and never served two"
+            " of them"
+        )
         yield refuse("triton.layout", what, "set layout: bls, or auto")
 
 
@@ -92,7 +112,11 @@ def _fp8_fmha_needs_fp8_kv(subject: Subject) -> Findings:
     if subject.engine_flow is not None:
         for role, model in of_algo(subject, "FP8"):
             if model.quantization.kv_cache_quant_algo is None:
-                yield Found("adjusted", f"{role}.quantization", "use_fp8_context_fmha is switched off: the KV cache is not FP8")
+                yield Found(
+                    "adjusted",
+                    f"{role}.quantization",
+                    "use_fp8_context_fmha is switched off: the KV cache is not FP8",
+                )
 
 
 def _fp8_kv_forces_fp8_fmha(subject: Subject) -> Findings:
@@ -100,7 +124,9 @@ def _fp8_kv_forces_fp8_fmha(subject: Subject) -> Findings:
         for role, model in of_algo(subject, "FP8"):
             if model.quantization.kv_cache_quant_algo == "FP8":
                 yield Found(
-                    "adjusted", f"{role}.quantization", "use_fp8_context_fmha is switched on: weights and KV cache are FP8"
+                    "adjusted",
+                    f"{role}.quantization",
+                    "use_fp8_context_fmha is switched on: weights and KV cache are FP8",
                 )
 
 

@@ -1,4 +1,5 @@
-"""How a repository for TensorRT-LLM is started: one script for inside the container, and the files that start the container.
+"""How a repository for TensorRT-LLM is started: one script for inside the container, and the files
+that start the container.
 
     launch.sh             inside: environment, mpirun where ranks are needed, tritonserver
     docker-run.sh         one node
@@ -7,11 +8,13 @@
     slurm.sh              several nodes
     leaderworkerset.yaml  several nodes: LeaderWorkerSet and Service
 
-They lie beside the models and in no folder of their own, which Triton would take for one more model.
+They lie beside the models and in no folder of their own, which Triton would take for one more
+model.
 
-Pure but for `write`: mappings and text. The image is that of the version's row, since engines are tied to it. The arguments are
-those of TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which itself starts the
-server and leaves: as a container's first process it would end the container.
+Pure but for `write`: mappings and text. The image is that of the version's row, since engines are
+tied to it. The arguments are those of TensorRT-LLM's own launcher (TRT
+triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which itself starts the server and
+leaves: as a container's first process it would end the container.
 """
 
 from __future__ import annotations
@@ -47,9 +50,13 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 SERVER = "/opt/tritonserver/bin/tritonserver"
 SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
 MPIRUN = ("mpirun", "--allow-run-as-root")
-STARTUP_PERIOD_S, STARTUP_ATTEMPTS = 10, 180  # half an hour: weights of hundreds of gigabytes are read
+STARTUP_PERIOD_S, STARTUP_ATTEMPTS = (
+    10,
+    180,
+)  # half an hour: weights of hundreds of gigabytes are read
 SSH_PORT = 2222
-SSH = f"-p {SSH_PORT} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"  # hosts are new with every start
+# hosts are new with every start
+SSH = f"-p {SSH_PORT} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
 WORKER_WAIT_S, WORKER_ATTEMPTS = 5, 180  # a quarter of an hour: a worker's image is pulled
 HANDED_ON = ("PATH", "LD_LIBRARY_PATH")  # of the container; sshd starts ranks without them
 CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/models"
@@ -57,7 +64,9 @@ CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/model
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is started. world_size: ranks of one engine; speculates: a second engine with as many beside it (`bls` only)."""
+    """What is started. world_size: ranks of one engine; speculates: a second engine with as many
+    beside it (`bls` only).
+    """
 
     name: str
     layout: str  # bls | llmapi
@@ -73,7 +82,11 @@ class Deployment:
         tags = VERSIONS[self.version].serving_tags
         if not tags:
             mend = "Take an engine.tensorrt_llm that has one, or serve with your own image."
-            raise StageError("package", f"no serving container of TensorRT-LLM {self.version} is known", mend=mend)
+            raise StageError(
+                "package",
+                f"no serving container of TensorRT-LLM {self.version} is known",
+                mend=mend,
+            )
         return SERVING_IMAGE.format(tag=tags[0])
 
     @property
@@ -101,24 +114,39 @@ class Deployment:
 
     @property
     def resource_name(self) -> str:
-        """As Kubernetes names services (RFC 1035): lower case, digits and hyphens, a letter first, at most 40 characters."""
+        """As Kubernetes names services (RFC 1035): lower case, digits and hyphens, a letter
+        first, at most 40 characters.
+        """
         name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return (name if name[:1].isalpha() else f"triton-{name}")[:40].strip("-")
 
 
 def _server(deployment: Deployment, rank: int = 0) -> list[str]:
-    command = [SERVER, f"--model-repository={REPOSITORY if deployment.model_py == 'ours' else WRITABLE}"]
+    command = [
+        SERVER,
+        f"--model-repository={REPOSITORY if deployment.model_py == 'ours' else WRITABLE}",
+    ]
     command += [f"--{name}-port={port}" for name, port in PORTS.items()]
     if rank:
         command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
-        command += [f"--load-model={DRAFT_MODEL}"] if deployment.layout == "bls" and deployment.speculates else []
+        command += (
+            [f"--load-model={DRAFT_MODEL}"]
+            if deployment.layout == "bls" and deployment.speculates
+            else []
+        )
     else:
         command += _pools(deployment)
-    return [*command, "--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{rank}_"]
+    return [
+        *command,
+        "--disable-auto-complete-config",
+        f"--backend-config=python,shm-region-prefix-name=prefix{rank}_",
+    ]
 
 
 def _pools(deployment: Deployment) -> list[str]:
-    """Of an orchestrator whose engines are processes of their own: it keeps no memory of the GPUs to itself."""
+    """Of an orchestrator whose engines are processes of their own: it keeps no memory of the
+    GPUs to itself.
+    """
     if deployment.layout != "bls" or deployment.nodes > 1:
         return []
     pools = [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(deployment.gpus)]
@@ -128,11 +156,18 @@ def _pools(deployment: Deployment) -> list[str]:
 def _environment(deployment: Deployment) -> dict[str, str]:
     if deployment.layout != "bls":
         return {}
-    return {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(deployment.nodes == 1))}
+    return {
+        "TRTLLM_ORCHESTRATOR": "1",
+        "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(deployment.nodes == 1)),
+    }
 
 
-def started_here(deployment: Deployment, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(command, additions to its environment): what launch.sh adds to a tritonserver command, on one node."""
+def started_here(
+    deployment: Deployment, command: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """(command, additions to its environment): what launch.sh adds to a tritonserver command, on
+    one node.
+    """
     mpirun = [*MPIRUN, "-n", "1"] if deployment.layout == "bls" else []
     return [*mpirun, *command, *_pools(deployment)], _environment(deployment)
 
@@ -143,17 +178,27 @@ def _ranks(deployment: Deployment) -> list[list[str]]:
         return [_server(deployment)]  # further ranks are spawned
     if deployment.layout == "llmapi":
         return [["trtllm-llmapi-launch", *_server(deployment)]] * deployment.world_size
-    return [_server(deployment, rank) for rank in range(1 + deployment.engines * deployment.world_size)]
+    return [
+        _server(deployment, rank) for rank in range(1 + deployment.engines * deployment.world_size)
+    ]
 
 
 def launch_script(deployment: Deployment) -> str:
     """launch.sh, for inside the container."""
-    lines = ["#!/bin/sh", "# Start this repository inside its container:", f"#     {deployment.image}", "set -e"]
+    lines = [
+        "#!/bin/sh",
+        "# Start this repository inside its container:",
+        f"#     {deployment.image}",
+        "set -e",
+    ]
     if deployment.layout == "bls":
         lines += ["# Two engines in one server: rank 0 is the orchestrator."]
         lines += [f"export {name}={value}" for name, value in _environment(deployment).items()]
     if deployment.model_py == "container":
-        lines += ["# The container's own model.py beside our settings.", f"cp -rs {REPOSITORY} {WRITABLE}"]
+        lines += [
+            "# The container's own model.py beside our settings.",
+            f"cp -rs {REPOSITORY} {WRITABLE}",
+        ]
         lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
     if deployment.nodes > 1:
         lines += _hosts(deployment)
@@ -164,7 +209,9 @@ def launch_script(deployment: Deployment) -> str:
 
 
 def _launch(deployment: Deployment) -> list[list[str]]:
-    """What launch.sh executes: a command, and behind mpirun a segment for all ranks that run the same."""
+    """What launch.sh executes: a command, and behind mpirun a segment for all ranks that run the
+    same.
+    """
     if deployment.layout == "llmapi" and deployment.nodes == 1:
         return [_server(deployment)]  # the runtime starts its ranks itself
     if deployment.nodes == 1:
@@ -179,11 +226,15 @@ def _launch(deployment: Deployment) -> list[list[str]]:
 def launch_command(deployment: Deployment) -> list[str]:
     """The command of launch.sh in one line of words."""
     first, *ranks = _launch(deployment)
-    return [*first, *(word for number, rank in enumerate(ranks) for word in ([":"] if number else []) + rank)]
+    return [
+        *first,
+        *(word for number, rank in enumerate(ranks) for word in ([":"] if number else []) + rank),
+    ]
 
 
-# Hosts come from a LeaderWorkerSet (which numbers its pods) or from a file that is there already. Their names are whole ones,
-# which Open MPI would cut at the first dot. A LeaderWorkerSet starts its leader and its workers together, so the leader waits.
+# Hosts come from a LeaderWorkerSet (which numbers its pods) or from a file that is there already.
+# Their names are whole ones, which Open MPI would cut at the first dot. A LeaderWorkerSet starts
+# its leader and its workers together, so the leader waits.
 HOSTS = """\
 if [ -n "$LWS_LEADER_ADDRESS" ]; then
     pod=${LWS_LEADER_ADDRESS%%.*}; domain=${LWS_LEADER_ADDRESS#*.}
@@ -228,8 +279,19 @@ def docker_run(deployment: Deployment, repository: str) -> list[str]:
     """The command for one node. Ports are published on loopback."""
     ports = [f"--publish=127.0.0.1:{port}:{port}" for port in PORTS.values()]
     return [
-        *["docker", "run", "--rm", f"--gpus={deployment.gpus}", f"--shm-size={_shm_bytes(deployment)}"],
-        *["--ulimit=memlock=-1", "--ulimit=stack=67108864", *ports, f"--volume={repository}:{REPOSITORY}:ro"],
+        *[
+            "docker",
+            "run",
+            "--rm",
+            f"--gpus={deployment.gpus}",
+            f"--shm-size={_shm_bytes(deployment)}",
+        ],
+        *[
+            "--ulimit=memlock=-1",
+            "--ulimit=stack=67108864",
+            *ports,
+            f"--volume={repository}:{REPOSITORY}:ro",
+        ],
         *[deployment.image, f"{REPOSITORY}/launch.sh"],
     ]
 
@@ -245,17 +307,32 @@ def compose(deployment: Deployment) -> dict[str, Any]:
         "shm_size": _shm_bytes(deployment),
         "ulimits": {"memlock": -1, "stack": 67108864},
         "deploy": {"resources": {"reservations": {"devices": [gpus]}}},
-        "healthcheck": {"test": check, "interval": "10s", "timeout": "5s", "retries": 3, "start_period": "30m"},
+        "healthcheck": {
+            "test": check,
+            "interval": "10s",
+            "timeout": "5s",
+            "retries": 3,
+            "start_period": "30m",
+        },
         "restart": "unless-stopped",
     }
     return {"services": {deployment.resource_name: service}}
 
 
 def kubernetes(deployment: Deployment) -> list[dict[str, Any]]:
-    """Deployment and Service of one node. The repository lies in the volume claim `NAME-repository`."""
+    """Deployment and Service of one node. The repository lies in the volume claim
+    `NAME-repository`.
+    """
     name, labels = deployment.resource_name, {"app": deployment.resource_name}
-    container = {**_container(deployment), "command": [f"{REPOSITORY}/launch.sh"], **_probes(deployment)}
-    template = {"metadata": {"labels": labels}, "spec": {"containers": [container], "volumes": _volumes(deployment)}}
+    container = {
+        **_container(deployment),
+        "command": [f"{REPOSITORY}/launch.sh"],
+        **_probes(deployment),
+    }
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": [container], "volumes": _volumes(deployment)},
+    }
     return [
         {
             "apiVersion": "apps/v1",
@@ -274,24 +351,27 @@ def kubernetes(deployment: Deployment) -> list[dict[str, Any]]:
 
 
 SSHD = (
-    "[ -x /usr/sbin/sshd ] || { echo 'this image has no sshd: add openssh-server to it' >&2; exit 1; }; "
-    "mkdir -p /run/sshd && ssh-keygen -A && "
-    f"exec /usr/sbin/sshd -D -e -p {SSH_PORT} -o StrictModes=no -o PasswordAuthentication=no"
+    "[ -x /usr/sbin/sshd ] || { echo 'this image has no sshd: add openssh-server to it' >&2; exit"
+    f" 1; }}; mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -D -e -p {SSH_PORT} -o"
+    " StrictModes=no -o PasswordAuthentication=no"
 )
 
 
 def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
     """Several nodes: the leader runs mpirun and serves, the workers wait for it with an SSH server.
 
-    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers. Kubernetes mounts it writable
-    for all, which sshd takes for a fault unless told otherwise.
+    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers.
+    Kubernetes mounts it writable for all, which sshd takes for a fault unless told otherwise.
     """
     name = deployment.resource_name
     leader_labels = {"app": name, "role": "leader"}
     ssh = {"name": "ssh", "mountPath": "/root/.ssh", "readOnly": True}
     base = _container(deployment)
     mounts = {"volumeMounts": [*base["volumeMounts"], ssh]}
-    volumes = [*_volumes(deployment), {"name": "ssh", "secret": {"secretName": f"{name}-ssh", "defaultMode": 0o400}}]
+    volumes = [
+        *_volumes(deployment),
+        {"name": "ssh", "secret": {"secretName": f"{name}-ssh", "defaultMode": 0o400}},
+    ]
     waiting_attempts = WORKER_ATTEMPTS * WORKER_WAIT_S // STARTUP_PERIOD_S
     probes = _probes(deployment, attempts=STARTUP_ATTEMPTS + waiting_attempts)
     leader = {**base, **mounts, "command": [f"{REPOSITORY}/launch.sh"], **probes}
@@ -333,8 +413,8 @@ def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
 
 
 def slurm_script(deployment: Deployment) -> str:
-    """sbatch script: Slurm starts the ranks, and no mpirun. It reads the repository's folder from the environment, since sbatch
-    runs a copy of the script that lies elsewhere.
+    """sbatch script: Slurm starts the ranks, and no mpirun. It reads the repository's folder from
+    the environment, since sbatch runs a copy of the script that lies elsewhere.
     """
     ranks = _ranks(deployment)
     per_node = -(-len(ranks) // deployment.nodes)
@@ -349,12 +429,18 @@ def slurm_script(deployment: Deployment) -> str:
         f"#SBATCH --gpus-per-node={deployment.gpus}",
         "# Needs the pyxis plugin for --container-image.",
         "set -e",
-        ': "${REPOSITORY:?name the folder of this repository, on a file system that every node sees}"',
+        (
+            ': "${REPOSITORY:?name the folder of this repository, on a file system that every node'
+            ' sees}"'
+        ),
     ]
     if deployment.layout == "llmapi":
         lines.append(f"srun --mpi=pmix {container} {shlex.join(ranks[0])}")
         return "\n".join(lines) + "\n"
-    lines += ["export TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0", "tasks=$(mktemp)"]
+    lines += [
+        "export TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0",
+        "tasks=$(mktemp)",
+    ]
     lines.append("cat > $tasks <<'TASKS'")
     lines += [f"{rank} {shlex.join(command)}" for rank, command in enumerate(ranks)]
     lines += ["TASKS", f"srun --mpi=pmix {container} --multi-prog $tasks"]
@@ -370,10 +456,15 @@ def write(deployment: Deployment, folder: Path) -> None:
     documents: dict[str, list[dict[str, Any]]] = {}
     if deployment.nodes == 1:
         here = '"$(cd "$(dirname "$0")" && pwd)"'
-        words = " ".join(shlex.quote(word) for word in docker_run(deployment, "@")).replace("--volume=@", f"--volume={here}")
+        words = " ".join(shlex.quote(word) for word in docker_run(deployment, "@")).replace(
+            "--volume=@", f"--volume={here}"
+        )
         command = words.replace(f"'--volume={here}", f"--volume={here}")
         scripts[folder / "docker-run.sh"] = f"#!/bin/sh\nexec {command}\n"
-        documents = {"compose.yaml": [compose(deployment)], "kubernetes.yaml": kubernetes(deployment)}
+        documents = {
+            "compose.yaml": [compose(deployment)],
+            "kubernetes.yaml": kubernetes(deployment),
+        }
     else:
         scripts[folder / "slurm.sh"] = slurm_script(deployment)
         documents = {"leaderworkerset.yaml": leader_worker_set(deployment)}
@@ -381,8 +472,11 @@ def write(deployment: Deployment, folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
     for name, parts in documents.items():
-        # Through JSON, so that what several containers share is written out in each and is no anchor.
-        (folder / name).write_text(yaml.safe_dump_all(json.loads(json.dumps(parts)), sort_keys=False), encoding="utf-8")
+        # Through JSON, so that what several containers share is written out in each and is no
+        # anchor.
+        (folder / name).write_text(
+            yaml.safe_dump_all(json.loads(json.dumps(parts)), sort_keys=False), encoding="utf-8"
+        )
 
 
 def _shm_bytes(deployment: Deployment) -> int:
@@ -391,7 +485,10 @@ def _shm_bytes(deployment: Deployment) -> int:
 
 def _container(deployment: Deployment) -> dict[str, Any]:
     gpus = {"nvidia.com/gpu": deployment.gpus}
-    mounts = [{"name": "repository", "mountPath": REPOSITORY, "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"}]
+    mounts = [
+        {"name": "repository", "mountPath": REPOSITORY, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
     return {
         "name": "triton",
         "image": deployment.image,
@@ -404,7 +501,10 @@ def _container(deployment: Deployment) -> dict[str, Any]:
 def _volumes(deployment: Deployment) -> list[dict[str, Any]]:
     claim = {"claimName": f"{deployment.resource_name}-repository", "readOnly": True}
     memory = {"medium": "Memory", "sizeLimit": str(_shm_bytes(deployment))}
-    return [{"name": "repository", "persistentVolumeClaim": claim}, {"name": "shm", "emptyDir": memory}]
+    return [
+        {"name": "repository", "persistentVolumeClaim": claim},
+        {"name": "shm", "emptyDir": memory},
+    ]
 
 
 def _probes(deployment: Deployment, attempts: int = STARTUP_ATTEMPTS) -> dict[str, Any]:
@@ -413,9 +513,13 @@ def _probes(deployment: Deployment, attempts: int = STARTUP_ATTEMPTS) -> dict[st
 
     model = f"/v2/models/{deployment.entry}/ready"
     return {
-        "startupProbe": http("/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=attempts),
+        "startupProbe": http(
+            "/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=attempts
+        ),
         "readinessProbe": http(model, periodSeconds=5, failureThreshold=3, timeoutSeconds=5),
-        "livenessProbe": http("/v2/health/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
+        "livenessProbe": http(
+            "/v2/health/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5
+        ),
     }
 
 

@@ -35,17 +35,24 @@ def package(
     """
     _check(target, draft, speculation)
     if triton.layout == "bls" and (speculation.kind == "ngram" or speculation.draft_len_by_load):
-        what = "draft_len_schedule and max_concurrency" if speculation.draft_len_by_load else "kind ngram"
+        what = (
+            "draft_len_schedule and max_concurrency"
+            if speculation.draft_len_by_load
+            else "kind ngram"
+        )
         raise StageError(
             "package",
-            f"speculation: {what} cannot be had with triton.layout bls, whose drafts come from a model of their own",
+            f"speculation: {what} cannot be had with triton.layout bls, whose drafts come from a"
+            " model of their own",
             where=out_dir,
             mend="Use triton.layout: llmapi.",
         )
     write_repository(target, draft, speculation, triton, threads, end_ids, out_dir)
     bls = triton.layout == "bls"
     if bls:
-        _read_back_bls(model_configs(bls_of(target, draft, speculation, triton, threads, end_ids)), out_dir)
+        _read_back_bls(
+            model_configs(bls_of(target, draft, speculation, triton, threads, end_ids)), out_dir
+        )
     else:
         _read_back(target, draft, speculation, triton, threads, out_dir)
     return TritonRepository(
@@ -57,17 +64,22 @@ def package(
     )
 
 
-def _check(target: CompiledEngine, draft: CompiledEngine | None, speculation: SpeculationConfig) -> None:
+def _check(
+    target: CompiledEngine, draft: CompiledEngine | None, speculation: SpeculationConfig
+) -> None:
     for engine in [target, draft] if draft is not None else [target]:
         if not (engine.path / "config.json").is_file():
             raise StageError(
-                "package", f"no {engine.role} engine here: config.json is missing", where=engine.path, mend="Compile it."
+                "package",
+                f"no {engine.role} engine here: config.json is missing",
+                where=engine.path,
+                mend="Compile it.",
             )
     if target.max_draft_len < speculation.longest_draft:
         raise StageError(
             "package",
-            f"the target engine verifies at most {target.max_draft_len} draft tokens, and speculation.max_draft_len is "
-            f"{speculation.longest_draft}",
+            f"the target engine verifies at most {target.max_draft_len} draft tokens, and"
+            f" speculation.max_draft_len is {speculation.longest_draft}",
             where=target.path,
             mend="Compile it again with this draft length, or lower speculation.max_draft_len.",
         )
@@ -77,7 +89,8 @@ def _check(target: CompiledEngine, draft: CompiledEngine | None, speculation: Sp
         if getattr(draft, name) < getattr(target, name):
             raise StageError(
                 "package",
-                f"the draft engine's {name} {getattr(draft, name)} is below the target's {getattr(target, name)}",
+                f"the draft engine's {name} {getattr(draft, name)} is below the target's"
+                f" {getattr(target, name)}",
                 where=draft.path,
                 mend="Compile both with the same engine section.",
             )
@@ -97,13 +110,19 @@ def _read_back(
     path = folder / MODEL / "1" / "model.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     if settings != model_settings(target, draft, speculation, triton, threads):
-        raise StageError("package", "model.yaml reads back differently from what was written", where=path)
+        raise StageError(
+            "package", "model.yaml reads back differently from what was written", where=path
+        )
     if config.model_transaction_policy.decoupled != settings["triton_config"]["decoupled"]:
-        raise StageError("package", "decoupled differs between config.pbtxt and model.yaml", where=path)
+        raise StageError(
+            "package", "decoupled differs between config.pbtxt and model.yaml", where=path
+        )
 
 
 def _read_back_bls(configs: Mapping[str, Any], folder: Path) -> None:
     for name, config in configs.items():
         path = folder / name / "config.pbtxt"
         if model_config.read(path) != config:
-            raise StageError("package", "config.pbtxt reads back differently from what was meant", where=path)
+            raise StageError(
+                "package", "config.pbtxt reads back differently from what was meant", where=path
+            )

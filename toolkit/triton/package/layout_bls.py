@@ -1,8 +1,10 @@
-"""The `bls` layout: preprocessing, two engine models, postprocessing, and the BLS model that clients call.
+"""The `bls` layout: preprocessing, two engine models, postprocessing, and the BLS model that
+clients call.
 
-Tensors and parameters are those of TensorRT-LLM's `inflight_batcher_llm` templates (`toolkit.facts.triton_tensors`), so its
-clients work; the three models around the engines are ours. Which backend serves the engines is an argument. Every model's
-version folder carries the few modules of the toolkit that it needs: the container that serves it has none of it.
+Tensors and parameters are those of TensorRT-LLM's `inflight_batcher_llm` templates
+(`toolkit.facts.triton_tensors`), so its clients work; the three models around the engines are ours.
+Which backend serves the engines is an argument. Every model's version folder carries the few
+modules of the toolkit that it needs: the container that serves it has none of it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TY
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """One of the two engine models. parameters: what is set of the template's, by name; own: parameters beside them."""
+    """One of the two engine models. parameters: what is set of the template's, by name; own:
+    parameters beside them.
+    """
 
     backend: str  # tensorrtllm | python
     parameters: Mapping[str, str]
@@ -37,7 +41,9 @@ class EngineModel:
 
 @dataclass(frozen=True, slots=True)
 class Bls:
-    """What the layout is filled with. draft None: nothing is speculated. settings: our parameters of the BLS model."""
+    """What the layout is filled with. draft None: nothing is speculated. settings: our
+    parameters of the BLS model.
+    """
 
     target: EngineModel
     draft: EngineModel | None
@@ -46,11 +52,16 @@ class Bls:
     end_ids: Sequence[int]
     settings: Mapping[str, str]
     accumulate_tokens: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)  # of engine tensors that this version spells otherwise
-    # A request takes an instance of BLS while it runs, and well under a millisecond of the other two.
+    names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of engine tensors that this version spells otherwise
+    # A request takes an instance of BLS while it runs, and well under a millisecond of the other
+    # two.
     preprocessing_instances: int = 1
     postprocessing_instances: int = 1
-    bls_instances: int | None = None  # None: as many as the target has room for, MOST_INSTANCES at most
+    bls_instances: int | None = (
+        None  # None: as many as the target has room for, MOST_INSTANCES at most
+    )
     request_timeout_s: float = 120.0  # in BLS's queue
     bls_queue_size: int = 256
     max_queue_delay_microseconds: int = 0
@@ -69,7 +80,9 @@ def settings_of(
     log_probs: str,
     vocab_size: int | None = None,
 ) -> dict[str, str]:
-    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see `toolkit.triton.tensors.bls`."""
+    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see
+    `toolkit.triton.tensors.bls`.
+    """
     return {
         "log_probs": log_probs,
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),
@@ -88,12 +101,15 @@ def settings_of(
 def model_configs(bls: Bls) -> dict[str, Any]:
     """Model -> its ModelConfig message.
 
-    The engines answer once and are not decoupled, as TensorRT-LLM has it for draft-target; the BLS model streams.
+    The engines answer once and are not decoupled, as TensorRT-LLM has it for draft-target; the BLS
+    model streams.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
     types = {**TYPES, "prompt_embedding_table_data_type": bls.prompt_embedding_table_data_type}
-    draft_name = {} if bls.draft is None else {"tensorrt_llm_draft_model_name": contract.DRAFT_MODEL}
+    draft_name = (
+        {} if bls.draft is None else {"tensorrt_llm_draft_model_name": contract.DRAFT_MODEL}
+    )
     configs = {
         contract.PREPROCESSING: _config(
             contract.PREPROCESSING,
@@ -119,7 +135,9 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             },
             {
                 "package_version": str(contract.PACKAGE_VERSION),
-                contract.STREAM_TEXT_PARAMETER: "cumulative" if bls.accumulate_tokens else contract.STREAM_TEXT,
+                contract.STREAM_TEXT_PARAMETER: "cumulative"
+                if bls.accumulate_tokens
+                else contract.STREAM_TEXT,
                 "end_ids": ",".join(map(str, bls.end_ids)),
                 **{f"engine_{new}": old for new, old in bls.names.items() if new != old},
                 **bls.settings,
@@ -162,9 +180,12 @@ def model_configs(bls: Bls) -> dict[str, Any]:
         configs[name].model_transaction_policy.decoupled = False
     front = configs[contract.BLS_MODEL]
     front.model_transaction_policy.decoupled = bls.decoupled
-    front.max_batch_size = 1  # so that Triton's queue, which refuses what is too much, never puts two requests together
+    # so that Triton's queue, which refuses what is too much, never puts two requests together
+    front.max_batch_size = 1
     front.dynamic_batching.default_queue_policy.max_queue_size = bls.bls_queue_size
-    front.dynamic_batching.default_queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)
+    front.dynamic_batching.default_queue_policy.default_timeout_microseconds = int(
+        1e6 * bls.request_timeout_s
+    )
     _add_ours(configs[contract.BLS_MODEL])
     return configs
 
@@ -179,7 +200,9 @@ def _config(
     backend: str = "python",
     names: Mapping[str, str] | None = None,
 ) -> Any:
-    """A template, filled. A parameter of it that is not given stays a placeholder, which the backend reads as unset."""
+    """A template, filled. A parameter of it that is not given stays a placeholder, which the
+    backend reads as unset.
+    """
     from tritonclient.grpc import model_config_pb2 as pb
 
     def dtype(text: str) -> int:
@@ -217,7 +240,9 @@ def _add_ours(config: Any) -> None:
     from tritonclient.grpc import model_config_pb2 as pb
 
     for spec in contract.BLS_INPUTS:
-        config.input.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True)
+        config.input.add(
+            name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True
+        )
     for spec in contract.BLS_OUTPUTS:
         config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
 
@@ -237,7 +262,11 @@ def write_model(source: str, version: Path) -> None:
 
 def write_models(folder: Path, tokenizer_dir: Path) -> None:
     """The three models that are ours, with what they need: code, modules, tokenizer."""
-    sources = {contract.PREPROCESSING: "preprocessing", contract.POSTPROCESSING: "postprocessing", contract.BLS_MODEL: "bls"}
+    sources = {
+        contract.PREPROCESSING: "preprocessing",
+        contract.POSTPROCESSING: "postprocessing",
+        contract.BLS_MODEL: "bls",
+    }
     for model, source in sources.items():
         version = folder / model / "1"
         write_model(source, version)

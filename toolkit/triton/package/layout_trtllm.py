@@ -1,11 +1,13 @@
-"""The repositories that TensorRT-LLM's own backends serve: what the `bls` layout is filled with for two engines.
+"""The repositories that TensorRT-LLM's own backends serve: what the `bls` layout is filled with for
+two engines.
 
-Engines lie in the repository, beneath the models that serve them, and are named by the path that the repository has in the
-container, since the backend resolves no relative one.
+Engines lie in the repository, beneath the models that serve them, and are named by the path that
+the repository has in the container, since the backend resolves no relative one.
 
-Memory: every model takes its fraction of what is free when it loads, in an order that nobody promises. Fractions that add up to
-the one that is asked for keep to it in either order. Orchestrator mode: without it two engines of several ranks do not start
-(TRT#3797); one node's ranks are spawned by the backend, ranks of several nodes are given by mpirun and named here.
+Memory: every model takes its fraction of what is free when it loads, in an order that nobody
+promises. Fractions that add up to the one that is asked for keep to it in either order.
+Orchestrator mode: without it two engines of several ranks do not start (TRT#3797); one node's ranks
+are spawned by the backend, ranks of several nodes are given by mpirun and named here.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from toolkit.triton.tensors import contract
 __all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 
 REPOSITORY = "/models"  # where the repository is mounted in the container
-ENGINES = f"{REPOSITORY}/{contract.MODEL}/1/engines"  # of the PyTorch flow, which has one model for both
+ENGINES = (
+    f"{REPOSITORY}/{contract.MODEL}/1/engines"  # of the PyTorch flow, which has one model for both
+)
 DRAFT_SHARE = 0.1  # of the memory for KV caches
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Two engines of the engine flow, and how they are placed. max_draft_len 0: the target alone."""
+    """Two engines of the engine flow, and how they are placed. max_draft_len 0: the target
+    alone.
+    """
 
     version: str  # of TensorRT-LLM
     max_batch_size: int
@@ -56,8 +62,8 @@ class Engines:
 def ranks_of(engines: Engines) -> dict[str, tuple[int, ...]]:
     """The MPI ranks of each engine model where nothing is spawned: 0 is the orchestrator.
 
-    Launchers number the ranks node by node, so each node has its share of the target, then the same of the draft: the GPUs of
-    a node are those of both engines' ranks on it.
+    Launchers number the ranks node by node, so each node has its share of the target, then the same
+    of the draft: the GPUs of a node are those of both engines' ranks on it.
     """
     models = (contract.MODEL, contract.DRAFT_MODEL) if engines.max_draft_len else (contract.MODEL,)
     ranks: dict[str, tuple[int, ...]] = dict.fromkeys(models, ())
@@ -89,7 +95,8 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             # Token equality is how the backend accepts unless it is sent logits.
             acceptance="sample_match" if engines.acceptance == "auto" else engines.acceptance,
             seeds="call",
-            # The decoder of an engine for external drafts writes no log-probabilities; its logits are there.
+            # The decoder of an engine for external drafts writes no log-probabilities; its logits
+            # are there.
             log_probs="logits" if speculates else "engine",
             vocab_size=engines.vocab_size,
         ),
@@ -104,9 +111,12 @@ def _engine(model: str, engines: Engines, share: float) -> EngineModel:
         "batch_scheduler_policy": "guaranteed_no_evict",
         "kv_cache_free_gpu_mem_fraction": f"{engines.free_gpu_memory_fraction * share:.4g}",
         "exclude_input_in_output": "false",
-        "normalize_log_probs": "false",  # else they are taken over the tokens kept by top-k: all 0 in greedy decoding
+        # else they are taken over the tokens kept by top-k: all 0 in greedy decoding
+        "normalize_log_probs": "false",
         # Rounds depend on it, whatever the rest of the deployment wants.
-        "enable_kv_cache_reuse": "true" if engines.max_draft_len or engines.enable_block_reuse else "false",
+        "enable_kv_cache_reuse": "true"
+        if engines.max_draft_len or engines.enable_block_reuse
+        else "false",
         "gpu_device_ids": ",".join(map(str, range(min(engines.world_size, engines.gpus_per_node)))),
     }
     if engines.nodes > 1:

@@ -1,14 +1,16 @@
-"""The files of a Triton model repository: what `tritonserver --model-repository FOLDER` loads, and how people use it.
+"""The files of a Triton model repository: what `tritonserver --model-repository FOLDER` loads, and
+how people use it.
 
     llmapi  FOLDER/tensorrt_llm/config.pbtxt                tensors, decoupled or not
             FOLDER/tensorrt_llm/1/model.py  model.yaml      our Python model and its settings
-            FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines, so that the repository is self-contained
+            FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines, so that the repository is
+            self-contained
     bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  an engine each
             FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls}
     both    FOLDER/README.md  launch.sh  validate_latency.py
 
-Triton looks at the subfolders of a repository only, so files beside the model do not disturb it. Nothing in it names a path of
-the machine that made it: it can be moved and copied.
+Triton looks at the subfolders of a repository only, so files beside the model do not disturb it.
+Nothing in it names a path of the machine that made it: it can be moved and copied.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repos
 
 MODEL_SOURCE = Path(__file__).parents[1] / "models" / "llmapi" / "model.py"
 ENGINE_SOURCE = Path(__file__).parents[1] / "models" / "engine" / "model.py"
-CANCELLATION_CHECK_PERIOD_MS = 50  # each look at a request costs about 0.1 ms of the model's process
+CANCELLATION_CHECK_PERIOD_MS = (
+    50  # each look at a request costs about 0.1 ms of the model's process
+)
 
 
 def model_settings(
@@ -52,7 +56,9 @@ def model_settings(
     triton: TritonConfig,
     threads: int | None,
 ) -> dict[str, Any]:
-    """The content of model.yaml: arguments of TensorRT-LLM's LLM() where it has the word, then Triton's and our own section."""
+    """The content of model.yaml: arguments of TensorRT-LLM's LLM() where it has the word, then
+    Triton's and our own section.
+    """
     settings: dict[str, Any] = {
         "model": "engines/target",
         "dtype": target.dtype,
@@ -80,7 +86,8 @@ def model_settings(
     settings["toolkit"] = {
         "package_version": PACKAGE_VERSION,
         "acceptance": speculation.acceptance,
-        # Here and not in speculative_config: TensorRT-LLM's versions mean different things by its keys.
+        # Here and not in speculative_config: TensorRT-LLM's versions mean different things by its
+        # keys.
         "draft_len_schedule": [list(step) for step in speculation.draft_len_by_load.items()],
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
@@ -142,20 +149,28 @@ def write_repository(
     end_ids: Sequence[int],
     folder: Path,
 ) -> None:
-    """Write the whole repository into `folder`, which is made if need be. Raises StageError when it cannot be written."""
+    """Write the whole repository into `folder`, which is made if need be. Raises StageError when
+    it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if triton.layout == "bls":
-            _write_bls(target, draft, bls_of(target, draft, speculation, triton, threads, end_ids), folder)
+            _write_bls(
+                target, draft, bls_of(target, draft, speculation, triton, threads, end_ids), folder
+            )
         else:
             _write_llmapi(target, draft, speculation, triton, threads, folder)
         write_client(folder)
         (folder / "launch.sh").write_text(LAUNCH, encoding="utf-8")
         (folder / "launch.sh").chmod(0o755)
-        (folder / "README.md").write_text(_readme(target, draft, speculation, triton), encoding="utf-8")
+        (folder / "README.md").write_text(
+            _readme(target, draft, speculation, triton), encoding="utf-8"
+        )
     except OSError as error:
         what = f"cannot write the model repository: {error.strerror or error}"
-        raise store_error("package", error, folder) or StageError("package", what, where=folder) from error
+        raise store_error("package", error, folder) or StageError(
+            "package", what, where=folder
+        ) from error
 
 
 def _write_llmapi(
@@ -170,7 +185,9 @@ def _write_llmapi(
 
     version = folder / MODEL / "1"
     version.mkdir(parents=True, exist_ok=True)
-    model_config.write(model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt")
+    model_config.write(
+        model_config.build(decoupled=triton.decoupled), folder / MODEL / "config.pbtxt"
+    )
     shutil.copyfile(MODEL_SOURCE, version / "model.py")
     settings = model_settings(target, draft, speculation, triton, threads)
     (version / "model.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
@@ -178,7 +195,9 @@ def _write_llmapi(
         link_tree(engine.path, version / "engines" / engine.role)
 
 
-def _write_bls(target: CompiledEngine, draft: CompiledEngine | None, bls: layout_bls.Bls, folder: Path) -> None:
+def _write_bls(
+    target: CompiledEngine, draft: CompiledEngine | None, bls: layout_bls.Bls, folder: Path
+) -> None:
     for name, config in layout_bls.model_configs(bls).items():
         (folder / name / "1").mkdir(parents=True, exist_ok=True)
         model_config.write(config, folder / name / "config.pbtxt")
@@ -195,7 +214,9 @@ def write_client(folder: Path) -> None:
 
 
 def link_tree(source: Path, destination: Path) -> None:
-    """Copy a folder by hard links, which cost no space; by content where the file system has none."""
+    """Copy a folder by hard links, which cost no space; by content where the file system has
+    none.
+    """
 
     def link(origin: str, copy: str) -> str:
         try:
@@ -207,8 +228,8 @@ def link_tree(source: Path, destination: Path) -> None:
     shutil.copytree(source, destination, copy_function=link)
 
 
-# Candidates in order: the one that is asked for, the active environment, the project's own when the repository lies in its
-# triton_repo/ folder.
+# Candidates in order: the one that is asked for, the active environment, the project's own when the
+# repository lies in its triton_repo/ folder.
 LAUNCH = """\
 #!/bin/sh
 # Serve this repository with tritonserver on loopback. Arguments go to tritonserver, for example:
@@ -226,26 +247,43 @@ exit 2
 """
 
 
-def _readme(target: CompiledEngine, draft: CompiledEngine | None, speculation: SpeculationConfig, triton: TritonConfig) -> str:
+def _readme(
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    speculation: SpeculationConfig,
+    triton: TritonConfig,
+) -> str:
     pair = f"target {target.quant_algo or target.dtype}"
     if draft is not None:
-        pair += f", draft {draft.quant_algo or draft.dtype}, up to {speculation.max_draft_len} draft tokens per step"
+        pair += (
+            f", draft {draft.quant_algo or draft.dtype}, up to {speculation.max_draft_len} draft"
+            " tokens per step"
+        )
     elif speculation.kind == "ngram":
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     if triton.layout == "bls":
         model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
-        form = f"Clients call `{BLS_MODEL}`, in the form of TensorRT-LLM's `inflight_batcher_llm` templates: {pair}."
+        form = (
+            f"Clients call `{BLS_MODEL}`, in the form of TensorRT-LLM's `inflight_batcher_llm`"
+            f" templates: {pair}."
+        )
         inputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.inputs) + "\n"
         inputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_INPUTS)
         outputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.outputs) + "\n"
         outputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_OUTPUTS)
     else:
-        model, prompt_tensor, tokens_tensor = MODEL, "sampling_param_exclude_input_from_output", "sampling_param_max_tokens"
+        model, prompt_tensor, tokens_tensor = (
+            MODEL,
+            "sampling_param_exclude_input_from_output",
+            "sampling_param_max_tokens",
+        )
         form = f"One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}."
         inputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in INPUTS)
         outputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in OUTPUTS)
     metrics = "\n".join(f"| `{spec.name}` | {spec.kind} | {spec.meaning} |" for spec in METRICS)
-    streams = "streams (decoupled)" if triton.decoupled else "answers each request once (not decoupled)"
+    streams = (
+        "streams (decoupled)" if triton.decoupled else "answers each request once (not decoupled)"
+    )
     return f"""\
 # Triton model repository
 

@@ -1,7 +1,9 @@
-"""The package stage for the kinds of TensorRT-LLM: engines in, the repository that its containers serve, and how to start it.
+"""The package stage for the kinds of TensorRT-LLM: engines in, the repository that its containers
+serve, and how to start it.
 
-trt_engine: the `bls` layout over backend tensorrtllm. trtllm_pytorch: the `llmapi` layout, model.yaml holding the arguments of
-`LLM()`. Nothing here needs TensorRT-LLM or a GPU; every configuration is read back and compared.
+trt_engine: the `bls` layout over backend tensorrtllm. trtllm_pytorch: the `llmapi` layout,
+model.yaml holding the arguments of `LLM()`. Nothing here needs TensorRT-LLM or a GPU; every
+configuration is read back and compared.
 """
 
 from __future__ import annotations
@@ -63,9 +65,13 @@ def package_bls(
     for model, engine in ((MODEL, target), (DRAFT_MODEL, draft)):
         if engine is not None:
             link_tree(engine.path, out_dir / model / "1" / "engine")
-    deployment = deploy.Deployment(name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None)
+    deployment = deploy.Deployment(
+        name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None
+    )
     _finish(out_dir, deployment, target, draft, engines.max_draft_len)
-    return TritonRepository(out_dir, "bls", "tensorrt_llm_bls", triton.decoupled, engines.max_draft_len)
+    return TritonRepository(
+        out_dir, "bls", "tensorrt_llm_bls", triton.decoupled, engines.max_draft_len
+    )
 
 
 def package_llmapi(
@@ -79,11 +85,16 @@ def package_llmapi(
     max_draft_len: int,
     gpus_per_node: int = 8,
 ) -> TritonRepository:
-    """The PyTorch flow. llm_args: with the models' places in the container, `ENGINES/target` and `ENGINES/draft`."""
+    """The PyTorch flow. llm_args: with the models' places in the container, `ENGINES/target` and
+    `ENGINES/draft`.
+    """
     built, version = _built(target), out_dir / MODEL / "1"
     ours = triton.model_py == "ours"
     version.mkdir(parents=True, exist_ok=True)
-    model_config.write(model_config.build_trtllm(decoupled=triton.decoupled, ours=ours), out_dir / MODEL / "config.pbtxt")
+    model_config.write(
+        model_config.build_trtllm(decoupled=triton.decoupled, ours=ours),
+        out_dir / MODEL / "config.pbtxt",
+    )
     log_probs = LOG_PROBS["trtllm_pytorch"].get(built.version, 0)
     _write_yaml(model_yaml(llm_args, triton, log_probs), version / "model.yaml")
     if ours:
@@ -91,14 +102,16 @@ def package_llmapi(
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
     world = built.tp_size * built.pp_size
-    deployment = deploy.Deployment(name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py)
+    deployment = deploy.Deployment(
+        name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py
+    )
     _finish(out_dir, deployment, target, draft, max_draft_len)
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
 
 
 def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int) -> dict[str, Any]:
-    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the container's knows none.
-    log_probs: how many a place the version gives.
+    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the
+    container's knows none. log_probs: how many a place the version gives.
     """
     settings = {
         **llm_args,
@@ -114,7 +127,11 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int
 
 def _built(engine: CompiledEngine) -> TensorRtLlmBuild:
     if engine.tensorrt_llm is None:
-        raise StageError("package", f"an engine of kind {engine.kind} is none of TensorRT-LLM's", where=engine.path)
+        raise StageError(
+            "package",
+            f"an engine of kind {engine.kind} is none of TensorRT-LLM's",
+            where=engine.path,
+        )
     return engine.tensorrt_llm
 
 
@@ -123,11 +140,17 @@ def _write_yaml(settings: Mapping[str, Any], path: Path) -> None:
 
     path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
     if yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
-        raise StageError("package", "model.yaml reads back differently from what was written", where=path)
+        raise StageError(
+            "package", "model.yaml reads back differently from what was written", where=path
+        )
 
 
 def _finish(
-    folder: Path, deployment: deploy.Deployment, target: CompiledEngine, draft: CompiledEngine | None, max_draft_len: int
+    folder: Path,
+    deployment: deploy.Deployment,
+    target: CompiledEngine,
+    draft: CompiledEngine | None,
+    max_draft_len: int,
 ) -> None:
     write_client(folder)
     deploy.write(deployment, folder)

@@ -1,12 +1,14 @@
 """Find a tritonserver, start it on a repository, wait until it serves, and leave nothing behind.
 
-The server is the one on PATH, else the one inside the nvidia-pytriton wheel, which is complete but expects a few things to be
-arranged: its libraries and the interpreter's libpython on LD_LIBRARY_PATH, and the Python backend's stub of the interpreter's
-version beside the backend. Both are arranged in a private workspace; nothing is written into site-packages.
+The server is the one on PATH, else the one inside the nvidia-pytriton wheel, which is complete but
+expects a few things to be arranged: its libraries and the interpreter's libpython on
+LD_LIBRARY_PATH, and the Python backend's stub of the interpreter's version beside the backend. Both
+are arranged in a private workspace; nothing is written into site-packages.
 
-A workspace is a folder in the temporary directory whose lock is held by the server and everything it starts, so a leftover can
-be told exactly: its lock is free. Its name is also the prefix of the server's shared-memory regions. The next start sweeps
-leftovers, for the case that not even `supervise` lived to do it.
+A workspace is a folder in the temporary directory whose lock is held by the server and everything
+it starts, so a leftover can be told exactly: its lock is free. Its name is also the prefix of the
+server's shared-memory regions. The next start sweeps leftovers, for the case that not even
+`supervise` lived to do it.
 """
 
 from __future__ import annotations
@@ -54,21 +56,28 @@ __all__ = [
 WORKSPACE_PREFIX = "toolkit-serve-"
 LOCK_FILE = "lock"
 STALE_S = 60.0  # a workspace without a lock for this long was abandoned while it was made
-STUB_TIMEOUT_S = 300  # for a model that loads torch and compiled packages on a slow disk; Triton's default is 30
+STUB_TIMEOUT_S = (
+    300  # for a model that loads torch and compiled packages on a slow disk; Triton's default is 30
+)
 EXIT_TIMEOUT_S = 5  # how long a stopping server waits for requests in flight
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 PORT_ATTEMPTS = 3
 LOG_LINES = 40
-PACKAGED_VERSION = re.compile(r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)')  # YAML, pbtxt
-# Waiting OpenMP threads sleep. On two cores, target forwards of the quickstart pair (INT8, 1 token, 2 threads): 0.60 ms at best
-# with either policy, but at the median of a busy machine 1.0 to 1.7 ms spinning and 0.66 ms sleeping; ACTIVE made served tokens
-# 2.5 times slower. What the environment states wins.
+PACKAGED_VERSION = re.compile(
+    r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)'
+)  # YAML, pbtxt
+# Waiting OpenMP threads sleep. On two cores, target forwards of the quickstart pair (INT8, 1 token,
+# 2 threads): 0.60 ms at best with either policy, but at the median of a busy machine 1.0 to 1.7 ms
+# spinning and 0.66 ms sleeping; ACTIVE made served tokens 2.5 times slower. What the environment
+# states wins.
 THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInstall:
-    """A tritonserver program. wheel: the folder of the one inside nvidia-pytriton; None for one on PATH, complete in itself."""
+    """A tritonserver program. wheel: the folder of the one inside nvidia-pytriton; None for one
+    on PATH, complete in itself.
+    """
 
     binary: Path
     wheel: Path | None
@@ -79,7 +88,9 @@ class ServerInstall:
 
 
 def find_server() -> ServerInstall:
-    """The tritonserver on PATH, else the one of the installed nvidia-pytriton wheel. Raises BackendUnavailable."""
+    """The tritonserver on PATH, else the one of the installed nvidia-pytriton wheel. Raises
+    BackendUnavailable.
+    """
     on_path = shutil.which("tritonserver")
     if on_path is not None:
         return ServerInstall(Path(on_path), None)
@@ -92,7 +103,9 @@ def find_server() -> ServerInstall:
 
 
 def find_libpython() -> Path | None:
-    """The folder with the interpreter's shared library, which the Python backend's stub needs; None if it is nowhere."""
+    """The folder with the interpreter's shared library, which the Python backend's stub needs;
+    None if it is nowhere.
+    """
     name = sysconfig.get_config_var("INSTSONAME") or ""
     if ".so" not in name:
         name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
@@ -112,7 +125,9 @@ class Workspace:
 
     @classmethod
     def create(cls, *, inheritable: bool = False) -> Workspace:
-        """Make a workspace, after sweeping those of servers that are gone. inheritable: the lock outlives an exec."""
+        """Make a workspace, after sweeping those of servers that are gone. inheritable: the lock
+        outlives an exec.
+        """
         sweep(Path(tempfile.gettempdir()))
         path = Path(tempfile.mkdtemp(prefix=WORKSPACE_PREFIX))
         (path / "tmp").mkdir()
@@ -130,7 +145,9 @@ class Workspace:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that is there until the block ends; where the process is killed before, the next server sweeps it away."""
+    """A folder that is there until the block ends; where the process is killed before, the next
+    server sweeps it away.
+    """
     workspace = Workspace.create()
     try:
         yield workspace.path
@@ -145,7 +162,9 @@ def sweep(folder: Path) -> None:
         try:
             lock = os.open(path / LOCK_FILE, os.O_RDWR)
         except FileNotFoundError:
-            with contextlib.suppress(FileNotFoundError):  # it is gone altogether: its own server has just ended
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # it is gone altogether: its own server has just ended
                 if time.time() - path.stat().st_mtime > STALE_S:
                     supervise.clean(path)
             continue
@@ -163,10 +182,11 @@ def sweep(folder: Path) -> None:
 def launch_command(
     repository: Path, workspace: Workspace, config: TritonConfig | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) that serve `repository` on loopback. A config with ports of 0 leaves Triton's defaults.
+    """(command, environment) that serve `repository` on loopback. A config with ports of 0 leaves
+    Triton's defaults.
 
-    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend, ServerError for a repository
-    of another package version.
+    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend,
+    ServerError for a repository of another package version.
     """
     config = config or TritonConfig()
     _check_package_version(repository)
@@ -174,17 +194,23 @@ def launch_command(
     command = [str(install.binary), *server_arguments(repository, config)]
     command.append(f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-")
     environment = {**THREAD_POLICY, **os.environ}
-    # The stub finds its packages through the `python3` that comes first on PATH: a virtual environment is recognised by it.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    # Compiled packages are unpacked into the temporary directory, and would stay there if the server were killed.
+    # The stub finds its packages through the `python3` that comes first on PATH: a virtual
+    # environment is recognised by it.
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+    )
+    # Compiled packages are unpacked into the temporary directory, and would stay there if the
+    # server were killed.
     environment["TMPDIR"] = str(workspace.path / "tmp")
     if install.wheel is not None:
         libpython = find_libpython()
         if libpython is None:
             raise BackendUnavailable(
                 f"libpython{sys.version_info.major}.{sys.version_info.minor}.so",
-                mend="Triton's Python backend needs it: use a Python with a shared library (on Debian: libpython3.X, from "
-                "source: ./configure --enable-shared).",
+                mend=(
+                    "Triton's Python backend needs it: use a Python with a shared library (on"
+                    " Debian: libpython3.X, from source: ./configure --enable-shared)."
+                ),
             )
         command.append(f"--backend-directory={_backends(install.wheel, workspace)}")
         libraries = [install.wheel.parent.parent / "nvidia_pytriton.libs", libpython]
@@ -200,14 +226,21 @@ def _check_package_version(repository: Path) -> None:
     for file in (*repository.glob("*/1/model.yaml"), *repository.glob("*/config.pbtxt")):
         stated = PACKAGED_VERSION.search(file.read_text(encoding="utf-8", errors="replace"))
         if stated is not None and int(stated["version"]) != PACKAGE_VERSION:
-            what = f"this repository has package version {stated['version']}, and this toolkit serves {PACKAGE_VERSION}"
+            what = (
+                f"this repository has package version {stated['version']}, and this toolkit serves"
+                f" {PACKAGE_VERSION}"
+            )
             raise ServerError(f"{what}: {file}", mend="Package it again: toolkit package CONFIG.")
 
 
 def server_arguments(repository: Path, config: TritonConfig) -> list[str]:
     """Of any tritonserver, whatever it was found in."""
     arguments = [f"--model-repository={repository}", "--disable-auto-complete-config"]
-    for protocol, port in (("http", config.http_port), ("grpc", config.grpc_port), ("metrics", config.metrics_port)):
+    for protocol, port in (
+        ("http", config.http_port),
+        ("grpc", config.grpc_port),
+        ("metrics", config.metrics_port),
+    ):
         arguments.append(f"--{protocol}-address={config.host}")
         if port:
             arguments.append(f"--{protocol}-port={port}")
@@ -222,13 +255,25 @@ Launch = Callable[[Path, Workspace, TritonConfig], tuple[list[str], dict[str, st
 
 
 def supervised(command: list[str], workspace: Path, repository: Path, *, parent: int) -> list[str]:
-    """The command that runs `command` beneath its supervisor, which watches the process `parent` (0: none)."""
-    own = [sys.executable, "-I", "-S", supervise.__file__, str(parent), str(workspace), str(GRACE_S)]
+    """The command that runs `command` beneath its supervisor, which watches the process `parent`
+    (0: none).
+    """
+    own = [
+        sys.executable,
+        "-I",
+        "-S",
+        supervise.__file__,
+        str(parent),
+        str(workspace),
+        str(GRACE_S),
+    ]
     return [*own, *_dispensable(repository), "--", *command]
 
 
 def _dispensable(repository: Path) -> list[str]:
-    """The models whose death the rest of this repository bears: the draft's, where it was packaged so."""
+    """The models whose death the rest of this repository bears: the draft's, where it was
+    packaged so.
+    """
     path = repository / BLS_MODEL / "config.pbtxt"
     if not path.is_file():
         return []
@@ -237,12 +282,15 @@ def _dispensable(repository: Path) -> list[str]:
 
 
 def _backends(wheel: Path, workspace: Workspace) -> Path:
-    """A backend directory like the wheel's, with the stub of this interpreter's version where the backend looks for it."""
+    """A backend directory like the wheel's, with the stub of this interpreter's version where
+    the backend looks for it.
+    """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         raise BackendUnavailable(
-            f"Triton's Python backend for Python {version}", mend="Use a Python that the nvidia-pytriton wheel has a stub for."
+            f"Triton's Python backend for Python {version}",
+            mend="Use a Python that the nvidia-pytriton wheel has a stub for.",
         )
     python = workspace.path / "backends" / "python"
     python.mkdir(parents=True)
@@ -255,11 +303,12 @@ def _backends(wheel: Path, workspace: Workspace) -> Path:
 
 
 class TritonServer:
-    """A running tritonserver: `with TritonServer(repository, config) as server: ... server.grpc_url`.
+    """A running tritonserver: `with TritonServer(repository, config) as server: ...
+    server.grpc_url`.
 
-    Raises ServerError when it cannot start: a port in use, the server dead or not ready within start_timeout_s; with the end of
-    its log. log_path defaults to a file that is removed with the server. launch: makes the command and its environment, as
-    `launch_command` does.
+    Raises ServerError when it cannot start: a port in use, the server dead or not ready within
+    start_timeout_s; with the end of its log. log_path defaults to a file that is removed with the
+    server. launch: makes the command and its environment, as `launch_command` does.
     """
 
     def __init__(
@@ -304,14 +353,26 @@ class TritonServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def start(self) -> None:
         """Start, and return when the model can be called."""
         if not self.repository.is_dir():
-            raise ServerError(f"no model repository at {self.repository}", mend="Package one first: toolkit package CONFIG.")
-        asked = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
+            raise ServerError(
+                f"no model repository at {self.repository}",
+                mend="Package one first: toolkit package CONFIG.",
+            )
+        asked = {
+            "http": self.config.http_port,
+            "grpc": self.config.grpc_port,
+            "metrics": self.config.metrics_port,
+        }
         for attempt in range(PORT_ATTEMPTS):
             self._ports = _reserve(self.config.host, asked)
             try:
@@ -320,7 +381,8 @@ class TritonServer:
                 return
             except BaseException as error:
                 self.stop()
-                # A free port may be taken by somebody else before the server binds it; then others are tried.
+                # A free port may be taken by somebody else before the server binds it; then others
+                # are tried.
                 taken = isinstance(error, ServerError) and "ddress already in use" in error.log_tail
                 if not (taken and attempt + 1 < PORT_ATTEMPTS and 0 in asked.values()):
                     raise
@@ -333,15 +395,20 @@ class TritonServer:
                 self.log_path = workspace.path / "server.log"
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             ports = {f"{name}_port": port for name, port in self._ports.items()}
-            command, environment = self._command_of(self.repository, workspace, self.config.model_copy(update=ports))
-            self._log = self.log_path.open("w+b")  # kept open, so that it can be read when the server and its folder are gone
+            command, environment = self._command_of(
+                self.repository, workspace, self.config.model_copy(update=ports)
+            )
+            self._log = self.log_path.open(
+                "w+b"
+            )  # kept open, so that it can be read when the server and its folder are gone
             self._process = subprocess.Popen(
                 supervised(command, workspace.path, self.repository, parent=os.getpid()),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,  # a Ctrl-C in our terminal is ours; we stop the server in order
+                # a Ctrl-C in our terminal is ours; we stop the server in order
+                start_new_session=True,
                 pass_fds=[workspace.lock],
             )
         except BaseException:
@@ -359,7 +426,10 @@ class TritonServer:
                 raise ServerError(
                     f"tritonserver was not ready after {self.config.start_timeout_s:g} s",
                     log_tail=self.log_tail(),
-                    mend="Look for what it waits for at the end of its log; raise triton.start_timeout_s if it is only slow.",
+                    mend=(
+                        "Look for what it waits for at the end of its log; raise"
+                        " triton.start_timeout_s if it is only slow."
+                    ),
                 )
             self._progress(int(waited), None, f"waiting for tritonserver, {waited:.0f} s")
             time.sleep(0.05)
@@ -380,16 +450,23 @@ class TritonServer:
         code = self._process.poll()
         if code is not None:
             raise ServerError(
-                f"tritonserver {_how_it_ended(code)}", log_tail=self.log_tail(), mend="The end of its log says why."
+                f"tritonserver {_how_it_ended(code)}",
+                log_tail=self.log_tail(),
+                mend="The end of its log says why.",
             )
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
         """The last lines that the server printed; also after it died."""
         if self._log is None:
             return ""
-        text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode("utf-8", errors="replace")
-        # Triton prints wide tables of options after every error, and each error in them was a line of its own before.
-        return "\n".join([line for line in text.splitlines() if line and line[0] not in "+|"][-lines:])
+        text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(
+            "utf-8", errors="replace"
+        )
+        # Triton prints wide tables of options after every error, and each error in them was a line
+        # of its own before.
+        return "\n".join(
+            [line for line in text.splitlines() if line and line[0] not in "+|"][-lines:]
+        )
 
     def stop(self) -> None:
         """Stop the server and everything it started. Safe to call again, and after it died."""
@@ -411,24 +488,38 @@ class TritonServer:
 def _how_it_ended(code: int) -> str:
     if code == supervise.STUB_DIED:
         return "was stopped, because the Python process of a model had died"
-    return f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(code - 128).name}"
+        if code > 128
+        else f"ended with exit code {code}"
+    )
 
 
 def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
-    """A port per protocol: the one asked for, if it is free, or any free one for 0. Raises ServerError naming one in use."""
+    """A port per protocol: the one asked for, if it is free, or any free one for 0. Raises
+    ServerError naming one in use.
+    """
     sockets: list[socket.socket] = []
     ports: dict[str, int] = {}
     try:
         for protocol, port in asked.items():
             probe = socket.socket()
             sockets.append(probe)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # a port in TIME_WAIT is free
             try:
                 probe.bind((host, port))
             except OSError as error:
-                mend = f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a free one."
+                mend = (
+                    f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a"
+                    " free one."
+                )
                 if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                    mend = "Set triton.host to a name or address of this machine; the default is 127.0.0.1."
+                    mend = (
+                        "Set triton.host to a name or address of this machine; the default is"
+                        " 127.0.0.1."
+                    )
                 raise ServerError(
                     f"{protocol} port {port} on {host} cannot be used: {error.strerror}",
                     mend=mend,

@@ -1,14 +1,17 @@
-"""The small process above tritonserver: whatever becomes of whom, it stops the server and removes what is left of it.
+"""The small process above tritonserver: whatever becomes of whom, it stops the server and removes
+what is left of it.
 
-Run as a file (`python -I -S supervise.py PARENT_PID WORKSPACE GRACE_S [MODEL...] -- COMMAND...`), so it starts in a few
-milliseconds and must import nothing but the standard library. It ends when the server ends, when it gets SIGTERM, or when its
-parent is gone (kill -9 included; PARENT_PID 0: none is watched). The server has its own process group, so that its Python stubs
-go with it, and dies with this process by a parent-death signal; the stubs of a killed server become our children and are waited
-for.
+Run as a file (`python -I -S supervise.py PARENT_PID WORKSPACE GRACE_S [MODEL...] -- COMMAND...`),
+so it starts in a few milliseconds and must import nothing but the standard library. It ends when
+the server ends, when it gets SIGTERM, or when its parent is gone (kill -9 included; PARENT_PID 0:
+none is watched). The server has its own process group, so that its Python stubs go with it, and
+dies with this process by a parent-death signal; the stubs of a killed server become our children
+and are waited for.
 
-A stub that dies takes its model with it for good, but Triton goes on saying that it is ready while every request fails. So the
-server is stopped then, with an exit code that says that it failed: whoever runs it can see that, and start it again. Not so for
-the MODELs named: the others are made to do without them.
+A stub that dies takes its model with it for good, but Triton goes on saying that it is ready while
+every request fails. So the server is stopped then, with an exit code that says that it failed:
+whoever runs it can see that, and start it again. Not so for the MODELs named: the others are made
+to do without them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ def clean(workspace: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     parent, workspace, grace_s = int(arguments[0]), Path(arguments[1]), float(arguments[2])
-    dispensable, command = arguments[3 : arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    dispensable, command = (
+        arguments[3 : arguments.index("--")],
+        arguments[arguments.index("--") + 1 :],
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -54,17 +60,23 @@ def main(arguments: list[str]) -> int:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    # One thread only, so running code between fork and exec is safe. The lock's descriptor is inherited on purpose.
+    # One thread only, so running code between fork and exec is safe. The lock's descriptor is
+    # inherited on purpose.
     server = subprocess.Popen(command, preexec_fn=in_the_child, close_fds=False)  # noqa: PLW1509
     (workspace / PID_FILE).write_text(str(server.pid))
     wanted, stubs = True, _Stubs(server.pid, dispensable)
     while wanted and server.poll() is None:
         arrived = signal.sigtimedwait(SIGNALS, 0.25)
         wanted = (
-            parent in (0, os.getppid()) and (arrived is None or arrived.si_signo == signal.SIGCHLD) and not stubs.one_died()
+            parent in (0, os.getppid())
+            and (arrived is None or arrived.si_signo == signal.SIGCHLD)
+            and not stubs.one_died()
         )
     if stubs.died is not None:
-        what = f"supervise: a model's Python process ({stubs.died}) died; it cannot answer any more, so the server is stopped"
+        what = (
+            f"supervise: a model's Python process ({stubs.died}) died; it cannot answer any more,"
+            " so the server is stopped"
+        )
         print(what, file=sys.stderr, flush=True)
     if server.poll() is None:
         server.terminate()
@@ -88,8 +100,9 @@ def main(arguments: list[str]) -> int:
 class _Stubs:
     """Watches the server's children. died: the process id of one that did.
 
-    Triton waits for a stub that it ends itself, and never for one that just dies, which therefore stays a zombie: one that is
-    still there at the next look. dispensable: models whose stubs may die.
+    Triton waits for a stub that it ends itself, and never for one that just dies, which therefore
+    stays a zombie: one that is still there at the next look. dispensable: models whose stubs may
+    die.
     """
 
     def __init__(self, server: int, dispensable: list[str]) -> None:

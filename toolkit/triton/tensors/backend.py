@@ -1,4 +1,5 @@
-"""What the models that we ship have in common inside Triton's Python backend: metrics, error codes, shapes of requests.
+"""What the models that we ship have in common inside Triton's Python backend: metrics, error codes,
+shapes of requests.
 
 Triton's own module exists only in the process that serves a model, so it comes in as an argument.
 """
@@ -31,20 +32,26 @@ def folder_of(arguments: Mapping[str, str]) -> Path:
 
 
 def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a model's config.pbtxt. A template's placeholder counts as unset, as in TensorRT-LLM's backend."""
+    """The parameters of a model's config.pbtxt. A template's placeholder counts as unset, as in
+    TensorRT-LLM's backend.
+    """
     stated = json.loads(arguments["model_config"]).get("parameters", {})
     values = {name: str(value["string_value"]) for name, value in stated.items()}
     return {name: value for name, value in values.items() if value and not value.startswith("${")}
 
 
 class Metrics:
-    """Triton's custom metrics. Each change is a message to the server process, so they are collected and sent in one place."""
+    """Triton's custom metrics. Each change is a message to the server process, so they are
+    collected and sent in one place.
+    """
 
     def __init__(self, pb_utils: Any, model: str) -> None:
         kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
         self._model = model
         self._families = {
-            spec.name: pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kinds[spec.kind])
+            spec.name: pb_utils.MetricFamily(
+                name=spec.name, description=spec.meaning, kind=kinds[spec.kind]
+            )
             for spec in METRICS
         }
         self._metrics: dict[tuple[str, str | None], Any] = {}
@@ -62,7 +69,10 @@ class Metrics:
         """Bring Triton's values up to date; from one thread only."""
         while not self._notes.empty():
             self.finished(*self._notes.get())
-        for name, value in (("toolkit_active_requests", active), ("toolkit_queued_requests", queued)):
+        for name, value in (
+            ("toolkit_active_requests", active),
+            ("toolkit_queued_requests", queued),
+        ):
             if self._gauges.get(name) != value:
                 self._gauges[name] = value
                 self._metric(name).set(value)
@@ -83,7 +93,11 @@ class Metrics:
 
     def _metric(self, name: str, outcome: str | None = None) -> Any:
         if (name, outcome) not in self._metrics:
-            labels = {"model": self._model} if outcome is None else {"model": self._model, "outcome": outcome}
+            labels = (
+                {"model": self._model}
+                if outcome is None
+                else {"model": self._model, "outcome": outcome}
+            )
             self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
         return self._metrics[name, outcome]
 

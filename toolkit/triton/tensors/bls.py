@@ -1,15 +1,20 @@
-"""What the BLS model understands: a client's tensors -> a request, and that request -> the tensors of its calls and responses.
+"""What the BLS model understands: a client's tensors -> a request, and that request -> the tensors
+of its calls and responses.
 
-The tensors are TensorRT-LLM's own (`toolkit.facts.triton_tensors.BLS`) and a few of ours. What is said here is said for every
-engine: the models behind may be TensorRT-LLM's backend or the embedded engine. Pure: arrays in, arrays out.
+The tensors are TensorRT-LLM's own (`toolkit.facts.triton_tensors.BLS`) and a few of ours. What is
+said here is said for every engine: the models behind may be TensorRT-LLM's backend or the embedded
+engine. Pure: arrays in, arrays out.
 
 How tokens are chosen at temperature > 0
-- coupled: draft and target get the same seed, and the embedded engine keys its noise by (seed, position)
-- rejection: the draft's logits go to the target, which judges the drafts by them; the draft draws with a seed of its own
-- sample_match: seeds of their own, and no logits: a draft is kept while it equals what the target samples
-Log-probabilities come from the target's logits (log_probs = "logits") or from its own tensor ("engine").
-A backend that starts its random numbers anew with every call (seeds = "call") gets another seed with every call: with one and
-the same, all rounds of a request would draw the same numbers.
+- coupled: draft and target get the same seed, and the embedded engine keys its noise by (seed,
+  position)
+- rejection: the draft's logits go to the target, which judges the drafts by them; the draft draws
+  with a seed of its own
+- sample_match: seeds of their own, and no logits: a draft is kept while it equals what the target
+  samples Log-probabilities come from the target's logits (log_probs = "logits") or from its own
+  tensor ("engine"). A backend that starts its random numbers anew with every call (seeds = "call")
+  gets another seed with every call: with one and the same, all rounds of a request would draw the
+  same numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +32,22 @@ from toolkit.interfaces import TokenEvent
 from toolkit.triton.tensors.requests import Answer, Form, Limits, Request, parse
 from toolkit.triton.tensors.word_lists import pack
 
-__all__ = ["BlsAnswer", "BlsRequest", "Prepared", "engine_inputs", "parse_bls", "preprocessing_inputs", "token_log_probs"]
+__all__ = [
+    "BlsAnswer",
+    "BlsRequest",
+    "Prepared",
+    "engine_inputs",
+    "parse_bls",
+    "preprocessing_inputs",
+    "token_log_probs",
+]
 
 Array = NDArray[Any]
-WORDS = {"streaming": "stream", "exclude_input": "exclude_input_in_output", "best_of": "num_return_sequences"}
+WORDS = {
+    "streaming": "stream",
+    "exclude_input": "exclude_input_in_output",
+    "best_of": "num_return_sequences",
+}
 # Inputs that go to the engines as they are: BLS's name -> the engine's.
 TO_BOTH = {"repetition_penalty": "repetition_penalty"}
 TO_TARGET = {
@@ -57,8 +74,9 @@ PERFORMANCE = "sampling_param_return_perf_metrics"  # what Answer calls it
 
 @dataclass(frozen=True, slots=True)
 class BlsRequest:
-    """A parsed request. seed: of the sampling, drawn where the client stated none; None at temperature 0. rule: greedy or one
-    of the above. passed: the arrays that go to the engines as they came.
+    """A parsed request. seed: of the sampling, drawn where the client stated none; None at
+    temperature 0. rule: greedy or one of the above. passed: the arrays that go to the engines as
+    they came.
     """
 
     request: Request
@@ -96,8 +114,9 @@ def parse_bls(
     acceptance: str,
     fresh_seed: int,
 ) -> BlsRequest:
-    """Check one request. inputs: the model's tensors, and whether each is single. acceptance: the deployment's rule at
-    temperature > 0. fresh_seed: used where the request has none. Raises RequestError.
+    """Check one request. inputs: the model's tensors, and whether each is single. acceptance: the
+    deployment's rule at temperature > 0. fresh_seed: used where the request has none. Raises
+    RequestError.
     """
     form = Form(inputs, "", WORDS)
     for name, why in NOT_SERVED.items():
@@ -105,12 +124,22 @@ def parse_bls(
             raise RequestError(f"{name}: {why}")
     tensors = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
     # TensorRT-LLM's examples send an empty word where they mean none.
-    tensors.update({name: [word for word in tensors[name] if word] for name in ("stop_words", "bad_words") if name in tensors})
+    tensors.update(
+        {
+            name: [word for word in tensors[name] if word]
+            for name in ("stop_words", "bad_words")
+            if name in tensors
+        }
+    )
     if len(tensors.get("beam_width", [1])) != 1 or tensors.get("beam_width", [1]) != [1]:
-        raise RequestError(f"beam_width {tensors['beam_width']} is not supported: one sequence per request")
+        raise RequestError(
+            f"beam_width {tensors['beam_width']} is not supported: one sequence per request"
+        )
     for name in LOGITS:
         if any(tensors.get(name, [])):
-            raise RequestError(f"{name} is not served here", mend="Ask the model tensorrt_llm itself.")
+            raise RequestError(
+                f"{name} is not served here", mend="Ask the model tensorrt_llm itself."
+            )
     single = {name: values for name, values in tensors.items() if name not in TO_TARGET}
     request = parse(single, parameters, limits, form)
     if request.max_tokens is None:
@@ -136,7 +165,9 @@ def parse_bls(
 
 
 def _rule(request: Request, use_draft_logits: list[Any] | None, acceptance: str) -> str:
-    """use_draft_logits is TensorRT-LLM's way to ask; `acceptance` of the request is ours and says more."""
+    """use_draft_logits is TensorRT-LLM's way to ask; `acceptance` of the request is ours and
+    says more.
+    """
     if request.acceptance is not None:
         return request.acceptance
     if use_draft_logits is not None:
@@ -150,7 +181,9 @@ def _with_answers_words(request: Request) -> Request:
     import dataclasses
 
     words = {"return_perf_metrics": PERFORMANCE, "return_log_probs": "return_cumulative_logprob"}
-    return dataclasses.replace(request, returns=frozenset(words.get(name, name) for name in request.returns))
+    return dataclasses.replace(
+        request, returns=frozenset(words.get(name, name) for name in request.returns)
+    )
 
 
 def preprocessing_inputs(request: BlsRequest, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -163,8 +196,15 @@ def preprocessing_inputs(request: BlsRequest, arrays: Mapping[str, Array]) -> di
         "end_id": "END_ID",
         "pad_id": "PAD_ID",
     }
-    found = {theirs: _row(arrays[ours]) for ours, theirs in names.items() if ours in arrays and any(arrays[ours].reshape(-1))}
-    return {"QUERY": np.array([[request.request.prompt.encode("utf-8")]], dtype=np.object_), **found}
+    found = {
+        theirs: _row(arrays[ours])
+        for ours, theirs in names.items()
+        if ours in arrays and any(arrays[ours].reshape(-1))
+    }
+    return {
+        "QUERY": np.array([[request.request.prompt.encode("utf-8")]], dtype=np.object_),
+        **found,
+    }
 
 
 def engine_inputs(
@@ -182,8 +222,9 @@ def engine_inputs(
 ) -> dict[str, Array]:
     """The tensors of one call: `count` tokens behind `ids`, with a batch dimension of 1.
 
-    role: draft | target. seeds: request (the engine keys its noise by seed and position) | call. whole: the call may run
-    to the end of the request, so the engine has to know what ends it. log_probs: what they come from where they are asked for.
+    role: draft | target. seeds: request (the engine keys its noise by seed and position) | call.
+    whole: the call may run to the end of the request, so the engine has to know what ends it.
+    log_probs: what they come from where they are asked for.
     """
     made = len(ids) - len(prepared.ids)
     tensors: dict[str, Array] = {
@@ -207,7 +248,9 @@ def engine_inputs(
     if request.min_tokens > made:
         tensors["min_tokens"] = np.array([[min(count, request.min_tokens - made)]], dtype=np.int32)
     passed = TO_BOTH if role == "draft" else {**TO_BOTH, **TO_TARGET}
-    tensors.update({passed[name]: array for name, array in request.passed.items() if name in passed})
+    tensors.update(
+        {passed[name]: array for name, array in request.passed.items() if name in passed}
+    )
     if role == "draft":
         if request.rule == "rejection":
             tensors["return_generation_logits"] = np.array([[True]])
@@ -217,7 +260,9 @@ def engine_inputs(
         if draft_logits is not None:
             tensors["draft_logits"] = np.asarray(draft_logits, dtype=np.float32)[None]
     if request.log_probs:
-        tensors["return_generation_logits" if log_probs == "logits" else "return_log_probs"] = np.array([[True]])
+        tensors["return_generation_logits" if log_probs == "logits" else "return_log_probs"] = (
+            np.array([[True]])
+        )
     if PERFORMANCE in request.request.returns:
         tensors["return_perf_metrics"] = np.array([[True]])
     return tensors
@@ -226,8 +271,8 @@ def engine_inputs(
 def token_log_probs(
     logits: Array, ids: Sequence[int], vocab_size: int | None
 ) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:
-    """logits [n, vocab or more] that ids [n] were chosen from -> the log-probability of each, and the likeliest other token
-    with its own.
+    """logits [n, vocab or more] that ids [n] were chosen from -> the log-probability of each, and
+    the likeliest other token with its own.
     """
     rows = np.asarray(logits, dtype=np.float64)[:, :vocab_size]
     best = rows.max(axis=1, keepdims=True)
@@ -240,7 +285,9 @@ def token_log_probs(
     return tuple(own.tolist()), tuple(told)
 
 
-def _sampling_tensors(request: BlsRequest, position: int, role: str, seeds: str) -> dict[str, Array]:
+def _sampling_tensors(
+    request: BlsRequest, position: int, role: str, seeds: str
+) -> dict[str, Array]:
     sampling = request.request.sampling
     tensors: dict[str, Array] = {}
     for name in ("frequency_penalty", "presence_penalty"):
@@ -262,7 +309,9 @@ def _sampling_tensors(request: BlsRequest, position: int, role: str, seeds: str)
 
 
 def _mixed(seed: int, *words: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {' '.join(words)}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed} {' '.join(words)}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def _row(array: Array) -> Array:
@@ -270,7 +319,9 @@ def _row(array: Array) -> Array:
 
 
 class BlsAnswer(Answer):
-    """The responses of one request, in BLS's words. accumulate: every chunk repeats the text before it."""
+    """The responses of one request, in BLS's words. accumulate: every chunk repeats the text
+    before it.
+    """
 
     def __init__(self, request: BlsRequest, interval_ns: int, *, accumulate: bool) -> None:
         super().__init__(request.request, interval_ns)
@@ -287,7 +338,9 @@ class BlsAnswer(Answer):
         target_figures: Mapping[str, int],
         failure: str | None,
     ) -> dict[str, list[Any]] | None:
-        """Name -> values of the response that is due; None if none is. target_figures: summed over the target's calls."""
+        """Name -> values of the response that is due; None if none is. target_figures: summed
+        over the target's calls.
+        """
         response = self.add(event, now_ns)
         if response is None:
             return None
@@ -296,7 +349,9 @@ class BlsAnswer(Answer):
             response["text_output"] = [self._whole]
         if event.finish_reason is None:
             return response
-        kept = {name: values for name, values in response.items() if not name.startswith("kv_cache_")}
+        kept = {
+            name: values for name, values in response.items() if not name.startswith("kv_cache_")
+        }
         if "cumulative_logprob" in kept:
             kept["cum_log_probs"] = kept.pop("cumulative_logprob")
             kept["output_log_probs"] = list(log_probs)
@@ -312,8 +367,12 @@ class BlsAnswer(Answer):
 
 
 def shaped(name: str, values: Iterable[Any], dtype: Any) -> Array:
-    """An output as TensorRT-LLM's BLS shapes it: text [1], log-probabilities [1, 1, n], everything else [1, n]."""
-    array = np.array([each.encode("utf-8") if isinstance(each, str) else each for each in values], dtype=dtype)
+    """An output as TensorRT-LLM's BLS shapes it: text [1], log-probabilities [1, 1, n],
+    everything else [1, n].
+    """
+    array = np.array(
+        [each.encode("utf-8") if isinstance(each, str) else each for each in values], dtype=dtype
+    )
     if name in ("text_output", "finish_reason", "stop_reason", "draft_failure"):
         return array
     return array[None, None] if name == "output_log_probs" else array[None]

@@ -1,7 +1,9 @@
-"""The embedded engine behind the tensors of TensorRT-LLM's Triton backend: a request's arrays -> a call, its outputs -> arrays.
+"""The embedded engine behind the tensors of TensorRT-LLM's Triton backend: a request's arrays -> a
+call, its outputs -> arrays.
 
-The meaning of a tensor is TensorRT-LLM's own. Two of its words are read in our way: a KV-cache block is one token here, and
-draft_logits are judged by speculative sampling. What the embedded engine cannot do is refused by name.
+The meaning of a tensor is TensorRT-LLM's own. Two of its words are read in our way: a KV-cache
+block is one token here, and draft_logits are judged by speculative sampling. What the embedded
+engine cannot do is refused by name.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """cancels: the request is not to be run, it cancels the one with the same id. draft_logits [k, vocab]."""
+    """cancels: the request is not to be run, it cancels the one with the same id. draft_logits
+    [k, vocab].
+    """
 
     ids: tuple[int, ...]
     max_tokens: int
@@ -81,7 +85,9 @@ class EngineRequest:
 def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineRequest:
     """Check one request of batch 1. Raises RequestError with what is wrong."""
     for name, array in arrays.items():
-        neutral = name in NEUTRAL and all(value in NEUTRAL[name] for value in array.reshape(-1).tolist())
+        neutral = name in NEUTRAL and all(
+            value in NEUTRAL[name] for value in array.reshape(-1).tolist()
+        )
         empty = array.size == 0 or (name.endswith("_words_list") and not unpack(_rows(array)))
         if name not in UNDERSTOOD and not neutral and not empty:
             raise RequestError(f"{name} is not served by the embedded engine", mend="Leave it out.")
@@ -93,7 +99,9 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         raise RequestError(f"input_lengths is {stated}, and input_ids holds {len(ids)} tokens")
     streaming = bool(_one(arrays, "streaming", False))
     if streaming and not decoupled:
-        raise RequestError("streaming needs a decoupled model, and this one is not", mend="Send streaming=false.")
+        raise RequestError(
+            "streaming needs a decoupled model, and this one is not", mend="Send streaming=false."
+        )
     drafts = _ids(arrays, "draft_input_ids")
     logits = arrays.get("draft_logits")
     if logits is not None:
@@ -114,19 +122,25 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         min_tokens=int(_one(arrays, "min_tokens", 0)),
         streaming=streaming,
         with_input=not _one(arrays, "exclude_input_in_output", False),
-        returns=frozenset(name for name in arrays if name.startswith("return_") and _one(arrays, name, False)),
+        returns=frozenset(
+            name for name in arrays if name.startswith("return_") and _one(arrays, name, False)
+        ),
     )
 
 
 def _sampling(arrays: Mapping[str, Array]) -> Sampling:
-    """Greedy with top_k 1, temperature 0, or nothing said; a top_p of 0 or less is off: all as in TensorRT-LLM."""
+    """Greedy with top_k 1, temperature 0, or nothing said; a top_p of 0 or less is off: all as
+    in TensorRT-LLM.
+    """
     top_k, top_p = int(_one(arrays, "runtime_top_k", 0)), float(_one(arrays, "runtime_top_p", 0.0))
     stated = any(name in arrays for name in ("runtime_top_k", "runtime_top_p", "temperature"))
     temperature = float(_one(arrays, "temperature", 1.0)) if stated and top_k != 1 else 0.0
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise RequestError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
     if top_k < 0 or not top_p <= 1.0:
-        raise RequestError(f"runtime_top_k is {top_k} and runtime_top_p {top_p}; at least 0 (off), and at most 1")
+        raise RequestError(
+            f"runtime_top_k is {top_k} and runtime_top_p {top_p}; at least 0 (off), and at most 1"
+        )
     return Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -140,7 +154,9 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
 def _penalty(arrays: Mapping[str, Array], name: str) -> float:
     value = float(_one(arrays, name, 0.0))
     if not abs(value) <= MOST_PENALTY:
-        raise RequestError(f"{name} is {value}; it has to be from {-MOST_PENALTY} to {MOST_PENALTY}")
+        raise RequestError(
+            f"{name} is {value}; it has to be from {-MOST_PENALTY} to {MOST_PENALTY}"
+        )
     return value
 
 
@@ -152,7 +168,9 @@ def arrays_of(
     logits: Sequence[Array],
     figures: Mapping[str, int | float | None],
 ) -> dict[str, Array]:
-    """One response. Streamed ones hold what is new; others begin with the input unless it was to be left out."""
+    """One response. Streamed ones hold what is new; others begin with the input unless it was to
+    be left out.
+    """
     ids = [*request.ids, *new] if request.with_input and not request.streaming else list(new)
     arrays: dict[str, Array] = {
         "output_ids": np.array([[ids]], dtype=np.int32),
@@ -167,7 +185,13 @@ def arrays_of(
         arrays["generation_logits"] = np.stack(logits)[None, None].astype(np.float32)
     for name, value in figures.items():
         if value is not None:
-            dtype = np.float32 if isinstance(value, float) else np.int64 if name.endswith("_ns") else np.int32
+            dtype = (
+                np.float32
+                if isinstance(value, float)
+                else np.int64
+                if name.endswith("_ns")
+                else np.int32
+            )
             arrays[name] = np.array([[value]], dtype=dtype)
     return arrays
 
@@ -176,7 +200,10 @@ def _one(arrays: Mapping[str, Array], name: str, default: Any) -> Any:
     if name not in arrays:
         return default
     if arrays[name].size != 1:
-        raise RequestError(f"{name} holds one value, {arrays[name].size} were sent", mend="Send one sequence per request.")
+        raise RequestError(
+            f"{name} holds one value, {arrays[name].size} were sent",
+            mend="Send one sequence per request.",
+        )
     return arrays[name].reshape(-1)[0].item()
 
 
@@ -185,7 +212,9 @@ def _ids(arrays: Mapping[str, Array], name: str) -> tuple[int, ...]:
     if array is None:
         return ()
     if array.ndim > 1 and array.shape[0] != 1:
-        raise RequestError(f"{name} holds {array.shape[0]} sequences", mend="Send one sequence per request.")
+        raise RequestError(
+            f"{name} holds {array.shape[0]} sequences", mend="Send one sequence per request."
+        )
     return tuple(int(each) for each in array.reshape(-1))
 
 

@@ -1,7 +1,9 @@
-"""What the preprocessing model does with one request: arrays in, arrays out, under TensorRT-LLM's names.
+"""What the preprocessing model does with one request: arrays in, arrays out, under TensorRT-LLM's
+names.
 
-Beside the prompt's ids it turns stop words, bad words and biased words into ids, and says which id ends a text. Models with
-several end ids (Llama 3 has three) have the others among the stop words of the calls: TensorRT-LLM's engines know a single one.
+Beside the prompt's ids it turns stop words, bad words and biased words into ids, and says which id
+ends a text. Models with several end ids (Llama 3 has three) have the others among the stop words of
+the calls: TensorRT-LLM's engines know a single one.
 """
 
 from __future__ import annotations
@@ -28,25 +30,38 @@ class Encoder(Protocol):
 
 
 class Preprocessor:
-    """end_ids: what ends a text, the first one for the engine's end_id. add_special_tokens: whether BOS precedes prompts."""
+    """end_ids: what ends a text, the first one for the engine's end_id. add_special_tokens:
+    whether BOS precedes prompts.
+    """
 
-    def __init__(self, encoder: Encoder, *, end_ids: Sequence[int], add_special_tokens: bool = True) -> None:
+    def __init__(
+        self, encoder: Encoder, *, end_ids: Sequence[int], add_special_tokens: bool = True
+    ) -> None:
         self._encoder = encoder
         self._end_ids = tuple(end_ids)
         self._add_special_tokens = add_special_tokens
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Raises RequestError for more than one prompt, text that is no UTF-8, or what this model does not do."""
+        """Raises RequestError for more than one prompt, text that is no UTF-8, or what this
+        model does not do.
+        """
         for name in MULTIMODAL:
             if name in arrays:
                 raise RequestError(f"{name} is not served: text goes in, text comes out")
         (prompt,) = self._texts(arrays, "QUERY") if arrays["QUERY"].size == 1 else (None,)
         if prompt is None:
-            raise RequestError(f"QUERY holds one prompt, {arrays['QUERY'].size} were sent", mend="Send one request per prompt.")
+            raise RequestError(
+                f"QUERY holds one prompt, {arrays['QUERY'].size} were sent",
+                mend="Send one request per prompt.",
+            )
         ids = self._encoder.encode(prompt, special_tokens=self._add_special_tokens)
         if not ids:
             raise RequestError("the prompt has no tokens", mend="Send at least one character.")
-        end = int(arrays["END_ID"].reshape(-1)[0]) if "END_ID" in arrays else (self._end_ids[0] if self._end_ids else -1)
+        end = (
+            int(arrays["END_ID"].reshape(-1)[0])
+            if "END_ID" in arrays
+            else (self._end_ids[0] if self._end_ids else -1)
+        )
         pad = int(arrays["PAD_ID"].reshape(-1)[0]) if "PAD_ID" in arrays else end
         return {
             "INPUT_ID": _ints([ids]),
@@ -62,17 +77,23 @@ class Preprocessor:
         }
 
     def _words(self, arrays: Mapping[str, Array], name: str) -> list[list[int]]:
-        words = [self._encoder.encode(word, special_tokens=False) for word in self._texts(arrays, name)]
+        words = [
+            self._encoder.encode(word, special_tokens=False) for word in self._texts(arrays, name)
+        ]
         return [ids for ids in words if ids]
 
     def _bias(self, arrays: Mapping[str, Array]) -> Array:
-        """[1, vocab] with the sum of the weights of the words that hold a token; [1, 0] where there are none."""
+        """[1, vocab] with the sum of the weights of the words that hold a token; [1, 0] where
+        there are none.
+        """
         words = self._words(arrays, "EMBEDDING_BIAS_WORDS")
         if not words:
             return np.zeros((1, 0), dtype=np.float32)
         weights = arrays.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0)).reshape(-1)
         if len(weights) != len(words):
-            raise RequestError(f"{len(words)} EMBEDDING_BIAS_WORDS came with {len(weights)} EMBEDDING_BIAS_WEIGHTS")
+            raise RequestError(
+                f"{len(words)} EMBEDDING_BIAS_WORDS came with {len(weights)} EMBEDDING_BIAS_WEIGHTS"
+            )
         bias = np.zeros((1, self._encoder.vocab_size), dtype=np.float32)
         for ids, weight in zip(words, weights, strict=True):
             bias[0, ids] += weight
@@ -85,7 +106,9 @@ class Preprocessor:
             try:
                 texts.append(value if isinstance(value, str) else bytes(value).decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise RequestError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from error
+                raise RequestError(
+                    f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
+                ) from error
         return texts
 
 

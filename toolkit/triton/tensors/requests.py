@@ -1,7 +1,9 @@
-"""From the tensors of one Triton request to what the runtime is asked for, and from its events to the tensors of the responses.
+"""From the tensors of one Triton request to what the runtime is asked for, and from its events to
+the tensors of the responses.
 
-Pure: values in, values out, so every refusal can be tested without a server. What the tensors mean is said in `contract`.
-A request that asks for something this deployment cannot do is refused by name; nothing is dropped or clamped in silence.
+Pure: values in, values out, so every refusal can be tested without a server. What the tensors mean
+is said in `contract`. A request that asks for something this deployment cannot do is refused by
+name; nothing is dropped or clamped in silence.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ __all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a layout spells a request. inputs: tensor -> whether it holds a single value; prefix: of the sampling parameters;
-    names: other words for what the llmapi form calls so.
+    """How a layout spells a request. inputs: tensor -> whether it holds a single value; prefix: of
+    the sampling parameters; names: other words for what the llmapi form calls so.
     """
 
     inputs: Mapping[str, bool]
@@ -41,8 +43,17 @@ LLMAPI = Form(
     {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
 )
 ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match", "verify_only")
-# What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate leaves it there.
-TRITON_PARAMETERS = ("id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output")
+# What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate
+# leaves it there.
+TRITON_PARAMETERS = (
+    "id",
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "timeout",
+    "binary_data_output",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One parsed request. None: not stated, so the deployment's default holds. `returns`: the optional outputs asked for."""
+    """One parsed request. None: not stated, so the deployment's default holds. `returns`: the
+    optional outputs asked for.
+    """
 
     prompt: str
     streaming: bool = False
@@ -70,10 +83,17 @@ class Request:
     cancels: bool = False  # the request is not to be run: it cancels the one with the same id
 
 
-def parse(tensors: Mapping[str, list[Any]], parameters: Mapping[str, object], limits: Limits, form: Form = LLMAPI) -> Request:
-    """Check one request. tensors: name -> flat list of values (bytes for strings). Raises RequestError with what is wrong.
+def parse(
+    tensors: Mapping[str, list[Any]],
+    parameters: Mapping[str, object],
+    limits: Limits,
+    form: Form = LLMAPI,
+) -> Request:
+    """Check one request. tensors: name -> flat list of values (bytes for strings). Raises
+    RequestError with what is wrong.
 
-    parameters are what came beside the tensors: over HTTP, Triton turns every name that the model does not know into one.
+    parameters are what came beside the tensors: over HTTP, Triton turns every name that the model
+    does not know into one.
     """
     for name in parameters:
         if name not in TRITON_PARAMETERS and not name.startswith("triton_"):
@@ -85,13 +105,16 @@ def parse(tensors: Mapping[str, list[Any]], parameters: Mapping[str, object], li
             raise RequestError(f"{name} holds one value, {len(tensors[name])} were sent")
 
     one = {name: values[0] for name, values in tensors.items() if form.inputs[name]}
-    # A prompt is single in one form and a list of one in the other; it is looked at below in either.
+    # A prompt is single in one form and a list of one in the other; it is looked at below in
+    # either.
     one.pop("text_input", None)
     streaming = bool(one.get(form.of("streaming"), False))
     if streaming and not limits.decoupled:
         raise RequestError(
             "streaming needs a decoupled repository, and this one is not",
-            mend=f"Send {form.of('streaming')}=false, or package again with triton.decoupled: true.",
+            mend=(
+                f"Send {form.of('streaming')}=false, or package again with triton.decoupled: true."
+            ),
         )
     best_of = form.of("best_of")
     if one.get(best_of, 1) != 1:
@@ -115,7 +138,8 @@ def _unknown(name: str, form: Form) -> RequestError:
     close = difflib.get_close_matches(name, form.inputs, n=1)
     likely = form.of(name) if form.of(name) in form.inputs else close[0] if close else None
     return RequestError(
-        f"unknown input {name!r}", mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}."
+        f"unknown input {name!r}",
+        mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}.",
     )
 
 
@@ -123,7 +147,9 @@ def _text(value: bytes | str, what: str) -> str:
     try:
         return value if isinstance(value, str) else bytes(value).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}") from error
+        raise RequestError(
+            f"{what} is not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def _prompt(tensors: Mapping[str, list[Any]]) -> str:
@@ -131,7 +157,10 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
     if prompts is None:
         raise RequestError("text_input is missing")
     if len(prompts) != 1:
-        raise RequestError(f"text_input holds one prompt, {len(prompts)} were sent", mend="Send one request per prompt.")
+        raise RequestError(
+            f"text_input holds one prompt, {len(prompts)} were sent",
+            mend="Send one request per prompt.",
+        )
     prompt = _text(prompts[0], "text_input")
     if not prompt:
         raise RequestError("text_input is empty", mend="Send at least one character.")
@@ -141,7 +170,9 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
 def _stop_words(tensors: Mapping[str, list[Any]], name: str) -> tuple[str, ...]:
     words = tuple(_text(value, name) for value in tensors.get(name, []))
     if "" in words:
-        raise RequestError(f"{name} holds an empty stop word, which would end every text before it begins")
+        raise RequestError(
+            f"{name} holds an empty stop word, which would end every text before it begins"
+        )
     return words
 
 
@@ -153,7 +184,8 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
             bounds = [f"at least {low}"] if math.isfinite(low) else []
             bounds += [f"at most {high}"] if math.isfinite(high) else []
             raise RequestError(
-                f"{name} is {value}; it has to be a finite number{' of ' if bounds else ''}{' and '.join(bounds)}"
+                f"{name} is {value}; it has to be a finite"
+                f" number{' of ' if bounds else ''}{' and '.join(bounds)}"
             )
         return value
 
@@ -163,7 +195,10 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
         raise RequestError(f"{top_k_name} is {top_k}; it has to be 0 (off) or more")
     top_p = number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0.0:
-        raise RequestError(f"{top_p_name} is 0, which leaves no token", mend="For greedy decoding send temperature 0.")
+        raise RequestError(
+            f"{top_p_name} is 0, which leaves no token",
+            mend="For greedy decoding send temperature 0.",
+        )
     filtered = top_k_name in one or top_p_name in one
     return Sampling(
         temperature=number("temperature", 1.0 if filtered else 0.0, 0.0),
@@ -188,10 +223,14 @@ def _draft_len(value: Any, limits: Limits) -> int | None:
         return None
     if limits.max_draft_len == 0 and value > 0:
         raise RequestError(
-            f"num_draft_tokens is {value}, and this deployment has no draft model", mend="Send 0, or leave it out."
+            f"num_draft_tokens is {value}, and this deployment has no draft model",
+            mend="Send 0, or leave it out.",
         )
     if not 0 <= value <= limits.max_draft_len:
-        raise RequestError(f"num_draft_tokens is {value}; this deployment drafts 0 to {limits.max_draft_len} tokens")
+        raise RequestError(
+            f"num_draft_tokens is {value}; this deployment drafts 0 to {limits.max_draft_len}"
+            " tokens"
+        )
     return int(value)
 
 
@@ -205,10 +244,12 @@ def _acceptance(value: Any) -> str | None:
 
 
 class Answer:
-    """Turns the events of one request into the tensors of its responses. Not thread-safe; one thread answers a request.
+    """Turns the events of one request into the tensors of its responses. Not thread-safe; one
+    thread answers a request.
 
-    interval_ns: chunks of a stream are at least this far apart, except for the last. What comes in between is held and goes
-    with the next: a response costs time that a small model's step does not have.
+    interval_ns: chunks of a stream are at least this far apart, except for the last. What comes in
+    between is held and goes with the next: a response costs time that a small model's step does not
+    have.
     """
 
     def __init__(self, request: Request, interval_ns: int = 0) -> None:
@@ -252,7 +293,10 @@ class Answer:
         stats = event.stats
         if self._wants("return_cumulative_logprob"):
             if stats.cumulative_logprob is None:
-                raise RequestError("return_cumulative_logprob was asked for, and the runtime kept no log-probabilities")
+                raise RequestError(
+                    "return_cumulative_logprob was asked for, and the runtime kept no"
+                    " log-probabilities"
+                )
             ending["cumulative_logprob"] = [stats.cumulative_logprob]
         if self._wants("return_num_input_tokens"):
             ending["num_input_tokens"] = [stats.prompt_tokens]

@@ -1,12 +1,14 @@
-"""TensorRT-LLM's PyTorch runtime behind the tensors of its own `llmapi` template, in both directions.
+"""TensorRT-LLM's PyTorch runtime behind the tensors of its own `llmapi` template, in both
+directions.
 
-Pure: the runtime's objects come in as they are and are read by attribute. Beside the template's outputs there are token ids,
-counts and acceptance. The runtime's own acceptance counters are zeros up to 1.2 (TRT#17082), so acceptance comes from
-`avg_decoded_tokens_per_iter`: one token is prefill's, and every further iteration is a verify step. How many tokens were
-drafted is not to be had from it, and is left out rather than guessed (TRT#14724).
+Pure: the runtime's objects come in as they are and are read by attribute. Beside the template's
+outputs there are token ids, counts and acceptance. The runtime's own acceptance counters are zeros
+up to 1.2 (TRT#17082), so acceptance comes from `avg_decoded_tokens_per_iter`: one token is
+prefill's, and every further iteration is a verify step. How many tokens were drafted is not to be
+had from it, and is left out rather than guessed (TRT#14724).
 
-Log-probabilities are the target's own, before temperature and filters, also of accepted drafts. The runtime gives the likeliest
-tokens of every place, of which a greedy text chose the first.
+Log-probabilities are the target's own, before temperature and filters, also of accepted drafts. The
+runtime gives the likeliest tokens of every place, of which a greedy text chose the first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.triton.tensors.contract import INPUTS, LOG_PROB_INPUTS, LOG_PROB_OUTPUTS, OUTPUTS, TensorSpec
+from toolkit.triton.tensors.contract import (
+    INPUTS,
+    LOG_PROB_INPUTS,
+    LOG_PROB_OUTPUTS,
+    OUTPUTS,
+    TensorSpec,
+)
 from toolkit.triton.tensors.requests import Form, Request
 
 __all__ = [
@@ -31,10 +39,21 @@ __all__ = [
     "verify_steps",
 ]
 
-SHARED_INPUTS = ("return_token_ids", "return_num_input_tokens", "return_num_output_tokens", "return_speculation_stats")
+SHARED_INPUTS = (
+    "return_token_ids",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_speculation_stats",
+)
 SHARED_OUTPUTS = ("output_ids", "num_input_tokens", "num_output_tokens", "verify_steps")
-OUR_INPUTS: Sequence[TensorSpec] = (*(spec for spec in INPUTS if spec.name in SHARED_INPUTS), *LOG_PROB_INPUTS)
-OUR_OUTPUTS: Sequence[TensorSpec] = (*(spec for spec in OUTPUTS if spec.name in SHARED_OUTPUTS), *LOG_PROB_OUTPUTS)
+OUR_INPUTS: Sequence[TensorSpec] = (
+    *(spec for spec in INPUTS if spec.name in SHARED_INPUTS),
+    *LOG_PROB_INPUTS,
+)
+OUR_OUTPUTS: Sequence[TensorSpec] = (
+    *(spec for spec in OUTPUTS if spec.name in SHARED_OUTPUTS),
+    *LOG_PROB_OUTPUTS,
+)
 FORM = Form(
     {
         **{fact.name: fact.dims == (1,) for fact in LLMAPI.inputs},
@@ -56,7 +75,9 @@ BLOCKS = {
 
 
 def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams. log_probs: how many a place this version gives. Raises RequestError."""
+    """Keyword arguments of SamplingParams. log_probs: how many a place this version gives.
+    Raises RequestError.
+    """
     sampling = request.sampling
     arguments: dict[str, Any] = {"max_tokens": request.max_tokens or max_tokens}
     if sampling.temperature == 0.0:
@@ -77,20 +98,26 @@ def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) ->
         arguments["return_perf_metrics"] = True
     if LOG_PROBS in request.returns:
         if log_probs == 0:
-            raise RequestError(f"{LOG_PROBS}: this version gives no log-probabilities under speculation")
+            raise RequestError(
+                f"{LOG_PROBS}: this version gives no log-probabilities under speculation"
+            )
         arguments["logprobs"] = log_probs
     return arguments
 
 
 class Responses:
-    """The responses of one request, out of the runtime's growing outputs. Chunks hold what is new."""
+    """The responses of one request, out of the runtime's growing outputs. Chunks hold what is
+    new.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._text = self._tokens = 0  # characters and tokens that were sent
 
     def of(self, output: Any, *, final: bool) -> dict[str, list[Any]] | None:
-        """Name -> values of the response after this output of the runtime; None if there is nothing to send."""
+        """Name -> values of the response after this output of the runtime; None if there is
+        nothing to send.
+        """
         completion = output.outputs[0]
         text, ids = completion.text, list(completion.token_ids)
         if not final and not (self._request.streaming and len(text) > self._text):
@@ -118,7 +145,9 @@ class Responses:
         if self._wants("return_cumulative_logprob"):
             ending["cumulative_logprob"] = [completion.cumulative_logprob]
         if self._wants(LOG_PROBS):
-            ending.update(token_log_probs(completion.token_ids, getattr(completion, "logprobs", None) or ()))
+            ending.update(
+                token_log_probs(completion.token_ids, getattr(completion, "logprobs", None) or ())
+            )
         if self._wants("return_num_input_tokens"):
             ending["num_input_tokens"] = [len(output.prompt_token_ids)]
         steps = verify_steps(tokens, getattr(output, "avg_decoded_tokens_per_iter", None))
@@ -132,23 +161,32 @@ class Responses:
 
 
 def verify_steps(tokens: int, average: float | None) -> int | None:
-    """Iterations behind the first token; None where the runtime does not say, or nothing was decoded."""
+    """Iterations behind the first token; None where the runtime does not say, or nothing was
+    decoded.
+    """
     if not average or tokens < 1:
         return None
     return max(0, round(tokens / average) - 1)
 
 
-def token_log_probs(ids: Sequence[int], places: Sequence[Mapping[int, Any]]) -> dict[str, list[Any]]:
-    """places: per token the likeliest ones with an object that holds `logprob`. Empty unless there is one for every token. A
-    token that is not among them has NaN: nothing is known of it.
+def token_log_probs(
+    ids: Sequence[int], places: Sequence[Mapping[int, Any]]
+) -> dict[str, list[Any]]:
+    """places: per token the likeliest ones with an object that holds `logprob`. Empty unless there
+    is one for every token. A token that is not among them has NaN: nothing is known of it.
     """
     if len(places) != len(ids):
         return {}
     nothing, found = math.nan, {}
-    own = [place[token].logprob if token in place else nothing for token, place in zip(ids, places, strict=True)]
+    own = [
+        place[token].logprob if token in place else nothing
+        for token, place in zip(ids, places, strict=True)
+    ]
     found["output_log_probs"] = own
     others = [
-        max(((each.logprob, other) for other, each in place.items() if other != token), default=None)
+        max(
+            ((each.logprob, other) for other, each in place.items() if other != token), default=None
+        )
         for token, place in zip(ids, places, strict=True)
     ]
     told = [other for other in others if other is not None]
@@ -162,7 +200,11 @@ def _figures(metrics: Any) -> dict[str, list[Any]]:
     if metrics is None:
         return {}
     cache, timing = metrics.kv_cache_metrics, metrics.timing_metrics
-    figures = {name: [getattr(cache, attribute)] for name, attribute in BLOCKS.items() if hasattr(cache, attribute)}
+    figures = {
+        name: [getattr(cache, attribute)]
+        for name, attribute in BLOCKS.items()
+        if hasattr(cache, attribute)
+    }
     for name in TIMES:
         if hasattr(timing, name):
             figures[f"{name}_ns"] = [_nanoseconds(getattr(timing, name))]
@@ -176,4 +218,7 @@ def _nanoseconds(value: Any) -> int:
 
 
 def output_types() -> dict[str, str]:
-    return {**{fact.name: fact.dtype for fact in LLMAPI.outputs}, **{spec.name: spec.dtype for spec in OUR_OUTPUTS}}
+    return {
+        **{fact.name: fact.dtype for fact in LLMAPI.outputs},
+        **{spec.name: spec.dtype for spec in OUR_OUTPUTS},
+    }

@@ -1,6 +1,7 @@
 """Lists of words as TensorRT-LLM's tensors carry them, and back.
 
-A list is [2, n] int32: the ids of all words, one behind the other, and the end of each word in them, padded with -1.
+A list is [2, n] int32: the ids of all words, one behind the other, and the end of each word in
+them, padded with -1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def unpack(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         if end == -1:
             continue
         if not start < end <= len(ids):
-            raise ValueError(f"a word that ends at {end}, after one that ends at {start}, of {len(ids)} ids")
+            raise ValueError(
+                f"a word that ends at {end}, after one that ends at {start}, of {len(ids)} ids"
+            )
         words.append(tuple(ids[start:end]))
         start = end
     return tuple(words)

@@ -24,9 +24,13 @@ def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> 
     from toolkit.engines import stage
 
     kind = config.engine.kind
-    loads_draft = kind == "trtllm_pytorch" and role == "target" and config.draft is not None  # with the target, once
+    loads_draft = (
+        kind == "trtllm_pytorch" and role == "target" and config.draft is not None
+    )  # with the target, once
     checkpoints = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
-    advised = measures(config) and kind != "torch"  # whose engines serve every draft length up to the longest
+    advised = (
+        measures(config) and kind != "torch"
+    )  # whose engines serve every draft length up to the longest
     needs = (*checkpoints, *(("tune",) if advised else ()))
 
     def spec_of(finished: Finished) -> EngineSpec:
@@ -34,7 +38,10 @@ def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> 
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         spec = spec_of(finished)
-        inputs = {name: finished[need].entry.digest for name, need in zip(("checkpoint", "draft"), checkpoints, strict=False)}
+        inputs = {
+            name: finished[need].entry.digest
+            for name, need in zip(("checkpoint", "draft"), checkpoints, strict=False)
+        }
         return {
             "config": {"kind": kind, **spec_parts(spec)},
             "inputs": inputs,
@@ -47,7 +54,13 @@ def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> 
         asked = spec.tensorrt_llm
         if loads_draft and asked is not None and asked.speculation != "none":
             asked = replace(asked, draft_dir=finished["quantize/draft"].record.path)
-        return stage.compile_engine(kind, finished[checkpoints[0]].record, replace(spec, tensorrt_llm=asked), out_dir, progress)
+        return stage.compile_engine(
+            kind,
+            finished[checkpoints[0]].record,
+            replace(spec, tensorrt_llm=asked),
+            out_dir,
+            progress,
+        )
 
     return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
 
@@ -67,7 +80,9 @@ def engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
 
 
 def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
-    """What decides the engine of this kind, and nothing else: what only the serving side reads must not rebuild it."""
+    """What decides the engine of this kind, and nothing else: what only the serving side reads
+    must not rebuild it.
+    """
     engine = config.engine
     assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
     common: dict[str, Any] = {
@@ -87,7 +102,9 @@ def _tensorrt_llm_spec(config: DeploymentConfig, role: str) -> TensorRtLlmSpec:
         common["max_concurrency"] = config.speculation.max_concurrency
         if config.speculation.kind == "ngram":
             common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
-        common["trust_remote_code"] = any(model.trust_remote_code for model in models_of(config).values())  # LLM() loads both
+        common["trust_remote_code"] = any(
+            model.trust_remote_code for model in models_of(config).values()
+        )  # LLM() loads both
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
 
@@ -100,5 +117,8 @@ def _device(asked: str) -> str:
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not gpus():
-        raise UsageError("engine.device is cuda, and this machine has no NVIDIA GPU", mend="set engine.device: auto")
+        raise UsageError(
+            "engine.device is cuda, and this machine has no NVIDIA GPU",
+            mend="set engine.device: auto",
+        )
     return asked

@@ -1,6 +1,8 @@
-"""What the keys of the stages share: versions of libraries, digests of our own sources, and the compiler's fingerprint.
+"""What the keys of the stages share: versions of libraries, digests of our own sources, and the
+compiler's fingerprint.
 
-Keys are made of what can be read without importing a heavy library: a build that finds nothing to do takes about a second.
+Keys are made of what can be read without importing a heavy library: a build that finds nothing to
+do takes about a second.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ def versions(libraries: Sequence[str]) -> Fingerprint:
 
 
 def engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
-    """The backend's fingerprint, remembered: asking for it means importing torch and running the compiler.
+    """The backend's fingerprint, remembered: asking for it means importing torch and running the
+    compiler.
 
-    It is asked again when anything changes that it could depend on: what is asked for, versions, the compiler's file, the
-    machine, or our own sources.
+    It is asked again when anything changes that it could depend on: what is asked for, versions,
+    the compiler's file, the machine, or our own sources.
     """
     from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
     from toolkit.engines.stage import fingerprint
@@ -71,11 +74,18 @@ def engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
 
 
 def spec_parts(spec: EngineSpec) -> dict[str, Any]:
-    """Of a key: without what leaves the engine as it is, where it is built and where its draft lies meanwhile."""
+    """Of a key: without what leaves the engine as it is, where it is built and where its draft
+    lies meanwhile.
+    """
     parts = dataclasses.asdict(spec)
     asked = parts.pop("tensorrt_llm")
     if asked is not None:
-        decides = {name: value for name, value in asked.items() if name not in ("builder", "draft_dir")}
+        decides = {
+            name: value for name, value in asked.items() if name not in ("builder", "draft_dir")
+        }
         schedule = asked["draft_len_schedule"]
-        parts["tensorrt_llm"] = {**decides, "draft_len_schedule": schedule and sorted(map(list, schedule.items()))}
+        parts["tensorrt_llm"] = {
+            **decides,
+            "draft_len_schedule": schedule and sorted(map(list, schedule.items())),
+        }
     return parts

@@ -1,4 +1,6 @@
-"""The stage `package`: engines become a Triton model repository, with what is served decided by the YAML or by the advice."""
+"""The stage `package`: engines become a Triton model repository, with what is served decided by
+the YAML or by the advice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from toolkit.workflows.stages.keys import versions
 
 __all__ = ["in_container", "package_stage", "package_trtllm_stage"]
 
-# The models are files of ours that are copied into the repository; they import the toolkit where it is served.
+# The models are files of ours that are copied into the repository; they import the toolkit where it
+# is served.
 SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", "trtllm")
 
 
@@ -49,7 +52,9 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
 
 
 def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
-    """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an engine does not hold."""
+    """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an
+    engine does not hold.
+    """
     from toolkit.checkpoints.shape import read_shape
     from toolkit.engines.trtllm.llm_args import read_llm_args
     from toolkit.triton.package.embedded import VERSION
@@ -62,11 +67,18 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
 
     def placed(finished: Finished) -> dict[str, Any]:
         draft_len = speculation_of(config, finished).longest_draft
-        return {"name": config.name, "gpus_per_node": engine.gpus_per_node, "max_draft_len": draft_len}
+        return {
+            "name": config.name,
+            "gpus_per_node": engine.gpus_per_node,
+            "max_draft_len": draft_len,
+        }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
-        memory = {"free_gpu_memory_fraction": engine.free_gpu_memory_fraction, "enable_block_reuse": engine.enable_block_reuse}
+        memory = {
+            "free_gpu_memory_fraction": engine.free_gpu_memory_fraction,
+            "enable_block_reuse": engine.enable_block_reuse,
+        }
         settings = {
             "kind": engine.kind,
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
@@ -100,11 +112,15 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
 
 
 def _sources() -> str:
-    return digest_sources([__name__, *(f"toolkit.triton.models.{name}.model" for name in SHIPPED_MODELS)])
+    return digest_sources(
+        [__name__, *(f"toolkit.triton.models.{name}.model" for name in SHIPPED_MODELS)]
+    )
 
 
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of LLM() with the places that both models have where the repository is served."""
+    """The arguments of LLM() with the places that both models have where the repository is
+    served.
+    """
     from toolkit.engines.trtllm.llm_args import resolved
     from toolkit.triton.package.layout_trtllm import ENGINES
 

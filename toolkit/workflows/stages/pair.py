@@ -27,12 +27,19 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
         try:
-            digests = {role: digest_tree(model.checkpoint, patterns, memo) for role, model in models_of(config).items()}
+            digests = {
+                role: digest_tree(model.checkpoint, patterns, memo)
+                for role, model in models_of(config).items()
+            }
         except StoreError as error:
             raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
         for model in models_of(config).values():
             check_recorded_digests(model.checkpoint, memo)
-        return {"config": {"tp_size": tp_size}, "inputs": digests, "fingerprint": versions(["tokenizers"])}
+        return {
+            "config": {"tp_size": tp_size},
+            "inputs": digests,
+            "fingerprint": versions(["tokenizers"]),
+        }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
         draft = None if config.draft is None else config.draft.checkpoint

@@ -29,7 +29,10 @@ def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Sta
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
-        settings = {**model.quantization.model_dump(exclude={"allow_unsupported"}), "vocab_size": proof.vocab_size}
+        settings = {
+            **model.quantization.model_dump(exclude={"allow_unsupported"}),
+            "vocab_size": proof.vocab_size,
+        }
         settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
         if model.trust_remote_code:
             inputs["code"] = digest_tree(model.checkpoint, CODE, memo)
@@ -37,7 +40,11 @@ def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Sta
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
             settings["calibration"] = calibration.model_dump(exclude={"dataset", "heldout"})
-        return {"config": settings, "inputs": inputs, "fingerprint": stage.fingerprint(model.quantization)}
+        return {
+            "config": settings,
+            "inputs": inputs,
+            "fingerprint": stage.fingerprint(model.quantization),
+        }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
         check_prompt_lengths(config)

@@ -2,7 +2,8 @@
 
 pair -> quantize/{target,draft} -> compile/{target,draft} -> [tune] -> package -> validate
 
-For TensorRT-LLM what `auto` asks for is found before its engines are made: -> advised/{target,draft} -> tune -> compile/...
+For TensorRT-LLM what `auto` asks for is found before its engines are made: ->
+advised/{target,draft} -> tune -> compile/...
 """
 
 from __future__ import annotations
@@ -44,13 +45,20 @@ __all__ = [
 ]
 
 TWIN = "advised/"  # before the role: an engine that tells what another kind of engine would say
-REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"  # of a rehearsal, beside the embedded engine's
+REAL_KIND, PACKAGE_TRTLLM = (
+    "-trtllm",
+    "package/trtllm",
+)  # of a rehearsal, beside the embedded engine's
 
 
-def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True) -> list[Stage]:
-    """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only looked for.
+def stages_of(
+    config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True
+) -> list[Stage]:
+    """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only
+    looked for.
 
-    Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be used.
+    Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be
+    used.
     """
     config = ready(config, download=download)
     roles, of_torch = tuple(models_of(config)), config.engine.kind == "torch"
@@ -68,8 +76,9 @@ def stages_of(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, 
 def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
     """What finds the draft length where the YAML says `auto`.
 
-    The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a length when they are compiled or loaded, so it
-    is found before: by the same checkpoints on the embedded engine, and costs that are predicted.
+    The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a length when they
+    are compiled or loaded, so it is found before: by the same checkpoints on the embedded engine,
+    and costs that are predicted.
     """
     from toolkit.plan.make import subject_of
 
@@ -89,9 +98,15 @@ def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
 
 
 def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
-    """The models compiled for the embedded engine: by a name of their own where the deployment has other engines."""
+    """The models compiled for the embedded engine: by a name of their own where the deployment
+    has other engines.
+    """
     stages = [compile_stage(embedded_twin(config), role, workplace) for role in models_of(config)]
-    return stages if isinstance(config.engine, TorchEngineConfig) else [_renamed(stage, _advised) for stage in stages]
+    return (
+        stages
+        if isinstance(config.engine, TorchEngineConfig)
+        else [_renamed(stage, _advised) for stage in stages]
+    )
 
 
 def _advised(name: str) -> str:
@@ -99,14 +114,16 @@ def _advised(name: str) -> str:
 
 
 def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """Up to engines that run in this process: quantized as the deployment is, compiled for the embedded engine whatever it is
-    served by. Raises as `stages_of` does.
+    """Up to engines that run in this process: quantized as the deployment is, compiled for the
+    embedded engine whatever it is served by. Raises as `stages_of` does.
     """
     return stages_here(ready(config, download=True), workplace, memo)
 
 
 def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """The same of one that is `ready`, or of its models in another precision, which what serves it may refuse."""
+    """The same of one that is `ready`, or of its models in another precision, which what serves
+    it may refuse.
+    """
     return [
         pair_stage(config, memo),
         *(quantize_stage(config, role, memo) for role in models_of(config)),
@@ -125,11 +142,17 @@ def ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
 
 
 def rehearsal_stages(
-    asked: DeploymentConfig, served: DeploymentConfig, workplace: Workplace, memo: DigestMemo, replaced: Sequence[str]
+    asked: DeploymentConfig,
+    served: DeploymentConfig,
+    workplace: Workplace,
+    memo: DigestMemo,
+    replaced: Sequence[str],
 ) -> list[Stage]:
-    """The stages of a rehearsal: `asked` decides what is quantized and how, `served` what is compiled, packaged and measured.
+    """The stages of a rehearsal: `asked` decides what is quantized and how, `served` what is
+    compiled, packaged and measured.
 
-    The engine's own stage runs too where this machine can do it. replaced: for the report. Raises UsageError as `stages_of`.
+    The engine's own stage runs too where this machine can do it. replaced: for the report. Raises
+    UsageError as `stages_of`.
     """
     _check_inputs(served)
     roles = tuple(models_of(served))
@@ -137,8 +160,13 @@ def rehearsal_stages(
     if asked.engine.kind != "torch":
         compiled = [compile_stage(asked, role, workplace) for role in roles]
         if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
-            compiled = [_unbuilt(stage, engine_spec(asked, role)) for stage, role in zip(compiled, roles, strict=True)]
-        real = [_renamed(stage, _beside) for stage in (*compiled, package_trtllm_stage(asked, roles))]
+            compiled = [
+                _unbuilt(stage, engine_spec(asked, role))
+                for stage, role in zip(compiled, roles, strict=True)
+            ]
+        real = [
+            _renamed(stage, _beside) for stage in (*compiled, package_trtllm_stage(asked, roles))
+        ]
     validate = validate_stage(served, roles, workplace, memo, replaced)
     return [
         pair_stage(asked, memo),
@@ -152,7 +180,13 @@ def rehearsal_stages(
 
 def _beside(name: str) -> str:
     """Of a stage of the real kind of engine, beside the embedded one's of the same name."""
-    return PACKAGE_TRTLLM if name == "package" else f"{name}{REAL_KIND}" if name.startswith("compile/") else name
+    return (
+        PACKAGE_TRTLLM
+        if name == "package"
+        else f"{name}{REAL_KIND}"
+        if name.startswith("compile/")
+        else name
+    )
 
 
 def _renamed(stage: Stage, own: Callable[[str], str]) -> Stage:
@@ -196,18 +230,26 @@ def refuse_impossible(config: DeploymentConfig) -> None:
     from toolkit.plan.make import make_plan
 
     # A hub id of which nothing is known yet is about to be fetched.
-    raise_refused(config.name, [one for one in make_plan(config).judgements if one.rule != "shape-needed"])
+    raise_refused(
+        config.name, [one for one in make_plan(config).judgements if one.rule != "shape-needed"]
+    )
 
 
 def raise_refused(name: str, judgements: Sequence[Judgement]) -> None:
     """Raises PlanError with everything that is refused, if anything is."""
-    faults = [Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend) for one in judgements if one.severity == "refused"]
+    faults = [
+        Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend)
+        for one in judgements
+        if one.severity == "refused"
+    ]
     if faults:
         raise PlanError(name, faults)
 
 
 def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
-    """The same with folders in the place of hub ids. Raises PlanError with every one that cannot be had."""
+    """The same with folders in the place of hub ids. Raises PlanError with every one that cannot
+    be had.
+    """
     from toolkit.checkpoints.hub import fetch
 
     found: dict[str, ModelConfig] = {}
@@ -217,10 +259,21 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
             continue
         try:
             code, bars = model.trust_remote_code, sys.stderr.isatty()
-            folder = fetch(model.hub_id, model.revision, download=download, bars=bars, with_code=code)
+            folder = fetch(
+                model.hub_id, model.revision, download=download, bars=bars, with_code=code
+            )
         except CheckpointError as error:
-            what = f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, {error.where} {error.what}"
-            faults.append(Fault(f"{role}.checkpoint", what, mend=f"Mend the path if a folder is meant. Else {error.mend}."))
+            what = (
+                f"no folder {model.hub_id} beside the YAML; read as a model id of the hub,"
+                f" {error.where} {error.what}"
+            )
+            faults.append(
+                Fault(
+                    f"{role}.checkpoint",
+                    what,
+                    mend=f"Mend the path if a folder is meant. Else {error.mend}.",
+                )
+            )
         else:
             found[role] = model.model_copy(update={"checkpoint": folder, "revision": None})
     if faults:
@@ -229,7 +282,9 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
 
 
 def _check_inputs(config: DeploymentConfig) -> None:
-    """Read the small input files now: a bad line in the prompts should not be found after an hour of quantizing."""
+    """Read the small input files now: a bad line in the prompts should not be found after an
+    hour of quantizing.
+    """
     from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
 
@@ -244,6 +299,10 @@ def own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
     def ways(finished: Finished) -> list[Way]:
         if config.speculation.kind == "ngram":
             return [("ngram", "ngram", None)]
-        return [] if config.draft is None else [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
+        return (
+            []
+            if config.draft is None
+            else [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
+        )
 
     return ways

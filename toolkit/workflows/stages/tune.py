@@ -8,7 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import AUTO_MAX_DRAFT_LEN, DeploymentConfig, TensorRtLlmConfig, TorchEngineConfig
+from toolkit.config.schema import (
+    AUTO_MAX_DRAFT_LEN,
+    DeploymentConfig,
+    TensorRtLlmConfig,
+    TorchEngineConfig,
+)
 from toolkit.facts.gpus import Gpu
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
@@ -42,21 +47,28 @@ def tune_stage(
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
 ) -> Stage:
-    """The `tune` stage. engine: what runs the models here, whatever serves them. rule: of sampled requests where the deployment
-    is served. target: where the engines are not among the stages before this one. checkpoints: by role, what they were
-    compiled from, where the deployment has other engines of the same. measured_rounds: of really running
-    every draft length, to set beside the predictions. gpu: one that is not here, whose costs are predicted.
+    """The `tune` stage. engine: what runs the models here, whatever serves them. rule: of sampled
+    requests where the deployment is served. target: where the engines are not among the stages
+    before this one. checkpoints: by role, what they were compiled from, where the deployment has
+    other engines of the same. measured_rounds: of really running every draft length, to set beside
+    the predictions. gpu: one that is not here, whose costs are predicted.
     """
     from toolkit.advise import stage
 
     validation, speculation = config.validation, config.speculation
-    needs = () if target is not None else ("compile/target", *(["compile/draft"] if config.draft is not None else []))
+    needs = (
+        ()
+        if target is not None
+        else ("compile/target", *(["compile/draft"] if config.draft is not None else []))
+    )
 
     def target_of(finished: Finished) -> Done:
         return target or finished["compile/target"]
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        engines = {name: None if done is None else done.entry.digest for name, _, done in ways(finished)}
+        engines = {
+            name: None if done is None else done.entry.digest for name, _, done in ways(finished)
+        }
         return {
             "config": {
                 "rule": rule,
@@ -74,7 +86,11 @@ def tune_stage(
                 **(
                     {}
                     if checkpoints is None
-                    else {"checkpoints": {role: [one.entry.digest] for role, one in checkpoints(finished).items()}}
+                    else {
+                        "checkpoints": {
+                            role: [one.entry.digest] for role, one in checkpoints(finished).items()
+                        }
+                    }
                 ),
                 "prompts": digest_file(validation.prompts, memo),
                 "toolkit_sources": digest_sources([__name__]),
@@ -84,9 +100,23 @@ def tune_stage(
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
-        engines = [(name, drafter, None if done is None else done.record) for name, drafter, done in ways(finished)]
-        advice = _advise(config, engine, target_of(finished).record, engines, rule, measured_rounds, gpu, progress)
-        (out_dir / "advice.json").write_text(json.dumps(to_json(advice), indent=1), encoding="utf-8")
+        engines = [
+            (name, drafter, None if done is None else done.record)
+            for name, drafter, done in ways(finished)
+        ]
+        advice = _advise(
+            config,
+            engine,
+            target_of(finished).record,
+            engines,
+            rule,
+            measured_rounds,
+            gpu,
+            progress,
+        )
+        (out_dir / "advice.json").write_text(
+            json.dumps(to_json(advice), indent=1), encoding="utf-8"
+        )
         return advice
 
     return Stage("tune", stage.VERSION, Advice, needs, parts, run)
@@ -125,7 +155,11 @@ def _advise(
 
     def contender(name: str, drafter: str, found: CompiledEngine | None) -> Contender:
         draft = None if found is None else loader("torch").load(found.path, threads=engine.threads)
-        forward_s = None if gpu is None else _roofline(gpu, ranks_of(config), compiled, found, engine.max_input_len)
+        forward_s = (
+            None
+            if gpu is None
+            else _roofline(gpu, ranks_of(config), compiled, found, engine.max_input_len)
+        )
         runtime = MeasuredRuntime(
             target,
             draft,
@@ -163,7 +197,9 @@ def ranks_of(config: DeploymentConfig) -> int:
 def _roofline(
     gpu: Gpu, gpus: int, target: CompiledEngine, draft: CompiledEngine | None, context: int
 ) -> Callable[[str, int, int], float]:
-    """(role, batch, tokens) -> seconds of a forward on so many of them, at the least: bytes over bandwidth, or arithmetic."""
+    """(role, batch, tokens) -> seconds of a forward on so many of them, at the least: bytes over
+    bandwidth, or arithmetic.
+    """
     from toolkit.checkpoints.shape import ModelShape, read_json
     from toolkit.plan.predict import forward_seconds
 
@@ -178,12 +214,16 @@ def _roofline(
         found = engines[role]
         assert found is not None  # prompt lookup runs no draft
         algo, kv_algo = found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo
-        return forward_seconds(shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus)[0]
+        return forward_seconds(
+            shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus
+        )[0]
 
     return forward_s
 
 
-def _prompts(config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec) -> list[tuple[str, tuple[int, ...]]]:
+def _prompts(
+    config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec
+) -> list[tuple[str, tuple[int, ...]]]:
     """(domain, token ids) of the prompts that fit the engine."""
     from toolkit.pipeline.texts import read_labels, read_texts
 
@@ -191,7 +231,9 @@ def _prompts(config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCod
     texts = read_texts(validation.prompts, "prompt", "text", limit=validation.max_prompts)
     labels = read_labels(validation.prompts, "domain", "all", limit=validation.max_prompts)
     room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
-    encoded = [(label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)]
+    encoded = [
+        (label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
+    ]
     return [(label, ids) for label, ids in encoded if 0 < len(ids) <= room]
 
 
@@ -207,16 +249,19 @@ def grid_stage(
     checkpoints: Mapping[str, Mapping[str, Done]] | None = None,
     gpu: Gpu | None = None,
 ) -> Stage:
-    """The `grid` stage. engine: what runs the models here, whatever serves them. engines: role -> quant_algo -> the model
-    compiled in that precision; checkpoints: likewise what they were compiled from, where the deployment has other engines.
-    pairs: precisions of target and draft to compare; left_out: in words, the others. gpu: as of `tune_stage`.
+    """The `grid` stage. engine: what runs the models here, whatever serves them. engines: role ->
+    quant_algo -> the model compiled in that precision; checkpoints: likewise what they were
+    compiled from, where the deployment has other engines. pairs: precisions of target and draft to
+    compare; left_out: in words, the others. gpu: as of `tune_stage`.
     """
     from toolkit.advise import stage
 
     validation = config.validation
 
     def digests(found: Mapping[str, Mapping[str, Done]]) -> dict[str, list[str]]:
-        return {role: [done.entry.digest for done in every.values()] for role, every in found.items()}
+        return {
+            role: [done.entry.digest for done in every.values()] for role, every in found.items()
+        }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
@@ -240,7 +285,10 @@ def grid_stage(
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Grid:
-        compiled = {role: {algo: done.record for algo, done in every.items()} for role, every in engines.items()}
+        compiled = {
+            role: {algo: done.record for algo, done in every.items()}
+            for role, every in engines.items()
+        }
         grid = _grid(config, engine, compiled, heldout, pairs, left_out, gpu, progress)
         (out_dir / "grid.json").write_text(json.dumps(to_json(grid), indent=1), encoding="utf-8")
         return grid
@@ -267,8 +315,12 @@ def _grid(
     from toolkit.workflows.measured_runtime import MeasuredRuntime
 
     load = loader("torch").load
-    targets = {algo: load(found.path, threads=engine.threads) for algo, found in compiled["target"].items()}
-    drafts = {algo: load(found.path, threads=engine.threads) for algo, found in compiled["draft"].items()}
+    targets = {
+        algo: load(found.path, threads=engine.threads) for algo, found in compiled["target"].items()
+    }
+    drafts = {
+        algo: load(found.path, threads=engine.threads) for algo, found in compiled["draft"].items()
+    }
     unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
     codec = TextCodec.from_file(unquantized / "tokenizer.json")
 
@@ -276,7 +328,9 @@ def _grid(
         return [contender(algo, name) for name in drafts if (algo, name) in pairs]
 
     def contender(algo: str, name: str) -> Contender:
-        runtime = MeasuredRuntime(targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized))
+        runtime = MeasuredRuntime(
+            targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
+        )
         of_pair = compiled["target"][algo], compiled["draft"][name]
         forward_s = None if gpu is None else _roofline(gpu, ranks, *of_pair, engine.max_input_len)
         return Contender(name, "draft_target", runtime, drafts[name], forward_s)
@@ -289,7 +343,11 @@ def _grid(
         batches=(1,),
         rounds=2,
     )
-    texts = [ids for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout) if len(ids) > 2]
+    texts = [
+        ids
+        for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout)
+        if len(ids) > 2
+    ]
     return measure_grid(
         targets,
         contenders,
@@ -298,6 +356,8 @@ def _grid(
         max_kl=config.validation.quality.max_kl,
         rounds=GRID_ROUNDS,
         progress=progress,
-        costs_are=MEASURED if gpu is None else f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}",
+        costs_are=MEASURED
+        if gpu is None
+        else f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}",
         left_out=left_out,
     )

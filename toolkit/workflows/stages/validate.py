@@ -1,4 +1,6 @@
-"""The stage `validate`: serve the packaged repository, judge it, write the report. And the same for one divergence again."""
+"""The stage `validate`: serve the packaged repository, judge it, write the report. And the same
+for one divergence again.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +32,53 @@ if TYPE_CHECKING:
 __all__ = ["engine_reference", "validate_stage"]
 
 MEASURED_LIBRARIES = ("torch", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
-REPORTED_LIBRARIES = ("torch", "transformers", "nvidia-modelopt", "tokenizers", "tritonclient", "nvidia-pytriton", "numpy")
+REPORTED_LIBRARIES = (
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "tokenizers",
+    "tritonclient",
+    "nvidia-pytriton",
+    "numpy",
+)
 SWEEP_REQUESTS = 32  # per arm, round and concurrency, unless more are needed to keep it up
 
 
 def validate_stage(
-    config: DeploymentConfig, roles: Sequence[str], workplace: Workplace, memo: DigestMemo, replaced: Sequence[str] = ()
+    config: DeploymentConfig,
+    roles: Sequence[str],
+    workplace: Workplace,
+    memo: DigestMemo,
+    replaced: Sequence[str] = (),
 ) -> Stage:
     from toolkit.validate import stage
 
-    before = ("pair", *(f"quantize/{role}" for role in roles), *(f"compile/{role}" for role in roles), "package")
+    before = (
+        "pair",
+        *(f"quantize/{role}" for role in roles),
+        *(f"compile/{role}" for role in roles),
+        "package",
+    )
     needs = (*before, "tune") if measures(config) else before
 
     def quality_of(finished: Finished) -> Quality:
         records = {role: finished[f"quantize/{role}"].record for role in roles}
-        return Quality(records["target"].quality, records["draft"].quality if "draft" in records else None)
+        return Quality(
+            records["target"].quality, records["draft"].quality if "draft" in records else None
+        )
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        """The name is in it, since it stands in the report; so are our own sources and the machine, since they are measured."""
+        """The name is in it, since it stands in the report; so are our own sources and the
+        machine, since they are measured.
+        """
         return {
             "config": {
                 "name": config.name,
                 **config.validation.model_dump(exclude={"prompts"}),
-                "stated": sorted(config.validation.latency.model_fields_set | config.validation.quality.model_fields_set),
+                "stated": sorted(
+                    config.validation.latency.model_fields_set
+                    | config.validation.quality.model_fields_set
+                ),
                 **({"replaced": list(replaced)} if replaced else {}),
             },
             "inputs": {
@@ -61,15 +87,21 @@ def validate_stage(
                 "quality": digest_value(to_json(quality_of(finished))),
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
-                **({"advice": finished["tune"].entry.digest} if measures(config) else {}),  # it stands in the report
+                **(
+                    {"advice": finished["tune"].entry.digest} if measures(config) else {}
+                ),  # it stands in the report
                 "toolkit_sources": digest_sources([__name__]),
             },
-            "fingerprint": versions([*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]),
+            "fingerprint": versions(
+                [*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]
+            ),
             "machine": machine(),
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
-        return _measure(config, finished, quality_of(finished), replaced, workplace, out_dir, progress)
+        return _measure(
+            config, finished, quality_of(finished), replaced, workplace, out_dir, progress
+        )
 
     def decided(report: ValidationReport) -> bool:
         return report.verdict != "INCONCLUSIVE"
@@ -104,10 +136,18 @@ def _measure(
         "name": config.name,
         "max_draft_len": repository.max_draft_len,
         "quality": quality,
-        "keep_replay": lambda found: write_replay(out_dir / "replay", replace(found, deployment=stated)),
-        "engines": {role: replace(engine, path=workplace.engines(config.name) / role) for role, engine in engines.items()},
+        "keep_replay": lambda found: write_replay(
+            out_dir / "replay", replace(found, deployment=stated)
+        ),
+        "engines": {
+            role: replace(engine, path=workplace.engines(config.name) / role)
+            for role, engine in engines.items()
+        },
         "preceding": finished["pair"].record.findings,
-        "stages": [StageCost(name, done.seconds, done.peak_memory_bytes, done.reused) for name, done in finished.items()],
+        "stages": [
+            StageCost(name, done.seconds, done.peak_memory_bytes, done.reused)
+            for name, done in finished.items()
+        ],
         "replaced": replaced,
         "progress": progress,
     }
@@ -115,7 +155,9 @@ def _measure(
     if isinstance(config.engine, TorchEngineConfig):
         source, same_precision = _source(config, folders["target"])
         with (
-            TritonServer(repository.path, config.triton.on_free_ports, log_path=log, progress=progress) as server,
+            TritonServer(
+                repository.path, config.triton.on_free_ports, log_path=log, progress=progress
+            ) as server,
             PeakMemory(server.pid) as peak,
             Client(server.grpc_url, model=repository.model) as client,
         ):
@@ -123,7 +165,9 @@ def _measure(
                 client,
                 _asked_of(config, finished),
                 acceptance=config.speculation.acceptance,
-                references=References(engine_reference(folders, config.engine.threads), source, same_precision),
+                references=References(
+                    engine_reference(folders, config.engine.threads), source, same_precision
+                ),
                 environment=_environment(),
                 **_watched(config, repository, lambda: server, progress),
                 **judged,
@@ -135,18 +179,30 @@ def _measure(
         with (
             private_folder() as scratch,
             Servers(
-                repository.path, deployment_of(settled(config, finished)), config.triton, scratch, log, progress
+                repository.path,
+                deployment_of(settled(config, finished)),
+                config.triton,
+                scratch,
+                log,
+                progress,
             ) as servers,
         ):
             in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
-            watched = _watched(config, repository, lambda: servers.server, progress, against_plain=not in_turns)
+            watched = _watched(
+                config, repository, lambda: servers.server, progress, against_plain=not in_turns
+            )
             if config.engine.kind == "trtllm_pytorch":
-                del watched["counters"]  # LLM() has none of ours, and every start would begin them anew
+                del watched[
+                    "counters"
+                ]  # LLM() has none of ours, and every start would begin them anew
             report = validate(
                 Alternating(servers.start) if in_turns else servers.start("served"),
                 _asked_of(config, finished),
-                # Both runtimes keep a draft that equals what the target samples, unless they are told otherwise.
-                acceptance="sample_match" if config.speculation.acceptance == "auto" else config.speculation.acceptance,
+                # Both runtimes keep a draft that equals what the target samples, unless they are
+                # told otherwise.
+                acceptance="sample_match"
+                if config.speculation.acceptance == "auto"
+                else config.speculation.acceptance,
                 references=References(None, source, same_precision),
                 can=abilities_of(config),
                 environment={**_environment(), **versions(["tensorrt_llm"])},
@@ -154,7 +210,9 @@ def _measure(
                 **judged,
             )
     served = StageCost("serve", round(time.monotonic() - began, 3), peak_bytes, reused=False)
-    itself = StageCost("validate", round(time.monotonic() - started, 3), None, reused=False)  # its peak is known at its end
+    itself = StageCost(
+        "validate", round(time.monotonic() - started, 3), None, reused=False
+    )  # its peak is known at its end
     report = replace(
         report,
         stages=(*report.stages, served, itself),
@@ -166,7 +224,9 @@ def _measure(
 
 
 def _asked_of(config: DeploymentConfig, finished: Finished) -> ValidationConfig:
-    """The gates: without one on the speed-up where the advisor was asked whether to speculate, and said no."""
+    """The gates: without one on the speed-up where the advisor was asked whether to speculate,
+    and said no.
+    """
     if speculation_of(config, finished).kind != "none" or config.speculation.kind == "none":
         return config.validation
     latency = config.validation.latency.model_copy(update={"min_speedup": None})
@@ -181,7 +241,9 @@ def _watched(
     *,
     against_plain: bool = True,
 ) -> dict[str, Any]:
-    """The arguments of `validate` that look at the server itself: its counters, and its speed under load."""
+    """The arguments of `validate` that look at the server itself: its counters, and its speed
+    under load.
+    """
     from toolkit.bench.counters import read_counters
     from toolkit.bench.run import sweep
 
@@ -227,9 +289,11 @@ def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Refere
     )
 
 
-def _source(config: DeploymentConfig, target: Path, end_ids: Sequence[int] | None = None) -> tuple[Reference | None, bool]:
-    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine computes the same. end_ids:
-    None where the engine says itself what ends a text.
+def _source(
+    config: DeploymentConfig, target: Path, end_ids: Sequence[int] | None = None
+) -> tuple[Reference | None, bool]:
+    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine
+    computes the same. end_ids: None where the engine says itself what ends a text.
     """
     from toolkit.checkpoints.quantized import open_checkpoint
     from toolkit.inprocess import eos_token_ids
@@ -244,9 +308,15 @@ def _source(config: DeploymentConfig, target: Path, end_ids: Sequence[int] | Non
         return None, False
     unquantized = config.target.quantization.quant_algo == "NO_QUANT"
     engine = config.engine
-    same_precision = unquantized and isinstance(engine, TorchEngineConfig) and engine.dtype in ("float32", "float64")
+    same_precision = (
+        unquantized
+        and isinstance(engine, TorchEngineConfig)
+        and engine.dtype in ("float32", "float64")
+    )
     codec = lambda prompt: _codec(target).encode(prompt)  # noqa: E731 - the engine's own tokenizer, opened when first used
-    return reference_from_checkpoint(folder, codec, eos_token_ids(target) if end_ids is None else end_ids), same_precision
+    return reference_from_checkpoint(
+        folder, codec, eos_token_ids(target) if end_ids is None else end_ids
+    ), same_precision
 
 
 @functools.cache

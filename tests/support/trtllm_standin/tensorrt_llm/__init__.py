@@ -1,14 +1,17 @@
-"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface over a toy that runs a target, and
-with a speculative_config a draft, a verify forward, acceptance by token equality and a rewind.
+"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface over a
+toy that runs a target, and with a speculative_config a draft, a verify forward, acceptance by token
+equality and a rewind.
 
-Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments that
-SamplingParams does not have are refused, an output object grows from step to step, `finished` says when it is whole; and in
-_torch/pyexecutor/sampler.py: the log-probabilities are the target's own, a dictionary of the likeliest tokens per place.
+Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and
+executor/result.py: arguments that SamplingParams does not have are refused, an output object grows
+from step to step, `finished` says when it is whole; and in _torch/pyexecutor/sampler.py: the
+log-probabilities are the target's own, a dictionary of the likeliest tokens per place.
 
-The toy counts to ten. It takes its place from the length of its cache, as a model takes positions, and the rest of its logits
-from the tokens in it. At temperature 0 the text is therefore a fixed one; above it two of its words may be others. Greedy
-requests whose prompts begin with TIED are undecided at one place, by less than what a forward of several tokens rounds
-otherwise than one of a single token; prompts that begin with ASTRAY have a draft that is wrong at every other place. A step
+The toy counts to ten. It takes its place from the length of its cache, as a model takes positions,
+and the rest of its logits from the tokens in it. At temperature 0 the text is therefore a fixed
+one; above it two of its words may be others. Greedy requests whose prompts begin with TIED are
+undecided at one place, by less than what a forward of several tokens rounds otherwise than one of a
+single token; prompts that begin with ASTRAY have a draft that is wrong at every other place. A step
 takes its time but where a request has a seed: those are the many that nobody times.
 """
 
@@ -64,14 +67,18 @@ class Completion:
 
 
 class Target:
-    """fault: positions (a forward of several tokens counts its places from one too many) | cache (a rewind is forgotten)."""
+    """fault: positions (a forward of several tokens counts its places from one too many) | cache
+    (a rewind is forgotten).
+    """
 
     def __init__(self, tied: bool, fault: str | None) -> None:
         self._tied, self._fault = tied, fault
         self.cache: list[int] = []
 
     def forward(self, tokens: list[int]) -> list[dict[int, float]]:
-        """The logits behind each of these tokens, which the cache takes in. The first forward of a text takes in none."""
+        """The logits behind each of these tokens, which the cache takes in. The first forward of
+        a text takes in none.
+        """
         rows = []
         for token in tokens or [-1]:
             self.cache += [token] if token >= 0 else []
@@ -90,7 +97,9 @@ class Target:
 
 
 class Output:
-    def __init__(self, prompt: str, params: SamplingParams, draft_len: int, step_s: float, fault: str | None) -> None:
+    def __init__(
+        self, prompt: str, params: SamplingParams, draft_len: int, step_s: float, fault: str | None
+    ) -> None:
         self._draft_len, self._params = draft_len, params
         self._step_s = step_s if params.seed is None else 0.0
         self.prompt_token_ids = list(range(len(prompt.split())))
@@ -104,7 +113,11 @@ class Output:
         self._others: dict[int, int] = {}
         if params.temperature:
             chance = random.Random(params.seed)
-            self._others = {place: FIRST + WORDS.index(word) for place, word in OTHERS.items() if chance.random() < OTHERWISE}
+            self._others = {
+                place: FIRST + WORDS.index(word)
+                for place, word in OTHERS.items()
+                if chance.random() < OTHERWISE
+            }
         self._iterations = 0
 
     def abort(self) -> None:
@@ -119,8 +132,12 @@ class Output:
         self._ids.append(token)
         if self._params.logprobs is not None:
             whole = math.log(sum(math.exp(value) for value in logits.values()))
-            likeliest = sorted(logits, key=logits.__getitem__, reverse=True)[: self._params.logprobs]
-            found = {each: Logprob(logits[each] - whole, rank) for rank, each in enumerate(likeliest, 1)}
+            likeliest = sorted(logits, key=logits.__getitem__, reverse=True)[
+                : self._params.logprobs
+            ]
+            found = {
+                each: Logprob(logits[each] - whole, rank) for rank, each in enumerate(likeliest, 1)
+            }
             self.outputs[0].logprobs.append(found)
         return token
 
@@ -128,7 +145,10 @@ class Output:
         """What the draft takes for the target's next words."""
         places = range(len(self._ids), len(self._ids) + self._draft_len)
         right = [self._others.get(place, FIRST + min(place, 9)) for place in places]
-        return [FIRST if self._astray and place % 2 else token for place, token in zip(places, right, strict=True)]
+        return [
+            FIRST if self._astray and place % 2 else token
+            for place, token in zip(places, right, strict=True)
+        ]
 
     def _forward(self) -> None:
         """One iteration: prefill, a decode forward, or a verify forward with its rewind."""
@@ -149,7 +169,9 @@ class Output:
         completion, limit = self.outputs[0], min(self._params.max_tokens, len(TEXT.split()))
         del self._ids[limit:]
         whole = " ".join(WORDS[token - FIRST] for token in self._ids)
-        end = min((whole.index(word) for word in self._params.stop or () if word in whole), default=None)
+        end = min(
+            (whole.index(word) for word in self._params.stop or () if word in whole), default=None
+        )
         if end is not None:
             del self._ids[len(whole[: end + 1].split()) :]
         completion.text, completion.token_ids = whole[:end], list(self._ids)
@@ -184,14 +206,28 @@ class LLM:
         fault: str | None = None,
         **settings: Any,
     ) -> None:
-        folders = [model] if speculative_config is None else [model, speculative_config["speculative_model"]]
-        here = [folder for folder in folders if not folder.startswith("/models/")]  # not a container's
+        folders = (
+            [model]
+            if speculative_config is None
+            else [model, speculative_config["speculative_model"]]
+        )
+        here = [
+            folder for folder in folders if not folder.startswith("/models/")
+        ]  # not a container's
         if missing := [folder for folder in here if not pathlib.Path(folder).is_dir()]:
             raise FileNotFoundError(f"no checkpoint at {missing}")
-        self._draft_len, self._step_s, self._fault = 0 if speculative_config is None else 2, step_s, fault
-        print(f"stand-in LLM: {'plain' if speculative_config is None else 'speculative'}", flush=True)
+        self._draft_len, self._step_s, self._fault = (
+            0 if speculative_config is None else 2,
+            step_s,
+            fault,
+        )
+        print(
+            f"stand-in LLM: {'plain' if speculative_config is None else 'speculative'}", flush=True
+        )
 
-    def generate_async(self, prompt: str, sampling_params: SamplingParams, streaming: bool = False) -> Output:
+    def generate_async(
+        self, prompt: str, sampling_params: SamplingParams, streaming: bool = False
+    ) -> Output:
         if prompt == "refuse me":
             raise ValueError("the runtime refuses this prompt")
         return Output(prompt, sampling_params, self._draft_len, self._step_s, self._fault)

@@ -1,12 +1,15 @@
-"""The model that clients of the `bls` layout call: preprocessing, rounds of draft and target, postprocessing.
+"""The model that clients of the `bls` layout call: preprocessing, rounds of draft and target,
+postprocessing.
 
-One request at a time, in `execute`, and only calls that are answered once: what Triton's Python backend does reliably. (Under
-load with Triton 2.51, decoupled calls damaged the memory of this process, and so did calls from threads of our own.) Many
-requests run at once because there are many instances, as many as the target has room for; Triton queues the others. Plain
-decoding streams by short calls, each continuing the one before.
+One request at a time, in `execute`, and only calls that are answered once: what Triton's Python
+backend does reliably. (Under load with Triton 2.51, decoupled calls damaged the memory of this
+process, and so did calls from threads of our own.) Many requests run at once because there are many
+instances, as many as the target has room for; Triton queues the others. Plain decoding streams by
+short calls, each continuing the one before.
 
 What a round means is decided in `toolkit.speculative.bls_loop`, what the tensors mean in
-`toolkit.triton.tensors.bls`; here is only Triton's side. Nothing of it depends on which backend serves the engines.
+`toolkit.triton.tensors.bls`; here is only Triton's side. Nothing of it depends on which backend
+serves the engines.
 """
 
 from __future__ import annotations
@@ -43,8 +46,17 @@ from toolkit.triton.tensors.contract import PACKAGE_VERSION
 from toolkit.triton.tensors.requests import Limits
 from toolkit.triton.tensors.word_lists import unpack
 
-WATCH_NS = 50_000_000  # between two looks at whether the client is still there: each costs about 0.1 ms
-PREPARED = ("INPUT_ID", "OUT_END_ID", "OUT_PAD_ID", "STOP_WORDS_IDS", "BAD_WORDS_IDS", "EMBEDDING_BIAS")
+WATCH_NS = (
+    50_000_000  # between two looks at whether the client is still there: each costs about 0.1 ms
+)
+PREPARED = (
+    "INPUT_ID",
+    "OUT_END_ID",
+    "OUT_PAD_ID",
+    "STOP_WORDS_IDS",
+    "BAD_WORDS_IDS",
+    "EMBEDDING_BIAS",
+)
 STREAMED_CALL_NS = 25_000_000  # a call costs about half a millisecond: 2 % of this
 WHOLE_CALL_NS = 250_000_000
 MOST_TOKENS = 64
@@ -57,14 +69,21 @@ class TritonPythonModel:
         own = parameters_of(args)
         if own.get("package_version") != str(PACKAGE_VERSION):
             raise pb_utils.TritonModelException(
-                f"this repository has package version {own.get('package_version')}, and the toolkit that it found serves "
-                f"version {PACKAGE_VERSION}: package it again"
+                f"this repository has package version {own.get('package_version')}, and the toolkit"
+                f" that it found serves version {PACKAGE_VERSION}: package it again"
             )
         self._own = own
         self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
-        self._inputs = {each["name"]: each["dims"] == ["1"] or each["dims"] == [1] for each in config["input"]}
-        self._types = {each["name"]: pb_utils.triton_string_to_numpy(each["data_type"]) for each in config["output"]}
-        self._limits = Limits(decoupled=self._decoupled, max_draft_len=int(own.get("max_draft_len", "0")))
+        self._inputs = {
+            each["name"]: each["dims"] == ["1"] or each["dims"] == [1] for each in config["input"]
+        }
+        self._types = {
+            each["name"]: pb_utils.triton_string_to_numpy(each["data_type"])
+            for each in config["output"]
+        }
+        self._limits = Limits(
+            decoupled=self._decoupled, max_draft_len=int(own.get("max_draft_len", "0"))
+        )
         self._end_ids = tuple(int(each) for each in own.get("end_ids", "").split(",") if each)
         self._accumulate = own.get("accumulate_tokens", "false").lower() in ("true", "1")
         self._metrics = Metrics(pb_utils, args["model_name"])
@@ -76,7 +95,10 @@ class TritonPythonModel:
     def _refuse(self, sender: Any, outcome: str, message: str, stats: Any = None) -> None:
         self._metrics.finished(outcome, stats)
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
-        sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(
+            pb_utils.InferenceResponse(error=error),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
 
     def _serve(self, request: Any) -> None:
         sender, arrival_ns = request.get_response_sender(), time.monotonic_ns()
@@ -86,15 +108,22 @@ class TritonPythonModel:
             parameters = json.loads(request.parameters() or "{}")
             self._answer(request.request_id(), arrays, parameters, sender, arrival_ns)
         except RequestError as error:
-            self._refuse(sender, "error" if isinstance(error, EngineFailed) else "refused", str(error))
-        except Exception as error:  # whatever it is, Triton has to get an answer, or the request stays open for ever
+            self._refuse(
+                sender, "error" if isinstance(error, EngineFailed) else "refused", str(error)
+            )
+        except Exception as error:  # Triton has to get an answer, or the request stays open
             pb_utils.Logger.log_error(traceback_of(error))
             self._refuse(sender, "error", str(error) or repr(error))
         finally:
             self._metrics.add("toolkit_active_requests", -1)
 
     def _answer(
-        self, request_id: str, arrays: dict[str, Any], parameters: dict[str, Any], sender: Any, arrival_ns: int
+        self,
+        request_id: str,
+        arrays: dict[str, Any],
+        parameters: dict[str, Any],
+        sender: Any,
+        arrival_ns: int,
     ) -> None:
         own = self._own
         request = parse_bls(
@@ -135,34 +164,55 @@ class TritonPythonModel:
             TextStream(PostProcessing(), prepared.ids, request.request.stop),
             cancelled=cancelled,
         )
-        answer = BlsAnswer(request, int(1e6 * float(own["stream_interval_ms"])), accumulate=self._accumulate)
+        answer = BlsAnswer(
+            request, int(1e6 * float(own["stream_interval_ms"])), accumulate=self._accumulate
+        )
         for event in rounds:
             if event.finish_reason in ("deadline", "cancelled"):
                 tokens = 0 if event.stats is None else event.stats.output_tokens
                 said = {
-                    "deadline": f"deadline of {timeout_ms} ms passed after {tokens} tokens; timeout_ms sets another",
+                    "deadline": (
+                        f"deadline of {timeout_ms} ms passed after {tokens} tokens; timeout_ms sets"
+                        " another"
+                    ),
                     "cancelled": "cancelled by the client",
                 }
                 self._refuse(sender, event.finish_reason, said[event.finish_reason], event.stats)
                 return
             self._send(sender, answer, event, rounds, engines)
 
-    def _send(self, sender: Any, answer: BlsAnswer, event: TokenEvent, rounds: Rounds, engines: EngineModels) -> None:
+    def _send(
+        self,
+        sender: Any,
+        answer: BlsAnswer,
+        event: TokenEvent,
+        rounds: Rounds,
+        engines: EngineModels,
+    ) -> None:
         failure = None if rounds.draft_failure is None else str(rounds.draft_failure)
-        values = answer.respond(event, time.monotonic_ns(), rounds.log_probs, rounds.next_best, engines.figures, failure)
+        values = answer.respond(
+            event, time.monotonic_ns(), rounds.log_probs, rounds.next_best, engines.figures, failure
+        )
         if values is None:
             return
-        tensors = [pb_utils.Tensor(name, shaped(name, each, self._types[name])) for name, each in values.items()]
+        tensors = [
+            pb_utils.Tensor(name, shaped(name, each, self._types[name]))
+            for name, each in values.items()
+        ]
         if event.finish_reason is None:
             sender.send(pb_utils.InferenceResponse(tensors))
             return
         if failure is not None:
             pb_utils.Logger.log_warn(f"decoded plainly, since the draft failed: {failure}")
         self._metrics.finished(event.finish_reason, event.stats)
-        sender.send(pb_utils.InferenceResponse(tensors), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(
+            pb_utils.InferenceResponse(tensors), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
 
     def _prepare(self, request: BlsRequest, arrays: dict[str, Any]) -> Prepared:
-        found = call("preprocessing", preprocessing_inputs(request, arrays), PREPARED, refusals=True)
+        found = call(
+            "preprocessing", preprocessing_inputs(request, arrays), PREPARED, refusals=True
+        )
         end_id = int(found["OUT_END_ID"].reshape(-1)[0])
         end_ids = self._end_ids if request.end_id is None else (() if end_id < 0 else (end_id,))
         bias = found.get("EMBEDDING_BIAS")
@@ -177,15 +227,21 @@ class TritonPythonModel:
 
     def _check_lengths(self, request: BlsRequest, prepared: Prepared) -> None:
         """Once for the whole request: a round looks only as far as its own tokens."""
-        most_in, most, length = int(self._own["max_input_len"]), int(self._own["max_seq_len"]), len(prepared.ids)
+        most_in, most, length = (
+            int(self._own["max_input_len"]),
+            int(self._own["max_seq_len"]),
+            len(prepared.ids),
+        )
         if length > most_in:
             raise RequestError(
-                f"the prompt has {length} tokens, and this deployment takes up to {most_in} (max_input_len)",
+                f"the prompt has {length} tokens, and this deployment takes up to {most_in}"
+                " (max_input_len)",
                 mend="Send a shorter prompt, or build with a larger engine.max_input_len.",
             )
         if length + request.max_tokens > most:
             raise RequestError(
-                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len {most} together",
+                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
+                f" {most} together",
                 mend=f"Ask for at most {most - length} tokens.",
             )
 
@@ -195,7 +251,9 @@ class EngineFailed(RequestError):
 
 
 class EngineModels:
-    """The two engine models, called for one request. figures: the target's, summed over its calls."""
+    """The two engine models, called for one request. figures: the target's, summed over its
+    calls.
+    """
 
     def __init__(self, own: dict[str, str], request: BlsRequest, prepared: Prepared) -> None:
         self._target = own.get("tensorrt_llm_model_name", "tensorrt_llm")
@@ -203,7 +261,11 @@ class EngineModels:
         self._seeds = own.get("seeds", "request")
         self._log_probs = own.get("log_probs", "engine")
         self._vocab_size = int(own["vocab_size"]) if "vocab_size" in own else None
-        self._names = {name: own[f"engine_{name}"] for name in ("min_tokens", "seed") if f"engine_{name}" in own}
+        self._names = {
+            name: own[f"engine_{name}"]
+            for name in ("min_tokens", "seed")
+            if f"engine_{name}" in own
+        }
         self._request = request
         self._prepared = prepared
         self.figures: dict[str, int] = {}
@@ -211,17 +273,26 @@ class EngineModels:
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
         if self._draft is None:
             raise DraftFailed("this deployment has no draft model", mend="Send num_draft_tokens 0.")
-        tensors = engine_inputs(self._request, self._prepared, ids, count, role="draft", seeds=self._seeds)
-        wanted = ["output_ids", "sequence_length", *(["generation_logits"] if "return_generation_logits" in tensors else [])]
+        tensors = engine_inputs(
+            self._request, self._prepared, ids, count, role="draft", seeds=self._seeds
+        )
+        wanted = [
+            "output_ids",
+            "sequence_length",
+            *(["generation_logits"] if "return_generation_logits" in tensors else []),
+        ]
         try:
             answer = call(self._draft, self._spelled(tensors), wanted)
         except EngineFailed as error:
             raise DraftFailed(
-                error.what, mend="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain."
+                error.what,
+                mend="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain.",
             ) from error
         new = _new_ids(answer, count)
         logits = answer.get("generation_logits")
-        return Drafts(new, None if logits is None else logits.reshape(-1, logits.shape[-1])[: len(new)])
+        return Drafts(
+            new, None if logits is None else logits.reshape(-1, logits.shape[-1])[: len(new)]
+        )
 
     def _spelled(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """In the words of the engine's version."""
@@ -231,8 +302,8 @@ class EngineModels:
         return self._ask(ids, len(drafts.ids) + 1, drafts=drafts.ids, draft_logits=drafts.logits)
 
     def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
-        """Calls of about as long as the target says: long enough that calling costs little, and short enough to stream, or at
-        least to be ended in time.
+        """Calls of about as long as the target says: long enough that calling costs little, and
+        short enough to stream, or at least to be ended in time.
         """
         target_ns = STREAMED_CALL_NS if self._request.request.streaming else WHOLE_CALL_NS
         known, asked = list(ids), 1
@@ -258,10 +329,22 @@ class EngineModels:
         for name in FIGURES:
             if name in answer:
                 self.figures[name] = self.figures.get(name, 0) + int(answer[name].reshape(-1)[0])
-        new, values, logits = _new_ids(answer, count), answer.get("output_log_probs"), answer.get("generation_logits")
+        new, values, logits = (
+            _new_ids(answer, count),
+            answer.get("output_log_probs"),
+            answer.get("generation_logits"),
+        )
         if logits is not None:
-            return Part(new, *token_log_probs(logits.reshape(-1, logits.shape[-1])[: len(new)], new, self._vocab_size))
-        return Part(new, () if values is None else tuple(float(each) for each in values.reshape(-1)[: len(new)]))
+            return Part(
+                new,
+                *token_log_probs(
+                    logits.reshape(-1, logits.shape[-1])[: len(new)], new, self._vocab_size
+                ),
+            )
+        return Part(
+            new,
+            () if values is None else tuple(float(each) for each in values.reshape(-1)[: len(new)]),
+        )
 
 
 class PostProcessing:
@@ -273,8 +356,12 @@ class PostProcessing:
         for index, row in enumerate(rows):
             tokens[0, index, : len(row)] = row
         lengths = np.array([[len(row) for row in rows]], dtype=np.int32)
-        answer = call("postprocessing", {"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, ["OUTPUT"])
-        return [text.decode("utf-8", errors="replace") for text in answer["OUTPUT"].reshape(-1).tolist()]
+        answer = call(
+            "postprocessing", {"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, ["OUTPUT"]
+        )
+        return [
+            text.decode("utf-8", errors="replace") for text in answer["OUTPUT"].reshape(-1).tolist()
+        ]
 
 
 def _new_ids(answer: dict[str, Any], count: int) -> tuple[int, ...]:
@@ -282,14 +369,20 @@ def _new_ids(answer: dict[str, Any], count: int) -> tuple[int, ...]:
     return tuple(answer["output_ids"].reshape(-1)[: min(length, count)].tolist())
 
 
-def call(model: str, tensors: dict[str, Any], wanted: Sequence[str], *, refusals: bool = False) -> dict[str, Any]:
-    """One call of a model that answers once. refusals: what it says is the client's fault, as far as its code says so."""
+def call(
+    model: str, tensors: dict[str, Any], wanted: Sequence[str], *, refusals: bool = False
+) -> dict[str, Any]:
+    """One call of a model that answers once. refusals: what it says is the client's fault, as
+    far as its code says so.
+    """
     return _arrays(model, _exec(model, tensors, wanted), refusals=refusals)
 
 
 def _exec(model: str, tensors: dict[str, Any], wanted: Sequence[str]) -> Any:
     inputs = [pb_utils.Tensor(name, array) for name, array in tensors.items()]
-    request = pb_utils.InferenceRequest(model_name=model, requested_output_names=list(wanted), inputs=inputs)
+    request = pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=list(wanted), inputs=inputs
+    )
     try:
         return request.exec()
     except pb_utils.TritonModelException as error:

@@ -1,4 +1,5 @@
-"""One embedded engine behind the tensors of TensorRT-LLM's Triton backend: the `torch` kind's `tensorrt_llm(_draft)` of `bls`.
+"""One embedded engine behind the tensors of TensorRT-LLM's Triton backend: the `torch` kind's
+`tensorrt_llm(_draft)` of `bls`.
 
 `execute` hands a request to the executor and returns; one thread runs it and answers.
 """
@@ -26,8 +27,9 @@ except ImportError as error:
     import sys
 
     raise ImportError(
-        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at {sys.prefix}, and it has to have "
-        "the toolkit installed. Launch with the repository's launch.sh, or install the toolkit there."
+        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at"
+        f" {sys.prefix}, and it has to have the toolkit installed. Launch with the repository's"
+        " launch.sh, or install the toolkit there."
     ) from error
 
 
@@ -51,7 +53,8 @@ class TritonPythonModel:
         threads = own.get("threads")
         try:
             engine = loader("torch").load(
-                folder_of(args) / own["gpt_model_path"], threads=None if threads is None else int(threads)
+                folder_of(args) / own["gpt_model_path"],
+                threads=None if threads is None else int(threads),
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
@@ -72,7 +75,7 @@ class TritonPythonModel:
                 self._accept(request, sender)
             except RequestError as error:
                 self._refuse(sender, "refused", str(error))
-            except Exception as error:  # whatever it is, Triton has to get an answer, or the request stays open for ever
+            except Exception as error:  # Triton has to get an answer, or the request stays open
                 pb_utils.Logger.log_error(traceback_of(error))
                 self._refuse(sender, "error", str(error) or repr(error))
 
@@ -84,7 +87,10 @@ class TritonPythonModel:
         try:
             self._executor.run(self._stop)
         except Exception as error:
-            self._broken = f"the executor failed and serves no more requests: {error!r}; the server's log says where"
+            self._broken = (
+                f"the executor failed and serves no more requests: {error!r}; the server's log says"
+                " where"
+            )
             pb_utils.Logger.log_error(traceback_of(error))
 
     def _accept(self, triton_request: Any, sender: Any) -> None:
@@ -93,7 +99,9 @@ class TritonPythonModel:
         if request.cancels:
             if name in self._named:
                 self._executor.cancel(self._named[name])
-            sender.send(pb_utils.InferenceResponse([]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            sender.send(
+                pb_utils.InferenceResponse([]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            )
             return
         job, call_id = Job(request, sender), str(next(self._numbers))
         call = Call(
@@ -119,14 +127,21 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Any, outcome: str, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
-        sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(
+            pb_utils.InferenceResponse(error=error),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
 
     # The executor's thread.
 
     def _deliver(self, job: Job, name: str, output: Output) -> None:
         if job.made == 0 and output.ids:
             job.first_token_ns = time.monotonic_ns()
-            job.kept = sum(1 for one, other in zip(output.ids, job.request.drafts, strict=False) if one == other)
+            job.kept = sum(
+                1
+                for one, other in zip(output.ids, job.request.drafts, strict=False)
+                if one == other
+            )
         job.made += len(output.ids)
         job.ids += output.ids
         job.log_probs += output.log_probs
@@ -140,12 +155,19 @@ class TritonPythonModel:
         if output.finish_reason in ("error", "cancelled"):
             self._refuse(job.sender, output.finish_reason, output.error or "cancelled")
             return
-        job.sender.send(self._response(job, _figures(job, output)), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        job.sender.send(
+            self._response(job, _figures(job, output)),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
 
     def _response(self, job: Job, figures: dict[str, int | float | None]) -> Any:
-        arrays = arrays_of(job.request, job.ids, log_probs=job.log_probs, logits=job.logits, figures=figures)
+        arrays = arrays_of(
+            job.request, job.ids, log_probs=job.log_probs, logits=job.logits, figures=figures
+        )
         job.ids, job.log_probs, job.logits = [], [], []
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+        )
 
 
 def _figures(job: Job, output: Output) -> dict[str, int | float | None]:

@@ -1,12 +1,14 @@
-"""The model that Triton's Python backend runs: requests in, token events out, as responses in TensorRT-LLM's `llmapi` form.
+"""The model that Triton's Python backend runs: requests in, token events out, as responses in
+TensorRT-LLM's `llmapi` form.
 
-Who does what. Triton calls `execute`, which checks a request, submits it and returns at once. One thread runs the speculative
-runtime and sends what it produces (about 0.1 ms a response; a thread of its own for the sending was no faster, and fell behind
-the runtime on a busy machine, so that chunks arrived late and in heaps). One watches for clients that went away and keeps the
-metrics. All thinking about requests is in `toolkit.triton.tensors.requests`; here is only Triton's side.
+Who does what. Triton calls `execute`, which checks a request, submits it and returns at once. One
+thread runs the speculative runtime and sends what it produces (about 0.1 ms a response; a thread of
+its own for the sending was no faster, and fell behind the runtime on a busy machine, so that chunks
+arrived late and in heaps). One watches for clients that went away and keeps the metrics. All
+thinking about requests is in `toolkit.triton.tensors.requests`; here is only Triton's side.
 
-A fault of one request is answered to that request, and the server goes on. If the runtime itself breaks, every open request is
-answered with the reason, and later ones are refused with it.
+A fault of one request is answered to that request, and the server goes on. If the runtime itself
+breaks, every open request is answered with the reason, and later ones are refused with it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-# The libraries of the server's own wheel are on this path for the process that loads this file, and for no child of it.
+# The libraries of the server's own wheel are on this path for the process that loads this file, and
+# for no child of it.
 os.environ.pop("LD_LIBRARY_PATH", None)
 
 try:
@@ -37,17 +40,25 @@ except ImportError as error:
     import sys
 
     raise ImportError(
-        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at {sys.prefix}, and it has to have "
-        "the toolkit installed. Launch with the repository's launch.sh, or install the toolkit there."
+        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at"
+        f" {sys.prefix}, and it has to have the toolkit installed. Launch with the repository's"
+        " launch.sh, or install the toolkit there."
     ) from error
 
-NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
+NUMPY_TYPES = {
+    "TYPE_STRING": np.object_,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP32": np.float32,
+}
 OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
 
 
 @dataclass
 class Job:
-    """One running request. `sender` is not touched after the last response: Triton has freed it by then."""
+    """One running request. `sender` is not touched after the last response: Triton has freed it
+    by then.
+    """
 
     id: str
     name: str  # the client's own request id, possibly empty
@@ -68,7 +79,9 @@ class TritonPythonModel:
         self._default_max_tokens = int(own["default_max_tokens"])
         self._default_timeout_ms = int(1000 * own["request_timeout_s"])
         max_draft_len = 0 if speculative is None else int(speculative["max_draft_len"])
-        self._limits = Limits(decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len)
+        self._limits = Limits(
+            decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len
+        )
         try:
             self._runtime = load_runtime(
                 folder / settings["model"],
@@ -77,7 +90,9 @@ class TritonPythonModel:
                 max_draft_len=max_draft_len,
                 acceptance=own["acceptance"],
                 max_queue_size=int(own["max_queue_size"]),
-                draft_len_schedule=[(requests, length) for requests, length in own["draft_len_schedule"]],
+                draft_len_schedule=[
+                    (requests, length) for requests, length in own["draft_len_schedule"]
+                ],
                 ngram_size=(speculative or {}).get("max_matching_ngram_size"),
             )
         except ToolkitError as error:
@@ -117,7 +132,10 @@ class TritonPythonModel:
         try:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
-            tensors = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in triton_request.inputs()}
+            tensors = {
+                tensor.name(): tensor.as_numpy().reshape(-1).tolist()
+                for tensor in triton_request.inputs()
+            }
             parameters = json.loads(triton_request.parameters() or "{}")
             request = parse(tensors, parameters, self._limits)
             name = triton_request.request_id() or str(parameters.get("id", ""))
@@ -129,7 +147,7 @@ class TritonPythonModel:
             self._refuse(sender, "overloaded", str(error))
         except RequestError as error:
             self._refuse(sender, "refused", str(error))
-        except Exception as error:  # whatever it is, Triton has to get an answer, or the request stays open for ever
+        except Exception as error:  # Triton has to get an answer, or the request stays open
             pb_utils.Logger.log_error(f"request failed: {error!r}")
             self._refuse(sender, "error", str(error) or repr(error))
 
@@ -143,7 +161,9 @@ class TritonPythonModel:
         timeout_ms = request.timeout_ms or self._default_timeout_ms
         with self._jobs_lock:
             self._next += 1
-            job = Job(str(self._next), name, sender, Answer(request, self._stream_interval_ns), timeout_ms)
+            job = Job(
+                str(self._next), name, sender, Answer(request, self._stream_interval_ns), timeout_ms
+            )
             self._jobs[job.id] = job
         generation = GenerationRequest(
             request_id=job.id,
@@ -173,7 +193,10 @@ class TritonPythonModel:
         with self._jobs_lock:
             found = [job for job in self._jobs.values() if name and job.name == name]
         if not found:
-            raise RequestError(f"stop: no request with id {name!r} is running", mend="Send the id of the request to cancel.")
+            raise RequestError(
+                f"stop: no request with id {name!r} is running",
+                mend="Send the id of the request to cancel.",
+            )
         for job in found:
             self._runtime.cancel(job.id)
         return pb_utils.InferenceResponse([_tensor("text_output", [""])])
@@ -184,7 +207,10 @@ class TritonPythonModel:
         try:
             self._runtime.run(self._stop)
         except Exception as error:
-            self._broken = f"the runtime failed and serves no more requests: {error!r}; the server's log says where"
+            self._broken = (
+                f"the runtime failed and serves no more requests: {error!r}; the server's log says"
+                " where"
+            )
             pb_utils.Logger.log_error(traceback_of(error))
             self._fail_all(self._broken)
 
@@ -195,7 +221,9 @@ class TritonPythonModel:
             self._deliver(job, TokenEvent(job.id, (), "", finish_reason="error", error=reason))
 
     def _deliver(self, job: Job, event: TokenEvent) -> None:
-        """Send what an event calls for. A fault in it is the request's own: the runtime has to go on."""
+        """Send what an event calls for. A fault in it is the request's own: the runtime has to
+        go on.
+        """
         if job.done:
             return
         try:
@@ -215,14 +243,22 @@ class TritonPythonModel:
     def _response(self, job: Job, event: TokenEvent) -> Any:
         if event.finish_reason in ("stop", "length", None):
             tensors = job.answer.add(event, time.monotonic_ns())
-            return tensors and pb_utils.InferenceResponse([_tensor(name, values) for name, values in tensors.items()])
+            return tensors and pb_utils.InferenceResponse(
+                [_tensor(name, values) for name, values in tensors.items()]
+            )
         if event.finish_reason == "deadline":
             tokens = 0 if event.stats is None else event.stats.output_tokens
-            return _error("deadline", f"deadline of {job.timeout_ms} ms passed after {tokens} tokens; timeout_ms sets another")
+            return _error(
+                "deadline",
+                f"deadline of {job.timeout_ms} ms passed after {tokens} tokens; timeout_ms sets"
+                " another",
+            )
         return _error(event.finish_reason, event.error or "cancelled by the client")
 
     def _close(self, job: Job, response: Any) -> None:
-        """Send the last response. The lock keeps the watcher from asking Triton about a request that is freed by it."""
+        """Send the last response. The lock keeps the watcher from asking Triton about a request
+        that is freed by it.
+        """
         self._forget(job)
         with job.lock:
             if not job.done:
@@ -237,7 +273,9 @@ class TritonPythonModel:
                 self._cancel_abandoned()
                 counters = self._runtime.counters()
                 self._metrics.publish(counters.active, counters.queued)
-            except Exception as error:  # the watch goes on: without it no abandoned request would ever be found
+            except (
+                Exception
+            ) as error:  # the watch goes on: without it no abandoned request would ever be found
                 pb_utils.Logger.log_error(traceback_of(error))
         self._metrics.publish(0, 0)
 
@@ -258,13 +296,14 @@ def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
     stated = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
     if stated != bool(settings["triton_config"]["decoupled"]):
         raise pb_utils.TritonModelException(
-            f"decoupled is {stated} in config.pbtxt and {not stated} in {path}; write it equal in both"
+            f"decoupled is {stated} in config.pbtxt and {not stated} in {path}; write it equal in"
+            " both"
         )
     packaged = settings["toolkit"].get("package_version")
     if packaged != PACKAGE_VERSION:
         raise pb_utils.TritonModelException(
-            f"this repository has package version {packaged}, and the toolkit installed here serves version {PACKAGE_VERSION}: "
-            "package it again"
+            f"this repository has package version {packaged}, and the toolkit installed here serves"
+            f" version {PACKAGE_VERSION}: package it again"
         )
     return settings
 
@@ -275,4 +314,6 @@ def _tensor(name: str, values: list[Any]) -> Any:
 
 
 def _error(outcome: str, message: str) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome])))
+    return pb_utils.InferenceResponse(
+        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
+    )

@@ -1,4 +1,6 @@
-"""Token ids to text, with TensorRT-LLM's tensors: a row of ids per beam, and how many of each row are meant."""
+"""Token ids to text, with TensorRT-LLM's tensors: a row of ids per beam, and how many of each
+row are meant.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class TritonPythonModel:
         skip = parameters.get("skip_special_tokens", "true").lower() not in ("false", "0")
         try:
             self._codec = TextCodec.from_file(
-                folder_of(args) / Path(parameters["tokenizer_dir"]) / "tokenizer.json", skip_special_tokens=skip
+                folder_of(args) / Path(parameters["tokenizer_dir"]) / "tokenizer.json",
+                skip_special_tokens=skip,
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
@@ -31,9 +34,15 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        tokens = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()  # [batch, beams, tokens]
-        lengths = pb_utils.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()  # [batch, beams]
+        tokens = pb_utils.get_input_tensor_by_name(
+            request, "TOKENS_BATCH"
+        ).as_numpy()  # [batch, beams, tokens]
+        lengths = pb_utils.get_input_tensor_by_name(
+            request, "SEQUENCE_LENGTH"
+        ).as_numpy()  # [batch, beams]
         rows = tokens.reshape(-1, tokens.shape[-1]).tolist()
-        texts = self._codec.decode_many([row[:length] for row, length in zip(rows, lengths.reshape(-1), strict=True)])
+        texts = self._codec.decode_many(
+            [row[:length] for row, length in zip(rows, lengths.reshape(-1), strict=True)]
+        )
         out = np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", out)])

@@ -1,4 +1,6 @@
-"""Text to token ids, with TensorRT-LLM's tensors. A tokenizer.json is read, so no code of a checkpoint is ever run."""
+"""Text to token ids, with TensorRT-LLM's tensors. A tokenizer.json is read, so no code of a
+checkpoint is ever run.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,16 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         parameters = parameters_of(args)
         try:
-            codec = TextCodec.from_file(folder_of(args) / Path(parameters["tokenizer_dir"]) / "tokenizer.json")
+            codec = TextCodec.from_file(
+                folder_of(args) / Path(parameters["tokenizer_dir"]) / "tokenizer.json"
+            )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         self._preprocessor = Preprocessor(
             codec,
             end_ids=tuple(int(each) for each in parameters.get("end_ids", "").split(",") if each),
-            add_special_tokens=parameters.get("add_special_tokens", "true").lower() not in ("false", "0"),
+            add_special_tokens=parameters.get("add_special_tokens", "true").lower()
+            not in ("false", "0"),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -38,8 +43,14 @@ class TritonPythonModel:
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             tensors = self._preprocessor.run(arrays)
         except RequestError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+            return pb_utils.InferenceResponse(
+                error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            )
         wanted = request.requested_output_names()
         return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, np.ascontiguousarray(array)) for name, array in tensors.items() if name in wanted]
+            [
+                pb_utils.Tensor(name, np.ascontiguousarray(array))
+                for name, array in tensors.items()
+                if name in wanted
+            ]
         )

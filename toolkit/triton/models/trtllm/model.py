@@ -1,6 +1,8 @@
-"""TensorRT-LLM's `LLM` in its `llmapi` form: its tensors, plus token ids, counts and acceptance that its own model leaves out.
+"""TensorRT-LLM's `LLM` in its `llmapi` form: its tensors, plus token ids, counts and acceptance
+that its own model leaves out.
 
-`execute` checks a request and hands it to an event loop of its own, where the runtime's outputs arrive and are sent.
+`execute` checks a request and hands it to an event loop of its own, where the runtime's outputs
+arrive and are sent.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class TritonPythonModel:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         triton = settings.pop("triton_config", {})
         own = settings.pop("toolkit", {})
-        decoupled = bool(json.loads(args["model_config"]).get("model_transaction_policy", {}).get("decoupled", False))
+        decoupled = bool(
+            json.loads(args["model_config"])
+            .get("model_transaction_policy", {})
+            .get("decoupled", False)
+        )
         if decoupled != bool(triton.get("decoupled", False)):
             raise pb_utils.TritonModelException(
                 f"decoupled is {decoupled} in config.pbtxt and not so in {path}; write it equal"
@@ -44,7 +50,9 @@ class TritonPythonModel:
         self._limits = Limits(decoupled=decoupled, max_draft_len=0)
         self._max_tokens = int(own.get("default_max_tokens", 128))
         self._log_probs = int(own.get("log_probs", 0))
-        self._types = {name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()}
+        self._types = {
+            name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
+        }
         self._parameters = SamplingParams
         self._running: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
@@ -57,7 +65,10 @@ class TritonPythonModel:
             sender = triton_request.get_response_sender()
             try:
                 # Copied: the memory belongs to Triton again once execute has returned.
-                tensors = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in triton_request.inputs()}
+                tensors = {
+                    tensor.name(): tensor.as_numpy().reshape(-1).tolist()
+                    for tensor in triton_request.inputs()
+                }
                 parameters = json.loads(triton_request.parameters() or "{}")
                 request = parse(tensors, parameters, self._limits, FORM)
                 name = triton_request.request_id()
@@ -68,7 +79,9 @@ class TritonPythonModel:
                         flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
                     )
                     continue
-                task = asyncio.run_coroutine_threadsafe(self._serve(request, name, sender), self._loop)
+                task = asyncio.run_coroutine_threadsafe(
+                    self._serve(request, name, sender), self._loop
+                )
                 task.add_done_callback(_log_failure)
             except RequestError as error:
                 self._refuse(sender, "refused", str(error))
@@ -80,19 +93,29 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Any, outcome: str, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
-        sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(
+            pb_utils.InferenceResponse(error=error),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
 
     def _cancel(self, name: str) -> None:
         if name not in self._running:
-            raise RequestError(f"stop: no request with id {name!r} is running", mend="Send the id of the request to cancel.")
+            raise RequestError(
+                f"stop: no request with id {name!r} is running",
+                mend="Send the id of the request to cancel.",
+            )
         self._loop.call_soon_threadsafe(self._running[name].abort)
 
     # On the loop.
 
     async def _serve(self, request: Request, name: str, sender: Any) -> None:
         try:
-            parameters = self._parameters(**sampling_arguments(request, self._max_tokens, self._log_probs))
-            stream = self._llm.generate_async(request.prompt, sampling_params=parameters, streaming=request.streaming)
+            parameters = self._parameters(
+                **sampling_arguments(request, self._max_tokens, self._log_probs)
+            )
+            stream = self._llm.generate_async(
+                request.prompt, sampling_params=parameters, streaming=request.streaming
+            )
         except Exception as error:  # whatever the runtime refuses is the request's own
             self._refuse(sender, "refused", str(error) or repr(error))
             return
@@ -121,10 +144,14 @@ class TritonPythonModel:
             self._refuse(sender, "cancelled", "cancelled by the client")
             return
         values = responses.of(last, final=True)
-        sender.send(self._response(values or {}), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(
+            self._response(values or {}), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
 
     def _response(self, values: dict[str, list[Any]]) -> Any:
-        return pb_utils.InferenceResponse([self._tensor(name, each) for name, each in values.items()])
+        return pb_utils.InferenceResponse(
+            [self._tensor(name, each) for name, each in values.items()]
+        )
 
     def _tensor(self, name: str, values: list[Any]) -> Any:
         data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]
@@ -142,7 +169,9 @@ def _session() -> dict[str, Any]:
 
 
 def _is_worker() -> bool:
-    """Of several ranks, all but the first hand themselves to the runtime and come back when it ends."""
+    """Of several ranks, all but the first hand themselves to the runtime and come back when it
+    ends.
+    """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) == 1:
         return False
     from mpi4py.futures import MPICommExecutor
