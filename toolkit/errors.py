@@ -1,7 +1,7 @@
 """The tree of exceptions. Each builds its text from typed arguments and keeps them, so callers
 branch on fields.
 
-    ToolkitError                 what was wrong, where, how to mend it; exit code on the class
+    ToolkitError                 what was wrong, where, how to fix it; exit code on the class
     +-- ConfigError      (2)     one or more faults of a YAML file, with positions
     |   +-- PlanError    (2)     a sound file that asks for what cannot work +-- UsageError
     (2)     a command or argument that cannot work +-- CheckpointError  (2)     a checkpoint that is
@@ -39,21 +39,21 @@ __all__ = [
 
 
 class ToolkitError(Exception):
-    """Root of everything that a user can mend. `what` happened, `where`, and the `mend`."""
+    """Root of everything that a user can fix. `what` happened, `where`, and the `hint`."""
 
     exit_code = 3
 
     def __init__(
-        self, what: str, *, where: str | Path | None = None, mend: str | None = None
+        self, what: str, *, where: str | Path | None = None, hint: str | None = None
     ) -> None:
         self.what = what
         self.where = None if where is None else str(where)
-        self.mend = mend
+        self.hint = hint
         super().__init__(self._text())
 
     def _text(self) -> str:
         head = self.what if self.where is None else f"{self.where}: {self.what}"
-        return head if self.mend is None else f"{head}\n  {self.mend}"
+        return head if self.hint is None else f"{head}\n  {self.hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Fault:
     column: int | None = None
     excerpt: str | None = None
     width: int = 1
-    mend: str | None = None
+    hint: str | None = None
     origin: str | None = None
 
     def render(self, file: str) -> str:
@@ -86,8 +86,8 @@ class Fault:
                 f"  {' ' * len(number)} |"
                 f" {' ' * ((self.column or 1) - 1)}{'^' * max(1, self.width)}"
             )
-        if self.mend is not None:
-            lines.append(f"  {self.mend}")
+        if self.hint is not None:
+            lines.append(f"  {self.hint}")
         return "\n".join(lines)
 
 
@@ -126,10 +126,10 @@ class StageError(ToolkitError):
     """A stage that started and failed. `stage` names it."""
 
     def __init__(
-        self, stage: str, what: str, *, where: str | Path | None = None, mend: str | None = None
+        self, stage: str, what: str, *, where: str | Path | None = None, hint: str | None = None
     ) -> None:
         self.stage = stage
-        super().__init__(what, where=where, mend=mend)
+        super().__init__(what, where=where, hint=hint)
 
     def _text(self) -> str:
         return f"{self.stage}: {ToolkitError._text(self)}"
@@ -142,9 +142,9 @@ class StoreError(StageError):
 class ServerError(StageError):
     """tritonserver did not start, died or hung. log_tail holds the last lines it printed."""
 
-    def __init__(self, what: str, *, log_tail: str = "", mend: str | None = None) -> None:
+    def __init__(self, what: str, *, log_tail: str = "", hint: str | None = None) -> None:
         self.log_tail = log_tail
-        super().__init__("serve", what, mend=mend)
+        super().__init__("serve", what, hint=hint)
 
     def _text(self) -> str:
         text = StageError._text(self)
@@ -156,10 +156,10 @@ class BackendUnavailable(ToolkitError):
     extra that brings it.
     """
 
-    def __init__(self, name: str, *, extra: str | None = None, mend: str | None = None) -> None:
+    def __init__(self, name: str, *, extra: str | None = None, hint: str | None = None) -> None:
         self.name = name
         self.extra = extra
-        remedy = mend or (
+        remedy = hint or (
             f"pip install --editable '.[{extra}]' in the toolkit's checkout" if extra else None
         )
-        super().__init__(f"{name} is not available", mend=remedy)
+        super().__init__(f"{name} is not available", hint=remedy)

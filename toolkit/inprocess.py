@@ -57,7 +57,7 @@ def load_runtime(
                 f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of"
                 f" {target.vocab_size}",
                 where=draft_dir,
-                mend="Build both from checkpoints with the same tokenizer.",
+                hint="Build both from checkpoints with the same tokenizer.",
             )
     settings = RuntimeSettings(
         max_draft_len=max_draft_len if draft is not None or ngram_size is not None else 0,
@@ -86,7 +86,7 @@ def _engine_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
     if "toolkit" not in config:
         raise CheckpointError(
-            "is not an engine directory of this toolkit", where=directory, mend="Run toolkit build."
+            "is not an engine directory of this toolkit", where=directory, hint="Run toolkit build."
         )
     return config
 
@@ -109,5 +109,5 @@ def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
         raise PairingError(
             f"its tokenizer differs from the target's, first at id {differing}",
             where=draft_dir,
-            mend="Build both from checkpoints with the same tokenizer.",
+            hint="Build both from checkpoints with the same tokenizer.",
         )

@@ -135,7 +135,7 @@ def test_one_round_has_no_spread_to_judge_a_throughput_by() -> None:
 def test_what_is_no_limit_is_refused_with_the_names(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_limit(text)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_limits_of_a_good_request() -> None:

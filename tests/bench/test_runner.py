@@ -235,7 +235,7 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UsageError, match=r"x\.json: ") as caught:
         read_run(tmp_path / "x.json")
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_nobody_at_home_is_said_with_the_address(protocol: str) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(StageError, match=f"{address}.*cannot be reached") as caught:
             ask(address, protocol=protocol)
-    assert caught.value.mend is not None
+    assert caught.value.hint is not None
 
 
 def test_a_model_that_is_not_there_is_named(stub: StubServer) -> None:

@@ -59,13 +59,13 @@ def test_what_is_not_here_says_so_without_asking_the_hub(hub: SmallHub, tmp_path
         (404, "RepoNotFound", "is not on the hub"),
     ],
 )
-def test_a_refusal_of_the_hub_has_its_mend(
+def test_a_refusal_of_the_hub_has_its_hint(
     hub: SmallHub, tmp_path: Path, status: int, code: str, words: str
 ) -> None:
     hub.status, hub.error = status, code
     with pytest.raises(CheckpointError, match=words) as caught:
         fetch(NAME, "main", cache=tmp_path / "cache", endpoint=hub.url)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_hub_that_is_out_of_reach_is_named_as_the_cause(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(
             done.stderr,
         )
         assert (
-            "Mend the path if a folder is meant." in done.stderr
+            "Fix the path if a folder is meant." in done.stderr
             and "hf download somebody/tiny" in done.stderr
         )
 
@@ -528,7 +528,7 @@ def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_lists_findings_and_how_to_mend_them(tmp_path: Path) -> None:
+def test_doctor_lists_findings_and_how_to_fix_them(tmp_path: Path) -> None:
     done = toolkit("doctor", cwd=tmp_path, CXX="no-such-compiler")
     assert done.returncode == 0, done.stdout
     for check in ("python", "torch", "tritonserver", "libpython", "/dev/shm"):

@@ -1,4 +1,4 @@
-"""Every fault at once, each with its place and its mend; and a sound file becomes a config with
+"""Every fault at once, each with its place and its fix; and a sound file becomes a config with
 resolved paths.
 """
 
@@ -113,7 +113,7 @@ def test_every_fault_is_reported_at_once(
     golden("config-faults.txt", str(caught.value).replace(str(folder), "FOLDER") + "\n")
     lines = [fault.line for fault in caught.value.faults if fault.line is not None]
     assert lines == sorted(lines)
-    assert all(fault.mend for fault in caught.value.faults)
+    assert all(fault.hint for fault in caught.value.faults)
 
 
 def test_numbers_in_exponent_form_are_numbers(folder: Path) -> None:
@@ -132,11 +132,11 @@ def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
     file = with_line(folder, "max_seq_len: 640", f"max_seq_len: 640, max_batch_size: {value}")
     (fault,) = faults_of(file)
     assert (fault.path, fault.line, fault.column) == ("engine.max_batch_size", 8, 44)
-    assert fault.mend
+    assert fault.hint
 
 
 @pytest.mark.parametrize(
-    "key, mend",
+    "key, hint",
     [
         ("kv_cache_quant_algoo", "did you mean 'kv_cache_quant_algo'?"),
         ("quantalgo", "did you mean 'quant_algo'?"),
@@ -147,14 +147,14 @@ def test_a_whole_number_is_nothing_else(folder: Path, value: str) -> None:
         ),
     ],
 )
-def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> None:
+def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, hint: str) -> None:
     (fault,) = faults_of(with_line(folder, "kv_cache_quant_algo", key))
     assert (fault.line, fault.column, fault.width) == (4, 35, len(key))
-    assert fault.mend == mend
+    assert fault.hint == hint
 
 
 @pytest.mark.parametrize(
-    "value, mend",
+    "value, hint",
     [
         ("fp8", "did you mean 'FP8'?"),
         ("W8A8_SQ_PERCHANNEL", "did you mean 'W8A8_SQ_PER_CHANNEL'?"),
@@ -164,12 +164,12 @@ def test_a_misspelt_key_gets_a_suggestion(folder: Path, key: str, mend: str) -> 
         ("NVFP4", "known: FP8, W8A8_SQ_PER_CHANNEL, W8A16, NO_QUANT"),
     ],
 )
-def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, mend: str) -> None:
+def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, hint: str) -> None:
     fault = faults_of(
         with_line(folder, "quant_algo: FP8, kv_cache_quant_algo: FP8", f"quant_algo: {value}")
     )[0]
     assert fault.path == "target.quantization.quant_algo"
-    assert fault.mend is not None and mend in fault.mend
+    assert fault.hint is not None and hint in fault.hint
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_key_or_word_of_another_engine_says_whose_it_is(
 ) -> None:
     (fault,) = faults_of(folder / "tiny.yaml", override)
     assert fault.path == path
-    assert fault.mend is not None and words in fault.mend
+    assert fault.hint is not None and words in fault.hint
 
 
 @pytest.mark.parametrize("kind", ["trt_engine", "trtllm_pytorch"])
@@ -210,9 +210,9 @@ def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> 
     (fault,) = faults_of(file, "engine.threads=2")
     assert fault.message == f"is no key of kind {kind}"
     (fault,) = faults_of(file, "engine.tensorrt_llm=1.4")
-    assert fault.mend is not None and "1.2.1, 1.3" in fault.mend
+    assert fault.hint is not None and "1.2.1, 1.3" in fault.hint
     (fault,) = faults_of(file, 'engine.tensorrt_llm="1.4"')
-    assert fault.mend is not None and "1.2.1, 1.3" in fault.mend
+    assert fault.hint is not None and "1.2.1, 1.3" in fault.hint
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_number_in_the_file_is_told_to_be_quoted(folder: Path) -> None:
             "engine: {kind: trtllm_pytorch, tensorrt_llm: 1.3}",
         )
     )
-    assert fault.mend is not None and "Put it in quotes" in fault.mend
+    assert fault.hint is not None and "Put it in quotes" in fault.hint
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram"])
@@ -293,8 +293,8 @@ def test_a_path_with_a_typing_error_is_no_hub_id(
     (folder.parent / "elsewhere" / "small").mkdir(parents=True)
     (fault,) = faults_of(with_line(folder, "models/draft", written))
     assert (fault.message, fault.line, fault.column) == (f"no such folder: {written}", 6, 15)
-    assert fault.mend is not None and ("did you mean" in fault.mend) == (meant is not None)
-    assert meant is None or f"did you mean {meant!r}?" in fault.mend
+    assert fault.hint is not None and ("did you mean" in fault.hint) == (meant is not None)
+    assert meant is None or f"did you mean {meant!r}?" in fault.hint
 
 
 def test_a_model_that_is_known_is_no_misspelt_folder(folder: Path) -> None:
@@ -302,14 +302,14 @@ def test_a_model_that_is_known_is_no_misspelt_folder(folder: Path) -> None:
     config = load_config(with_line(folder, "models/draft", "Qwen/Qwen2.5-0.5B-Instruct"))
     assert config.draft is not None and config.draft.hub_id == "Qwen/Qwen2.5-0.5B-Instruct"
     (fault,) = faults_of(with_line(folder, "models/draft", "Qwen/Qwen2.5-0.6B"))
-    assert fault.mend is not None and "did you mean 'qwen/Qwen2.5-0.5B'?" in fault.mend
+    assert fault.hint is not None and "did you mean 'qwen/Qwen2.5-0.5B'?" in fault.hint
 
 
 def test_a_folder_without_config_json_is_a_fault_with_its_line(folder: Path) -> None:
     (fault,) = faults_of(with_line(folder, "models/draft", "models"))
     assert (fault.path, fault.line, fault.column) == ("draft.checkpoint", 6, 15)
     assert fault.message == "models holds no config.json"
-    assert fault.mend is not None and fault.mend.endswith("In this one lie: draft, target.")
+    assert fault.hint is not None and fault.hint.endswith("In this one lie: draft, target.")
 
 
 def test_a_folder_has_no_revisions(folder: Path) -> None:
@@ -435,7 +435,7 @@ def test_fields_that_disagree_are_a_fault(
     (fault,) = faults_of(with_line(folder, old, new))
     assert fault.path == path
     assert message in fault.message
-    assert fault.mend
+    assert fault.hint
 
 
 def test_a_rule_is_judged_even_when_other_fields_are_at_fault(folder: Path) -> None:

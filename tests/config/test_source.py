@@ -150,7 +150,7 @@ def test_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
 def test_what_a_parser_would_pass_over_is_a_fault(tmp_path: Path, text: str, message: str) -> None:
     faults = source_of(tmp_path, text).faults
     assert any(message in fault.message for fault in faults)
-    assert all(fault.line and fault.column and fault.mend for fault in faults)
+    assert all(fault.line and fault.column and fault.hint for fault in faults)
 
 
 def test_aliases_are_read_and_cannot_unfold_without_end(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_text_that_is_no_config_has_one_fault_with_its_place(
     assert fatal(tmp_path, content).startswith(expected)
 
 
-def test_tabs_get_their_own_mend(tmp_path: Path) -> None:
+def test_tabs_get_their_own_hint(tmp_path: Path) -> None:
     assert "indented with spaces, not tabs" in fatal(tmp_path, b"a:\n\tb: 1\n")
     assert "indented with spaces, not tabs" in fatal(tmp_path, b"a:\n  b: 1\n\tc: 2\n")
 

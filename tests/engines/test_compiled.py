@@ -236,7 +236,7 @@ def test_without_a_compiler_auto_is_eager_and_says_so(
     loader("torch").load(tmp_path)
 
 
-def test_compiled_without_a_compiler_is_an_error_with_its_mend(
+def test_compiled_without_a_compiler_is_an_error_with_its_hint(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -196,7 +196,7 @@ def test_known_failures_are_explained(
     with pytest.raises(StageError) as caught:
         build(place, tmp_path, spec_of(), **made)
     assert said in caught.value.what
-    kept = Path(str(caught.value.mend).rpartition("The whole log: ")[2])
+    kept = Path(str(caught.value.hint).rpartition("The whole log: ")[2])
     assert kept.read_text().startswith("[TensorRT-LLM]")
     kept.unlink()
 

@@ -98,7 +98,7 @@ def test_swapped_tokens_are_named_with_both(pair: tuple[Path, Path]) -> None:
     assert f"id {first}: target 'a', draft 'b'" in message
     assert f"id {first + 1}: target 'b', draft 'a'" in message
     assert str(pair[0]) in message
-    assert "same tokenizer" in message  # the mend
+    assert "same tokenizer" in message  # the fix
 
 
 def test_many_differences_are_counted_and_the_first_listed(pair: tuple[Path, Path]) -> None:

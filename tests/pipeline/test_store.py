@@ -149,7 +149,7 @@ def test_dead_temporary_folders_are_swept_and_living_ones_are_not(store: Store) 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
-def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(
+def test_what_the_file_system_refuses_says_what_where_and_how_to_fix(
     store: Store, number: int
 ) -> None:
     def refuse(content: Path) -> Written:
@@ -159,14 +159,14 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(
         store.build("s/one", KEY, {}, refuse)
     assert caught.value.exit_code == 3
     assert caught.value.where is not None and "weights" in caught.value.where
-    assert caught.value.mend
+    assert caught.value.hint
     assert os.strerror(number) in str(caught.value)
     assert store.find("s/one", KEY) is None
     assert leftovers(store.root) == []
 
 
 @pytest.mark.parametrize(
-    ("told", "mend"),
+    ("told", "hint"),
     [
         (
             "Error while serializing: IoError: No space left on device (os error 28)",
@@ -183,12 +183,12 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_mend(
     ],
 )
 def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(
-    told: str, mend: str, store: Store
+    told: str, hint: str, store: Store
 ) -> None:
     def refuse(content: Path) -> Written:
         raise RuntimeError(told)
 
-    with pytest.raises(StoreError, match=mend):
+    with pytest.raises(StoreError, match=hint):
         store.build("s/one", KEY, {}, refuse)
 
 

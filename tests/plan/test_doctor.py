@@ -1,4 +1,4 @@
-"""The doctor goes on whatever is broken, and every finding that is not ok has a mend."""
+"""The doctor goes on whatever is broken, and every finding that is not ok has a fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found(
         find_libpython=lambda: libpython,
         find_compiler=lambda: compiler,
     )
-    assert all(one.mend for one in checks if one.status != "ok")
+    assert all(one.hint for one in checks if one.status != "ok")
     assert all(one.status in ("ok", "warn", "missing") for one in checks)
     return {one.check: one for one in checks}
 
@@ -69,12 +69,12 @@ def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
         assert checks[name].status == "ok", checks[name]
 
 
-def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
+def test_what_is_missing_is_said_with_its_hint(tmp_path: Path) -> None:
     checks = found(tmp_path, None, None, None, None)
     assert checks["tritonserver"].status == "missing"
     assert checks["tritonserver"].essential
     assert (
-        checks["tritonserver"].mend
+        checks["tritonserver"].hint
         == "pip install --editable '.[embedded]' in the toolkit's checkout"
     )
     assert checks["C++ compiler"].status == "warn"
@@ -84,7 +84,7 @@ def test_what_is_missing_is_said_with_its_mend(tmp_path: Path) -> None:
 def test_a_wheel_without_our_stub_or_libpython_is_told(tmp_path: Path) -> None:
     (tmp_path / "python_backend_stubs" / "3.99").mkdir(parents=True)
     checks = found(tmp_path, tmp_path / "tritonserver", tmp_path, None, "g++")
-    assert checks["Python stub"].mend == "use one of 3.99"
+    assert checks["Python stub"].hint == "use one of 3.99"
     assert checks["libpython"].essential
 
 

@@ -107,8 +107,8 @@ def test_a_host_that_is_too_small_is_warned_of() -> None:
     assert not enough and len(small) == 1
     assert (
         "this machine has" in small[0].what
-        and small[0].mend
-        and "slower, same result" in small[0].mend
+        and small[0].hint
+        and "slower, same result" in small[0].hint
     )
 
 
@@ -191,7 +191,7 @@ def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_t
     (one,) = [one for one in plan.judgements if one.rule == "batch-fits"]
     assert plan.possible and plan.serving is not None
     length = plan.serving.kv_tokens // 64 - 4
-    assert f"up to {length} tokens" in str(one.mend)
+    assert f"up to {length} tokens" in str(one.hint)
     shorter = make_plan(
         config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4)
     )

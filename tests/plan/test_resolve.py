@@ -185,17 +185,17 @@ def refused(kind: str, keys: dict[str, Any]) -> list[Judgement]:
 
 
 @pytest.mark.parametrize(
-    "kind, keys, rule, what, mend",
+    "kind, keys, rule, what, hint",
     REFUSED,
     ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)],
 )
 def test_what_cannot_work_is_refused_with_what_would(
-    kind: str, keys: dict[str, Any], rule: str, what: str, mend: str
+    kind: str, keys: dict[str, Any], rule: str, what: str, hint: str
 ) -> None:
     assert rule in RULES
-    texts = [(one.what, one.mend) for one in refused(kind, keys) if one.rule == rule]
+    texts = [(one.what, one.hint) for one in refused(kind, keys) if one.rule == rule]
     assert any(
-        what in said and offered is not None and mend in offered for said, offered in texts
+        what in said and offered is not None and hint in offered for said, offered in texts
     ), texts or refused(kind, keys)
 
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
         "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache" in found[0].what
     )
     assert (
-        found[0].mend is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].mend
+        found[0].hint is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].hint
     )
     plan = make_plan(config_of("pytorch", **keys, **both("FP8")))
     assert plan.possible
@@ -313,14 +313,14 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
 def test_the_ranks_that_are_offered_instead_work(
     kind: str, keys: dict[str, Any], rule: str
 ) -> None:
-    (mend,) = [one.mend for one in refused(kind, keys) if one.rule == rule]
-    assert mend is not None
+    (hint,) = [one.hint for one in refused(kind, keys) if one.rule == rule]
+    assert hint is not None
     offered = {
-        f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", mend)
+        f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", hint)
     }
     assert not [
         one for one in resolve(subject(kind, **{**keys, **offered})) if one.severity == "refused"
-    ], mend
+    ], hint
 
 
 def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:

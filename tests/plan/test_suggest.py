@@ -66,7 +66,7 @@ def test_what_fits_nowhere_says_what_stood_against_it(tmp_path: Path) -> None:
             GPUS["L4"],
             folder=tmp_path,
         )
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_lengths_are_those_that_both_models_reach(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_every_gate_that_did_not_pass_says_what_to_do(
     )
     assert len(steps) == len(set(steps))
     assert any(step.startswith("Counters: ") for step in steps)
-    assert next_steps(passing)[0].startswith("Nothing needs mending")
+    assert next_steps(passing)[0].startswith("Nothing needs fixing")
 
 
 def test_every_table_is_rectangular(
@@ -383,7 +383,7 @@ def test_a_rehearsal_says_what_was_replaced_and_never_that_it_is_fast(
         gate.outcome == "PASS" for gate in gates if gate.name.startswith(("speedup", "quality"))
     )
     assert next_steps(replace(report, findings=()))[0].startswith(
-        "Nothing needs mending. Build it where"
+        "Nothing needs fixing. Build it where"
     )
 
 
@@ -439,7 +439,7 @@ def test_notes_are_remarks_and_no_steps(passing: ValidationReport) -> None:
         Finding("not measured", "note", "b"),
     )
     report = replace(passing, findings=found)
-    assert next_steps(report)[0].startswith("Nothing needs mending")
+    assert next_steps(report)[0].startswith("Nothing needs fixing")
     assert "- Drift: it <drifts>\n- Not measured: a; b\n" in printed(report)
     assert "**Remarks**\n\n- Drift: it \\<drifts\\>\n" in render_markdown(report)
     assert "<h2>Remarks</h2>" in render_html(report) and "it &lt;drifts&gt;" in render_html(report)

@@ -47,5 +47,5 @@ def test_every_fault_of_an_endpoint_is_an_error_that_names_the_prompt(
     with pytest.raises(StageError, match="prompt 3, plain arm: ") as caught:
         sender.send(2, f"fault:{fault} prompt", "plain", temperature=0.0)
     assert FAULTS[fault] in str(caught.value)
-    assert caught.value.mend is not None
+    assert caught.value.hint is not None
     assert sender.sent == []

@@ -301,7 +301,7 @@ def test_a_rehearsal_judges_what_is_right_and_not_what_is_fast_or_good() -> None
     )
     kept = ("parity", "seeded_parity", "agreement_engine", "draft", "stop_words", "distribution")
     gates = [
-        Gate(name, result, 1.0, 2.0, "why", "mend")
+        Gate(name, result, 1.0, 2.0, "why", "hint")
         for name in (*empty, *kept)
         for result in ("PASS", "FAIL")
     ]

@@ -410,7 +410,7 @@ def test_a_text_that_is_another_one_when_it_is_asked_again_is_not_judged_by_it(
     )
 
 
-def test_a_replay_judges_by_log_probabilities_again_and_shows_the_mend(tmp_path: Path) -> None:
+def test_a_replay_judges_by_log_probabilities_again_and_shows_the_fix(tmp_path: Path) -> None:
     kept: list[Replay] = []
     judged(
         tmp_path,

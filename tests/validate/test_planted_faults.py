@@ -470,7 +470,7 @@ def test_a_replay_file_is_read_back_and_a_bad_one_is_refused(tmp_path: Path) -> 
         read_replay(tmp_path / "bad.json")
 
 
-def test_a_replay_shows_the_fault_again_and_its_mend(tmp_path: Path) -> None:
+def test_a_replay_shows_the_fault_again_and_its_hint(tmp_path: Path) -> None:
     kept: list[Replay] = []
     _, broken = judged(
         tmp_path,
@@ -487,5 +487,5 @@ def test_a_replay_shows_the_fault_again_and_its_mend(tmp_path: Path) -> None:
         == kept[0].divergence
     )
     sound = RuntimeEndpoint(make_runtime(table(1), table(2), max_draft_len=DRAFT_LEN))
-    mended = replay(kept[0], sound, reference_of(table(1)))
-    assert (mended.divergence, mended.as_before) == (None, False)
+    fixed = replay(kept[0], sound, reference_of(table(1)))
+    assert (fixed.divergence, fixed.as_before) == (None, False)

@@ -309,7 +309,7 @@ def test_an_endpoint_that_breaks_is_an_error_that_names_the_prompt(
         StageError, match=r"validate: prompt \d+, (plain|speculative) arm: .*" + str(error)
     ) as caught:
         run(endpoint, prompts_file)
-    assert caught.value.mend is not None
+    assert caught.value.hint is not None
 
 
 class Mute(ScriptedEndpoint):

@@ -105,7 +105,7 @@ def test_prompts_that_a_build_would_refuse_are_refused(
     plan = plan_of(config)
     (one,) = [one for one in plan.judgements if one.severity == "refused"]
     assert (plan.possible, one.rule, one.path) == (False, "toolkit-texts", "validation.prompts")
-    assert said in one.what and one.mend
+    assert said in one.what and one.hint
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -69,14 +69,14 @@ def read_trace(path: Path) -> tuple[int, ...]:
     The latter is the form of the published Mooncake traces. Raises UsageError naming the line that
     cannot be used.
     """
-    mend = (
+    hint = (
         "Write one arrival in seconds per line, or one JSON object with a `timestamp` in"
         " milliseconds."
     )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the trace cannot be read: {error}", where=path, mend=mend) from error
+        raise UsageError(f"the trace cannot be read: {error}", where=path, hint=hint) from error
     seconds: list[float] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -85,16 +85,16 @@ def read_trace(path: Path) -> tuple[int, ...]:
             data = json.loads(line)
             at = data["timestamp"] / 1000 if isinstance(data, dict) else float(data)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise UsageError("no arrival time", where=f"{path}:{number}", mend=mend) from error
+            raise UsageError("no arrival time", where=f"{path}:{number}", hint=hint) from error
         if not abs(at) < NEVER_S or (seconds and at < seconds[-1]):
             raise UsageError(
                 f"{at:g} s is no time after the arrival before it",
                 where=f"{path}:{number}",
-                mend=mend,
+                hint=hint,
             )
         seconds.append(at)
     if not seconds:
-        raise UsageError("no arrivals in this file", where=path, mend=mend)
+        raise UsageError("no arrivals in this file", where=path, hint=hint)
     return tuple(round((at - seconds[0]) * NS) for at in seconds)
 
 

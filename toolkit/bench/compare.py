@@ -33,23 +33,23 @@ JUDGED = (
 
 def read_run(path: Path) -> BenchRun:
     """A saved run. Raises UsageError for a file that is none."""
-    mend = "Give a file that `toolkit bench ... --out FILE` wrote."
+    hint = "Give a file that `toolkit bench ... --out FILE` wrote."
     try:
         data = read_saved(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot be read: {error}", where=path, mend=mend) from error
+        raise UsageError(f"cannot be read: {error}", where=path, hint=hint) from error
     found = data.get("schema_version")
     if found != SCHEMA_VERSION:
-        raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, mend=mend)
+        raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, hint=hint)
     try:
         run = from_json(BenchRun, data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"not a saved run: {error}", where=path, mend=mend) from error
+        raise UsageError(f"not a saved run: {error}", where=path, hint=hint) from error
     if not _is_whole(run):
         raise UsageError(
             "the requests of this run are not all there, or have counts that cannot be",
             where=path,
-            mend=mend,
+            hint=hint,
         )
     return run
 
@@ -99,7 +99,7 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
         said = " and ".join(", ".join(_name(point) for point in run.points) for run in (a, b))
         raise UsageError(
             f"the runs have no load in common: {said}",
-            mend="Run both with the same --concurrency or --rate.",
+            hint="Run both with the same --concurrency or --rate.",
         )
     for name in ("max_tokens", "temperature"):
         if a.settings.get(name) != b.settings.get(name):
@@ -221,5 +221,5 @@ def _errors(a: Rows, b: Rows, suffix: str) -> Gate:
     (in_a, of_a), (in_b, of_b) = shares
     good = in_b * of_a <= in_a * of_b
     detail = f"{in_b} of {of_b} requests of B failed, {in_a} of {of_a} of A"
-    step = None if good else "Mend B: its figures are of the requests that it did answer."
+    step = None if good else "Fix B: its figures are of the requests that it did answer."
     return Gate(f"errors {suffix}", PASS if good else FAIL, in_b / of_b, in_a / of_a, detail, step)

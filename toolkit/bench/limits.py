@@ -52,22 +52,22 @@ class Limit:
 def parse_limit(text: str) -> Limit:
     """Raises UsageError for what is no limit."""
     match = FORM.match(text)
-    mend = f"Write NAME<=NUMBER or NAME>=NUMBER. Names: {', '.join(NAMES)}."
+    hint = f"Write NAME<=NUMBER or NAME>=NUMBER. Names: {', '.join(NAMES)}."
     if match is None:
-        raise UsageError(f"{text!r} is no limit", mend=mend)
+        raise UsageError(f"{text!r} is no limit", hint=hint)
     if match["name"] not in NAMES:
-        raise UsageError(f"{match['name']!r} is not measured", mend=mend)
+        raise UsageError(f"{match['name']!r} is not measured", hint=hint)
     return Limit(match["name"], match["sign"] == ">=", _number(match["limit"], text))
 
 
 def parse_goodput(text: str) -> dict[str, float]:
     """`ttft=200,tpot=25` -> {"ttft": 200.0, "tpot": 25.0}, in ms. Raises UsageError."""
-    mend = f"Write NAME=MILLISECONDS, separated by commas. Names: {', '.join(LATENCIES)}."
+    hint = f"Write NAME=MILLISECONDS, separated by commas. Names: {', '.join(LATENCIES)}."
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, sign, number = part.strip().partition("=")
         if not sign or name.strip() not in LATENCIES:
-            raise UsageError(f"{part.strip()!r} is no limit of a latency", mend=mend)
+            raise UsageError(f"{part.strip()!r} is no limit of a latency", hint=hint)
         limits[name.strip()] = _number(number, part)
     return limits
 
@@ -78,7 +78,7 @@ def _number(text: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise UsageError(f"{where!r} has no number for a limit", mend="Write it as 200 or 0.5.")
+        raise UsageError(f"{where!r} has no number for a limit", hint="Write it as 200 or 0.5.")
     return value
 
 
@@ -123,7 +123,7 @@ def _errors(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
     step = (
         None
         if good
-        else "Mend the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
+        else "Fix the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
     )
     return Gate(f"errors{suffix}", PASS if good else FAIL, share, limit.limit, detail, step)
 
@@ -223,7 +223,7 @@ def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
                 reason,
                 "Raise --requests or --rounds.",
             )
-        return _unmeasured(limit, suffix, reason, "Mend the endpoint, or gate what it gives.")
+        return _unmeasured(limit, suffix, reason, "Fix the endpoint, or gate what it gives.")
     digits = decimals((ratio.estimate, ratio.low, ratio.high), limit.limit, least=3)
     ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
     detail = f"{ratio.estimate:.{digits}f}, {CONFIDENCE:.0%} interval {ends}"
@@ -234,7 +234,7 @@ def _judged(limit: Limit, suffix: str, value: float, low: float, high: float, de
     result = outcome(low, high, limit.limit, at_least=limit.at_least)
     steps = {
         PASS: None,
-        FAIL: "Not met: mend the deployment or the limit.",
+        FAIL: "Not met: fix the deployment or the limit.",
         INCONCLUSIVE: TOO_NOISY,
     }
     return Gate(limit.name + suffix, result, value, limit.limit, detail, steps[result])

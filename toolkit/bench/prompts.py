@@ -27,5 +27,5 @@ def check_lengths(
                 f"prompt {number} has {length} tokens, and engine.max_input_len is {max_input_len}:"
                 f" {prompt[:40]!r}...",
                 where=path,
-                mend="shorten or remove it, or raise max_input_len",
+                hint="shorten or remove it, or raise max_input_len",
             )

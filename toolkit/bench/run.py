@@ -158,7 +158,7 @@ def _plan(asked: Asked) -> Plan:
         and asked.max_rounds < asked.rounds
     ):
         what = f"--max-rounds {asked.max_rounds} is less than --rounds {asked.rounds}"
-        raise UsageError(what, mend="Raise the one or lower the other.")
+        raise UsageError(what, hint="Raise the one or lower the other.")
     rounds = asked.rounds or min(3 if two else 1, asked.max_rounds or 3)
     max_rounds = asked.max_rounds or max(rounds, 8 if two else rounds)
     loads = _loads(asked)
@@ -167,7 +167,7 @@ def _plan(asked: Asked) -> Plan:
         if asked.requests is not None and asked.requests > len(trace):
             raise UsageError(
                 f"{asked.requests} requests and {len(trace)} arrivals in the trace",
-                mend="Leave --requests out, or lower it.",
+                hint="Leave --requests out, or lower it.",
             )
         requests = asked.requests or len(trace)
     return Plan(
@@ -192,12 +192,12 @@ def _loads(asked: Asked) -> tuple[Load, ...]:
     if (asked.rate is not None or trace is not None) and asked.concurrency:
         raise UsageError(
             "--concurrency is a closed loop, --rate and a trace are open ones",
-            mend="Choose one of them.",
+            hint="Choose one of them.",
         )
     if trace is not None:
         if asked.rate is not None:
             raise UsageError(
-                "a trace has its own times, so --rate says nothing", mend="Leave --rate out."
+                "a trace has its own times, so --rate says nothing", hint="Leave --rate out."
             )
         return (Load(trace=trace, arrivals="trace"),)
     if asked.rate is not None:
@@ -213,7 +213,7 @@ def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
     if asked.baseline is not None:
         if asked.against_plain:
             raise UsageError(
-                "--baseline and --against-plain are two first arms", mend="Choose one of them."
+                "--baseline and --against-plain are two first arms", hint="Choose one of them."
             )
         return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
     if not asked.against_plain:
@@ -242,7 +242,7 @@ def _counters(
         if asked.metrics_url is None:
             return None
         raise UsageError(
-            f"the counters cannot be read: {error}", where=address, mend="Correct --metrics."
+            f"the counters cannot be read: {error}", where=address, hint="Correct --metrics."
         ) from error
     return lambda: read_counters(address, transport.model)
 

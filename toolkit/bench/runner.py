@@ -228,8 +228,8 @@ class _Runner:
                     "bench",
                     f"no request of the warm-up was answered; the first: {answers[0].error}",
                     where=arm.transport.address,
-                    mend=(
-                        "Mend the endpoint or the options; `toolkit generate` sends a single"
+                    hint=(
+                        "Fix the endpoint or the options; `toolkit generate` sends a single"
                         " request."
                     ),
                 )

@@ -176,7 +176,7 @@ async def connect(
     """
     if protocol not in ("auto", *PROTOCOLS):
         raise UsageError(
-            f"there is no protocol {protocol!r}", mend=f"known: auto, {', '.join(PROTOCOLS)}"
+            f"there is no protocol {protocol!r}", hint=f"known: auto, {', '.join(PROTOCOLS)}"
         )
     bare = url.removeprefix("grpc://").rstrip("/")
     if ADDRESS.match(bare) and protocol in ("auto", "triton-grpc"):
@@ -185,11 +185,11 @@ async def connect(
         url = f"http://{bare}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        mend = (
+        hint = (
             "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an"
             " OpenAI-compatible server."
         )
-        raise UsageError("not an address of an endpoint", where=url, mend=mend)
+        raise UsageError("not an address of an endpoint", where=url, hint=hint)
     session = _session(timeout_s, api_key)
     try:
         if protocol == "auto":
@@ -278,7 +278,7 @@ def _unreachable(url: str, error: BaseException) -> StageError:
         "bench",
         f"the endpoint cannot be reached: {_words(error)}",
         where=url,
-        mend=(
+        hint=(
             "Is it running, and is this its address? `toolkit serve` prints those of a deployment"
             " of ours."
         ),
@@ -286,8 +286,8 @@ def _unreachable(url: str, error: BaseException) -> StageError:
 
 
 def too_many_files(error: OSError) -> StageError:
-    mend = "Raise the limit of open files (ulimit -Hn): each connection is one."
-    return StageError("bench", f"this machine cannot keep up the load: {error.strerror}", mend=mend)
+    hint = "Raise the limit of open files (ulimit -Hn): each connection is one."
+    return StageError("bench", f"this machine cannot keep up the load: {error.strerror}", hint=hint)
 
 
 def _words(error: BaseException) -> str:
@@ -340,7 +340,7 @@ class GrpcTransport:
                 "bench",
                 f"no model {model!r}: {error.details()}",
                 where=address,
-                mend="Name the served model with --model.",
+                hint="Name the served model with --model.",
             ) from error
         return cls(address, model, timeout_s, ModelForm.of(answer.config), channel)
 
@@ -415,7 +415,7 @@ class _refusals:  # noqa: N801 - reads as a statement in `with`
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RequestRefused):
             raise UsageError(
-                str(error), where=self.where, mend="Leave that option out for this endpoint."
+                str(error), where=self.where, hint="Leave that option out for this endpoint."
             ) from error
 
 
@@ -585,7 +585,7 @@ class HttpTransport(_EventTransport):
                 "bench",
                 f"no model {model!r}: HTTP {status} {said}",
                 where=base,
-                mend="Name it with --model.",
+                hint="Name it with --model.",
             )
         from google.protobuf import json_format
         from tritonclient.grpc import model_config_pb2
@@ -684,9 +684,9 @@ class OpenAiTransport(_EventTransport):
             if not refused:
                 break
         if answer.failure is not None:
-            mend = "Check address, --model and --protocol."
+            hint = "Check address, --model and --protocol."
             raise StageError(
-                "bench", f"a first request failed: {answer.failure}", where=address, mend=mend
+                "bench", f"a first request failed: {answer.failure}", where=address, hint=hint
             )
         return transport
 
@@ -700,7 +700,7 @@ class OpenAiTransport(_EventTransport):
                 "bench",
                 f"{base}/models names no model (HTTP {status})",
                 where=base,
-                mend="Name it with --model.",
+                hint="Name it with --model.",
             ) from error
 
     def prepare(self, prompt: str, options: Options) -> bytes:
@@ -711,7 +711,7 @@ class OpenAiTransport(_EventTransport):
             raise UsageError(
                 f"OpenAI's protocol has no {unknown[0]}",
                 where=self.address,
-                mend="Leave that option out for this endpoint.",
+                hint="Leave that option out for this endpoint.",
             )
         content: dict[str, Any] = {"prompt": prompt}
         if self.protocol == "openai-chat":

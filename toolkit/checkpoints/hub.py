@@ -39,7 +39,7 @@ def fetch(
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise BackendUnavailable(
-            "huggingface_hub", mend="pip install huggingface_hub, or name a folder"
+            "huggingface_hub", hint="pip install huggingface_hub, or name a folder"
         ) from error
     if not bars:
         disable_progress_bars()
@@ -56,20 +56,20 @@ def fetch(
             token=None,
         )
     except errors.GatedRepoError as error:
-        mend = f"accept its licence on huggingface.co and log in (hf auth login), {by_hand}"
-        raise CheckpointError("access has not been granted", where=where, mend=mend) from error
+        hint = f"accept its licence on huggingface.co and log in (hf auth login), {by_hand}"
+        raise CheckpointError("access has not been granted", where=where, hint=hint) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
-            "has no such revision", where=where, mend="name a branch, tag or commit of it"
+            "has no such revision", where=where, hint="name a branch, tag or commit of it"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        mend = f"check the spelling; if it is private, log in (hf auth login), {by_hand}"
+        hint = f"check the spelling; if it is private, log in (hf auth login), {by_hand}"
         raise CheckpointError(
-            "is not on the hub, or not for you", where=where, mend=mend
+            "is not on the hub, or not for you", where=where, hint=hint
         ) from error
     except errors.HFValidationError as error:
         raise CheckpointError(
-            "is no hub id", where=where, mend="write OWNER/NAME, or a folder that exists"
+            "is no hub id", where=where, hint="write OWNER/NAME, or a folder that exists"
         ) from error
     except (
         OSError,
@@ -80,6 +80,6 @@ def fetch(
         )
         here = "is not on this machine" if not download else f"could not be fetched ({reason})"
         raise CheckpointError(
-            here, where=where, mend=f"check the network and the disk, {by_hand}"
+            here, where=where, hint=f"check the network and the disk, {by_hand}"
         ) from error
     return Path(str(found))

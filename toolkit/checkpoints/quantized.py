@@ -111,7 +111,7 @@ class Checkpoint:
                 f"{name}.input_scale is missing: {algo} was exported without calibrated"
                 " activations",
                 where=self.path,
-                mend="quantize again with calibration text",
+                hint="quantize again with calibration text",
             )
         static = None if input_scale is None or algo == "W8A16" else float(input_scale)
         return LinearTensors(weight, scale.float(), static, pre, bias)
@@ -179,7 +179,7 @@ def read_quantization(directory: Path) -> Quantization:
 def other_than_asked(
     found: Quantization, quant_algo: str, kv_cache_quant_algo: str | None
 ) -> tuple[str, str] | None:
-    """(what is wrong, how to mend it) where a checkpoint is quantized already, and otherwise
+    """(what is wrong, how to fix it) where a checkpoint is quantized already, and otherwise
     than the YAML asks.
     """
     stated = (found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo)
@@ -230,7 +230,7 @@ def _checked(
         raise CheckpointError(
             f"quant_method {raw.get('quant_method')!r} is not ModelOpt's",
             where=where,
-            mend="name the unquantized checkpoint; the quantize stage does the rest",
+            hint="name the unquantized checkpoint; the quantize stage does the rest",
         )
     if algo in ("NO_QUANT", ""):
         algo = None
@@ -238,13 +238,13 @@ def _checked(
         raise CheckpointError(
             f"quant_algo {algo!r} is not read here",
             where=where,
-            mend=f"read: {', '.join(QUANT_ALGOS)}",
+            hint=f"read: {', '.join(QUANT_ALGOS)}",
         )
     if kv is not None and kv not in KV_ALGOS:
         raise CheckpointError(
             f"kv_cache_quant_algo {kv!r} is not read here",
             where=where,
-            mend=f"read: {', '.join(KV_ALGOS)}",
+            hint=f"read: {', '.join(KV_ALGOS)}",
         )
     return Quantization(algo, kv, tuple(str(name) for name in exclude or ()))
 

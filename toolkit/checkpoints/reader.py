@@ -74,7 +74,7 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(
             "no such folder",
             where=directory,
-            mend="check the path; it is relative to the YAML's folder",
+            hint="check the path; it is relative to the YAML's folder",
         )
     index_file = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
@@ -110,14 +110,14 @@ def _without_weights(directory: Path) -> CheckpointError:
     loose = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(loose) == 1:
         return CheckpointError(
-            "holds no model.safetensors", where=directory, mend=f"is it {loose[0]}? Then rename it"
+            "holds no model.safetensors", where=directory, hint=f"is it {loose[0]}? Then rename it"
         )
     if loose:
         return CheckpointError(
             f"holds {len(loose)} *.safetensors files and no model.safetensors.index.json that says"
             " which belong together",
             where=directory,
-            mend="fetch the index too",
+            hint="fetch the index too",
         )
     pickles = sorted(
         path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)
@@ -127,13 +127,13 @@ def _without_weights(directory: Path) -> CheckpointError:
             f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not"
             " read",
             where=directory,
-            mend=(
+            hint=(
                 "convert it where you trust it:"
                 " AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
             ),
         )
     return CheckpointError(
-        "holds no *.safetensors file", where=directory, mend="name a folder in Hugging Face form"
+        "holds no *.safetensors file", where=directory, hint="name a folder in Hugging Face form"
     )
 
 
@@ -175,7 +175,7 @@ def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, direc
             raise CheckpointError(
                 f"{name} is {list(info.shape)}, config.json implies {list(expected)}",
                 where=info.file,
-                mend="config.json and weights must come from the same model",
+                hint="config.json and weights must come from the same model",
             )
     for name, info in tensors.items():
         layer = LAYER.match(name)
@@ -184,7 +184,7 @@ def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, direc
                 f"{name} belongs to a layer beyond the {shape.num_layers} of config.json"
                 " (num_hidden_layers)",
                 where=info.file,
-                mend="config.json and weights must come from the same model",
+                hint="config.json and weights must come from the same model",
             )
 
 
@@ -235,7 +235,7 @@ def read_header(file: Path) -> list[TensorInfo]:
                 raise CheckpointError(
                     "header is damaged or the file is truncated",
                     where=file,
-                    mend="fetch this shard again",
+                    hint="fetch this shard again",
                 )
             header = json.loads(stream.read(length))
     except FileNotFoundError:
@@ -244,7 +244,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError(
-            "header is damaged", where=file, mend="fetch this shard again"
+            "header is damaged", where=file, hint="fetch this shard again"
         ) from exc
     infos = []
     end = 0
@@ -265,7 +265,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         raise CheckpointError(
             f"is {size} bytes long, its header asks for {8 + length + end}",
             where=file,
-            mend="fetch this shard again",
+            hint="fetch this shard again",
         )
     return infos
 
@@ -276,7 +276,7 @@ def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...
     """
     if not isinstance(header, dict):
         raise CheckpointError(
-            "header is damaged: it is no JSON object", where=file, mend="fetch this shard again"
+            "header is damaged: it is no JSON object", where=file, hint="fetch this shard again"
         )
     for name, entry in header.items():
         if name == "__metadata__":
@@ -294,6 +294,6 @@ def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...
             sound = False
         if not sound:
             raise CheckpointError(
-                f"header is damaged at {name!r}", where=file, mend="fetch this shard again"
+                f"header is damaged at {name!r}", where=file, hint="fetch this shard again"
             )
         yield name, dtype, extents, start, stop

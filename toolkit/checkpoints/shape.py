@@ -103,7 +103,7 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
         raise stated.fault(f"head_dim {head_dim} is odd, RoPE needs pairs")
     activation = stated.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise stated.fault(f"hidden_act {activation!r} is not supported", mend="supported: silu")
+        raise stated.fault(f"hidden_act {activation!r} is not supported", hint="supported: silu")
     max_positions = stated.count("max_position_embeddings")
     theta, scaling = _rope(stated, family)
     llama_bias = stated.flag("attention_bias") and family.model_type in ("llama", "qwen3")
@@ -146,8 +146,8 @@ class _Stated:
     values: dict[str, Any]
     where: str | Path
 
-    def fault(self, what: str, mend: str | None = None) -> CheckpointError:
-        return CheckpointError(what, where=self.where, mend=mend)
+    def fault(self, what: str, hint: str | None = None) -> CheckpointError:
+        return CheckpointError(what, where=self.where, hint=hint)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
@@ -197,11 +197,11 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            "file is missing", where=path, mend="name a folder in Hugging Face form"
+            "file is missing", where=path, hint="name a folder in Hugging Face form"
         ) from None
     except NotADirectoryError:
         raise CheckpointError(
-            "is not a folder", where=path.parent, mend="name a folder in Hugging Face form"
+            "is not a folder", where=path.parent, hint="name a folder in Hugging Face form"
         ) from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=path) from exc
@@ -228,7 +228,7 @@ def _family(stated: _Stated) -> Family:
     if known is None:
         raise stated.fault(
             f"architecture {first or model_type!r} is not supported",
-            mend=f"supported: {', '.join(FAMILIES)}",
+            hint=f"supported: {', '.join(FAMILIES)}",
         )
     return known
 
@@ -262,7 +262,7 @@ def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None
     kind = variant.values.get("rope_type") or variant.values.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise stated.fault(
-            f"rope_type {kind!r} is not supported", mend=f"supported: {', '.join(ROPE_NEEDS)}"
+            f"rope_type {kind!r} is not supported", hint=f"supported: {', '.join(ROPE_NEEDS)}"
         )
     for key in ROPE_NEEDS[kind]:
         variant.number(key)

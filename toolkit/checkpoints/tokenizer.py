@@ -71,7 +71,7 @@ def tokenizer_text(directory: Path) -> str:
         raise CheckpointError(
             "has no tokenizer (no tokenizer.json, tokenizer.model or vocab.json)",
             where=directory,
-            mend="put the model's tokenizer files beside its weights",
+            hint="put the model's tokenizer files beside its weights",
         )
     return _convert(directory, slow[0])
 
@@ -95,7 +95,7 @@ def _convert(directory: Path, slow: str) -> str:
             f"has only {slow}, which cannot be converted to tokenizer.json"
             f" ({str(exc).strip().splitlines()[0]})",
             where=directory,
-            mend=(
+            hint=(
                 "pip install sentencepiece protobuf, or convert it elsewhere: "
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             ),

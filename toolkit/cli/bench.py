@@ -169,13 +169,13 @@ def bench_command(
     if compare is not None:
         if where is not None:
             raise UsageError(
-                "--compare judges saved runs, and measures nothing", mend=f"Leave {where!r} out."
+                "--compare judges saved runs, and measures nothing", hint=f"Leave {where!r} out."
             )
         _compare(*compare, tolerance, as_json=as_json)
         return
     if where is None:
         raise UsageError(
-            "neither an endpoint nor --compare A B", mend="toolkit bench --help shows both."
+            "neither an endpoint nor --compare A B", hint="toolkit bench --help shows both."
         )
     asked: dict[str, Any] = {
         "protocol": protocol,
@@ -211,7 +211,7 @@ def bench_command(
         if prompts is None or overrides:
             what = "--set belongs to a CONFIG" if overrides else "no prompts to send"
             raise UsageError(
-                what, where=where, mend="Leave --set out." if overrides else "Give --prompts FILE."
+                what, where=where, hint="Leave --set out." if overrides else "Give --prompts FILE."
             )
         asked |= {"prompts": prompts, "max_tokens": max_tokens or 64, "metrics_url": metrics}
         run = _bench_endpoint(where, {**asked, "against_plain": bool(against_plain)})
@@ -223,7 +223,7 @@ def _levels(text: str | None) -> tuple[int, ...]:
     if not all(level.strip().isdecimal() and int(level) > 0 for level in levels):
         raise UsageError(
             f"{text!r} is no number of requests at a time",
-            mend="Write --concurrency 4, or 1,2,4,8.",
+            hint="Write --concurrency 4, or 1,2,4,8.",
         )
     return tuple(int(level) for level in levels)
 
@@ -231,7 +231,7 @@ def _levels(text: str | None) -> tuple[int, ...]:
 def _api_key(name: str | None) -> str | None:
     if name is not None and not os.environ.get(name):
         raise UsageError(
-            f"the environment has no {name}", mend="Export it, or leave --api-key-env out."
+            f"the environment has no {name}", hint="Export it, or leave --api-key-env out."
         )
     return None if name is None else os.environ[name]
 

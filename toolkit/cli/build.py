@@ -97,7 +97,7 @@ def build_stages(
             ),
         }
         if name not in known:
-            raise UsageError(f"there is no stage {name!r}", mend=f"known: {', '.join(STAGES)}")
+            raise UsageError(f"there is no stage {name!r}", hint=f"known: {', '.join(STAGES)}")
     with placed(config, overrides):
         run = _rehearse_stages if rehearse else run_stages
         built = run(loaded, until, fresh=fresh or (), rehash=rehash)

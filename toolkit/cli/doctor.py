@@ -30,7 +30,7 @@ def root(
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """List what works on this machine and what is missing, each with its mend."""
+    """List what works on this machine and what is missing, each with its fix."""
     from toolkit.engines.embedded.toolchain import compiler_path
     from toolkit.plan.doctor import diagnose
     from toolkit.triton.process.server import find_libpython, find_server
@@ -61,8 +61,8 @@ def _print_diagnoses(found: Any) -> None:
         table.add_column(title, overflow="fold")
     for one in found:
         detail = Text(one.detail)
-        if one.mend is not None:
-            detail.append(f"\n-> {one.mend}")
+        if one.hint is not None:
+            detail.append(f"\n-> {one.hint}")
         table.add_row(Text(one.status, style=styles[one.status]), one.check, detail)
     Console().print(table)
 

@@ -65,7 +65,7 @@ def generate(
     if address is not None:
         if overrides:
             raise UsageError(
-                "--set belongs to a CONFIG, not to a running endpoint", mend="Leave it out."
+                "--set belongs to a CONFIG, not to a running endpoint", hint="Leave it out."
             )
         _from_endpoint(address, prompt, max_tokens or 128, asked, as_json=as_json)
     else:
@@ -81,7 +81,7 @@ def _endpoint(where: str) -> str | None:
     if url is None and "://" in where:
         raise UsageError(
             f"{where} is not host:port of a gRPC endpoint",
-            mend="`toolkit serve` prints it: 127.0.0.1:8001",
+            hint="`toolkit serve` prints it: 127.0.0.1:8001",
         )
     return None if url is None else url["address"]
 
@@ -105,7 +105,7 @@ def _in_process(
         what = f"engine.kind {config.engine.kind} runs in its server alone"
         raise UsageError(
             what,
-            mend=(
+            hint=(
                 "Start it with toolkit serve CONFIG, and give generate the grpc address that it"
                 " prints."
             ),
@@ -184,8 +184,8 @@ def _from_endpoint(
                         as_json=as_json,
                     )
     except ServerUnavailable as error:
-        mend = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
-        raise StageError("generate", str(error), mend=mend) from error
+        hint = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
+        raise StageError("generate", str(error), hint=hint) from error
     except ClientError as error:
         raise UsageError(str(error)) from error
 

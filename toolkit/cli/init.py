@@ -57,10 +57,10 @@ def init(
         with file.open("x", encoding="utf-8") as opened:
             opened.write(made.text)
     except FileExistsError:
-        raise UsageError("is there already", where=file, mend="name another: --out FILE") from None
+        raise UsageError("is there already", where=file, hint="name another: --out FILE") from None
     except OSError as error:
         raise UsageError(
-            f"cannot be written ({error.strerror})", where=file, mend="name another: --out FILE"
+            f"cannot be written ({error.strerror})", where=file, hint="name another: --out FILE"
         ) from error
     shown = as_typed(file)
     show(
@@ -80,9 +80,9 @@ def _checkpoint(written: str) -> Path:
         return path.resolve()
     if not names_a_model(Path.cwd(), written):
         near = meant_folder(Path.cwd(), written)
-        mend = "" if near is None else f"did you mean {near!r}? "
+        hint = "" if near is None else f"did you mean {near!r}? "
         raise UsageError(
             f"no such folder, and no hub id: {written}",
-            mend=f"{mend}Name a folder with a config.json, or OWNER/NAME.",
+            hint=f"{hint}Name a folder with a config.json, or OWNER/NAME.",
         )
     return path

@@ -35,14 +35,14 @@ def report(
     file = folder / "report.json"
     if not file.exists():
         raise UsageError(
-            "there is no report yet", where=folder, mend=f"Make one: toolkit build {config}"
+            "there is no report yet", where=folder, hint=f"Make one: toolkit build {config}"
         )
     if open_it:
         import webbrowser
 
         page = (folder / "report.html").absolute()
         if not webbrowser.open(page.as_uri()):
-            raise UsageError("no browser could be started", mend=f"Open it yourself: {page}")
+            raise UsageError("no browser could be started", hint=f"Open it yourself: {page}")
         show(str(page))
     elif as_json:
         show(file.read_text(encoding="utf-8").rstrip("\n"))

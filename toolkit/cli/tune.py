@@ -82,11 +82,11 @@ def tune_command(
     if grid and (drafts or measure):
         raise UsageError(
             "--grid compares the YAML's own pair, at one draft length each",
-            mend="leave --draft and --measure out",
+            hint="leave --draft and --measure out",
         )
     if gpu is not None and measure:
         raise UsageError(
-            "--measure runs on this machine, and --gpu names another", mend="leave one of them out"
+            "--measure runs on this machine, and --gpu names another", hint="leave one of them out"
         )
     loaded, workplace = load(config, overrides), here()
     with placed(config, overrides), displayed() as display:

@@ -47,17 +47,17 @@ def validate_command(
         if config is not None:
             raise UsageError(
                 "--replay FILE holds its deployment itself",
-                mend=f"toolkit validate --replay {replay}",
+                hint=f"toolkit validate --replay {replay}",
             )
         if overrides or fresh or rehash:
             what = (
                 "--replay serves what is built, as it was built: --set, --fresh and --rehash have"
                 " nothing to say"
             )
-            raise UsageError(what, mend=f"toolkit validate --replay {replay}")
+            raise UsageError(what, hint=f"toolkit validate --replay {replay}")
         _replay(replay, as_json=as_json)
     elif config is None:
-        raise UsageError("a CONFIG or --replay FILE is needed", mend="toolkit validate CONFIG")
+        raise UsageError("a CONFIG or --replay FILE is needed", hint="toolkit validate CONFIG")
     else:
         build_stages(config, "validate", fresh, overrides, rehash, as_json)
 

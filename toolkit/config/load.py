@@ -1,5 +1,5 @@
 """A YAML file -> DeploymentConfig with resolved paths, or a ConfigError that holds every fault with
-its place and its mend.
+its place and its fix.
 
 Faults come from three readers that do not stop at the first: the text (`source`), the schema
 (pydantic), and the file system, which has to hold what the paths name. This module puts pydantic's
@@ -142,7 +142,7 @@ def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> li
     source = read_source(file, overrides)
     paths = [tuple(fault.path.split(".")) for fault in faults]
     placed = [
-        source.place(path).fault(path, fault.message, fault.mend)
+        source.place(path).fault(path, fault.message, fault.hint)
         for path, fault in zip(paths, faults, strict=True)
     ]
     return sorted(
@@ -161,12 +161,12 @@ def _fault(
         return source.place(path, of_key=True).fault(path, *_unknown_key(path, variant))
     if kind == "missing":
         message = "is missing"
-        mend = (
+        hint = (
             f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`."
             if path[:-1]
             else f"Add `{path[-1]}:` to the file."
         )
-        return source.place(path[:-1], of_key=True).fault(path, message, mend)
+        return source.place(path[:-1], of_key=True).fault(path, message, hint)
     return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
 
 
@@ -199,8 +199,8 @@ def _wrong_value(
 ) -> tuple[str, str | None]:
     shown = _shown(value)
     if kind == "value_error":
-        message, _, mend = text.removeprefix("Value error, ").partition("; ")
-        return message, f"{_capital(mend)}." if mend else None
+        message, _, hint = text.removeprefix("Value error, ").partition("; ")
+        return message, f"{_capital(hint)}." if hint else None
     if kind == "literal_error":
         return f"{shown} is not {NOUNS.get(str(path[-1]), 'allowed here')}", _choices(path, value)
     if kind == "model_type":
@@ -227,9 +227,9 @@ def _wrong_value(
             f"At most {context['max_length']} are allowed.",
         )
     if kind in TYPES:
-        wanted, mend = TYPES[kind]
-        mend += f" Or write {WORDS[path]}." if path in WORDS else ""
-        return ("is empty" if value is None else f"{shown} is not {wanted}"), mend
+        wanted, hint = TYPES[kind]
+        hint += f" Or write {WORDS[path]}." if path in WORDS else ""
+        return ("is empty" if value is None else f"{shown} is not {wanted}"), hint
     return f"{shown}: {text[:1].lower()}{text[1:]}", None
 
 
@@ -286,10 +286,10 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
             if folder and names_a_model(base, written):
                 continue
             near = meant_folder(base, written) if folder else None
-            mend = "" if near is None else f"did you mean {near!r}? "
-            mend += f"A relative path starts at the folder of this file: {found}"
+            hint = "" if near is None else f"did you mean {near!r}? "
+            hint += f"A relative path starts at the folder of this file: {found}"
             yield source.place(path).fault(
-                path, f"no such {'folder' if folder else 'file'}: {written}", mend
+                path, f"no such {'folder' if folder else 'file'}: {written}", hint
             )
         elif folder and not found.is_dir():
             yield source.place(path).fault(
@@ -311,7 +311,7 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
 
 
 def _checkpoints_in(folder: Path) -> str:
-    """The mend for a folder that is no checkpoint; often it holds one, or several."""
+    """The fix for a folder that is no checkpoint; often it holds one, or several."""
     inside = sorted(one.parent.name for one in folder.glob("*/config.json"))
     needed = (
         "Name a folder in Hugging Face form: config.json, safetensors and the tokenizer's files."

@@ -2,7 +2,7 @@
 
 Field names are TensorRT-LLM's own wherever it has one. Cross-field rules stand on the smallest
 model that sees both fields, and raise ValueError with a text of the form "what is wrong; how to
-mend it". Where two fields disagree, the rule belongs to the later one and looks at the earlier one
+fix it". Where two fields disagree, the rule belongs to the later one and looks at the earlier one
 in `info.data`, so that it is judged even when other fields are at fault. Positions in the file are
 added by `toolkit.config.load`. Paths stay as written here; `load` resolves them against the folder
 of the YAML.

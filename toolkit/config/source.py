@@ -42,7 +42,7 @@ class Place:
     excerpt: str | None
     origin: str | None = None
 
-    def fault(self, path: KeyPath, message: str, mend: str | None = None) -> Fault:
+    def fault(self, path: KeyPath, message: str, hint: str | None = None) -> Fault:
         return Fault(
             dotted(path),
             message,
@@ -50,7 +50,7 @@ class Place:
             self.column,
             self.excerpt,
             self.width,
-            mend,
+            hint,
             self.origin,
         )
 
@@ -117,14 +117,14 @@ def _read_text(file: Path) -> str:
     try:
         raw = file.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(file, [Fault("", "no such file", mend="Check the path.")]) from None
+        raise ConfigError(file, [Fault("", "no such file", hint="Check the path.")]) from None
     except IsADirectoryError:
         found = sorted(path.name for path in file.glob("*.y*ml"))
-        mend = f"Name a file in it: {', '.join(found[:5])}" if found else "Name a YAML file."
-        raise ConfigError(file, [Fault("", "is a folder, not a file", mend=mend)]) from None
+        hint = f"Name a file in it: {', '.join(found[:5])}" if found else "Name a YAML file."
+        raise ConfigError(file, [Fault("", "is a folder, not a file", hint=hint)]) from None
     except OSError as error:
         raise ConfigError(
-            file, [Fault("", f"cannot be read: {error.strerror}", mend="Check its permissions.")]
+            file, [Fault("", f"cannot be read: {error.strerror}", hint="Check its permissions.")]
         ) from error
     try:
         return raw.decode("utf-8-sig")
@@ -136,7 +136,7 @@ def _read_text(file: Path) -> str:
         )
         message = f"is not UTF-8 (byte 0x{raw[error.start]:02x})"
         raise ConfigError(
-            file, [Fault("", message, line, column, mend="Save it as UTF-8 text.")]
+            file, [Fault("", message, line, column, hint="Save it as UTF-8 text.")]
         ) from error
 
 
@@ -167,13 +167,13 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
     """
     lines = _lines(text)
 
-    def fault(line: int, column: int, message: str, mend: str | None) -> ConfigError:
+    def fault(line: int, column: int, message: str, hint: str | None) -> ConfigError:
         place = (
             Place(line, column, 1, _shown(lines, line))
             if origin is None
             else Place(None, None, 1, None, origin)
         )
-        return ConfigError(file, [place.fault((), message, mend)])
+        return ConfigError(file, [place.fault((), message, hint)])
 
     try:
         return yaml.compose(text, Loader=_Loader)
@@ -188,7 +188,7 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
             else ""
         )
         raise fault(
-            line, column, f"not valid YAML: {problem}{context}", _syntax_mend(problem, lines, line)
+            line, column, f"not valid YAML: {problem}{context}", _syntax_hint(problem, lines, line)
         ) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
@@ -203,7 +203,7 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
         raise fault(1, 1, "is nested too deeply", NOT_A_CONFIG) from error
 
 
-def _syntax_mend(problem: str, lines: list[str], line: int) -> str | None:
+def _syntax_hint(problem: str, lines: list[str], line: int) -> str | None:
     if "'\\t'" in problem or "\t" in lines[min(line, len(lines)) - 1].partition("#")[0]:
         return "YAML is indented with spaces, not tabs."
     if "mapping values are not allowed" in problem:
@@ -244,8 +244,8 @@ class _Reader:
         )
         return Place(start.line + 1, start.column + 1, max(1, width), excerpt)
 
-    def fault(self, node: Any, path: KeyPath, message: str, mend: str) -> None:
-        self.source.faults.append(self.place(node).fault(path, message, mend))
+    def fault(self, node: Any, path: KeyPath, message: str, hint: str) -> None:
+        self.source.faults.append(self.place(node).fault(path, message, hint))
 
     def build(self, node: Any, path: KeyPath) -> Any:
         self.nodes += 1

@@ -32,13 +32,13 @@ def loader(kind: str) -> EngineLoader:
     if kind in BACKENDS and kind not in STEPPING:
         raise UsageError(
             f"an engine of kind {kind} does not run inside this program",
-            mend="TensorRT-LLM runs it: serve the packaged repository in its container",
+            hint="TensorRT-LLM runs it: serve the packaged repository in its container",
         )
     return cast(EngineLoader, _made(kind))
 
 
 def _made(kind: str) -> Any:
     if kind not in BACKENDS:
-        raise UsageError(f"engine kind {kind!r} is not known", mend=f"known: {', '.join(BACKENDS)}")
+        raise UsageError(f"engine kind {kind!r} is not known", hint=f"known: {', '.join(BACKENDS)}")
     module, name = BACKENDS[kind].split(":")
     return getattr(importlib.import_module(module), name)()

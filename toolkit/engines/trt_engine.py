@@ -263,7 +263,7 @@ class TrtEngineBackend:
                 "compile",
                 f"the trtllm-build of {builder.name} is not what our facts say of {asked.version}:"
                 f" {'; '.join(refused)}",
-                mend=(
+                hint=(
                     "Take the version that is installed (engine.tensorrt_llm), or engine.builder:"
                     " container."
                 ),
@@ -379,7 +379,7 @@ def _agree(checkpoint: QuantizedCheckpoint, source: TrtLlmCheckpoint) -> None:
             raise CheckpointError(
                 f"{name} is {found}, and {expected} in the checkpoint that it was written from",
                 where=source.path / "config.json",
-                mend="Write it again with `toolkit build --fresh quantize`.",
+                hint="Write it again with `toolkit build --fresh quantize`.",
             )
 
 
@@ -391,7 +391,7 @@ def _refuse(findings: list[Finding], out_dir: Path) -> None:
         raise StageError(
             "compile",
             f"the engine is not what was asked: {'; '.join(errors)}",
-            mend=f"Its log is kept in {_kept(out_dir / LOG, 'engine')}.",
+            hint=f"Its log is kept in {_kept(out_dir / LOG, 'engine')}.",
         )
 
 
@@ -401,13 +401,13 @@ def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> S
     if failure is not None:
         said = f"{failure.what}\n  it said: {line}" if line else failure.what
         return StageError(
-            "compile", f"{builder.name} failed: {said}", mend=f"{failure.mend}{where}"
+            "compile", f"{builder.name} failed: {said}", hint=f"{failure.hint}{where}"
         )
     tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL:])
     return StageError(
         "compile",
         f"{builder.name} ended with {returncode}, for a reason that we do not know",
-        mend=f"The end of its log:\n{tail}{where}",
+        hint=f"The end of its log:\n{tail}{where}",
     )
 
 

@@ -69,7 +69,7 @@ def load_in_a_process(args: Mapping[str, Any]) -> str:
             f": {failure.what} ({line})" if failure else ""
         )
         raise StageError(
-            "compile", what, mend=failure.mend if failure else f"The end of its output:\n{tail}"
+            "compile", what, hint=failure.hint if failure else f"The end of its output:\n{tail}"
         )
     said = json.loads(done.stdout.splitlines()[-1])
     if said["tokens"] != 1:
@@ -187,7 +187,7 @@ class TrtllmPytorchBackend:
                 "compile",
                 f"TensorRT-LLM {here} refuses arguments that our tables of {asked.version} allow:"
                 f" {said}",
-                mend=(
+                hint=(
                     "report it, please: our tables are wrong there. An `engine` setting that is"
                     " named can be removed"
                 ),
@@ -221,9 +221,9 @@ def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
 def _check_form(path: Path) -> None:
     config = read_json(path / "config.json")
     if "architectures" not in config:
-        mend = "Quantize again for engine.kind: trtllm_pytorch."
+        hint = "Quantize again for engine.kind: trtllm_pytorch."
         raise CheckpointError(
-            "not a checkpoint in Hugging Face form", where=path / "config.json", mend=mend
+            "not a checkpoint in Hugging Face form", where=path / "config.json", hint=hint
         )
 
 

@@ -66,7 +66,7 @@ class Failure:
     id: str
     pattern: str
     what: str
-    mend: str
+    hint: str
     source: str
     confidence: str = "B"
 

@@ -32,6 +32,6 @@ def common_vocab_size(rows: Mapping[str, int], needed: int, tp_size: int) -> int
         raise PairingError(
             f"draft and target are padded differently ({described} rows), and no size from the"
             f" {needed} rows in use to {smallest} is divisible by tp_size {tp_size}",
-            mend=f"choose a tp_size that divides {smallest}, or models padded alike",
+            hint=f"choose a tp_size that divides {smallest}, or models padded alike",
         )
     return size

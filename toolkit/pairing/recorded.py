@@ -34,7 +34,7 @@ def check_recorded_digests(directory: Path, memo: DigestMemo | None = None) -> N
             raise CheckpointError(
                 f"its sha256 is {found[:12]}..., {recorded[:12]}... was recorded",
                 where=file,
-                mend="fetch this file again",
+                hint="fetch this file again",
             )
 
 
@@ -52,7 +52,7 @@ def _from_sums(directory: Path) -> Iterator[tuple[str, str]]:
             raise CheckpointError(
                 f"line {number} is not `DIGEST  NAME`",
                 where=file,
-                mend="write the file with sha256sum, or remove it",
+                hint="write the file with sha256sum, or remove it",
             )
         yield stated["name"], stated["digest"].lower()
 

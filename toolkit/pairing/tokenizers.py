@@ -123,14 +123,14 @@ def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
         raise PairingError(
             f"the {role}'s tokenizer makes no token of any text",
             where=side.path,
-            mend="fetch its tokenizer.json again",
+            hint="fetch its tokenizer.json again",
         )
     if largest >= rows:
         raise PairingError(
             f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), its model has"
             f" {rows} rows (vocab_size)",
             where=side.path,
-            mend="tokenizer and weights must come from the same model",
+            hint="tokenizer and weights must come from the same model",
         )
     special = _special_ids(side)
     outside = sorted(index for index in special if not 0 <= index < rows)
@@ -188,13 +188,13 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
 
 
 def _refuse(
-    what: str, target: _Side, draft: _Side, lines: list[str], mend: str | None = None
+    what: str, target: _Side, draft: _Side, lines: list[str], hint: str | None = None
 ) -> PairingError:
     return PairingError(
         "\n  ".join(
             [f"draft and target {what}", f"target: {target.path}", f"draft:  {draft.path}", *lines]
         ),
-        mend=mend or "choose a draft of the target's own family, with the same tokenizer",
+        hint=hint or "choose a draft of the target's own family, with the same tokenizer",
     )
 
 

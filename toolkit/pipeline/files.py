@@ -16,7 +16,7 @@ __all__ = ["link_or_copy", "os_error_in", "replace_folder", "store_error", "writ
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-MENDS = {
+HINTS = {
     errno.ENOSPC: "Free some space there and run the same command again: finished stages are kept.",
     errno.EDQUOT: (
         "Your quota is used up; free some space and run the same command again: finished stages are"
@@ -33,16 +33,16 @@ MENDS = {
 
 
 def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | None:
-    """The error as one that says how to mend it; None if it is not one of the file system's own
+    """The error as one that says how to fix it; None if it is not one of the file system's own
     (space, permission, limits).
     """
-    if error.errno not in MENDS:
+    if error.errno not in HINTS:
         return None
     return StoreError(
         stage,
         f"cannot write: {error.strerror}",
         where=error.filename or where,
-        mend=MENDS[error.errno],
+        hint=HINTS[error.errno],
     )
 
 
@@ -62,7 +62,7 @@ def os_error_in(error: Exception) -> OSError | None:
     torch do.
     """
     text = str(error)
-    for number in MENDS:
+    for number in HINTS:
         if f"(os error {number})" in text or os.strerror(number) in text:
             return OSError(number, os.strerror(number))
     return None

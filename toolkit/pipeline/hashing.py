@@ -93,13 +93,13 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
                 state.update(block)
     except OSError as error:
         leads_nowhere = isinstance(error, FileNotFoundError) and path.is_symlink()
-        mend = (
+        hint = (
             f"It is a link to {path.readlink()}."
             if leads_nowhere
             else "Check the file and its permissions."
         )
         raise StoreError(
-            "digest", f"cannot be read: {error.strerror}", where=path, mend=mend
+            "digest", f"cannot be read: {error.strerror}", where=path, hint=hint
         ) from error
     digest = PREFIX + state.hexdigest()
     if memo is not None:
@@ -139,7 +139,7 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
                 "digest",
                 "a link leads back to a folder above it",
                 where=folder,
-                mend="Remove the link.",
+                hint="Remove the link.",
             )
         with os.scandir(folder) as entries:
             found = list(entries)
@@ -150,7 +150,7 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
                 yield prefix + entry.name
     except OSError as error:
         raise StoreError(
-            "digest", f"cannot be read: {error.strerror}", where=folder, mend="Check the folder."
+            "digest", f"cannot be read: {error.strerror}", where=folder, hint="Check the folder."
         ) from error
 
 

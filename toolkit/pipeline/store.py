@@ -181,7 +181,7 @@ class Store:
                 stage,
                 "what was just written reads back differently",
                 where=folder / key,
-                mend="Check the disk.",
+                hint="Check the disk.",
             )
         return found
 

@@ -30,14 +30,14 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"line {number} is not UTF-8 (byte {error.start + 1})", where=where, mend=form
+                f"line {number} is not UTF-8 (byte {error.start + 1})", where=where, hint=form
             ) from error
         except json.JSONDecodeError as error:
             what = f"line {number} is not valid JSON ({error.msg}, column {error.colno})"
-            raise UsageError(what, where=where, mend=form) from error
+            raise UsageError(what, where=where, hint=form) from error
         except RecursionError as error:
             raise UsageError(
-                f"line {number} is nested too deeply", where=where, mend=form
+                f"line {number} is nested too deeply", where=where, hint=form
             ) from error
         text = (
             next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
@@ -45,26 +45,26 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
         if not isinstance(text, str):
             named = " or ".join(f"`{key}`" for key in keys)
             raise UsageError(
-                f"line {number} has no {named} string (it is {_kind(row)})", where=where, mend=form
+                f"line {number} has no {named} string (it is {_kind(row)})", where=where, hint=form
             )
         if not text.strip():
             raise UsageError(
                 f"line {number} holds an empty text",
                 where=where,
-                mend="remove the line, or give it text",
+                hint="remove the line, or give it text",
             )
         if not _is_unicode(text):
             what = f"line {number} holds half of a surrogate pair, which is no character"
             raise UsageError(
                 what,
                 where=where,
-                mend="write characters beyond U+FFFF as they are, or as both halves",
+                hint="write characters beyond U+FFFF as they are, or as both halves",
             )
         texts.append(text)
         if len(texts) == limit:
             break
     if not texts:
-        raise UsageError("the file is empty", where=file, mend=form)
+        raise UsageError("the file is empty", where=file, hint=form)
     return texts
 
 
@@ -84,7 +84,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise UsageError(
             f"cannot be read: {error.strerror}",
             where=file,
-            mend="check the path and its permissions",
+            hint="check the path and its permissions",
         ) from error
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():

@@ -1,4 +1,4 @@
-"""What this machine can and cannot do for the toolkit, each finding with what mends it. Nothing is
+"""What this machine can and cannot do for the toolkit, each finding with what fixes it. Nothing is
 changed.
 
 Every check stands alone and takes what it looks at as it finds it: a broken installation is what a
@@ -40,7 +40,7 @@ class Diagnosis:
     check: str
     status: str
     detail: str
-    mend: str | None = None
+    hint: str | None = None
     essential: bool = False
 
 
@@ -84,19 +84,19 @@ def diagnose(
 def _python() -> Iterator[Diagnosis]:
     running = platform.python_version()
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    mend = None if fits else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
+    hint = None if fits else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
     yield Diagnosis(
-        "python", OK if fits else MISSING, f"{running} at {sys.executable}", mend, essential=True
+        "python", OK if fits else MISSING, f"{running} at {sys.executable}", hint, essential=True
     )
     library, libc = platform.libc_ver()
     if library == "glibc":
         new_enough = tuple(int(part) for part in libc.split(".")[:2]) >= (2, 35)
-        mend = (
+        hint = (
             None
             if new_enough
             else "use a system with glibc 2.35 or newer; the bundled server needs it"
         )
-        yield Diagnosis("glibc", OK if new_enough else WARN, libc, mend)
+        yield Diagnosis("glibc", OK if new_enough else WARN, libc, hint)
 
 
 def _cpu() -> Iterator[Diagnosis]:
@@ -132,29 +132,29 @@ def _cpu() -> Iterator[Diagnosis]:
 
 def _memory() -> Iterator[Diagnosis]:
     total = memory_bytes()
-    mend = (
+    hint = (
         None
         if total >= MIN_MEMORY_BYTES
         else "4 GB are enough for the quickstart; a model of N parameters wants about 10 N bytes"
     )
-    yield Diagnosis("memory", OK if mend is None else WARN, size(total), mend)
+    yield Diagnosis("memory", OK if hint is None else WARN, size(total), hint)
 
 
 def _disk(folder: Path) -> Iterator[Diagnosis]:
     free = shutil.disk_usage(folder).free
-    mend = (
+    hint = (
         None
         if free >= MIN_DISK_BYTES
         else "free some space: builds keep quantized weights and engines"
     )
-    yield Diagnosis("disk", OK if mend is None else WARN, f"{size(free)} free in {folder}", mend)
+    yield Diagnosis("disk", OK if hint is None else WARN, f"{size(free)} free in {folder}", hint)
     writable = os.access(folder, os.W_OK)
-    mend = None if writable else "run from a folder of your own"
+    hint = None if writable else "run from a folder of your own"
     yield Diagnosis(
         "results",
         OK if writable else MISSING,
         f"build/, engines/, triton_repo/ in {folder}",
-        mend,
+        hint,
         essential=True,
     )
 
@@ -206,12 +206,12 @@ def _libraries() -> Iterator[Diagnosis]:
 def _numpy() -> Iterator[Diagnosis]:
     installed = version("numpy")
     old = int(installed.split(".", 1)[0]) < 2
-    mend = (
+    hint = (
         None
         if old
         else "pip install 'numpy<2': Triton's Python stub dies with numpy 2 at the first request"
     )
-    yield Diagnosis("numpy", OK if old else MISSING, installed, mend, essential=True)
+    yield Diagnosis("numpy", OK if old else MISSING, installed, hint, essential=True)
 
 
 def _compiler(path: str | None) -> Iterator[Diagnosis]:
@@ -233,7 +233,7 @@ def _server(
     except ToolkitError as error:
         detail = "neither on PATH nor in the nvidia-pytriton wheel"
         yield Diagnosis(
-            "tritonserver", MISSING, detail, error.mend or EXTRA.format("embedded"), essential=True
+            "tritonserver", MISSING, detail, error.hint or EXTRA.format("embedded"), essential=True
         )
         return
     yield Diagnosis(
@@ -261,12 +261,12 @@ def _server(
     if folder is not None:
         yield Diagnosis("libpython", OK, f"in {folder}")
     else:
-        mend = f"apt install libpython{running}, or use a Python built with --enable-shared"
+        hint = f"apt install libpython{running}, or use a Python built with --enable-shared"
         yield Diagnosis(
             "libpython",
             MISSING,
             "no shared library of this interpreter, which the stub needs",
-            mend,
+            hint,
             essential=True,
         )
 
@@ -290,11 +290,11 @@ def _loopback() -> Iterator[Diagnosis]:
     )
     taken = [str(port) for port in (8000, 8001, 8002) if _listens(port)]
     if taken:
-        mend = (
+        hint = (
             "nothing to do while triton.*_port is 0, the default; launch.sh takes other ports as"
             " arguments"
         )
-        yield Diagnosis("default ports", WARN, f"in use: {', '.join(taken)}", mend)
+        yield Diagnosis("default ports", WARN, f"in use: {', '.join(taken)}", hint)
     else:
         yield Diagnosis("default ports", OK, "8000, 8001 and 8002 are free")
 
@@ -311,13 +311,13 @@ def _listens(port: int) -> bool:
 
 def _shared_memory() -> Iterator[Diagnosis]:
     free = shutil.disk_usage("/dev/shm").free
-    mend = (
+    hint = (
         None
         if free >= MIN_SHM_BYTES
         else "docker run --shm-size=256m, or free /dev/shm: the Python backend talks through it"
     )
     yield Diagnosis(
-        "/dev/shm", OK if mend is None else MISSING, f"{size(free)} free", mend, essential=True
+        "/dev/shm", OK if hint is None else MISSING, f"{size(free)} free", hint, essential=True
     )
 
 
@@ -329,10 +329,10 @@ def _gpu() -> Iterator[Diagnosis]:
     import torch
 
     usable = torch.cuda.is_available()
-    mend = None if usable else "install a CUDA build of torch: https://pytorch.org/get-started"
+    hint = None if usable else "install a CUDA build of torch: https://pytorch.org/get-started"
     yield Diagnosis(
         "GPU",
         OK if usable else WARN,
         ", ".join(names) + ("" if usable else f"; torch {torch.__version__} cannot use it"),
-        mend,
+        hint,
     )

@@ -78,11 +78,11 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
         )
         # all that is read of it here; a build fetches the rest
         fetched = f"hf download {model.hub_id} config.json"
-        mend = (
-            "mend the path to its folder; or, if it is on the hub, fetch what a plan reads of it:"
+        hint = (
+            "fix the path to its folder; or, if it is on the hub, fetch what a plan reads of it:"
             f" {fetched}"
         )
-        unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, mend))
+        unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, hint))
     gpu, count = _gpus(config)
     return Subject(config, shapes, gpu, count, quantized), tuple(unread)
 
@@ -106,7 +106,7 @@ def gpu_asked_for(written: str) -> Gpu:
         return found
     near = difflib.get_close_matches(written.upper(), by_case, n=1, cutoff=0.7)
     hint = f"did you mean {by_case[near[0]].name}? " if near else ""
-    raise UsageError(f"no GPU {written!r} is known", mend=f"{hint}known: {', '.join(GPUS)}")
+    raise UsageError(f"no GPU {written!r} is known", hint=f"{hint}known: {', '.join(GPUS)}")
 
 
 def _folder(model: ModelConfig) -> Path | None:

@@ -130,11 +130,11 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
                 f"quantizing works on {_gb(stage.total_bytes)}, and this machine has"
                 f" {_gb(stage.available_bytes)} of memory"
             )
-            mend = (
+            hint = (
                 "weights are mapped from files and read again where they do not fit: slower, same"
                 " result"
             )
-            yield Judgement("memory", "warning", "target.quantization", what, mend)
+            yield Judgement("memory", "warning", "target.quantization", what, hint)
     peak = stages[-1]
     if serving.sequences < 1:
         place = (
@@ -155,12 +155,12 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             f"{serving.sequences} of max_batch_size {engine.max_batch_size} fit at max_seq_len"
             f" {engine.max_seq_len} together"
         )
-        mend = (
+        hint = (
             f"others wait meanwhile; all fit up to {length} tokens each"
             if length > 0
             else "others wait meanwhile"
         )
-        yield Judgement("batch-fits", "warning", "engine.max_batch_size", what, mend)
+        yield Judgement("batch-fits", "warning", "engine.max_batch_size", what, hint)
 
 
 def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:

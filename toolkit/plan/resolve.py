@@ -27,7 +27,7 @@ CHECKS: dict[str, Check] = {
 def resolve(subject: Subject) -> tuple[Judgement, ...]:
     """Everything that the rules find, each with its rule's id."""
     return tuple(
-        Judgement(rule=rule, severity=one.severity, path=one.path, what=one.what, mend=one.mend)
+        Judgement(rule=rule, severity=one.severity, path=one.path, what=one.what, hint=one.hint)
         for rule, check in CHECKS.items()
         for one in check(subject)
     )

@@ -83,7 +83,7 @@ def suggest(
     refused = [] if plan is None else [one for one in plan.judgements if one.severity == "refused"]
     reasons = "; ".join(one.what for one in refused[:3])
     raise UsageError(
-        f"nothing that was tried can work: {reasons}", mend=refused[0].mend if refused else None
+        f"nothing that was tried can work: {reasons}", hint=refused[0].hint if refused else None
     )
 
 

@@ -41,7 +41,7 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
                 f"{len(shared)} of its texts also stand in {calibration.dataset.name}, which is"
                 " calibrated on",
                 where=calibration.heldout,
-                mend="remove them from one of the two files",
+                hint="remove them from one of the two files",
             )
         return texts[: calibration.calib_size], heldout
     if len(texts) < MIN_TEXTS:
@@ -49,7 +49,7 @@ def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
             f"has {len(texts)} line, at least {MIN_TEXTS} are needed: the last tenth is held out to"
             " measure quality on",
             where=calibration.dataset,
-            mend="add lines, or name a `heldout` file",
+            hint="add lines, or name a `heldout` file",
         )
     held = max(1, len(texts) // HELDOUT_SHARE)
     return texts[: len(texts) - held][: calibration.calib_size], texts[len(texts) - held :]
@@ -72,7 +72,7 @@ def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int)
             raise UsageError(
                 f"the tokenizer makes id {max(ids)}, the model has {vocab_size} rows",
                 where=checkpoint,
-                mend="tokenizer and weights must come from the same model",
+                hint="tokenizer and weights must come from the same model",
             )
         if len(ids) >= 2:
             sequences.append(ids)
@@ -80,7 +80,7 @@ def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int)
         raise UsageError(
             f"no calibration text is 2 tokens or longer ({len(texts)} texts)",
             where=checkpoint,
-            mend="give longer texts",
+            hint="give longer texts",
         )
     return sequences
 

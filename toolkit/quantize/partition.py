@@ -58,14 +58,14 @@ def partition(shape: ModelShape, ranks: Ranks) -> list[Part]:
         if count % size:
             raise UsageError(
                 f"{name} {size} does not divide the model's {count} {what}",
-                mend=f"choose one that divides {count}",
+                hint=f"choose one that divides {count}",
             )
     kv_heads = shape.num_kv_heads
     if max(kv_heads, tp_size) % min(kv_heads, tp_size):
         raise UsageError(
             f"tp_size {tp_size} neither divides the model's {kv_heads} key and value heads nor is a"
             " multiple of them",
-            mend=f"choose one that divides {kv_heads}, or a multiple of it",
+            hint=f"choose one that divides {kv_heads}, or a multiple of it",
         )
     layers = shape.num_layers // pp_size
     return [

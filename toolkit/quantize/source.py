@@ -82,7 +82,7 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
         raise CheckpointError(
             f"{embedding.name} is {embedding.dtype}",
             where=embedding.file,
-            mend=f"supported: {', '.join(FLOAT_DTYPES)}",
+            hint=f"supported: {', '.join(FLOAT_DTYPES)}",
         )
     if quant_algo is None:
         for name in expected_shapes(shape):
@@ -91,7 +91,7 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
                     f"{name} is {tensors[name].dtype}, but nothing in config.json says that the"
                     " checkpoint is quantized",
                     where=tensors[name].file,
-                    mend=(
+                    hint=(
                         f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its"
                         " hf_quant_config.json"
                     ),
@@ -133,7 +133,7 @@ def check_weights(source: Source, progress: Progress) -> None:
             fault = _fault_of(tensor)
             if fault is not None:
                 raise CheckpointError(
-                    f"{name} holds {fault}", where=source.tensors[name].file, mend=_FETCH_AGAIN
+                    f"{name} holds {fault}", where=source.tensors[name].file, hint=_FETCH_AGAIN
                 )
         if source.shape.tie_word_embeddings and name in TIED:
             tied.append(tensor)
@@ -142,7 +142,7 @@ def check_weights(source: Source, progress: Progress) -> None:
         raise CheckpointError(
             f"config.json ties the embeddings, but {' and '.join(TIED)} differ",
             where=source.path,
-            mend=(
+            hint=(
                 "set tie_word_embeddings: false in config.json, or remove the head, whichever the"
                 " model was trained with"
             ),

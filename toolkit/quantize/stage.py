@@ -86,7 +86,7 @@ def quantize(
         if calibration is None:
             raise UsageError(
                 f"quantizing the {role} needs calibration text",
-                mend="add a `calibration` section with a `dataset`",
+                hint="add a `calibration` section with a `dataset`",
             )
         quality, read = _quantize(
             opened,
@@ -152,7 +152,7 @@ def _agree(source: Source, quantization: QuantizationConfig) -> None:
     found = Quantization(source.quant_algo, source.kv_cache_quant_algo, ())
     fault = other_than_asked(found, quantization.quant_algo, quantization.kv_cache_quant_algo)
     if fault is not None:
-        raise CheckpointError(fault[0], where=source.path, mend=fault[1])
+        raise CheckpointError(fault[0], where=source.path, hint=fault[1])
 
 
 def _quantize(
@@ -228,6 +228,6 @@ def _refuse_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> No
     )
     if source.is_quantized:
         raise CheckpointError(
-            text, where=source.path, mend="export it again, or name the unquantized checkpoint"
+            text, where=source.path, hint="export it again, or name the unquantized checkpoint"
         )
     raise StageError("quantize", text, where=source.path)

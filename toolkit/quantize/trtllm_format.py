@@ -311,7 +311,7 @@ def _smoothing(calibrated: Calibrated, members: list[str]) -> Tensor | None:
         raise CheckpointError(
             f"{members[0]} and its siblings are smoothed differently, so that they cannot be fused",
             where=calibrated.source.path,
-            mend="quantize the unquantized checkpoint here",
+            hint="quantize the unquantized checkpoint here",
         )
     dtype = getattr(torch, trtllm_dtype(calibrated.source.dtype))
     return vectors[0].to(dtype)

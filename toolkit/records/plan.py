@@ -23,7 +23,7 @@ class Judgement:
     """What a rule of the plan says of a deployment. rule: id in toolkit.facts.rules; path: the key
     of the YAML it is about.
 
-    severity: refused (it cannot work; mend says what would) | warning (nobody vouches for it) |
+    severity: refused (it cannot work; fix says what would) | warning (nobody vouches for it) |
     adjusted (changed in silence).
     """
 
@@ -31,7 +31,7 @@ class Judgement:
     severity: str
     path: str
     what: str
-    mend: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

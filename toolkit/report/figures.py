@@ -186,14 +186,14 @@ def left_out(report: ValidationReport) -> bool:
 
 
 def next_steps(report: ValidationReport) -> list[str]:
-    """What to do now: the mends of gates that did not pass, then warnings."""
-    mends: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
+    """What to do now: the fixes of gates that did not pass, then warnings."""
+    hints: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
     for gate in report.gates:
         if gate.outcome not in ("PASS", "NOT JUDGED"):
-            mends.setdefault(gate.next_step or gate.detail, []).append(
+            hints.setdefault(gate.next_step or gate.detail, []).append(
                 gate_title(gate.name, report.sampled.temperature)
             )
-    steps = [f"{'; '.join(titles)}: {mend}" for mend, titles in mends.items()]
+    steps = [f"{'; '.join(titles)}: {hint}" for hint, titles in hints.items()]
     steps += [
         f"{one.check.capitalize()}: {one.detail}"
         for one in report.findings
@@ -201,11 +201,11 @@ def next_steps(report: ValidationReport) -> list[str]:
     ]
     if report.replaced:
         return steps or [
-            "Nothing needs mending. Build it where its models and its engine are: toolkit build"
+            "Nothing needs fixing. Build it where its models and its engine are: toolkit build"
             " CONFIG, without --rehearse."
         ]
     return steps or [
-        "Nothing needs mending. Serve it with toolkit serve CONFIG, or with launch.sh beside the"
+        "Nothing needs fixing. Serve it with toolkit serve CONFIG, or with launch.sh beside the"
         " model repository."
     ]
 

@@ -93,8 +93,8 @@ def _judgements(judgements: tuple[Judgement, ...]) -> Table:
     for one in judgements:
         what = Text(one.what)
         what.append(f"  [{one.rule}]", style="dim")
-        if one.mend is not None:
-            what.append(f"\n-> {one.mend}")
+        if one.hint is not None:
+            what.append(f"\n-> {one.hint}")
         table.add_row(Text(one.severity, style=STYLES[one.severity]), one.path, what)
     return table
 

@@ -49,25 +49,25 @@ def read_report(path: Path) -> ValidationReport:
     try:
         data = read_saved(path)
     except (OSError, ValueError) as error:
-        raise StageError("report", f"cannot be read: {error}", where=path, mend=again) from error
+        raise StageError("report", f"cannot be read: {error}", where=path, hint=again) from error
     found = data.get("schema_version")
     if not isinstance(found, int):
         raise StageError(
-            "report", "is no report: it has no `schema_version`", where=path, mend=again
+            "report", "is no report: it has no `schema_version`", where=path, hint=again
         )
     if found != REPORT_SCHEMA_VERSION:
         what = f"has schema_version {found}, this toolkit reads {REPORT_SCHEMA_VERSION}"
-        mend = (
+        hint = (
             again
             if found < REPORT_SCHEMA_VERSION
             else "Read it with the toolkit that wrote it, or a newer one."
         )
-        raise StageError("report", what, where=path, mend=mend)
+        raise StageError("report", what, where=path, hint=hint)
     try:
         return from_json(ValidationReport, data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"is damaged: it does not hold what schema_version {found} does: {error}"
-        raise StageError("report", what, where=path, mend=again) from error
+        raise StageError("report", what, where=path, hint=again) from error
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:

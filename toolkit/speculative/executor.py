@@ -147,12 +147,12 @@ class Executor:
         with self._lock:
             if call.call_id in self._open:
                 raise RequestError(
-                    f"call id {call.call_id!r} is already being served", mend="Send another id."
+                    f"call id {call.call_id!r} is already being served", hint="Send another id."
                 )
             most = self._engine.max_batch_size + self._max_queue_size
             if len(self._open) >= most:
                 raise RequestError(
-                    f"{most} calls are being served or waiting", mend="Send it again later."
+                    f"{most} calls are being served or waiting", hint="Send it again later."
                 )
             self._open.add(call.call_id)
             self._waiting.append(row)
@@ -168,7 +168,7 @@ class Executor:
     def _check(self, call: Call) -> None:
         length, engine = len(call.ids), self._engine
         if length == 0:
-            raise RequestError("the sequence is empty", mend="Send at least one token.")
+            raise RequestError("the sequence is empty", hint="Send at least one token.")
         if call.max_tokens < 1:
             raise RequestError(f"{call.max_tokens} tokens are asked for; it has to be at least 1")
         if not all(0 <= token < engine.vocab_size for token in (*call.ids, *call.drafts)):
@@ -179,7 +179,7 @@ class Executor:
             raise RequestError(
                 f"{length} tokens and {call.max_tokens} more exceed max_seq_len"
                 f" {engine.max_seq_len} together",
-                mend=f"Ask for at most {engine.max_seq_len - length} tokens.",
+                hint=f"Ask for at most {engine.max_seq_len - length} tokens.",
             )
         if len(call.drafts) + STEADY > engine.max_step_tokens:
             raise RequestError(

@@ -24,12 +24,12 @@ class Limits:
         """Raises RequestError for what can never be served. Nothing is cut down to fit."""
         length, sampling = len(request.prompt_ids), request.sampling
         if length == 0:
-            raise RequestError("the prompt is empty", mend="Send at least one token.")
+            raise RequestError("the prompt is empty", hint="Send at least one token.")
         if length > self.max_input_len:
             raise RequestError(
                 f"the prompt has {length} tokens, and this deployment takes up to"
                 f" {self.max_input_len} (max_input_len)",
-                mend="Send a shorter prompt, or build with a larger engine.max_input_len.",
+                hint="Send a shorter prompt, or build with a larger engine.max_input_len.",
             )
         if not all(0 <= token < self.vocab_size for token in request.prompt_ids):
             raise RequestError(
@@ -41,7 +41,7 @@ class Limits:
             raise RequestError(
                 f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
                 f" {self.max_seq_len} together",
-                mend=f"Ask for at most {self.max_seq_len - length} tokens.",
+                hint=f"Ask for at most {self.max_seq_len - length} tokens.",
             )
         if request.draft_len is not None and not 0 <= request.draft_len <= self.max_draft_len:
             raise RequestError(
@@ -72,7 +72,7 @@ def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: i
         raise UsageError(
             f"the target's engine takes {target.max_step_tokens} tokens at once, too few to verify"
             f" {max_draft_len}",
-            mend="Build it with this draft length, or lower speculation.max_draft_len.",
+            hint="Build it with this draft length, or lower speculation.max_draft_len.",
         )
     if draft is None:
         return
@@ -86,5 +86,5 @@ def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: i
             raise UsageError(
                 f"the draft's {name} {getattr(draft, name)} is below the target's"
                 f" {getattr(target, name)}",
-                mend="Build both engines with the same limits.",
+                hint="Build both engines with the same limits.",
             )

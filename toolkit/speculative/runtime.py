@@ -141,12 +141,12 @@ class SpeculativeRuntime:
             if request.request_id in self._open:
                 raise RequestError(
                     f"request id {request.request_id!r} is already being served",
-                    mend="Send another id.",
+                    hint="Send another id.",
                 )
             most = self._target.max_batch_size + self.settings.max_queue_size
             if len(self._open) >= most:
                 raise QueueFull(
-                    f"{most} requests are being served or waiting", mend="Send it again later."
+                    f"{most} requests are being served or waiting", hint="Send it again later."
                 )
             self._open[request.request_id] = sequence
             self._waiting.append(sequence)

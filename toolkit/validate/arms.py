@@ -90,7 +90,7 @@ class Sender:
     endpoint: Endpoint | Alternating
     max_tokens: int
     on_sent: Callable[[], None] = lambda: None
-    mend: str = "Mend or remove this line of the prompts file."  # of a request that is refused
+    hint: str = "Fix or remove this line of the prompts file."  # of a request that is refused
     sent: list[RequestTiming] = field(default_factory=list)
     draft_lens: bool = True
     _running: tuple[str, Endpoint] | None = (
@@ -117,7 +117,7 @@ class Sender:
                 "validate",
                 f"the server refused a request: {answer}",
                 where=_place(index, arm),
-                mend=self.mend,
+                hint=self.hint,
             )
         return answer
 
@@ -140,7 +140,7 @@ class Sender:
                 "validate",
                 f"the server went away: {error}",
                 where=where,
-                mend="The end of the server's log says why.",
+                hint="The end of the server's log says why.",
             ) from error
         if timing.output_tokens is None or timing.output_tokens != len(timing.token_ids):
             raise StageError(
@@ -148,7 +148,7 @@ class Sender:
                 f"{timing.output_tokens} output tokens were counted and {len(timing.token_ids)}"
                 " token ids returned",
                 where=where,
-                mend=(
+                hint=(
                     "Validation needs a model that returns output_ids and num_output_tokens;"
                     " package the repository again."
                 ),
@@ -159,7 +159,7 @@ class Sender:
                 f"{streamed} output tokens were counted while they came and {timing.output_tokens}"
                 " at the end",
                 where=where,
-                mend=(
+                hint=(
                     "The server contradicts itself, so nothing per token could be believed; package"
                     " the repository again."
                 ),

@@ -86,11 +86,11 @@ def read_replay(path: Path) -> Replay:
     try:
         return from_json(Replay, read_saved(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        mend = (
+        hint = (
             "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per"
             " divergence."
         )
-        raise UsageError(f"not a replay file: {error}", where=path, mend=mend) from error
+        raise UsageError(f"not a replay file: {error}", where=path, hint=hint) from error
 
 
 def replay(
@@ -109,8 +109,8 @@ def replay(
     options: dict[str, Any] = {"temperature": found.temperature}
     if one.seed is not None:
         options |= {"seed": one.seed, "acceptance": "coupled"}
-    mend = "It was built with other limits since then: toolkit validate CONFIG writes new files."
-    sender = Sender(endpoint, found.max_tokens, mend=mend)
+    hint = "It was built with other limits since then: toolkit validate CONFIG writes new files."
+    sender = Sender(endpoint, found.max_tokens, hint=hint)
     plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
     drafted = {"num_draft_tokens": one.draft_len} if can.draft_lens else {}
     other = sender.send(one.prompt_index, one.prompt, one.arm, **options, **drafted)

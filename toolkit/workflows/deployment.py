@@ -55,7 +55,7 @@ def embedded(config: DeploymentConfig) -> TorchEngineConfig:
         raise UsageError(
             f"engine.kind {config.engine.kind} runs in its server alone, and this works on the"
             " embedded engine",
-            mend="Use engine.kind: torch.",
+            hint="Use engine.kind: torch.",
         )
     return config.engine
 

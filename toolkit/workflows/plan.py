@@ -71,7 +71,7 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
             config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)
         ).findings
     except PairingError as error:
-        return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.mend)]
+        return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.hint)]
     # Of a pair that fits, padding rows are the one thing that a build changes.
     severities = {"vocabulary": "adjusted"}
     return [
@@ -111,14 +111,14 @@ def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
             (path, file) for path, file in paths.items() if file is not None and not file.is_file()
         ]
         for path, file in missing:
-            mend = f"write JSON Lines with a `{key}` per line before `toolkit build`"
-            yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", mend)
+            hint = f"write JSON Lines with a `{key}` per line before `toolkit build`"
+            yield Judgement("toolkit-texts", "warning", path, f"there is no {file} yet", hint)
         if not missing:
             try:
                 read()
             except UsageError as error:
                 said = error.what if error.where is None else f"{error.where}: {error.what}"
-                yield Judgement("toolkit-texts", "refused", where, said, error.mend)
+                yield Judgement("toolkit-texts", "refused", where, said, error.hint)
 
 
 def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Iterator[PlannedRun]:

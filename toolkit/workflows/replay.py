@@ -44,15 +44,15 @@ def replay_divergence(
     try:
         config = DeploymentConfig.model_validate(found.deployment)
     except ValidationError as error:
-        mend = "Validate again: toolkit validate CONFIG writes new ones."
+        hint = "Validate again: toolkit validate CONFIG writes new ones."
         raise UsageError(
-            f"the deployment in this replay file is none: {error}", where=file, mend=mend
+            f"the deployment in this replay file is none: {error}", where=file, hint=hint
         ) from error
     repository = workplace.repository(config.name)
     if not repository.is_dir():
-        mend = "Build it: toolkit build CONFIG."
+        hint = "Build it: toolkit build CONFIG."
         raise UsageError(
-            f"the deployment {config.name!r} is not built here", where=repository, mend=mend
+            f"the deployment {config.name!r} is not built here", where=repository, hint=hint
         )
     if isinstance(config.engine, TorchEngineConfig):
         return found, _embedded(found, config, repository, workplace.engines(config.name))
@@ -74,7 +74,7 @@ def _embedded(found: Replay, config: DeploymentConfig, repository: Path, engines
             " texts"
         )
         raise UsageError(
-            what, where=engines / "target", mend="Build it: toolkit build CONFIG."
+            what, where=engines / "target", hint="Build it: toolkit build CONFIG."
         ) from error
     folders = {role: engines / role for role in ("target", "draft") if (engines / role).is_dir()}
     with (

@@ -70,7 +70,7 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
         by = "served and judged by a build" if judged else "served by this command"
         raise UsageError(
             f"engine.kind {engine.kind} over {deployment.nodes} nodes is not {by}",
-            mend=(
+            hint=(
                 f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and"
                 " judge it with toolkit bench."
             ),
@@ -80,7 +80,7 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
         raise UsageError(
             "triton.model_py container"
             f" {told if judged else 'is a file of the container, which launch.sh takes there'}",
-            mend=f"Set triton.model_py: ours, or {until[0].lower()}{until[1:]}.",
+            hint=f"Set triton.model_py: ours, or {until[0].lower()}{until[1:]}.",
         )
     programs = ["tritonserver", *(["mpirun"] if deployment.layout == "bls" else [])]
     missing = [f"{name} on the PATH" for name in programs if machine.which(name) is None]
@@ -96,18 +96,18 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
         )
     if missing:
         if judged:
-            mend = (
+            hint = (
                 f"{until} or --rehearse here; run the whole build on the GPU machine, in"
                 f" {_image(deployment)}."
             )
         else:
-            mend = (
+            hint = (
                 f"Run it on the GPU machine, in {_image(deployment)}; toolkit build --rehearse"
                 " tries the deployment here."
             )
         cannot = "cannot be served and judged here" if judged else "cannot be served here"
         raise UsageError(
-            f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", mend=mend
+            f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", hint=hint
         )
 
 

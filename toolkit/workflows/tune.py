@@ -131,17 +131,17 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
         )
         raise UsageError(
             what,
-            mend="leave it out; `toolkit validate` measures the length that the YAML has, served",
+            hint="leave it out; `toolkit validate` measures the length that the YAML has, served",
         )
     if config.speculation.kind == "none":
         raise UsageError(
             "this deployment does not speculate, so there is nothing to advise",
-            mend="set speculation.kind",
+            hint="set speculation.kind",
         )
     found = gpu_asked_for(asked) if asked is not None else subject_of(config)[0].gpu
     if found is None:
         what = f"the costs of engine.kind {kind} are predicted for a GPU, and none is named or here"
-        raise UsageError(what, mend="set hardware.gpu, or give --gpu H200")
+        raise UsageError(what, hint="set hardware.gpu, or give --gpu H200")
     return found
 
 
@@ -165,7 +165,7 @@ def tune_grid(
     if config.draft is None or config.calibration is None:
         raise UsageError(
             "the grid quantizes target and draft",
-            mend="give the YAML a `draft` and a `calibration` section",
+            hint="give the YAML a `draft` and a `calibration` section",
         )
     heldout = split_texts(config.calibration)[1]
     elsewhere = _gpu_of_costs(config, gpu, measured_rounds=0)

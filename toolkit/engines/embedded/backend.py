@@ -106,7 +106,7 @@ class TorchBackend:
         directory = open_directory(engine_dir)
         if directory.device == "cuda" and not torch.cuda.is_available():
             raise BackendUnavailable(
-                "CUDA", mend="this engine was built for a GPU; build again with engine.device: cpu"
+                "CUDA", hint="this engine was built for a GPU; build again with engine.device: cpu"
             )
         if threads is not None:
             torch.set_num_threads(threads)
@@ -141,7 +141,7 @@ def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
         raise StageError(
             "compile",
             f"engine.mode compiled cannot be had: {obstacle}",
-            mend=(
+            hint=(
                 "install g++, or set engine.mode: eager (slower)"
                 if compiler_path() is None
                 else "set engine.mode: auto"
@@ -185,14 +185,14 @@ def _refuse_other_machine(directory: EngineDirectory) -> None:
             f"engine was compiled for CPU capability {built['cpu_capability']}; this CPU is"
             f" {here}{lack}",
             where=directory.path,
-            mend="run `toolkit build` on this machine, or build with engine.mode: eager",
+            hint="run `toolkit build` on this machine, or build with engine.mode: eager",
         )
     if built["torch"] != torch.__version__:
         raise StageError(
             "load",
             f"engine was compiled with torch {built['torch']}, this is {torch.__version__}",
             where=directory.path,
-            mend="run `toolkit build` again",
+            hint="run `toolkit build` again",
         )
 
 

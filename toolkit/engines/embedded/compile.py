@@ -98,7 +98,7 @@ def compile_package(
         raise StageError(
             "compile",
             f"AOTInductor failed:\n{tail}",
-            mend="set engine.mode: eager to go on without it",
+            hint="set engine.mode: eager to go on without it",
         ) from exc
 
 

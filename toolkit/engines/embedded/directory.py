@@ -110,7 +110,7 @@ def open_directory(path: Path) -> EngineDirectory:
             "load",
             f"not an engine directory ({exc.what})",
             where=path,
-            mend="run `toolkit build` again",
+            hint="run `toolkit build` again",
         ) from exc
     own = config.get("toolkit")
     if not isinstance(own, dict) or own.get("format") != FORMAT:
@@ -119,7 +119,7 @@ def open_directory(path: Path) -> EngineDirectory:
             "load",
             f"engine format {found} is not {FORMAT}, which this version reads",
             where=path / CONFIG,
-            mend="run `toolkit build` again with this version",
+            hint="run `toolkit build` again with this version",
         )
     for name, digest in own["files"].items():
         if not (path / name).is_file():
@@ -127,21 +127,21 @@ def open_directory(path: Path) -> EngineDirectory:
                 "load",
                 "file of the engine is missing",
                 where=path / name,
-                mend="run `toolkit build` again",
+                hint="run `toolkit build` again",
             )
         if _digest(path / name) != digest:
             raise StageError(
                 "load",
                 "file changed since the engine was built; it is not loaded",
                 where=path / name,
-                mend="run `toolkit build` again",
+                hint="run `toolkit build` again",
             )
     if WEIGHTS not in own["files"]:
         raise StageError(
             "load",
             f"{WEIGHTS} is not listed",
             where=path / CONFIG,
-            mend="run `toolkit build` again",
+            hint="run `toolkit build` again",
         )
     build = config["build_config"]
     return EngineDirectory(

@@ -103,7 +103,7 @@ def _compiled_once(name: str) -> Path:
     compiler = compiler_path()
     if compiler is None:
         raise StageError(
-            "compile", "no C++ compiler was found", mend="install g++, or set engine.mode: eager"
+            "compile", "no C++ compiler was found", hint="install g++, or set engine.mode: eager"
         )
     folder = Path(tempfile.mkdtemp(prefix="toolkit-kernels-"))
     _keep_until_exit(folder)
@@ -132,7 +132,7 @@ def _compiled_once(name: str) -> Path:
             "compile",
             f"the kernel library did not compile:\n{tail}",
             where=SOURCE,
-            mend="set engine.mode: eager to go on without it",
+            hint="set engine.mode: eager to go on without it",
         )
     return library
 

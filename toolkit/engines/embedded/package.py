@@ -62,7 +62,7 @@ def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
             "load",
             f"asks for tensors the weights do not have ({strange[0]})",
             where=package,
-            mend="build again",
+            hint="build again",
         )
     loader.load_constants({name: buffers[name] for name in names}, False, True, True)
 
@@ -90,7 +90,7 @@ def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
             "load",
             f"package cannot be loaded ({str(exc).splitlines()[0]})",
             where=package,
-            mend="build again",
+            hint="build again",
         ) from exc
     finally:
         if before is None:

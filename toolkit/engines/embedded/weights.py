@@ -89,7 +89,7 @@ def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tenso
                 f"{name}: its parts see the same input but have different dtypes or input scales"
                 " and cannot be fused",
                 where=where,
-                mend="export with ModelOpt's export_hf_checkpoint, which makes them equal",
+                hint="export with ModelOpt's export_hf_checkpoint, which makes them equal",
             )
     joined = {f"{name}.weight": torch.cat([part.weight for part in parts])}
     if first.weight_scale is not None:

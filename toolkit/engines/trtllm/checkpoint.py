@@ -16,7 +16,7 @@ from toolkit.records.build import QuantizedCheckpoint
 
 __all__ = ["TrtLlmCheckpoint", "is_trtllm_form", "open_form"]
 
-MEND = "Write it again with `toolkit build --fresh quantize`."
+HINT = "Write it again with `toolkit build --fresh quantize`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ def open_form(checkpoint: QuantizedCheckpoint, tp_size: int, pp_size: int) -> Tr
         raise CheckpointError(
             "has no TRT-LLM form, which the engine flow builds from",
             where=checkpoint.path,
-            mend=MEND,
+            hint=HINT,
         )
     path = checkpoint.trtllm.path
     config = read_json(path / "config.json")
     if not is_trtllm_form(config):
         raise CheckpointError(
-            "is no config of TRT-LLM's form", where=path / "config.json", mend=MEND
+            "is no config of TRT-LLM's form", where=path / "config.json", hint=HINT
         )
     return _checked(path, config, tp_size, pp_size)
 
@@ -68,12 +68,12 @@ def _checked(path: Path, config: dict[str, Any], tp_size: int, pp_size: int) -> 
             f"made for tp_size {made_for[0]}, pp_size {made_for[1]}; the engine is asked for"
             f" {tp_size} and {pp_size}",
             where=path / "config.json",
-            mend=MEND,
+            hint=HINT,
         )
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size * pp_size)]
     missing = [rank.name for rank in ranks if not rank.is_file()]
     if missing:
-        raise CheckpointError(f"lacks {', '.join(missing)}", where=path, mend=MEND)
+        raise CheckpointError(f"lacks {', '.join(missing)}", where=path, hint=HINT)
     quantization = config.get("quantization") or {}
     return TrtLlmCheckpoint(
         path=path,

@@ -3,7 +3,7 @@
 
 What it says wins. A flag of ours that it does not know is an error before anything is built; any
 other difference is reported as what it is, a disagreement between our facts and this installation,
-so that the facts can be mended.
+so that the facts can be fixed.
 """
 
 from __future__ import annotations

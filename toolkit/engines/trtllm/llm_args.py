@@ -90,13 +90,13 @@ def _kv_cache(asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[s
         raise UsageError(
             f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is"
             f" {kv_cache_quant_algo}",
-            mend="remove kv_cache_quant_algo, or take a newer engine.tensorrt_llm",
+            hint="remove kv_cache_quant_algo, or take a newer engine.tensorrt_llm",
         )
     if asked.tokens_per_block != 32:
         if not _has(NESTED["KvCacheConfig"], "tokens_per_block", asked.version):
-            mend = "remove engine.tokens_per_block, or take a newer engine.tensorrt_llm"
+            hint = "remove engine.tokens_per_block, or take a newer engine.tensorrt_llm"
             raise UsageError(
-                f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", mend=mend
+                f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", hint=hint
             )
         config["tokens_per_block"] = asked.tokens_per_block
     return config
@@ -138,8 +138,8 @@ def schedule_of(
     Raises UsageError where the version has none.
     """
     if version.draft_len_schedule is None:
-        mend = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
-        raise UsageError(f"TensorRT-LLM {version.name} has no draft_len_schedule", mend=mend)
+        hint = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
+        raise UsageError(f"TensorRT-LLM {version.name} has no draft_len_schedule", hint=hint)
     ordered = sorted(
         (batch, length) for batch, length in schedule.items() if batch <= max_batch_size
     )

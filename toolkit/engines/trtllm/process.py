@@ -76,7 +76,7 @@ def run_build(
         )
     except OSError as error:
         raise BackendUnavailable(
-            command[0], mend=f"It could not be started: {error.strerror}."
+            command[0], hint=f"It could not be started: {error.strerror}."
         ) from error
     try:
         assert process.stdout is not None  # it is a pipe

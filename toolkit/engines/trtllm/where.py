@@ -127,7 +127,7 @@ def choose_builder(
     if version not in VERSIONS:
         raise UsageError(
             f"TensorRT-LLM {version} has no engine flow",
-            mend=f"engine.kind trtllm_pytorch works there; trtllm-build ends with {VERSIONS[-1]}",
+            hint=f"engine.kind trtllm_pytorch works there; trtllm-build ends with {VERSIONS[-1]}",
         )
     local = which(COMMAND)
     if local is not None and asked != "container":
@@ -139,19 +139,19 @@ def choose_builder(
                 "compile",
                 f"the trtllm-build here is {found.version}, the YAML asks for {version}",
                 where=local,
-                mend=(
+                hint=(
                     "set engine.tensorrt_llm to what is installed, or engine.builder: container"
                     f" ({build_image(version)})"
                 ),
             )
     if asked == "local":
-        mend = "Run this inside the build container, or set engine.builder: container."
-        raise BackendUnavailable(COMMAND, mend=f"{mend} Its image: {build_image(version)}")
+        hint = "Run this inside the build container, or set engine.builder: container."
+        raise BackendUnavailable(COMMAND, hint=f"{hint} Its image: {build_image(version)}")
     docker = which("docker")
     if docker is None:
         raise BackendUnavailable(
             f"{COMMAND} {version}",
-            mend=(
+            hint=(
                 f"Neither it nor docker is on the PATH. Run this inside {build_image(version)} on a"
                 " machine with the GPU, or install docker and the NVIDIA container toolkit."
                 " `toolkit plan` works here."

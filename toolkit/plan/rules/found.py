@@ -20,26 +20,26 @@ class Found:
     severity: Severity
     path: str
     what: str
-    mend: str | None = None
+    hint: str | None = None
 
 
 Findings = Iterator[Found]
 Check = Callable[[Subject], Findings]
 
 
-def refuse(path: str, what: str, mend: str) -> Found:
-    return Found("refused", path, what, mend)
+def refuse(path: str, what: str, hint: str) -> Found:
+    return Found("refused", path, what, hint)
 
 
-def unless_allowed(subject: Subject, role: str, what: str, mend: str) -> Found:
+def unless_allowed(subject: Subject, role: str, what: str, hint: str) -> Found:
     """A refusal; with quantization.allow_unsupported a warning."""
     path = f"{role}.quantization"
     if subject.models[role].quantization.allow_unsupported:
-        return Found("warning", f"{path}.quant_algo", what, mend)
+        return Found("warning", f"{path}.quant_algo", what, hint)
     return refuse(
         f"{path}.quant_algo",
         what,
-        f"{mend}; or set {path}.allow_unsupported: true to go on at your own risk",
+        f"{hint}; or set {path}.allow_unsupported: true to go on at your own risk",
     )
 
 

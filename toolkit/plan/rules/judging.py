@@ -29,9 +29,9 @@ def _parity_prompts(subject: Subject) -> Findings:
     validation = subject.config.validation
     said = few_prompts(validation.max_prompts, validation.parity.max_divergence_rate)
     if subject.speculates and said is not None:
-        mend = "59 prompts show 0.05; raise max_prompts, or parity.max_divergence_rate"
+        hint = "59 prompts show 0.05; raise max_prompts, or parity.max_divergence_rate"
         yield Found(
-            "warning", "validation.max_prompts", f"{said}, and the verdict is INCONCLUSIVE", mend
+            "warning", "validation.max_prompts", f"{said}, and the verdict is INCONCLUSIVE", hint
         )
 
 
@@ -43,11 +43,11 @@ def _draft_is_target(subject: Subject) -> Findings:
     what = "draft and target are the same checkpoint" + (
         ": drafting a token costs as much as decoding it" if same else ""
     )
-    mend = (
+    hint = (
         "name a smaller model of the same tokenizer, or set speculation.kind: ngram and remove the"
         " draft section"
     )
-    yield Found("warning", "draft.checkpoint", f"{what}, so speculation can hardly pay", mend)
+    yield Found("warning", "draft.checkpoint", f"{what}, so speculation can hardly pay", hint)
 
 
 CHECKS: dict[str, Check] = {

@@ -147,11 +147,11 @@ def _fp8_kv_under_other_weights(subject: Subject) -> Findings:
             " in silence"
         )
         if subject.drafts:
-            mend = "remove kv_cache_quant_algo" + (
+            hint = "remove kv_cache_quant_algo" + (
                 ", or set quant_algo: FP8" if (subject.column or 89) >= 89 else ""
             )
             yield refuse(
-                path, f"{off}, and with it the block reuse that drafts from outside need", mend
+                path, f"{off}, and with it the block reuse that drafts from outside need", hint
             )
         else:
             yield Found("adjusted", path, f"{off}; KV block reuse is lost")

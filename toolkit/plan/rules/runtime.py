@@ -14,12 +14,12 @@ __all__ = ["CHECKS"]
 def _no_pp_with_draft_target(subject: Subject) -> Findings:
     engine = subject.trtllm
     if engine is not None and subject.drafts and engine.pp_size > 1:
-        mend = (
+        hint = (
             f"set pp_size: 1 and tp_size: {widest(subject, engine.world_size)}, or"
             " speculation.kind: none"
         )
         yield refuse(
-            "engine.pp_size", "draft-target with two models runs without pipeline parallelism", mend
+            "engine.pp_size", "draft-target with two models runs without pipeline parallelism", hint
         )
 
 
@@ -32,11 +32,11 @@ def _acceptance_rule(subject: Subject) -> Findings:
         if subject.pytorch_flow is not None
         else "its loop has no such rule"
     )
-    mend = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
+    hint = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
     yield refuse(
         "speculation.acceptance",
         f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}",
-        mend,
+        hint,
     )
 
 
@@ -102,17 +102,17 @@ def _auto_draft_len(subject: Subject) -> Findings:
 def _bls_drafts(subject: Subject) -> Findings:
     if subject.trtllm is not None or subject.config.triton.layout != "bls":
         return
-    mend = "set triton.layout: llmapi"
+    hint = "set triton.layout: llmapi"
     if subject.config.speculation.kind == "ngram":
         yield refuse(
-            "speculation.kind", "layout bls takes drafts from a model, and ngram has none", mend
+            "speculation.kind", "layout bls takes drafts from a model, and ngram has none", hint
         )
     for key in ("draft_len_schedule", "max_concurrency"):
         if getattr(subject.config.speculation, key) is not None:
             yield refuse(
                 f"speculation.{key}",
                 "layout bls drafts as many tokens whatever the load",
-                f"remove it, or {mend}",
+                f"remove it, or {hint}",
             )
 
 
@@ -157,9 +157,9 @@ def _world_size(subject: Subject) -> Findings:
     if engine.world_size > subject.gpu_count:
         rest = subject.gpu_count // engine.pp_size
         fewer = f"tp_size: {widest(subject, rest)}" + ("" if rest else " and pp_size: 1")
-        mend = f"set {fewer}, or hardware.count and nodes to what there is"
+        hint = f"set {fewer}, or hardware.count and nodes to what there is"
         yield refuse(
-            "engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", mend
+            "engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", hint
         )
     elif engine.world_size > engine.gpus_per_node * hardware.nodes:
         nodes = -(-engine.world_size // engine.gpus_per_node)
@@ -187,11 +187,11 @@ def _ranks_per_node(subject: Subject) -> Findings:
         )
         within = widest(subject, count)
         pipeline = engine.world_size // within
-        mend = f"set tp_size: {within} and pp_size: {pipeline}" + (
+        hint = f"set tp_size: {within} and pp_size: {pipeline}" + (
             ", with speculation.kind: none" if subject.drafts else ""
         )
         yield Found(
-            "warning", "engine.tp_size", what, f"{mend}; or take larger GPUs, {within} of them"
+            "warning", "engine.tp_size", what, f"{hint}; or take larger GPUs, {within} of them"
         )
 
 

@@ -133,8 +133,8 @@ def _draft_within_num_tokens(subject: Subject) -> Findings:
             f"verifying {subject.draft_len} + 1 tokens of {engine.max_batch_size} requests takes"
             f" {needed} tokens a step"
         )
-        mend = f"set max_num_tokens: {needed} or more, or max_batch_size: {fits}"
-        yield refuse("engine.max_num_tokens", f"{what}, and max_num_tokens allows {allowed}", mend)
+        hint = f"set max_num_tokens: {needed} or more, or max_batch_size: {fits}"
+        yield refuse("engine.max_num_tokens", f"{what}, and max_num_tokens allows {allowed}", hint)
 
 
 def _spec_raises_num_tokens(subject: Subject) -> Findings:

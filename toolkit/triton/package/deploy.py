@@ -81,11 +81,11 @@ class Deployment:
         """Raises StageError for a version that no published container serves."""
         tags = VERSIONS[self.version].serving_tags
         if not tags:
-            mend = "Take an engine.tensorrt_llm that has one, or serve with your own image."
+            hint = "Take an engine.tensorrt_llm that has one, or serve with your own image."
             raise StageError(
                 "package",
                 f"no serving container of TensorRT-LLM {self.version} is known",
-                mend=mend,
+                hint=hint,
             )
         return SERVING_IMAGE.format(tag=tags[0])
 

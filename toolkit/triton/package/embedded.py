@@ -45,7 +45,7 @@ def package(
             f"speculation: {what} cannot be had with triton.layout bls, whose drafts come from a"
             " model of their own",
             where=out_dir,
-            mend="Use triton.layout: llmapi.",
+            hint="Use triton.layout: llmapi.",
         )
     write_repository(target, draft, speculation, triton, threads, end_ids, out_dir)
     bls = triton.layout == "bls"
@@ -73,7 +73,7 @@ def _check(
                 "package",
                 f"no {engine.role} engine here: config.json is missing",
                 where=engine.path,
-                mend="Compile it.",
+                hint="Compile it.",
             )
     if target.max_draft_len < speculation.longest_draft:
         raise StageError(
@@ -81,7 +81,7 @@ def _check(
             f"the target engine verifies at most {target.max_draft_len} draft tokens, and"
             f" speculation.max_draft_len is {speculation.longest_draft}",
             where=target.path,
-            mend="Compile it again with this draft length, or lower speculation.max_draft_len.",
+            hint="Compile it again with this draft length, or lower speculation.max_draft_len.",
         )
     if draft is None:
         return
@@ -92,7 +92,7 @@ def _check(
                 f"the draft engine's {name} {getattr(draft, name)} is below the target's"
                 f" {getattr(target, name)}",
                 where=draft.path,
-                mend="Compile both with the same engine section.",
+                hint="Compile both with the same engine section.",
             )
 
 

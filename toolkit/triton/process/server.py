@@ -207,7 +207,7 @@ def launch_command(
         if libpython is None:
             raise BackendUnavailable(
                 f"libpython{sys.version_info.major}.{sys.version_info.minor}.so",
-                mend=(
+                hint=(
                     "Triton's Python backend needs it: use a Python with a shared library (on"
                     " Debian: libpython3.X, from source: ./configure --enable-shared)."
                 ),
@@ -230,7 +230,7 @@ def _check_package_version(repository: Path) -> None:
                 f"this repository has package version {stated['version']}, and this toolkit serves"
                 f" {PACKAGE_VERSION}"
             )
-            raise ServerError(f"{what}: {file}", mend="Package it again: toolkit package CONFIG.")
+            raise ServerError(f"{what}: {file}", hint="Package it again: toolkit package CONFIG.")
 
 
 def server_arguments(repository: Path, config: TritonConfig) -> list[str]:
@@ -290,7 +290,7 @@ def _backends(wheel: Path, workspace: Workspace) -> Path:
     if not stub.is_file():
         raise BackendUnavailable(
             f"Triton's Python backend for Python {version}",
-            mend="Use a Python that the nvidia-pytriton wheel has a stub for.",
+            hint="Use a Python that the nvidia-pytriton wheel has a stub for.",
         )
     python = workspace.path / "backends" / "python"
     python.mkdir(parents=True)
@@ -366,7 +366,7 @@ class TritonServer:
         if not self.repository.is_dir():
             raise ServerError(
                 f"no model repository at {self.repository}",
-                mend="Package one first: toolkit package CONFIG.",
+                hint="Package one first: toolkit package CONFIG.",
             )
         asked = {
             "http": self.config.http_port,
@@ -426,7 +426,7 @@ class TritonServer:
                 raise ServerError(
                     f"tritonserver was not ready after {self.config.start_timeout_s:g} s",
                     log_tail=self.log_tail(),
-                    mend=(
+                    hint=(
                         "Look for what it waits for at the end of its log; raise"
                         " triton.start_timeout_s if it is only slow."
                     ),
@@ -446,13 +446,13 @@ class TritonServer:
     def check(self) -> None:
         """Raise ServerError, with the end of the log, if the server is no longer running."""
         if self._process is None:
-            raise ServerError("tritonserver is not running", mend="Start it first.")
+            raise ServerError("tritonserver is not running", hint="Start it first.")
         code = self._process.poll()
         if code is not None:
             raise ServerError(
                 f"tritonserver {_how_it_ended(code)}",
                 log_tail=self.log_tail(),
-                mend="The end of its log says why.",
+                hint="The end of its log says why.",
             )
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
@@ -511,18 +511,18 @@ def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                mend = (
+                hint = (
                     f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a"
                     " free one."
                 )
                 if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                    mend = (
+                    hint = (
                         "Set triton.host to a name or address of this machine; the default is"
                         " 127.0.0.1."
                     )
                 raise ServerError(
                     f"{protocol} port {port} on {host} cannot be used: {error.strerror}",
-                    mend=mend,
+                    hint=hint,
                 ) from error
             ports[protocol] = int(probe.getsockname()[1])
     finally:

@@ -138,7 +138,7 @@ def parse_bls(
     for name in LOGITS:
         if any(tensors.get(name, [])):
             raise RequestError(
-                f"{name} is not served here", mend="Ask the model tensorrt_llm itself."
+                f"{name} is not served here", hint="Ask the model tensorrt_llm itself."
             )
     single = {name: values for name, values in tensors.items() if name not in TO_TARGET}
     request = parse(single, parameters, limits, form)

@@ -90,7 +90,7 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         )
         empty = array.size == 0 or (name.endswith("_words_list") and not unpack(_rows(array)))
         if name not in UNDERSTOOD and not neutral and not empty:
-            raise RequestError(f"{name} is not served by the embedded engine", mend="Leave it out.")
+            raise RequestError(f"{name} is not served by the embedded engine", hint="Leave it out.")
     if _one(arrays, "stop", False):
         return EngineRequest((), 0, cancels=True)
     ids = _ids(arrays, "input_ids")
@@ -100,7 +100,7 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
     streaming = bool(_one(arrays, "streaming", False))
     if streaming and not decoupled:
         raise RequestError(
-            "streaming needs a decoupled model, and this one is not", mend="Send streaming=false."
+            "streaming needs a decoupled model, and this one is not", hint="Send streaming=false."
         )
     drafts = _ids(arrays, "draft_input_ids")
     logits = arrays.get("draft_logits")
@@ -202,7 +202,7 @@ def _one(arrays: Mapping[str, Array], name: str, default: Any) -> Any:
     if arrays[name].size != 1:
         raise RequestError(
             f"{name} holds one value, {arrays[name].size} were sent",
-            mend="Send one sequence per request.",
+            hint="Send one sequence per request.",
         )
     return arrays[name].reshape(-1)[0].item()
 
@@ -213,7 +213,7 @@ def _ids(arrays: Mapping[str, Array], name: str) -> tuple[int, ...]:
         return ()
     if array.ndim > 1 and array.shape[0] != 1:
         raise RequestError(
-            f"{name} holds {array.shape[0]} sequences", mend="Send one sequence per request."
+            f"{name} holds {array.shape[0]} sequences", hint="Send one sequence per request."
         )
     return tuple(int(each) for each in array.reshape(-1))
 

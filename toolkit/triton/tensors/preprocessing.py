@@ -52,11 +52,11 @@ class Preprocessor:
         if prompt is None:
             raise RequestError(
                 f"QUERY holds one prompt, {arrays['QUERY'].size} were sent",
-                mend="Send one request per prompt.",
+                hint="Send one request per prompt.",
             )
         ids = self._encoder.encode(prompt, special_tokens=self._add_special_tokens)
         if not ids:
-            raise RequestError("the prompt has no tokens", mend="Send at least one character.")
+            raise RequestError("the prompt has no tokens", hint="Send at least one character.")
         end = (
             int(arrays["END_ID"].reshape(-1)[0])
             if "END_ID" in arrays

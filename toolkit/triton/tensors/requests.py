@@ -112,7 +112,7 @@ def parse(
     if streaming and not limits.decoupled:
         raise RequestError(
             "streaming needs a decoupled repository, and this one is not",
-            mend=(
+            hint=(
                 f"Send {form.of('streaming')}=false, or package again with triton.decoupled: true."
             ),
         )
@@ -139,7 +139,7 @@ def _unknown(name: str, form: Form) -> RequestError:
     likely = form.of(name) if form.of(name) in form.inputs else close[0] if close else None
     return RequestError(
         f"unknown input {name!r}",
-        mend=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}.",
+        hint=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}.",
     )
 
 
@@ -159,11 +159,11 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
     if len(prompts) != 1:
         raise RequestError(
             f"text_input holds one prompt, {len(prompts)} were sent",
-            mend="Send one request per prompt.",
+            hint="Send one request per prompt.",
         )
     prompt = _text(prompts[0], "text_input")
     if not prompt:
-        raise RequestError("text_input is empty", mend="Send at least one character.")
+        raise RequestError("text_input is empty", hint="Send at least one character.")
     return prompt
 
 
@@ -197,7 +197,7 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
     if top_p == 0.0:
         raise RequestError(
             f"{top_p_name} is 0, which leaves no token",
-            mend="For greedy decoding send temperature 0.",
+            hint="For greedy decoding send temperature 0.",
         )
     filtered = top_k_name in one or top_p_name in one
     return Sampling(
@@ -224,7 +224,7 @@ def _draft_len(value: Any, limits: Limits) -> int | None:
     if limits.max_draft_len == 0 and value > 0:
         raise RequestError(
             f"num_draft_tokens is {value}, and this deployment has no draft model",
-            mend="Send 0, or leave it out.",
+            hint="Send 0, or leave it out.",
         )
     if not 0 <= value <= limits.max_draft_len:
         raise RequestError(

@@ -119,6 +119,6 @@ def _device(asked: str) -> str:
     if asked == "cuda" and not gpus():
         raise UsageError(
             "engine.device is cuda, and this machine has no NVIDIA GPU",
-            mend="set engine.device: auto",
+            hint="set engine.device: auto",
         )
     return asked

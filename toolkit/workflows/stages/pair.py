@@ -32,7 +32,7 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
                 for role, model in models_of(config).items()
             }
         except StoreError as error:
-            raise CheckpointError(error.what, where=error.where, mend=error.mend) from error
+            raise CheckpointError(error.what, where=error.where, hint=error.hint) from error
         for model in models_of(config).values():
             check_recorded_digests(model.checkpoint, memo)
         return {

@@ -238,7 +238,7 @@ def refuse_impossible(config: DeploymentConfig) -> None:
 def raise_refused(name: str, judgements: Sequence[Judgement]) -> None:
     """Raises PlanError with everything that is refused, if anything is."""
     faults = [
-        Fault(one.path, f"{one.what} [{one.rule}]", mend=one.mend)
+        Fault(one.path, f"{one.what} [{one.rule}]", hint=one.hint)
         for one in judgements
         if one.severity == "refused"
     ]
@@ -271,7 +271,7 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
                 Fault(
                     f"{role}.checkpoint",
                     what,
-                    mend=f"Mend the path if a folder is meant. Else {error.mend}.",
+                    hint=f"Fix the path if a folder is meant. Else {error.hint}.",
                 )
             )
         else:

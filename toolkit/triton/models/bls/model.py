@@ -236,13 +236,13 @@ class TritonPythonModel:
             raise RequestError(
                 f"the prompt has {length} tokens, and this deployment takes up to {most_in}"
                 " (max_input_len)",
-                mend="Send a shorter prompt, or build with a larger engine.max_input_len.",
+                hint="Send a shorter prompt, or build with a larger engine.max_input_len.",
             )
         if length + request.max_tokens > most:
             raise RequestError(
                 f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
                 f" {most} together",
-                mend=f"Ask for at most {most - length} tokens.",
+                hint=f"Ask for at most {most - length} tokens.",
             )
 
 
@@ -272,7 +272,7 @@ class EngineModels:
 
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
         if self._draft is None:
-            raise DraftFailed("this deployment has no draft model", mend="Send num_draft_tokens 0.")
+            raise DraftFailed("this deployment has no draft model", hint="Send num_draft_tokens 0.")
         tensors = engine_inputs(
             self._request, self._prepared, ids, count, role="draft", seeds=self._seeds
         )
@@ -286,7 +286,7 @@ class EngineModels:
         except EngineFailed as error:
             raise DraftFailed(
                 error.what,
-                mend="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain.",
+                hint="Send num_draft_tokens 0, or package with triton.on_draft_failure: plain.",
             ) from error
         new = _new_ids(answer, count)
         logits = answer.get("generation_logits")

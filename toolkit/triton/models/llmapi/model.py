@@ -195,7 +195,7 @@ class TritonPythonModel:
         if not found:
             raise RequestError(
                 f"stop: no request with id {name!r} is running",
-                mend="Send the id of the request to cancel.",
+                hint="Send the id of the request to cancel.",
             )
         for job in found:
             self._runtime.cancel(job.id)

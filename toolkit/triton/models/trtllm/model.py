@@ -102,7 +102,7 @@ class TritonPythonModel:
         if name not in self._running:
             raise RequestError(
                 f"stop: no request with id {name!r} is running",
-                mend="Send the id of the request to cancel.",
+                hint="Send the id of the request to cancel.",
             )
         self._loop.call_soon_threadsafe(self._running[name].abort)
 
