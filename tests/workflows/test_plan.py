@@ -26,7 +26,7 @@ from toolkit.report.plan import print_plan
 from toolkit.workflows.plan import plan_of
 from toolkit.workflows.stages.compile import engine_spec
 
-FOLDER = Path(__file__).parents[1] / "configs"
+FOLDER = Path(__file__).parents[2] / "configs"
 OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ("--set", "validation.max_prompts=8", "--set", "validation.distribution.enabled=false")
 UNJUDGED = {"speedup", "speedup_sampled", "quality_kl"}
 

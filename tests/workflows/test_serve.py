@@ -32,7 +32,7 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.replay import replay_divergence
 from toolkit.workflows.serve import Machine, check_servable, served_here
 
-STAND_IN = Path(__file__).parent / "support" / "trtllm_standin" / "tensorrt_llm"
+STAND_IN = Path(__file__).parents[1] / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(
     gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1"
 )
