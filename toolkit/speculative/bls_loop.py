@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
+from toolkit.speculative.ending import last_text, read_block
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
 
@@ -197,20 +198,10 @@ class Rounds:
         )
         if kept is None:
             kept = min(len(new), len(proposed))
-        reason = stop_reason = None
-        if not settings.end_ids.isdisjoint(new):
-            del new[
-                1 + next(index for index, token in enumerate(new) if token in settings.end_ids) :
-            ]
-            reason = "stop"
-        count, text = self._text.push(
-            new[:-1] if reason else new
-        )  # an end token ends the text and is no part of it
-        if self._text.stopped_by is not None:
-            new, reason, stop_reason = new[:count], "stop", self._text.stopped_by
+        block = read_block(self._text, new, room, settings.end_ids)
+        new, text = block.tokens, block.text
+        reason: str | None = block.reason
         self._ids += new
-        if reason is None and len(self._ids) >= self._end:
-            reason = "length"
         if reason is None and kept == len(part.ids):
             # nothing of the target's own behind the drafts: an end token that it keeps to itself
             reason = "stop"
@@ -221,14 +212,10 @@ class Rounds:
         self.next_best += part.next_best[: len(new)]
         if reason is None:
             return TokenEvent(settings.request_id, tuple(new), text)
-        text += self._text.finish()
-        if (
-            stop_reason is None and self._text.stopped_by is not None
-        ):  # completed by an unfinished character's stand-in
-            reason, stop_reason = "stop", self._text.stopped_by
-        return TokenEvent(
-            settings.request_id, tuple(new), text, reason, stop_reason, None, self._tally.stats()
-        )
+        rest, reason = last_text(self._text, reason)
+        stop_reason, stats = self._text.stopped_by, self._tally.stats()
+        text += rest
+        return TokenEvent(settings.request_id, tuple(new), text, reason, stop_reason, None, stats)
 
     def _count(self, new: int, checked: int, kept: int, first: bool) -> None:
         if new:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
+from toolkit.speculative.ending import after_stop_sequence, ending_of
 from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host, token_rows
 
 __all__ = ["Call", "Executor", "Output"]
@@ -337,20 +338,14 @@ class Executor:
 
     def _until_the_end(self, row: _Row, new: list[int]) -> tuple[list[int], str | None]:
         """The tokens up to the first that ends the call, and why it ends there."""
-        call, made = row.call, len(row.ids) - len(row.call.ids)
-        tail = list(row.ids)
-        for index, token in enumerate(new):
-            tail.append(token)
-            stopped = any(
-                len(word) <= made + index + 1 and tuple(tail[-len(word) :]) == word
-                for word in call.stop_sequences
-                if word
-            )
-            if token in call.end_ids or stopped:
-                return new[: index + 1], "stop"
-            if made + index + 1 >= call.max_tokens:
-                return new[: index + 1], "length"
-        return new, None
+        call, output = row.call, row.ids[len(row.call.ids) :]
+        ending = ending_of(
+            new,
+            call.max_tokens - len(output),
+            call.end_ids,
+            lambda tokens: after_stop_sequence(output, tokens, call.stop_sequences),
+        )
+        return new[: ending.count], ending.reason
 
     @staticmethod
     def _without_ends(logits: Floats, call: Call, made: int) -> Floats:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.acceptance import Rule
+from toolkit.speculative.ending import last_text, read_block
 from toolkit.speculative.sampling import Floats, log_probability
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
@@ -71,18 +72,12 @@ class Sequence:
         verified = len(self.ids) > len(
             self.request.prompt_ids
         )  # the first token comes from prefill
-        new = [*self.drafts[:kept], token]
-        reason = stop_reason = None
-        if not self._eos.isdisjoint(new):
-            new = new[: 1 + next(index for index, each in enumerate(new) if each in self._eos)]
-            reason = "stop"
-        shown = new[:-1] if reason else new  # EOS ends the text and is no part of it
-        count, text = self._text.push(shown)
-        if self._text.stopped_by is not None:
-            new, reason, stop_reason = new[:count], "stop", self._text.stopped_by
+        block = read_block(
+            self._text, [*self.drafts[:kept], token], self._end - len(self.ids), self._eos
+        )
+        new, text = block.tokens, block.text
+        reason: str | None = block.reason
         self.ids += new
-        if reason is None and len(self.ids) >= self._end:
-            reason = "length"
         self.rule.note(new)
         self.tally.add_tokens(len(new), now_ns)
         if verified:
@@ -91,14 +86,11 @@ class Sequence:
             for index, each in enumerate(new):
                 self.tally.add_logprob(log_probability(logits[index], each))
         if reason is not None:
-            text += self._text.finish()
-            if (
-                stop_reason is None and self._text.stopped_by is not None
-            ):  # completed by an unfinished character's stand-in
-                reason, stop_reason = "stop", self._text.stopped_by
+            rest, reason = last_text(self._text, reason)
+            text += rest
         self.finish_reason = reason
         self.drafts.clear()
-        return TokenEvent(self.request.request_id, tuple(new), text, reason, stop_reason)
+        return TokenEvent(self.request.request_id, tuple(new), text, reason, self._text.stopped_by)
 
     def end(self, reason: str, error: str | None = None) -> TokenEvent:
         """The event of an end that no token brought: cancelled, deadline, error."""
