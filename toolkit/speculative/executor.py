@@ -30,6 +30,7 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling, StepEngine
 from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
 from toolkit.speculative.ending import after_stop_sequence, ending_of
+from toolkit.speculative.limits import check_total_length
 from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host, token_rows
 
 __all__ = ["Call", "Executor", "Output"]
@@ -176,12 +177,7 @@ class Executor:
             raise RequestError(
                 f"the sequence holds token ids outside the vocabulary of {engine.vocab_size}"
             )
-        if length + call.max_tokens > engine.max_seq_len:
-            raise RequestError(
-                f"{length} tokens and {call.max_tokens} more exceed max_seq_len"
-                f" {engine.max_seq_len} together",
-                hint=f"Ask for at most {engine.max_seq_len - length} tokens.",
-            )
+        check_total_length(length, call.max_tokens, engine.max_seq_len, unit="tokens")
         if len(call.drafts) + STEADY > engine.max_step_tokens:
             raise RequestError(
                 f"{len(call.drafts)} draft tokens were sent, and this engine checks at most"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from toolkit.errors import RequestError, UsageError
 from toolkit.interfaces import MOST_PENALTY, GenerationRequest, StepEngine
 
-__all__ = ["Limits", "check_engines"]
+__all__ = ["Limits", "check_engines", "check_prompt_length", "check_total_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,14 @@ class Limits:
         length, sampling = len(request.prompt_ids), request.sampling
         if length == 0:
             raise RequestError("the prompt is empty", hint="Send at least one token.")
-        if length > self.max_input_len:
-            raise RequestError(
-                f"the prompt has {length} tokens, and this deployment takes up to"
-                f" {self.max_input_len} (max_input_len)",
-                hint="Send a shorter prompt, or build with a larger engine.max_input_len.",
-            )
+        check_prompt_length(length, self.max_input_len)
         if not all(0 <= token < self.vocab_size for token in request.prompt_ids):
             raise RequestError(
                 f"the prompt holds token ids outside the vocabulary of {self.vocab_size}"
             )
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}; it has to be at least 1")
-        if length + request.max_tokens > self.max_seq_len:
-            raise RequestError(
-                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
-                f" {self.max_seq_len} together",
-                hint=f"Ask for at most {self.max_seq_len - length} tokens.",
-            )
+        check_total_length(length, request.max_tokens, self.max_seq_len)
         if request.draft_len is not None and not 0 <= request.draft_len <= self.max_draft_len:
             raise RequestError(
                 f"draft_len is {request.draft_len}; this deployment drafts 0 to"
@@ -64,6 +54,35 @@ class Limits:
                 f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty"
                 f" {sampling.presence_penalty}; from {-MOST_PENALTY} to {MOST_PENALTY}"
             )
+
+
+def check_prompt_length(length: int, max_input_len: int) -> None:
+    """Raises RequestError for a prompt that is too long for the deployment."""
+    if length > max_input_len:
+        raise RequestError(
+            f"the prompt has {length} tokens, and this deployment takes up to {max_input_len}"
+            " (max_input_len)",
+            hint="Send a shorter prompt, or build with a larger engine.max_input_len.",
+        )
+
+
+def check_total_length(
+    length: int,
+    max_tokens: int,
+    max_seq_len: int,
+    *,
+    unit: str = "prompt tokens",
+) -> None:
+    """Raises RequestError where the tokens that are there and those asked for do not fit together.
+
+    unit: what the message calls those that are there; an engine's call may hold output, too.
+    """
+    if length + max_tokens > max_seq_len:
+        raise RequestError(
+            f"{length} {unit} and max_tokens {max_tokens} exceed max_seq_len {max_seq_len}"
+            " together",
+            hint=f"Ask for at most {max_seq_len - length} tokens.",
+        )
 
 
 def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: int) -> None:

@@ -30,6 +30,7 @@ import json
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
 from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
+from toolkit.speculative.limits import check_prompt_length, check_total_length
 from toolkit.speculative.text import TextStream
 from toolkit.triton.tensors.backend import CODES, Metrics, parameters_of, traceback_of
 from toolkit.triton.tensors.bls import (
@@ -227,23 +228,9 @@ class TritonPythonModel:
 
     def _check_lengths(self, request: BlsRequest, prepared: Prepared) -> None:
         """Once for the whole request: a round looks only as far as its own tokens."""
-        most_in, most, length = (
-            int(self._own["max_input_len"]),
-            int(self._own["max_seq_len"]),
-            len(prepared.ids),
-        )
-        if length > most_in:
-            raise RequestError(
-                f"the prompt has {length} tokens, and this deployment takes up to {most_in}"
-                " (max_input_len)",
-                hint="Send a shorter prompt, or build with a larger engine.max_input_len.",
-            )
-        if length + request.max_tokens > most:
-            raise RequestError(
-                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len"
-                f" {most} together",
-                hint=f"Ask for at most {most - length} tokens.",
-            )
+        length = len(prepared.ids)
+        check_prompt_length(length, int(self._own["max_input_len"]))
+        check_total_length(length, request.max_tokens, int(self._own["max_seq_len"]))
 
 
 class EngineFailed(RequestError):
