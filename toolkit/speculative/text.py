@@ -6,6 +6,11 @@ shown in the end, put together, is the decoding of all output ids up to the stop
 tokens left out. (One exception: a byte-fallback decoder turns a whole run of byte tokens into
 replacement characters once one of them is broken. Characters of such a run that were complete are
 out by then and stay.)
+
+`tokenizers.DecodeStream` (0.22) was tried in its place: 2 us per token instead of 8, and the same
+for whole characters. But it keeps an unfinished end to itself, holds back a block's whole
+characters with it, waits without limit behind broken bytes, repeats the prompt where that ends
+inside a character, and decodes in this process, where the BLS model asks another model.
 """
 
 from __future__ import annotations
