@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.stub import Script, StubServer
-from toolkit.bench.arrivals import lag_ns, poisson, run_closed, run_open
+from toolkit.bench.arrivals import poisson, run_closed, run_open
 from toolkit.bench.transports import PROTOCOLS, connect, read_exchange
 from toolkit.client import Options
 
@@ -58,7 +58,9 @@ async def measure(stub: StubServer, protocol: str, rate: float, seconds: float) 
         await transport.close()
     wrote = {entry["prompt"]: entry["written"] for entry in stub.log()}
     seen = [t.chunks[i][0] - wrote[t.prompt][i][0] for t in timings for i in range(CHUNKS)]
-    lag = np.array(lag_ns(exchanges, due)) / MS
+    lag = (
+        np.array([exchange.sent_ns - at for exchange, at in zip(exchanges, due, strict=True)]) / MS
+    )
     window_s = (max(one.ended_ns for one in exchanges) - min(due)) / 1e9
     assert all(t.output_tokens == CHUNKS * TOKENS for t in timings)
     return {

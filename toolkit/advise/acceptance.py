@@ -41,7 +41,6 @@ __all__ = [
     "drafted_by_lookup",
     "drafted_by_model",
     "expected_tokens",
-    "leviathan_operations",
     "leviathan_speedup",
     "replay",
     "rule_probabilities",
@@ -242,13 +241,6 @@ def leviathan_speedup(alpha: float, draft_len: int, c: float) -> float:
     which verifies for free.
     """
     return expected_tokens(alpha, draft_len) / (draft_len * c + 1.0)
-
-
-def leviathan_operations(alpha: float, draft_len: int, c_hat: float) -> float:
-    """Increase in arithmetic operations, theorem 3.11 there; c_hat: a draft's operations per
-    token in units of the target's.
-    """
-    return (draft_len * c_hat + draft_len + 1.0) / expected_tokens(alpha, draft_len)
 
 
 def by_domain(domains: Sequence[str]) -> Mapping[str, Ints]:

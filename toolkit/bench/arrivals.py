@@ -27,16 +27,7 @@ from toolkit.bench.timerfd import Alarm
 from toolkit.bench.transports import Exchange, Transport, too_many_files
 from toolkit.errors import UsageError
 
-__all__ = [
-    "constant",
-    "lag_ns",
-    "poisson",
-    "read_trace",
-    "run_closed",
-    "run_open",
-    "undisturbed",
-    "uniquely",
-]
+__all__ = ["constant", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
 START_S = 0.05  # between the call and the first request of an open loop
 LEAD_NS = (
@@ -210,11 +201,6 @@ async def run_closed(
     with undisturbed():
         await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
     return [exchange for exchange in done if exchange is not None]
-
-
-def lag_ns(exchanges: Sequence[Exchange], due: Sequence[int]) -> list[int]:
-    """How late each request was handed to the network, in ns."""
-    return [exchange.sent_ns - at for exchange, at in zip(exchanges, due, strict=True)]
 
 
 @contextlib.contextmanager
