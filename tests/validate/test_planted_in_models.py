@@ -70,10 +70,13 @@ def one_too_far(engine: EmbeddedEngine) -> None:
     run = engine._run
 
     def shifted(
-        tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, last_only: bool
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        columns: torch.Tensor,
     ) -> torch.Tensor:
         return run(
-            tokens, slots, lengths + int(tokens.shape[1] > 1 and bool(lengths.all())), last_only
+            tokens, slots, lengths + int(tokens.shape[1] > 1 and bool(lengths.all())), columns
         )
 
     engine._run = shifted
