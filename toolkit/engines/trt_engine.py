@@ -119,7 +119,7 @@ class TrtEngineBackend:
         inspected, layers = self._inspect(builder, built, progress)
         _refuse(inspected, out_dir)
         copy_side_files(checkpoint.path, out_dir)
-        executed, not_executed = self._executed(builder, built, layers)
+        executed, not_executed = self._executed(built, layers)
         return CompiledEngine(
             role=spec.role,
             path=out_dir,
@@ -324,7 +324,9 @@ class TrtEngineBackend:
         return found, layers
 
     def _executed(
-        self, builder: Builder, built: BuiltEngine, layers: LayerCounts | None
+        self,
+        built: BuiltEngine,
+        layers: LayerCounts | None,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         here = self.gpus()
         executed, missing = [], []

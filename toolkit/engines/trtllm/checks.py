@@ -122,7 +122,7 @@ def check_engine(
         *_identity(engine, checkpoint, asked),
         *_lengths(engine, spec, asked),
         *_speculation(engine, spec),
-        *_plugins(engine, spec, command),
+        *_plugins(engine, command),
         *_files(engine, checkpoint),
     ]
 
@@ -198,7 +198,7 @@ def _speculation(engine: BuiltEngine, spec: EngineSpec) -> Iterator[Finding]:
     yield Finding("use_paged_context_fmha", "ok" if paged else "error", detail)
 
 
-def _plugins(engine: BuiltEngine, spec: EngineSpec, command: BuildCommand) -> Iterator[Finding]:
+def _plugins(engine: BuiltEngine, command: BuildCommand) -> Iterator[Finding]:
     """Switches and sizes that were said, against what is recorded: where they differ the builder
     changed them in silence.
     """

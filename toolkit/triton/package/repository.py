@@ -108,21 +108,19 @@ def bls_of(
 ) -> layout_bls.Bls:
     """The `bls` layout over two embedded engines."""
 
-    def engine(model: CompiledEngine) -> layout_bls.EngineModel:
-        parameters = {
-            "max_beam_width": "1",
-            "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": "engine",
-            "enable_kv_cache_reuse": "true",
-            "exclude_input_in_output": "false",
-            "tokenizer_dir": "engine",
-        }
-        own = {} if threads is None else {"threads": str(threads)}
-        return layout_bls.EngineModel("python", parameters, own)
-
+    parameters = {
+        "max_beam_width": "1",
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": "engine",
+        "enable_kv_cache_reuse": "true",
+        "exclude_input_in_output": "false",
+        "tokenizer_dir": "engine",
+    }
+    own = {} if threads is None else {"threads": str(threads)}
+    engine = layout_bls.EngineModel("python", parameters, own)
     return layout_bls.Bls(
-        target=engine(target),
-        draft=None if draft is None else engine(draft),
+        target=engine,
+        draft=None if draft is None else engine,
         max_batch_size=target.max_batch_size,
         decoupled=triton.decoupled,
         end_ids=tuple(end_ids),
