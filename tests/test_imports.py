@@ -37,7 +37,7 @@ LEVELS = (
     ("client", "checkpoints"),
     ("interfaces", "config"),
     ("records", "facts", "resampling"),
-    ("errors", "rounding"),
+    ("errors", "rounding", "templates"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Programs that run inside or beside the server: composition roots of their own, and files that must
@@ -48,16 +48,19 @@ ROOTS = {"__main__.py"} | {
 }
 ALONE = {"client.py", "triton/process/supervise.py"}
 HEAVY = (
-    "torch",
-    "transformers",
-    "modelopt",
-    "tritonclient",
-    "scipy",
-    "numpy",
-    "pydantic",
-    "tokenizers",
-    "grpc",
-    "rich",
+    *(
+        "torch",
+        "transformers",
+        "modelopt",
+        "tritonclient",
+        "scipy",
+        "numpy",
+        "pydantic",
+        "tokenizers",
+        "grpc",
+        "rich",
+    ),
+    "jinja2",
 )
 
 

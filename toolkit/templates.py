@@ -1,0 +1,70 @@
+"""Texts that people review are Jinja2 templates: files in the folder `templates` beside the module
+that renders them.
+
+What comes from a configuration passes a filter where it stands: `words` for a shell's command,
+`yaml` for a scalar. In templates named `*.html.j2` every value is escaped unless it says `safe`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from jinja2.nodes import EvalContext
+
+__all__ = ["render_template"]
+
+FOLDER = "templates"
+
+
+def render_template(module_file: str, name: str, **values: Any) -> str:
+    """The text of a module's template: `render_template(__file__, "launch.sh.j2", image=image)`.
+
+    Raises jinja2.UndefinedError where the template uses a name that is not among the values.
+    """
+    return _environment(Path(module_file).parent / FOLDER).get_template(name).render(values)
+
+
+@cache
+def _environment(folder: Path) -> Environment:
+    import jinja2  # here, since `toolkit plan` comes by and renders nothing
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=_is_html,
+        finalize=jinja2.pass_eval_context(_escaped),
+    )
+    environment.filters |= {"words": shlex.join, "yaml": _yaml_scalar}
+    return environment
+
+
+def _is_html(name: str | None) -> bool:
+    return name is not None and name.endswith(".html.j2")
+
+
+def _escaped(context: EvalContext, value: Any) -> Any:
+    """As `html.escape` does it everywhere else; Jinja2's own would write quotes in another way."""
+    from markupsafe import Markup
+
+    if not context.autoescape or hasattr(value, "__html__"):
+        return value
+    return Markup(escape(str(value)))
+
+
+def _yaml_scalar(value: Any) -> str:
+    """Text on one line, in quotes where YAML would read something else: `null` is a name that a
+    deployment may have.
+    """
+    import yaml
+
+    dumped: str = yaml.safe_dump(value, allow_unicode=False, width=float("inf"))
+    return dumped.partition("\n")[0]
