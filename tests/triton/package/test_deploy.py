@@ -16,13 +16,11 @@ import pytest
 import yaml
 
 from toolkit.errors import StageError
+from toolkit.triton.package import deploy
 from toolkit.triton.package.deploy import (
     Deployment,
-    compose,
     docker_run,
-    kubernetes,
     launch_script,
-    leader_worker_set,
     slurm_script,
     started_here,
     write,
@@ -35,6 +33,19 @@ DNS = re.compile(
 
 def deployment(**changes: Any) -> Deployment:
     return Deployment(**{"name": "Llama_70b", "layout": "bls", "version": "1.2.1", **changes})
+
+
+def compose(asked: Deployment) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load(deploy.compose(asked))
+    return read
+
+
+def kubernetes(asked: Deployment) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(deploy.kubernetes(asked)))
+
+
+def leader_worker_set(asked: Deployment) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(deploy.leader_worker_set(asked)))
 
 
 KUBERNETES = (
@@ -188,6 +199,20 @@ def test_a_name_that_begins_with_a_digit_becomes_one_that_a_service_may_have() -
     assert asked.resource_name == "triton-70b-llama"
     check_manifests(kubernetes(asked))
     check_manifests(leader_worker_set(asked))
+
+
+@pytest.mark.parametrize(
+    "name", ["null", "Yes", "off", "~", "a: b #c", "$(id)`id`'\"", "70b", "_", "a" * 60]
+)
+def test_a_name_is_never_more_than_a_name(name: str) -> None:
+    """To YAML, which reads some words as something else, and to a shell."""
+    asked = deployment(name=name)
+    assert list(compose(asked)["services"]) == [asked.resource_name]
+    assert kubernetes(asked)[1]["spec"]["selector"] == {"app": asked.resource_name}
+    check_manifests(kubernetes(asked))
+    several = deployment(name=name, world_size=16)
+    check_manifests(leader_worker_set(several))
+    assert f"#SBATCH --job-name={several.resource_name}\n" in slurm_script(several)
 
 
 def test_the_leader_s_probe_outlives_its_wait_for_workers() -> None:

@@ -187,6 +187,7 @@ def test_a_model_finds_all_it_imports_in_its_own_folder(tmp_path: Path, model: s
     write_models(tmp_path / "repository", tmp_path / "tokenizer")
     version = tmp_path / "repository" / model / "1"
     assert (version / "tokenizer" / "tokenizer.json").is_file() is (model != "tensorrt_llm_bls")
+    assert {file.suffix for file in (version / "toolkit").rglob("*.*")} == {".py"}
     program = (
         "import sys, types\nsys.modules['triton_python_backend_utils'] ="
         " types.ModuleType('triton_python_backend_utils')\nsys.path[:0] ="

@@ -11,18 +11,16 @@ that start the container.
 They lie beside the models and in no folder of their own, which Triton would take for one more
 model.
 
-Pure but for `write`: mappings and text. The image is that of the version's row, since engines are
-tied to it. The arguments are those of TensorRT-LLM's own launcher (TRT
-triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which itself starts the server and
-leaves: as a container's first process it would end the container.
+What they say stands in templates/; the words of commands are made here. Pure but for `write`. The
+image is that of the version's row, since engines are tied to it. The arguments are those of
+TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which
+itself starts the server and leaves: as a container's first process it would end the container.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any
 
 from toolkit.errors import StageError
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
+from toolkit.templates import render_template
 from toolkit.triton.package.layout_trtllm import REPOSITORY
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 
@@ -37,6 +36,7 @@ __all__ = [
     "Deployment",
     "compose",
     "docker_run",
+    "docker_run_script",
     "kubernetes",
     "launch_command",
     "launch_script",
@@ -185,27 +185,23 @@ def _ranks(deployment: Deployment) -> list[list[str]]:
 
 def launch_script(deployment: Deployment) -> str:
     """launch.sh, for inside the container."""
-    lines = [
-        "#!/bin/sh",
-        "# Start this repository inside its container:",
-        f"#     {deployment.image}",
-        "set -e",
-    ]
-    if deployment.layout == "bls":
-        lines += ["# Two engines in one server: rank 0 is the orchestrator."]
-        lines += [f"export {name}={value}" for name, value in _environment(deployment).items()]
-    if deployment.model_py == "container":
-        lines += [
-            "# The container's own model.py beside our settings.",
-            f"cp -rs {REPOSITORY} {WRITABLE}",
-        ]
-        lines.append(f"cp {CONTAINER_MODEL}/*.py {WRITABLE}/{MODEL}/1/")
-    if deployment.nodes > 1:
-        lines += _hosts(deployment)
-    first, *ranks = _launch(deployment)
-    lines.append(f"exec {shlex.join(first)}" + (" \\\n" if ranks else ""))
-    text = " : \\\n".join(f"    {shlex.join(rank)}" for rank in ranks)
-    return "\n".join(lines) + f"{text}\n"
+    command, *ranks = _launch(deployment)
+    orchestrators = 1 if deployment.layout == "bls" else 0
+    return _render(
+        "launch.sh.j2",
+        deployment,
+        environment=_environment(deployment),
+        command=command,
+        ranks=ranks,
+        model=MODEL,
+        container_model=CONTAINER_MODEL,
+        writable=WRITABLE,
+        first_slots=deployment.slots + orchestrators,
+        ssh_options=SSH,
+        ssh_port=SSH_PORT,
+        worker_attempts=WORKER_ATTEMPTS,
+        worker_wait_s=WORKER_WAIT_S,
+    )
 
 
 def _launch(deployment: Deployment) -> list[list[str]]:
@@ -232,184 +228,62 @@ def launch_command(deployment: Deployment) -> list[str]:
     ]
 
 
-# Hosts come from a LeaderWorkerSet (which numbers its pods) or from a file that is there already.
-# Their names are whole ones, which Open MPI would cut at the first dot. A LeaderWorkerSet starts
-# its leader and its workers together, so the leader waits.
-HOSTS = """\
-if [ -n "$LWS_LEADER_ADDRESS" ]; then
-    pod=${LWS_LEADER_ADDRESS%%.*}; domain=${LWS_LEADER_ADDRESS#*.}
-    workers=$(for worker in $(seq 1 {workers}); do echo "$pod-$worker.$domain"; done)
-    hosts="$LWS_LEADER_ADDRESS $workers"
-elif [ -f {repository}/hostfile ]; then
-    hosts=$(awk 'NF && !/^#/ {print $1}' {repository}/hostfile)
-    workers=$(echo "$hosts" | tail -n +2)
-else
-    echo "name {nodes} hosts, one per line, this one first, in {repository}/hostfile" >&2; exit 2
-fi
-slots={first}
-for host in $hosts; do echo "$host slots=$slots"; slots={slots}; done > /tmp/hostfile
-export OMPI_MCA_orte_keep_fqdn_hostnames=1
-for worker in $workers; do
-    tries={tries}
-    until ssh {ssh} -o BatchMode=yes -o ConnectTimeout={wait} "$worker" true; do
-        tries=$((tries - 1))
-        [ $tries -gt 0 ] || { echo "$worker does not answer ssh on port {port}" >&2; exit 1; }
-        sleep {wait}
-    done
-done"""
-
-
-def _hosts(deployment: Deployment) -> list[str]:
-    """Lines that write /tmp/hostfile for mpirun, and wait for all of its hosts."""
-    values = {
-        "workers": deployment.nodes - 1,
-        "nodes": deployment.nodes,
-        "repository": REPOSITORY,
-        "first": deployment.slots + (1 if deployment.layout == "bls" else 0),
-        "slots": deployment.slots,
-        "ssh": SSH,
-        "port": SSH_PORT,
-        "tries": WORKER_ATTEMPTS,
-        "wait": WORKER_WAIT_S,
-    }
-    return re.sub(r"\{(\w+)\}", lambda found: str(values[found[1]]), HOSTS).splitlines()
-
-
 def docker_run(deployment: Deployment, repository: str) -> list[str]:
     """The command for one node. Ports are published on loopback."""
-    ports = [f"--publish=127.0.0.1:{port}:{port}" for port in PORTS.values()]
+    volume = f"--volume={repository}:{REPOSITORY}:ro"
     return [
-        *[
-            "docker",
-            "run",
-            "--rm",
-            f"--gpus={deployment.gpus}",
-            f"--shm-size={_shm_bytes(deployment)}",
-        ],
-        *[
-            "--ulimit=memlock=-1",
-            "--ulimit=stack=67108864",
-            *ports,
-            f"--volume={repository}:{REPOSITORY}:ro",
-        ],
-        *[deployment.image, f"{REPOSITORY}/launch.sh"],
+        "docker",
+        "run",
+        *_docker_options(deployment),
+        volume,
+        deployment.image,
+        f"{REPOSITORY}/launch.sh",
     ]
 
 
-def compose(deployment: Deployment) -> dict[str, Any]:
-    gpus = {"driver": "nvidia", "count": deployment.gpus, "capabilities": ["gpu"]}
-    check = ["CMD", "curl", "-sf", f"localhost:{PORTS['http']}/v2/models/{deployment.entry}/ready"]
-    service = {
-        "image": deployment.image,
-        "command": [f"{REPOSITORY}/launch.sh"],
-        "volumes": [f".:{REPOSITORY}:ro"],
-        "ports": [f"127.0.0.1:{port}:{port}" for port in PORTS.values()],
-        "shm_size": _shm_bytes(deployment),
-        "ulimits": {"memlock": -1, "stack": 67108864},
-        "deploy": {"resources": {"reservations": {"devices": [gpus]}}},
-        "healthcheck": {
-            "test": check,
-            "interval": "10s",
-            "timeout": "5s",
-            "retries": 3,
-            "start_period": "30m",
-        },
-        "restart": "unless-stopped",
-    }
-    return {"services": {deployment.resource_name: service}}
-
-
-def kubernetes(deployment: Deployment) -> list[dict[str, Any]]:
-    """Deployment and Service of one node. The repository lies in the volume claim
-    `NAME-repository`.
-    """
-    name, labels = deployment.resource_name, {"app": deployment.resource_name}
-    container = {
-        **_container(deployment),
-        "command": [f"{REPOSITORY}/launch.sh"],
-        **_probes(deployment),
-    }
-    template = {
-        "metadata": {"labels": labels},
-        "spec": {"containers": [container], "volumes": _volumes(deployment)},
-    }
+def _docker_options(deployment: Deployment) -> list[str]:
     return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": name, "labels": labels},
-            # A second copy would need as many GPUs again while the first still holds them.
-            "spec": {
-                "replicas": 1,
-                "strategy": {"type": "Recreate"},
-                "selector": {"matchLabels": labels},
-                "template": template,
-            },
-        },
-        _service(name, labels),
+        *["--rm", f"--gpus={deployment.gpus}", f"--shm-size={_shm_bytes(deployment)}"],
+        *["--ulimit=memlock=-1", "--ulimit=stack=67108864"],
+        *(f"--publish=127.0.0.1:{port}:{port}" for port in PORTS.values()),
     ]
 
 
-SSHD = (
-    "[ -x /usr/sbin/sshd ] || { echo 'this image has no sshd: add openssh-server to it' >&2; exit"
-    f" 1; }}; mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -D -e -p {SSH_PORT} -o"
-    " StrictModes=no -o PasswordAuthentication=no"
-)
+def docker_run_script(deployment: Deployment) -> str:
+    """docker-run.sh: the command for the folder that it lies in."""
+    return _render("docker-run.sh.j2", deployment, options=_docker_options(deployment))
 
 
-def leader_worker_set(deployment: Deployment) -> list[dict[str, Any]]:
-    """Several nodes: the leader runs mpirun and serves, the workers wait for it with an SSH server.
+def compose(deployment: Deployment) -> str:
+    """compose.yaml."""
+    return _render("compose.yaml.j2", deployment, ports=PORTS, shm_bytes=_shm_bytes(deployment))
 
-    The secret `NAME-ssh` holds `id_ed25519` and `authorized_keys`, for MPI to reach the workers.
-    Kubernetes mounts it writable for all, which sshd takes for a fault unless told otherwise.
+
+def kubernetes(deployment: Deployment) -> str:
+    """kubernetes.yaml: a Deployment and a Service."""
+    return _manifests("kubernetes.yaml.j2", deployment, startup_attempts=STARTUP_ATTEMPTS)
+
+
+def leader_worker_set(deployment: Deployment) -> str:
+    """leaderworkerset.yaml: a LeaderWorkerSet and a Service. The leader's probe outlives its
+    wait for the workers.
     """
-    name = deployment.resource_name
-    leader_labels = {"app": name, "role": "leader"}
-    ssh = {"name": "ssh", "mountPath": "/root/.ssh", "readOnly": True}
-    base = _container(deployment)
-    mounts = {"volumeMounts": [*base["volumeMounts"], ssh]}
-    volumes = [
-        *_volumes(deployment),
-        {"name": "ssh", "secret": {"secretName": f"{name}-ssh", "defaultMode": 0o400}},
-    ]
     waiting_attempts = WORKER_ATTEMPTS * WORKER_WAIT_S // STARTUP_PERIOD_S
-    probes = _probes(deployment, attempts=STARTUP_ATTEMPTS + waiting_attempts)
-    leader = {**base, **mounts, "command": [f"{REPOSITORY}/launch.sh"], **probes}
-    waiting = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5}
-    worker = {
-        **base,
-        **mounts,
-        "command": ["/bin/sh", "-c", SSHD],
-        "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
-        "readinessProbe": waiting,
-        "livenessProbe": waiting,
-    }
-    return [
-        {
-            "apiVersion": "leaderworkerset.x-k8s.io/v1",
-            "kind": "LeaderWorkerSet",
-            "metadata": {"name": name, "labels": {"app": name}},
-            "spec": {
-                "replicas": 1,
-                # Ready is a leader whose ranks run on the workers, so they cannot come after it.
-                "startupPolicy": "LeaderCreated",
-                "leaderWorkerTemplate": {
-                    "size": deployment.nodes,
-                    # A lost rank takes all others with it.
-                    "restartPolicy": "RecreateGroupOnPodRestart",
-                    "leaderTemplate": {
-                        "metadata": {"labels": leader_labels},
-                        "spec": {"containers": [leader], "volumes": volumes},
-                    },
-                    "workerTemplate": {
-                        "metadata": {"labels": {"app": name, "role": "worker"}},
-                        "spec": {"containers": [worker], "volumes": volumes},
-                    },
-                },
-            },
-        },
-        _service(name, leader_labels, suffix="-serving"),
-    ]
+    attempts = STARTUP_ATTEMPTS + waiting_attempts
+    return _manifests(
+        "leaderworkerset.yaml.j2", deployment, startup_attempts=attempts, ssh_port=SSH_PORT
+    )
+
+
+def _manifests(template: str, deployment: Deployment, **values: Any) -> str:
+    return _render(
+        template,
+        deployment,
+        ports=PORTS,
+        shm_bytes=_shm_bytes(deployment),
+        startup_period_s=STARTUP_PERIOD_S,
+        **values,
+    )
 
 
 def slurm_script(deployment: Deployment) -> str:
@@ -417,117 +291,37 @@ def slurm_script(deployment: Deployment) -> str:
     the environment, since sbatch runs a copy of the script that lies elsewhere.
     """
     ranks = _ranks(deployment)
-    per_node = -(-len(ranks) // deployment.nodes)
-    image = deployment.image.replace("/", "#", 1)  # as enroot separates the registry
-    container = f'--container-image={image} --container-mounts="$REPOSITORY:{REPOSITORY}:ro"'
-    lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={deployment.resource_name}",
-        f"#SBATCH --nodes={deployment.nodes}",
-        f"#SBATCH --ntasks={len(ranks)}",
-        f"#SBATCH --ntasks-per-node={per_node}",
-        f"#SBATCH --gpus-per-node={deployment.gpus}",
-        "# Needs the pyxis plugin for --container-image.",
-        "set -e",
-        (
-            ': "${REPOSITORY:?name the folder of this repository, on a file system that every node'
-            ' sees}"'
-        ),
-    ]
-    if deployment.layout == "llmapi":
-        lines.append(f"srun --mpi=pmix {container} {shlex.join(ranks[0])}")
-        return "\n".join(lines) + "\n"
-    lines += [
-        "export TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0",
-        "tasks=$(mktemp)",
-    ]
-    lines.append("cat > $tasks <<'TASKS'")
-    lines += [f"{rank} {shlex.join(command)}" for rank, command in enumerate(ranks)]
-    lines += ["TASKS", f"srun --mpi=pmix {container} --multi-prog $tasks"]
-    return "\n".join(lines) + "\n"
+    return _render(
+        "slurm.sh.j2",
+        deployment,
+        ranks=ranks,
+        tasks_per_node=-(-len(ranks) // deployment.nodes),
+        enroot_image=deployment.image.replace("/", "#", 1),  # as enroot separates the registry
+    )
 
 
 def write(deployment: Deployment, folder: Path) -> None:
     """The files for this deployment, beside the models in `folder`."""
-    import yaml
-
     folder.mkdir(parents=True, exist_ok=True)
-    scripts = {folder / "launch.sh": launch_script(deployment)}
-    documents: dict[str, list[dict[str, Any]]] = {}
+    files = {"launch.sh": launch_script(deployment)}
     if deployment.nodes == 1:
-        here = '"$(cd "$(dirname "$0")" && pwd)"'
-        words = " ".join(shlex.quote(word) for word in docker_run(deployment, "@")).replace(
-            "--volume=@", f"--volume={here}"
-        )
-        command = words.replace(f"'--volume={here}", f"--volume={here}")
-        scripts[folder / "docker-run.sh"] = f"#!/bin/sh\nexec {command}\n"
-        documents = {
-            "compose.yaml": [compose(deployment)],
-            "kubernetes.yaml": kubernetes(deployment),
-        }
+        files["docker-run.sh"] = docker_run_script(deployment)
+        files["compose.yaml"] = compose(deployment)
+        files["kubernetes.yaml"] = kubernetes(deployment)
     else:
-        scripts[folder / "slurm.sh"] = slurm_script(deployment)
-        documents = {"leaderworkerset.yaml": leader_worker_set(deployment)}
-    for path, text in scripts.items():
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-    for name, parts in documents.items():
-        # Through JSON, so that what several containers share is written out in each and is no
-        # anchor.
-        (folder / name).write_text(
-            yaml.safe_dump_all(json.loads(json.dumps(parts)), sort_keys=False), encoding="utf-8"
-        )
+        files["slurm.sh"] = slurm_script(deployment)
+        files["leaderworkerset.yaml"] = leader_worker_set(deployment)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        if name.endswith(".sh"):
+            (folder / name).chmod(0o755)
+
+
+def _render(template: str, deployment: Deployment, **values: Any) -> str:
+    return render_template(
+        __file__, template, deployment=deployment, repository=REPOSITORY, **values
+    )
 
 
 def _shm_bytes(deployment: Deployment) -> int:
     return SHM_BYTES_PER_GPU * deployment.gpus
-
-
-def _container(deployment: Deployment) -> dict[str, Any]:
-    gpus = {"nvidia.com/gpu": deployment.gpus}
-    mounts = [
-        {"name": "repository", "mountPath": REPOSITORY, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    return {
-        "name": "triton",
-        "image": deployment.image,
-        "ports": [{"name": name, "containerPort": port} for name, port in PORTS.items()],
-        "resources": {"limits": gpus, "requests": gpus},
-        "volumeMounts": mounts,
-    }
-
-
-def _volumes(deployment: Deployment) -> list[dict[str, Any]]:
-    claim = {"claimName": f"{deployment.resource_name}-repository", "readOnly": True}
-    memory = {"medium": "Memory", "sizeLimit": str(_shm_bytes(deployment))}
-    return [
-        {"name": "repository", "persistentVolumeClaim": claim},
-        {"name": "shm", "emptyDir": memory},
-    ]
-
-
-def _probes(deployment: Deployment, attempts: int = STARTUP_ATTEMPTS) -> dict[str, Any]:
-    def http(path: str, **timing: int) -> dict[str, Any]:
-        return {"httpGet": {"path": path, "port": "http"}, **timing}
-
-    model = f"/v2/models/{deployment.entry}/ready"
-    return {
-        "startupProbe": http(
-            "/v2/health/ready", periodSeconds=STARTUP_PERIOD_S, failureThreshold=attempts
-        ),
-        "readinessProbe": http(model, periodSeconds=5, failureThreshold=3, timeoutSeconds=5),
-        "livenessProbe": http(
-            "/v2/health/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5
-        ),
-    }
-
-
-def _service(name: str, selector: dict[str, str], suffix: str = "") -> dict[str, Any]:
-    ports = [{"name": each, "port": port, "targetPort": each} for each, port in PORTS.items()]
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name + suffix, "labels": {"app": name}},
-        "spec": {"selector": selector, "ports": ports},
-    }
