@@ -8,11 +8,11 @@ repository does not have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.records.build import CompiledEngine
+from toolkit.templates import render_template
 from toolkit.triton.package import model_config
 from toolkit.triton.package.deploy import PORTS, Deployment
 from toolkit.triton.package.layout_trtllm import REPOSITORY
@@ -31,23 +31,6 @@ MEANINGS = {
     spec.name: spec.meaning
     for spec in (*INPUTS, *OUTPUTS, *LOG_PROB_INPUTS, *LOG_PROB_OUTPUTS, *BLS_INPUTS, *BLS_OUTPUTS)
 }
-STARTS = {
-    "launch.sh": "inside the container; the others start it",
-    "docker-run.sh": "one machine, with NVIDIA's container toolkit; listens on loopback",
-    "compose.yaml": "the same for Docker Compose: `docker compose up`",
-    "kubernetes.yaml": (
-        "one node: Deployment and Service; the volume claim `{resource}-repository` holds this"
-        " folder"
-    ),
-    "slurm.sh": (
-        "several nodes: `REPOSITORY=/shared/folder sbatch slurm.sh`; needs the pyxis plugin"
-    ),
-    "leaderworkerset.yaml": (
-        "several nodes: LeaderWorkerSet and Service; needs LWS v1, the volume claim"
-        " `{resource}-repository` and the secret `{resource}-ssh` (`id_ed25519`,"
-        " `authorized_keys`), and an ssh server in the image"
-    ),
-}
 
 
 def write_readme(
@@ -58,99 +41,56 @@ def write_readme(
     draft_len: int,
 ) -> None:
     """When everything else is in `folder`."""
-    (folder / "README.md").write_text(
-        "\n".join(_lines(folder, deployment, target, draft, draft_len)), encoding="utf-8"
-    )
-
-
-def _lines(
-    folder: Path,
-    deployment: Deployment,
-    target: CompiledEngine,
-    draft: CompiledEngine | None,
-    draft_len: int,
-) -> Iterator[str]:
     config = model_config.read(folder / deployment.entry / "config.pbtxt")
+    decoupled, is_bls = config.model_transaction_policy.decoupled, deployment.layout == "bls"
+    text = render_template(
+        __file__,
+        "readme_trtllm.md.j2",
+        deployment=deployment,
+        target=target,
+        interface="`inflight_batcher_llm` templates" if is_bls else "`llmapi` template",
+        pair=_pair(target, draft, draft_len),
+        streams="streams (decoupled)" if decoupled else "answers each request once (not decoupled)",
+        gpus=_gpus(deployment),
+        repository=REPOSITORY,
+        not_executed=_not_executed(target, draft),
+        files={file.name for file in folder.iterdir()},
+        ports=PORTS,
+        tokens_tensor="max_tokens" if is_bls else "sampling_param_max_tokens",
+        has_draft_len=any(tensor.name == "num_draft_tokens" for tensor in config.input),
+        inputs=[_row(tensor) for tensor in config.input],
+        outputs=[_row(tensor) for tensor in config.output],
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _pair(target: CompiledEngine, draft: CompiledEngine | None, draft_len: int) -> str:
     pair = f"target {target.quant_algo or target.dtype}"
     if draft is not None:
-        pair += (
-            f", draft {draft.quant_algo or draft.dtype}, up to {draft_len} draft tokens per step"
+        return (
+            f"{pair}, draft {draft.quant_algo or draft.dtype}, up to {draft_len} draft tokens per"
+            " step"
         )
-    elif draft_len:
-        pair += f", up to {draft_len} draft tokens per step, looked up in the text"
-    form = "`inflight_batcher_llm` templates" if deployment.layout == "bls" else "`llmapi` template"
-    streams = (
-        "streams (decoupled)"
-        if config.model_transaction_policy.decoupled
-        else "answers each request once (not decoupled)"
+    return (
+        f"{pair}, up to {draft_len} draft tokens per step, looked up in the text"
+        if draft_len
+        else pair
     )
-    yield f"# Triton model repository for TensorRT-LLM {deployment.version}"
-    yield ""
-    yield (
-        f"Clients call `{deployment.entry}`, in the form of TensorRT-LLM's {form}: {pair}. It"
-        f" {streams}."
-    )
-    lengths = f"{target.max_input_len} prompt tokens and {target.max_seq_len} in all"
-    yield f"At most {lengths}, {target.max_batch_size} requests at once."
-    where = f"{deployment.gpus} GPU{'s' if deployment.gpus > 1 else ''}"
-    where += f" on each of {deployment.nodes} nodes" if deployment.nodes > 1 else ""
-    yield (
-        f"It needs {where}, and lies at `{REPOSITORY}` in `{deployment.image}`: its settings name"
-        " that folder."
-    )
+
+
+def _gpus(deployment: Deployment) -> str:
+    gpus = f"{deployment.gpus} GPU{'s' if deployment.gpus > 1 else ''}"
+    return f"{gpus} on each of {deployment.nodes} nodes" if deployment.nodes > 1 else gpus
+
+
+def _not_executed(*engines: CompiledEngine | None) -> list[str]:
+    """What no GPU has run of these engines, each once."""
     built = [
         engine.tensorrt_llm
-        for engine in (target, draft)
+        for engine in engines
         if engine is not None and engine.tensorrt_llm is not None
     ]
-    unseen = dict.fromkeys(what for one in built for what in one.not_executed)
-    if unseen:
-        yield ""
-        yield "Not executed on a GPU when this was written:"
-        yield ""
-        yield from (f"- {what}" for what in unseen)
-    yield from ("", "## Launch", "", "| file | for |", "|---|---|")
-    for name, what in STARTS.items():
-        if (folder / name).exists():
-            yield f"| `{name}` | {what.format(resource=deployment.resource_name)} |"
-    tokens = "max_tokens" if deployment.layout == "bls" else "sampling_param_max_tokens"
-    body = f'{{"text_input": "def read_config(path):", "{tokens}": 32}}'
-    yield from ("", "## Call", "")
-    yield f"    curl -d '{body}' localhost:{PORTS['http']}/v2/models/{deployment.entry}/generate"
-    client = f'`Client("localhost:{PORTS["grpc"]}").stream("def read_config(path):")`'
-    if any(tensor.name == "num_draft_tokens" for tensor in config.input):
-        yield (
-            f"    python validate_latency.py --url localhost:{PORTS['grpc']} --prompts"
-            " prompts.jsonl"
-        )
-        yield from (
-            "",
-            (
-                "`validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures latency"
-                " with and without speculation,"
-            ),
-        )
-        yield f"and is a Python API too: {client}."
-    else:
-        yield from (
-            "",
-            (
-                "`validate_latency.py` needs `tritonclient[grpc]` and numpy, and is a Python API:"
-                f" {client}."
-            ),
-        )
-        yield (
-            "A request cannot ask for plain decoding here, so as a program it has nothing to"
-            " compare with."
-        )
-    for title, tensors in (("Inputs", config.input), ("Outputs", config.output)):
-        yield from ("", f"## {title}", "", "| name | type | meaning |", "|---|---|---|")
-        yield from (_row(tensor) for tensor in tensors)
-    yield from (
-        "",
-        "Tensors without a meaning are TensorRT-LLM's own, and described in its documentation.",
-        "",
-    )
+    return list(dict.fromkeys(item for build in built for item in build.not_executed))
 
 
 def _row(tensor: Any) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from toolkit.errors import StageError
 from toolkit.facts.triton_tensors import BLS
 from toolkit.pipeline.files import store_error
 from toolkit.records.build import CompiledEngine
+from toolkit.templates import render_template
 from toolkit.triton.package import layout_bls, model_config
 from toolkit.triton.tensors.contract import (
     BLS_INPUTS,
@@ -38,6 +39,7 @@ from toolkit.triton.tensors.contract import (
     MODEL,
     OUTPUTS,
     PACKAGE_VERSION,
+    TensorSpec,
 )
 
 __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repository"]
@@ -159,7 +161,9 @@ def write_repository(
         else:
             _write_llmapi(target, draft, speculation, triton, threads, folder)
         write_client(folder)
-        (folder / "launch.sh").write_text(LAUNCH, encoding="utf-8")
+        (folder / "launch.sh").write_text(
+            render_template(__file__, "launch_torch.sh.j2"), encoding="utf-8"
+        )
         (folder / "launch.sh").chmod(0o755)
         (folder / "README.md").write_text(
             _readme(target, draft, speculation, triton), encoding="utf-8"
@@ -226,25 +230,6 @@ def link_tree(source: Path, destination: Path) -> None:
     shutil.copytree(source, destination, copy_function=link)
 
 
-# Candidates in order: the one that is asked for, the active environment, the project's own when the
-# repository lies in its triton_repo/ folder.
-LAUNCH = """\
-#!/bin/sh
-# Serve this repository with tritonserver on loopback. Arguments go to tritonserver, for example:
-#     ./launch.sh --http-port=8000 --grpc-port=8001 --metrics-port=8002
-# PYTHON names a Python that has the toolkit installed, if the one on PATH has not.
-here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
-for python in "$PYTHON" python3 python "$here/../../.venv/bin/python"; do
-    # Installed, not merely lying in the folder that this is run from.
-    if [ -n "$python" ] && "$python" -c 'import sys; sys.path.remove(""); import toolkit.triton' 2>/dev/null; then
-        exec "$python" -m toolkit.triton.launch "$here" "$@"
-    fi
-done
-echo "no Python with the toolkit found: set PYTHON=/path/to/python, or activate its environment" >&2
-exit 2
-"""
-
-
 def _readme(
     target: CompiledEngine,
     draft: CompiledEngine | None,
@@ -260,75 +245,41 @@ def _readme(
     elif speculation.kind == "ngram":
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     if triton.layout == "bls":
-        model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
-        form = (
+        interface = (
             f"Clients call `{BLS_MODEL}`, in the form of TensorRT-LLM's `inflight_batcher_llm`"
             f" templates: {pair}."
         )
-        inputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.inputs) + "\n"
-        inputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_INPUTS)
-        outputs = "\n".join(_row(fact.name, fact.dtype, "") for fact in BLS.outputs) + "\n"
-        outputs += "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in BLS_OUTPUTS)
+        model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
+        inputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.inputs), *_rows(BLS_INPUTS)]
+        outputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.outputs), *_rows(BLS_OUTPUTS)]
     else:
-        model, prompt_tensor, tokens_tensor = (
-            MODEL,
-            "sampling_param_exclude_input_from_output",
-            "sampling_param_max_tokens",
+        interface = (
+            f"One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}."
         )
-        form = f"One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}."
-        inputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in INPUTS)
-        outputs = "\n".join(_row(spec.name, spec.dtype, spec.meaning) for spec in OUTPUTS)
-    metrics = "\n".join(f"| `{spec.name}` | {spec.kind} | {spec.meaning} |" for spec in METRICS)
-    streams = (
-        "streams (decoupled)" if triton.decoupled else "answers each request once (not decoupled)"
+        model, prompt_tensor = MODEL, "sampling_param_exclude_input_from_output"
+        tokens_tensor = "sampling_param_max_tokens"
+        inputs, outputs = _rows(INPUTS), _rows(OUTPUTS)
+    return render_template(
+        __file__,
+        "readme_torch.md.j2",
+        interface=interface,
+        streams=(
+            "streams (decoupled)"
+            if triton.decoupled
+            else "answers each request once (not decoupled)"
+        ),
+        target=target,
+        model=model,
+        prompt_tensor=prompt_tensor,
+        tokens_tensor=tokens_tensor,
+        inputs=inputs,
+        outputs=outputs,
+        metrics=METRICS,
     )
-    return f"""\
-# Triton model repository
 
-{form} It {streams}.
-At most {target.max_input_len} prompt tokens, {target.max_seq_len} tokens in all, {target.max_batch_size} requests at once.
 
-## Launch
-
-    ./launch.sh --http-port=8000 --grpc-port=8001 --metrics-port=8002
-
-finds a `tritonserver` (the one on PATH, else the one inside the nvidia-pytriton wheel) and serves on loopback; add
-`--http-address=0.0.0.0 --grpc-address=0.0.0.0` to serve others. In an environment where
-
-- `tritonserver` is on PATH with its backends beside it (`/opt/tritonserver`, as in NVIDIA's containers), and
-- the Python of its Python backend has the toolkit installed (numpy below 2 with Triton before 25.01),
-
-nothing more is needed than `tritonserver --model-repository .`, which listens on every interface unless told otherwise.
-
-## Call
-
-    curl -d '{{"text_input": "def read_config(path):", "{tokens_tensor}": 32}}' localhost:8000/v2/models/{model}/generate
-    python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
-
-`validate_latency.py` needs `tritonclient[grpc]` and numpy. It measures TTFT, TPOT, token-weighted ITL and tokens/s with and
-without speculation, and is a Python API too: `Client("localhost:8001").stream("def read_config(path):")`.
-
-## Inputs
-
-| name | type | meaning |
-|---|---|---|
-{inputs}
-
-## Outputs
-
-While streaming, a response holds only what is new of text and tokens, and never the prompt. Without streaming there is one
-response, which begins with the prompt unless `{prompt_tensor}` is true. Statistics come last.
-
-| name | type | meaning |
-|---|---|---|
-{outputs}
-
-## Metrics
-
-| name | kind | meaning |
-|---|---|---|
-{metrics}
-"""
+def _rows(specs: Iterable[TensorSpec]) -> list[str]:
+    return [_row(spec.name, spec.dtype, spec.meaning) for spec in specs]
 
 
 def _row(name: str, dtype: str, meaning: str) -> str:
