@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 
@@ -68,6 +69,19 @@ def test_what_a_prompt_holds_is_shown_and_not_obeyed(failing: ValidationReport) 
     page = render_html(failing)
     assert "<script" not in page and "<img" not in page
     assert any(HOSTILE[:30] in word for word in Reader(page).words)
+
+
+def test_whatever_a_record_says_is_text(advised: ValidationReport) -> None:
+    """Names, gates, definitions: where the page shows a field, it shows it as it was written."""
+    odd = "<b onclick='x'>\"{{ 7 * 7 }}\" & {% raw %}</b>"
+    gates = tuple(replace(gate, detail=odd) for gate in advised.gates)
+    definitions = {
+        name: replace(figure, formula=odd) for name, figure in advised.definitions.items()
+    }
+    page = render_html(replace(advised, name=odd, gates=gates, definitions=definitions))
+    assert odd not in page
+    shown = "".join(Reader(page).words)
+    assert shown.count(odd) >= 2 + len(gates)
 
 
 def test_every_figure_has_its_formula_one_click_away(passing: ValidationReport) -> None:
