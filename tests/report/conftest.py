@@ -35,7 +35,7 @@ from toolkit.records.build import (
 from toolkit.records.measured import Acceptance, Interval, Latency, Ratio
 from toolkit.records.plan import MemoryItem, StageMemory
 from toolkit.records.report import ValidationReport
-from toolkit.validate.stage import References, validate
+from toolkit.validate.stage import Origin, References, Served, validate
 
 HOSTILE = "<script>alert('x')</script> <img src=x onerror=y> & \"q\" | `c` @you [a](b)"
 LAYERS = tuple(
@@ -71,7 +71,7 @@ def measured(
         ("a <note>",),
     )
     return validate(
-        endpoint,
+        Served(endpoint, max_draft_len, counters=endpoint.counters),
         ValidationConfig(
             prompts=path,
             max_tokens=8,
@@ -80,18 +80,17 @@ def measured(
             latency=LatencyGates(max_itl_p90_ms=3.0),
             distribution=DistributionGates(enabled=False),
         ),
-        name="tiny",
-        max_draft_len=max_draft_len,
-        acceptance="auto",
-        references=References(endpoint.reference),
-        quality=Quality(QUALITY, replace(QUALITY, layers=LAYERS[:2])),
-        engines={"target": engine},
-        environment={"cpu": "a <cpu> & more"},
-        counters=endpoint.counters,
-        stages=[
-            StageCost("quantize", 41.2, 600 << 20, reused=False),
-            StageCost("compile", 73.0, None, reused=True),
-        ],
+        References(endpoint.reference),
+        Origin(
+            "tiny",
+            Quality(QUALITY, replace(QUALITY, layers=LAYERS[:2])),
+            {"target": engine},
+            {"cpu": "a <cpu> & more"},
+            stages=[
+                StageCost("quantize", 41.2, 600 << 20, reused=False),
+                StageCost("compile", 73.0, None, reused=True),
+            ],
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from tests.support.trtllm_standin.tensorrt_llm import ASTRAY, LLM, TIE, TIED, Sa
 from toolkit.client import RequestRefused, RequestTiming, Statistics, read_chunk, timing
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import RequestError
+from toolkit.facts.capabilities import Capabilities, capabilities_of
 from toolkit.records.build import Quality
 from toolkit.records.judged import Divergence
 from toolkit.records.report import ValidationReport
@@ -30,7 +31,7 @@ from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, sampling_argu
 from toolkit.validate.arms import Alternating
 from toolkit.validate.log_probs import judge_log_probs, least_change
 from toolkit.validate.replay import Replay, replay
-from toolkit.validate.stage import Abilities, References, validate
+from toolkit.validate.stage import Origin, References, Served, validate
 
 MARGIN = 0.05
 PLACE = 3
@@ -303,8 +304,10 @@ def arms(
     return Alternating(start)
 
 
-def abilities(*, asks: bool = True) -> Abilities:
-    return Abilities(verify_arm=False, draft_lens=False, coupled=False, log_probs=asks)
+def abilities(*, asks: bool = True) -> Capabilities:
+    """Of `LLM()`: one draft length, no arm that only verifies, no seeds that both arms share."""
+    pytorch_flow = capabilities_of("trtllm_pytorch", "1.2.1", "auto", reuses_prefixes=False)
+    return replace(pytorch_flow, log_probs=2 if asks else 0)
 
 
 def judged(
@@ -330,17 +333,11 @@ def judged(
         latency=LatencyGates(min_speedup=None),
     )
     return validate(
-        arms(folder, fault, told, fickle),
+        Served(arms(folder, fault, told, fickle), 2, abilities(asks=asks), rule="sample_match"),
         config,
-        name="stand-in",
-        max_draft_len=2,
-        acceptance="sample_match",
-        references=References(None),
-        can=abilities(asks=asks),
+        References(None),
+        Origin("stand-in", Quality(None, None), {}, {}),
         keep_replay=keep_replay,
-        quality=Quality(None, None),
-        engines={},
-        environment={},
     )
 
 

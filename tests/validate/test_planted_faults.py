@@ -42,7 +42,7 @@ from toolkit.speculative.sampling import Floats
 from toolkit.speculative.text import TextCodec, TextStream
 from toolkit.validate import diagnose
 from toolkit.validate.replay import Replay, read_replay, replay, write_replay
-from toolkit.validate.stage import References, rounds_wanted, validate
+from toolkit.validate.stage import Origin, References, Served, rounds_wanted, validate
 
 PROMPTS = [
     f"{i:03d}" for i in range(60)
@@ -92,17 +92,10 @@ def judged(
     }
     config = ValidationConfig(prompts=path, max_tokens=16, distribution=gates, **measuring)
     report = validate(
-        endpoint,
+        Served(endpoint, DRAFT_LEN),
         config,
-        name="tables",
-        max_draft_len=DRAFT_LEN,
-        acceptance="auto",
-        references=References(
-            reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))
-        ),
-        quality=Quality(None, None),
-        engines={},
-        environment={},
+        References(reference_of(table(1, sharpness=sharpness), table(2, sharpness=sharpness))),
+        Origin("tables", Quality(None, None), {}, {}),
         keep_replay=keep_replay,
         progress=progress,
     )
@@ -376,7 +369,7 @@ def test_a_dropped_bos_is_named_though_all_arms_agree(counted: bool, tmp_path: P
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         report = validate(
-            endpoint,
+            Served(endpoint, DRAFT_LEN),
             ValidationConfig(
                 prompts=path,
                 max_tokens=16,
@@ -385,13 +378,8 @@ def test_a_dropped_bos_is_named_though_all_arms_agree(counted: bool, tmp_path: P
                 latency=LatencyGates(min_speedup=None),
                 distribution=NOT_DRAWN,
             ),
-            name="tables",
-            max_draft_len=DRAFT_LEN,
-            acceptance="auto",
-            references=References(reference_of(table(1), table(2))),
-            quality=Quality(None, None),
-            engines={},
-            environment={},
+            References(reference_of(table(1), table(2))),
+            Origin("tables", Quality(None, None), {}, {}),
         )
     assert named(report) == [diagnose.BOS]
 

@@ -27,7 +27,7 @@ from toolkit.speculative.text import TextCodec
 from toolkit.triton.process.server import TritonServer
 from toolkit.validate import diagnose
 from toolkit.validate.reference import reference_from_engine
-from toolkit.validate.stage import Endpoint, Reference, References, validate
+from toolkit.validate.stage import Endpoint, Origin, Reference, References, Served, validate
 
 PROMPTS = [f"def f{number}(x):" for number in range(16)]
 
@@ -45,15 +45,10 @@ def judged(endpoint: Endpoint, reference: Reference, folder: Path) -> Validation
         distribution=DistributionGates(enabled=False),
     )
     return validate(
-        endpoint,
+        Served(endpoint, MAX_DRAFT_LEN),
         config,
-        name="tiny",
-        max_draft_len=MAX_DRAFT_LEN,
-        acceptance="auto",
-        references=References(reference),
-        quality=Quality(None, None),
-        engines={},
-        environment={},
+        References(reference),
+        Origin("tiny", Quality(None, None), {}, {}),
     )
 
 

@@ -25,7 +25,7 @@ from toolkit.speculative.text import TextCodec
 from toolkit.triton.process.server import TritonServer
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference, reference_from_engine
-from toolkit.validate.stage import Endpoint, References, validate
+from toolkit.validate.stage import Endpoint, Origin, References, Served, validate
 
 PROMPTS = tuple(f"def f{number}(x):" for number in range(12))
 
@@ -64,16 +64,10 @@ def run(
         **config,
     }
     return validate(
-        endpoint,
+        Served(endpoint, 3, counters=lambda: read_counters(server.metrics_url)),
         ValidationConfig(prompts=path, **asked),
-        name="tiny",
-        max_draft_len=3,
-        acceptance="auto",
-        references=References(reference),
-        quality=Quality(None, None),
-        engines={},
-        environment={},
-        counters=lambda: read_counters(server.metrics_url),
+        References(reference),
+        Origin("tiny", Quality(None, None), {}, {}),
     )
 
 

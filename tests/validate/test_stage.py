@@ -22,7 +22,7 @@ from toolkit.records.measured import Finding, Gate, Ratio
 from toolkit.records.report import ValidationReport
 from toolkit.report.figures import next_steps, notes
 from toolkit.validate.diagnose import ACCEPT_RULE
-from toolkit.validate.stage import References, validate
+from toolkit.validate.stage import Origin, References, Served, validate
 
 PROMPTS = tuple(f"prompt number {i}" for i in range(60))
 QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, (), (), 0), None)
@@ -54,17 +54,10 @@ def run(
         **config,
     }
     return validate(
-        endpoint,
+        Served(endpoint, max_draft_len, counters=endpoint.counters, sweep=sweep),
         ValidationConfig(prompts=prompts_file, **asked),
-        name="tiny",
-        max_draft_len=max_draft_len,
-        acceptance="auto",
-        references=References(endpoint.reference),
-        quality=QUALITY,
-        engines={},
-        environment={"python": "3"},
-        counters=endpoint.counters,
-        sweep=sweep,
+        References(endpoint.reference),
+        Origin("tiny", QUALITY, {}, {"python": "3"}),
     )
 
 

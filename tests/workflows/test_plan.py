@@ -20,11 +20,11 @@ from tests.support.cli import write_config
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
+from toolkit.engines.spec import engine_spec
 from toolkit.records.codec import from_json, to_json
 from toolkit.records.plan import Plan, PlannedRun
 from toolkit.report.plan import print_plan
 from toolkit.workflows.plan import plan_of
-from toolkit.workflows.stages.compile import engine_spec
 
 FOLDER = Path(__file__).parents[2] / "configs"
 OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")

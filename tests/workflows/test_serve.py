@@ -30,7 +30,7 @@ from toolkit.triton.process.server import sweep
 from toolkit.workflows.build import build
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.replay import replay_divergence
-from toolkit.workflows.serve import Machine, check_servable, served_here
+from toolkit.workflows.serve import Machine, check_servable, serve
 
 STAND_IN = Path(__file__).parents[1] / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(
@@ -226,12 +226,12 @@ def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s
     (packaged.path / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
     ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     with (
-        served_here(config, packaged.path, ports) as server,
-        Client(server.grpc_url, model=packaged.model) as client,
+        serve(config, packaged.path, triton=ports) as (client, servers),
     ):
+        assert isinstance(client, Client)
         assert client.generate("def f(x):", max_tokens=4).text
         assert client.generate("def f(x):", max_tokens=4).statistics.output_tokens == 4
-        folder = server.repository
+        folder = servers.server.repository
         os.utime(folder.parent, (0, 0))
         sweep(
             Path(tempfile.gettempdir())

@@ -29,8 +29,6 @@ from toolkit.workflows.build import build
 from toolkit.workflows.deployment import (
     sampled_rule,
     speculation_of,
-    takes_max_concurrency,
-    takes_schedule,
 )
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.sequence import stages_of
@@ -327,8 +325,6 @@ def test_rule_and_schedule_are_those_of_what_serves(
     kind: str, keys: dict[str, Any], rule: str, by_load: bool, stops: bool
 ) -> None:
     config = config_of(kind, **keys)
-    assert (sampled_rule(config), takes_schedule(config), takes_max_concurrency(config)) == (
-        rule,
-        by_load,
-        stops,
-    )
+    can = config.capabilities
+    assert sampled_rule(config) == rule
+    assert (can.draft_len_schedule is not None, can.max_concurrency) == (by_load, stops)

@@ -201,7 +201,7 @@ def bench_command(
         asked["prompts"] = prompts or loaded.validation.prompts
         asked["max_tokens"] = max_tokens or loaded.validation.max_tokens
         plain = (
-            loaded.speculation.kind != "none" and baseline is None
+            loaded.speculation.is_enabled and baseline is None
             if against_plain is None
             else against_plain
         )
@@ -238,12 +238,13 @@ def _api_key(name: str | None) -> str | None:
 
 def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchRun:
     """Package what is missing, serve it on free ports, measure it."""
-    from toolkit.workflows.serve import served_here
+    from toolkit.workflows.serve import serve
 
     packaged = packaged_here(config)
     repository = here().repository(config.name)
     say(f"starting tritonserver on {repository}")
-    with served_here(config, repository, config.triton.on_free_ports) as server:
+    with serve(config, repository) as (_, servers):
+        server = servers.server
         served = {"model": asked["model"] or packaged.model, "metrics_url": server.metrics_url}
         return _bench_endpoint(server.grpc_url, {**asked, **served})
 

@@ -101,7 +101,7 @@ def _in_process(
     from toolkit.interfaces import GenerationRequest, Sampling
     from toolkit.workflows.deployment import embedded, speculation_of
 
-    if config.engine.kind != "torch":
+    if not config.capabilities.in_process:
         what = f"engine.kind {config.engine.kind} runs in its server alone"
         raise UsageError(
             what,
@@ -114,12 +114,12 @@ def _in_process(
     engines, speculation = here().engines(config.name), speculation_of(config, built.stages)
     runtime = load_runtime(
         engines / "target",
-        engines / "draft" if speculation.kind == "draft_target" else None,
+        engines / "draft" if speculation.has_draft_model else None,
         threads=embedded(config).threads,
         max_draft_len=speculation.longest_draft,
         acceptance=speculation.acceptance,
         max_queue_size=1,
-        ngram_size=speculation.max_matching_ngram_size if speculation.kind == "ngram" else None,
+        ngram_size=speculation.max_matching_ngram_size if speculation.has_ngram else None,
     )
     with contextlib.closing(runtime):
         request = GenerationRequest(

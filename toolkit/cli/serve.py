@@ -38,7 +38,7 @@ def serve(
     """
     import threading
 
-    from toolkit.workflows.serve import served_here
+    from toolkit.workflows.serve import serve as serve_repository
 
     loaded = load(config, overrides)
     with placed(config, overrides):
@@ -47,7 +47,8 @@ def serve(
     stop = threading.Event()
     with _signals(stop.set):
         say(f"starting tritonserver on {repository}")
-        with served_here(loaded, repository, loaded.triton) as server:
+        with serve_repository(loaded, repository, triton=loaded.triton) as (_, servers):
+            server = servers.server
             bls_words, llmapi_words = (
                 ("stream", "max_tokens"),
                 ("streaming", "sampling_param_max_tokens"),

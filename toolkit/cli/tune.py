@@ -109,7 +109,6 @@ def tune_command(
         show_json(found)
         return
     from toolkit.report.advice import print_advice, print_grid
-    from toolkit.workflows.deployment import takes_max_concurrency, takes_schedule
 
     if isinstance(found, Grid):
         print_grid(found, console())
@@ -121,8 +120,8 @@ def tune_command(
             console(),
             present=loaded.speculation,
             own_draft=draft,
-            schedule=takes_schedule(loaded),
-            max_concurrency=takes_max_concurrency(loaded),
+            schedule=loaded.capabilities.draft_len_schedule is not None,
+            max_concurrency=loaded.capabilities.max_concurrency,
             served=(
                 last if last is not None and last.advice == found else None
             ),  # else it is of other engines

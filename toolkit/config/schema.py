@@ -24,6 +24,8 @@ from pydantic import (
     field_validator,
 )
 
+from toolkit.facts.capabilities import Capabilities, capabilities_of
+
 __all__ = [
     "CalibrationConfig",
     "DeploymentConfig",
@@ -140,11 +142,29 @@ class SpeculationConfig(Section):
     acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
 
     @property
+    def is_enabled(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.kind == "draft_target"
+
+    @property
+    def has_ngram(self) -> bool:
+        """Whether drafts are looked up in the text."""
+        return self.kind == "ngram"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the build finds the draft length."""
+        return self.is_enabled and self.max_draft_len == "auto"
+
+    @property
     def longest_draft(self) -> int:
         """What engines are built for: an upper bound where the length is still to be measured, 0
         without speculation.
         """
-        if self.kind == "none":
+        if not self.is_enabled:
             return 0
         return AUTO_MAX_DRAFT_LEN if self.max_draft_len == "auto" else self.max_draft_len
 
@@ -224,6 +244,21 @@ class TorchEngineConfig(EngineLengths):
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     threads: Count | None = None  # None: all cores this process may use
 
+    @property
+    def tensorrt_llm(self) -> None:
+        """No version: it is this program's own."""
+
+    @property
+    def tp_size(self) -> int:
+        """It runs on one device."""
+        return 1
+
+    pp_size = world_size = gpus_per_node = tp_size
+
+    @property
+    def enable_block_reuse(self) -> bool:
+        return False
+
 
 class TensorRtLlmConfig(EngineLengths):
     """What both flows of TensorRT-LLM have in common, under its own names. What is possible
@@ -246,6 +281,10 @@ class TensorRtLlmConfig(EngineLengths):
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
+
+    @property
+    def device(self) -> str:
+        return "cuda"
 
 
 class TrtEngineConfig(TensorRtLlmConfig):
@@ -443,6 +482,41 @@ class DeploymentConfig(Section):
     triton: TritonConfig = TritonConfig()
     validation: ValidationConfig
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its engine kind can do, behind the layout that it is served by."""
+        engine = self.engine
+        return capabilities_of(
+            engine.kind,
+            engine.tensorrt_llm,
+            self.triton.layout,
+            reuses_prefixes=engine.enable_block_reuse,
+        )
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """By role: the target, and the draft where there is one."""
+        models = {"target": self.target}
+        return models if self.draft is None else {**models, "draft": self.draft}
+
+    @property
+    def embedded_engine(self) -> TorchEngineConfig | None:
+        """The engine section where it is the embedded engine's."""
+        return self.engine if isinstance(self.engine, TorchEngineConfig) else None
+
+    @property
+    def trtllm_engine(self) -> TensorRtLlmConfig | None:
+        """The engine section where it is one of TensorRT-LLM's."""
+        return self.engine if isinstance(self.engine, TensorRtLlmConfig) else None
+
+    @property
+    def engine_flow(self) -> TrtEngineConfig | None:
+        return self.engine if isinstance(self.engine, TrtEngineConfig) else None
+
+    @property
+    def pytorch_flow(self) -> TrtllmPytorchConfig | None:
+        return self.engine if isinstance(self.engine, TrtllmPytorchConfig) else None
+
     @field_validator("name")
     @classmethod
     def _name_is_no_path(cls, name: str) -> str:
@@ -475,7 +549,7 @@ class DeploymentConfig(Section):
     ) -> SpeculationConfig:
         if "draft" not in info.data:  # it has faults of its own
             return speculation
-        if speculation.kind == "draft_target" and info.data["draft"] is None:
+        if speculation.has_draft_model and info.data["draft"] is None:
             raise ValueError(
                 "kind draft_target needs a `draft` section; add one, or set speculation.kind: none"
             )

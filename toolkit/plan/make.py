@@ -13,11 +13,11 @@ from pathlib import Path
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.quantized import Quantization, read_quantization
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TensorRtLlmConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig
 from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
-from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE, VERSIONS
+from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE
 from toolkit.pipeline.machine import gpus, memory_bytes
 from toolkit.plan.memory import judge_memory, memory_of, parameters_in_words
 from toolkit.plan.predict import predict, stage_times
@@ -129,9 +129,7 @@ def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
         ) * hardware.nodes
     if hardware.count is not None:
         return GPUS[hardware.gpu], hardware.count * hardware.nodes
-    wanted = (
-        min(engine.world_size, engine.gpus_per_node) if isinstance(engine, TensorRtLlmConfig) else 1
-    )
+    wanted = min(engine.world_size, engine.gpus_per_node)
     return GPUS[hardware.gpu], wanted * hardware.nodes
 
 
@@ -155,8 +153,8 @@ def _summary(subject: Subject) -> dict[str, str]:
             else ""
         )
         found[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
-    if isinstance(engine, TensorRtLlmConfig):
-        version = VERSIONS[engine.tensorrt_llm]
+    version = subject.version
+    if version is not None:
         flow = "engine flow" if subject.engine_flow is not None else "PyTorch flow"
         found["engine"] = (
             f"TensorRT-LLM {version.name}, {flow}, tp {engine.tp_size}, pp {engine.pp_size}"

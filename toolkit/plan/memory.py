@@ -135,7 +135,7 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
                 " result"
             )
             yield Judgement("memory", "warning", "target.quantization", what, hint)
-    peak = stages[-1]
+    peak, is_shared = stages[-1], subject.config.capabilities.has_paged_kv_cache
     if serving.sequences < 1:
         place = (
             "this machine"
@@ -149,7 +149,7 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             f" fit {place}"
         )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
-    elif serving.sequences < engine.max_batch_size and not isinstance(engine, TorchEngineConfig):
+    elif is_shared and serving.sequences < engine.max_batch_size:
         length = serving.kv_tokens // engine.max_batch_size - subject.draft_len
         what = (
             f"{serving.sequences} of max_batch_size {engine.max_batch_size} fit at max_seq_len"
@@ -164,11 +164,11 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
 
 
 def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
-    engine = subject.config.engine
-    if isinstance(engine, TorchEngineConfig):
+    engine = subject.config.embedded_engine
+    if engine is not None:
         return _embedded(subject, engine, host_bytes)
-    assert subject.trtllm is not None
     trtllm = subject.trtllm
+    assert trtllm is not None  # every engine is one or the other
     tp, pp = trtllm.tp_size, trtllm.pp_size
     split = "" if trtllm.world_size == 1 else f", over {trtllm.world_size} ranks"
     items = [

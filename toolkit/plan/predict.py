@@ -10,7 +10,6 @@ each accepted at rate a, a target forward yields (1 - a^(draft_len + 1)) / (1 - 
 from __future__ import annotations
 
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.config.schema import TorchEngineConfig
 from toolkit.facts.gpus import Gpu
 from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
 from toolkit.plan.subject import Subject
@@ -182,5 +181,4 @@ def _read_bytes(shape: ModelShape, quant_algo: str) -> int:
 
 
 def _serving_gpu(subject: Subject) -> Gpu | None:
-    engine = subject.config.engine
-    return None if isinstance(engine, TorchEngineConfig) and engine.device == "cpu" else subject.gpu
+    return None if subject.config.engine.device == "cpu" else subject.gpu

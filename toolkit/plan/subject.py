@@ -52,8 +52,7 @@ class Subject:
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        models = {"target": self.config.target}
-        return models if self.config.draft is None else {**models, "draft": self.config.draft}
+        return self.config.models
 
     @property
     def drafts(self) -> bool:
@@ -63,7 +62,7 @@ class Subject:
     @property
     def speculates(self) -> bool:
         """With a second model, or by looking the text up."""
-        return self.config.speculation.kind != "none"
+        return self.config.speculation.is_enabled
 
     @property
     def draft_len(self) -> int:
@@ -71,15 +70,15 @@ class Subject:
 
     @property
     def trtllm(self) -> TensorRtLlmConfig | None:
-        return self.config.engine if isinstance(self.config.engine, TensorRtLlmConfig) else None
+        return self.config.trtllm_engine
 
     @property
     def engine_flow(self) -> TrtEngineConfig | None:
-        return self.config.engine if isinstance(self.config.engine, TrtEngineConfig) else None
+        return self.config.engine_flow
 
     @property
     def pytorch_flow(self) -> TrtllmPytorchConfig | None:
-        return self.config.engine if isinstance(self.config.engine, TrtllmPytorchConfig) else None
+        return self.config.pytorch_flow
 
     @property
     def version(self) -> Version | None:

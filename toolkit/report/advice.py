@@ -195,7 +195,7 @@ def against_present(
     a time.
     """
     best = advice.candidates[0]
-    if present.kind == "none":
+    if not present.is_enabled:
         return (
             f"the YAML does not speculate: this gains {best.speedup - 1:.1%}"
             if advice.speculate
@@ -221,7 +221,7 @@ def against_present(
 
 def _own(advice: Advice, present: SpeculationConfig, own_draft: str | None) -> Candidate | None:
     """The YAML's own way to draft among those that were compared."""
-    name = own_draft if present.kind == "draft_target" else present.kind
+    name = own_draft if present.has_draft_model else present.kind
     return next(
         (one for one in advice.candidates if (one.drafter, one.name) == (present.kind, name)), None
     )

@@ -21,11 +21,10 @@ from toolkit.config.schema import (
     ModelConfig,
     TorchEngineConfig,
     TritonConfig,
-    TrtEngineConfig,
     ValidationConfig,
 )
+from toolkit.facts.capabilities import EMBEDDED
 from toolkit.facts.models import CONFIGS
-from toolkit.facts.support import ACCEPTANCE
 from toolkit.pipeline.texts import read_texts
 from toolkit.standins.checkpoints import scaled_config, write_stand_in
 from toolkit.standins.tokenizer import habits_of, num_tokens
@@ -73,11 +72,8 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     models = _stand_ins(config, folder, replaced)
     calibration = config.calibration and _calibration(config.calibration, folder, replaced)
     validation = _validation(config.validation, folder, replaced)
-    kind = config.engine.kind
-    speculation = config.speculation
-    if (
-        speculation.kind != "none" and speculation.max_draft_len == "auto"
-    ):  # what pays says nothing about the real pair
+    can, speculation = config.capabilities, config.speculation
+    if speculation.is_measured:  # what pays here says nothing about the real pair
         replaced.append(f"speculation.max_draft_len auto: {DRAFT_LEN}")
         speculation = speculation.model_copy(update={"max_draft_len": DRAFT_LEN})
     asked = config.model_copy(
@@ -90,22 +86,14 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         }
     )
     sizes = {name: min(getattr(config.engine, name), most) for name, most in SIZES.items()}
-    own = (
-        config.engine.model_dump(exclude=set(SIZES))
-        if isinstance(config.engine, TorchEngineConfig)
-        else {}
-    )
-    engine = TorchEngineConfig(**{**own, "mode": "eager", "threads": 1, **sizes})
-    layout = (
-        "bls"
-        if config.triton.layout == "bls" or isinstance(config.engine, TrtEngineConfig)
-        else "llmapi"
-    )
-    what = "the embedded engine on this machine" if kind != "torch" else "the same, eager"
-    replaced.append(
-        f"engine {kind}: {what}, {', '.join(f'{name} {size}' for name, size in sizes.items())}"
-    )
-    served = asked.model_copy(update={"engine": engine, "triton": _triton(config.triton, layout)})
+    own = config.embedded_engine
+    settings = {} if own is None else own.model_dump(exclude=set(SIZES))
+    engine = TorchEngineConfig(**{**settings, "mode": "eager", "threads": 1, **sizes})
+    what = "the same, eager" if can.in_process else "the embedded engine on this machine"
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    replaced.append(f"engine {can.kind}: {what}, {listed}")
+    triton = _triton(config.triton, can.layout)
+    served = asked.model_copy(update={"engine": engine, "triton": triton})
     replaced += _rule(config)
     return Rehearsal(asked, served, tuple(replaced))
 
@@ -117,13 +105,14 @@ def _rule(config: DeploymentConfig) -> list[str]:
     (1 % of drafts were kept by it, and 32 % are by rejection), and what is never accepted is not
     tested.
     """
-    kind = config.engine.kind
-    real, here = ACCEPTANCE[kind][0], ACCEPTANCE["torch"][0]
-    if config.speculation.kind == "none" or config.speculation.acceptance != "auto" or real == here:
+    can, speculation = config.capabilities, config.speculation
+    real, here = can.acceptance[0], EMBEDDED.acceptance[0]
+    if not speculation.is_enabled or speculation.acceptance != "auto" or real == here:
         return []
-    how = ", over its draft's likeliest token" if kind == "trtllm_pytorch" else ""
+    how = ", over its draft's likeliest token" if can.drafts_greedily else ""
     return [
-        f"accept rule of sampled tokens, {real} in {kind}{how}: {here}; the real rule is not tested"
+        f"accept rule of sampled tokens, {real} in {can.kind}{how}: {here}; the real rule is not"
+        " tested"
     ]
 
 
@@ -136,22 +125,14 @@ def _triton(triton: TritonConfig, layout: str) -> TritonConfig:
 def _stand_ins(
     config: DeploymentConfig, folder: Path, replaced: list[str]
 ) -> dict[str, ModelConfig]:
-    models = {
-        role: model
-        for role, model in (("target", config.target), ("draft", config.draft))
-        if model is not None
-    }
+    models = config.models
     stated = {role: _config_of(model) for role, model in models.items()}
     shapes = {
         role: parse_shape(config, where=models[role].checkpoint) for role, config in stated.items()
     }
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
-    ranks = (
-        (1, 1)
-        if isinstance(config.engine, TorchEngineConfig)
-        else (config.engine.tp_size, config.engine.pp_size)
-    )
+    ranks = config.engine.tp_size, config.engine.pp_size
     found = {}
     for seed, (role, model) in enumerate(models.items()):
         scaled = scaled_config(stated[role], shapes[role], rows[role], *ranks)

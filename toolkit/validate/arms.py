@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
 __all__ = [
-    "ALL",
     "ARMS",
     "WARM_UP_PROMPTS",
-    "Abilities",
     "Alternating",
     "Endpoint",
     "Measured",
@@ -46,27 +44,6 @@ class Endpoint(Protocol):
     """
 
     def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What an endpoint can be asked for, beyond text. What it cannot is reported as not measured,
-    and passes nothing.
-
-    verify_arm: the acceptance rule `verify_only`. draft_lens: a draft length per request. coupled:
-    seeded texts that are the same with and without speculation. log_probs: of the tokens that both
-    greedy arms choose, the target's own. fresh_prompts: a prompt costs the same the second time,
-    since no cache of prefixes answers.
-    """
-
-    verify_arm: bool = True
-    draft_lens: bool = True
-    coupled: bool = True
-    log_probs: bool = False  # nothing asks for them where a reference judges
-    fresh_prompts: bool = True
-
-
-ALL = Abilities()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from toolkit.config.schema import ValidationConfig
+from toolkit.facts.capabilities import Capabilities
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import (
     Agreement,
@@ -23,7 +24,7 @@ from toolkit.records.judged import (
 )
 from toolkit.records.measured import Acceptance, Finding, Gate
 from toolkit.validate.agreement import agreement, decided_margin
-from toolkit.validate.arms import ARMS, Abilities, Measured, Sender
+from toolkit.validate.arms import ARMS, Measured, Sender
 from toolkit.validate.diagnose import diagnose
 from toolkit.validate.draft_check import check_drafts
 from toolkit.validate.gates import agreement_gate, check_gates, distribution_gate
@@ -78,12 +79,14 @@ class Correctness:
 
 
 def planned_requests(
-    config: ValidationConfig, prompts: int, max_draft_len: int, can: Abilities
+    config: ValidationConfig, prompts: int, max_draft_len: int, can: Capabilities
 ) -> int:
     """How many requests judge_correctness sends, without those that draw tokens."""
     if max_draft_len == 0:
         return 0
-    return (len(_more_arms(config, max_draft_len, can)) + 2 * can.coupled) * prompts + REQUESTS
+    return (
+        len(_more_arms(config, max_draft_len, can)) + 2 * (can.seeds == "coupled")
+    ) * prompts + REQUESTS
 
 
 class Say(Protocol):
@@ -110,7 +113,7 @@ class Case:
     references: References
     rule: str
     max_draft_len: int
-    can: Abilities
+    can: Capabilities
     keep_replay: Callable[[Replay], str] | None = None
     say: Say = _unsaid
     on_step: Callable[[int, int], None] = lambda done, total: None
@@ -190,12 +193,12 @@ def _judge_speculation(case: Case) -> _Speculation:
         for pair in zip(case.plain, case.greedy.speculative[0], strict=True)
     ]
     stop_check = check_stops(case.sender, case.prompts, case.plain, same, seed=case.config.seed)
-    seeded_texts = _seeded(case) if case.can.coupled else None
+    seeded_texts = _seeded(case) if case.can.seeds == "coupled" else None
     engine = case.references.engine
     again: AskedAgain = {}
-    if engine is None and case.can.log_probs:
+    if engine is None and case.can.log_probs > 0:
         case.say("asking again for log-probabilities")
-        again = ask_again(case.sender, case.plain, arms, draft_lens=case.can.draft_lens)
+        again = ask_again(case.sender, case.plain, arms, draft_lens=case.can.draft_len_per_request)
     distribution = _distribution(case) if case.config.distribution.enabled else None
 
     case.say("asking the engine about divergences")
@@ -297,7 +300,7 @@ def correctness_gates(found: Correctness) -> list[Gate]:
 
 
 def not_measured(
-    max_draft_len: int, references: References, can: Abilities, acceptance: Acceptance | None
+    max_draft_len: int, references: References, can: Capabilities, acceptance: Acceptance | None
 ) -> Iterator[Finding]:
     """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none
     can pass.
@@ -309,7 +312,7 @@ def not_measured(
             "note",
             f"whether plain texts are the engine's own (agreement_engine): {foreign}",
         )
-    if not can.fresh_prompts:
+    if can.reuses_prefixes:
         detail = (
             "time to the first token of prompts that are new: the server keeps KV blocks"
             " (engine.enable_block_reuse), and both arms send every prompt several times; `toolkit"
@@ -329,19 +332,19 @@ def not_measured(
             "note",
             f"whether temperature, top-k, top-p and seeds are respected: {foreign}",
         )
-    if not can.verify_arm:
+    if not can.has_verify_only:
         yield Finding(
             "not measured",
             "note",
             "parity of verifying without accepting: no request can ask for verify_only",
         )
-    if not can.draft_lens:
+    if not can.draft_len_per_request:
         yield Finding(
             "not measured",
             "note",
             "parity at shorter draft lengths: the length is fixed when the server starts",
         )
-    if not can.coupled:
+    if can.seeds != "coupled":
         detail = (
             "parity of seeded texts: this runtime's random numbers are not the same with and"
             " without speculation"
@@ -360,13 +363,15 @@ def not_measured(
 
 
 def _more_arms(
-    config: ValidationConfig, max_draft_len: int, can: Abilities
+    config: ValidationConfig, max_draft_len: int, can: Capabilities
 ) -> list[tuple[str, int]]:
     """(arm, draft length) of what is compared beside the arms that are timed."""
     asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
     shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
-    more = [("speculative", draft_len) for draft_len in shorter] if can.draft_lens else []
-    return [*([("verify", max_draft_len)] if can.verify_arm else []), *more]
+    more = (
+        [("speculative", draft_len) for draft_len in shorter] if can.draft_len_per_request else []
+    )
+    return [*([("verify", max_draft_len)] if can.has_verify_only else []), *more]
 
 
 def _said_by(case: Case, arm: str, draft_len: int) -> ArmTexts:

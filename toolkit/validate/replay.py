@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ValidationConfig
 from toolkit.errors import UsageError
+from toolkit.facts.capabilities import EMBEDDED, Capabilities
 from toolkit.pipeline.saved import read_saved
 from toolkit.records.codec import from_json, to_json
 from toolkit.records.judged import Divergence
-from toolkit.validate.arms import ALL, Abilities, Alternating, Endpoint, Sender
+from toolkit.validate.arms import Alternating, Endpoint, Sender
 from toolkit.validate.parity import ArmTexts, Judge, compare
 from toolkit.validate.reference import Reference
 from toolkit.validate.requery import ask_again
@@ -97,7 +98,7 @@ def replay(
     found: Replay,
     endpoint: Endpoint | Alternating,
     reference: Reference | None,
-    can: Abilities = ALL,
+    can: Capabilities = EMBEDDED,
 ) -> Replayed:
     """Send both requests again, one after the other, and judge them. Raises StageError as
     validation does.
@@ -112,11 +113,11 @@ def replay(
     hint = "It was built with other limits since then: toolkit validate CONFIG writes new files."
     sender = Sender(endpoint, found.max_tokens, hint=hint)
     plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
-    drafted = {"num_draft_tokens": one.draft_len} if can.draft_lens else {}
+    drafted = {"num_draft_tokens": one.draft_len} if can.draft_len_per_request else {}
     other = sender.send(one.prompt_index, one.prompt, one.arm, **options, **drafted)
     arms = [ArmTexts(one.arm, one.draft_len, [[other]])]
-    ask = reference is None and can.log_probs
-    again = ask_again(sender, [plain], arms, draft_lens=can.draft_lens) if ask else {}
+    ask = reference is None and can.log_probs > 0
+    again = ask_again(sender, [plain], arms, draft_lens=can.draft_len_per_request) if ask else {}
     judge = Judge(
         reference,
         found.near_tie_margin,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.bench import metrics
@@ -26,6 +26,7 @@ from toolkit.bench.prompts import read_prompts
 from toolkit.bench.verdict import INCONCLUSIVE, verdict
 from toolkit.config.schema import LatencyGates, ValidationConfig
 from toolkit.errors import UsageError
+from toolkit.facts.capabilities import EMBEDDED, Capabilities
 from toolkit.interfaces import Progress
 from toolkit.records.bench import BenchRun
 from toolkit.records.build import CompiledEngine, Quality, StageCost
@@ -33,10 +34,8 @@ from toolkit.records.judged import Parity, Sampled
 from toolkit.records.measured import Acceptance, Arms, CounterCheck, Finding, Gate, Speedup
 from toolkit.records.report import REPORT_SCHEMA_VERSION, ValidationReport
 from toolkit.validate.arms import (
-    ALL,
     ARMS,
     WARM_UP_PROMPTS,
-    Abilities,
     Alternating,
     Endpoint,
     Measured,
@@ -66,11 +65,12 @@ from toolkit.validate.replay import Replay
 
 __all__ = [
     "VERSION",
-    "Abilities",
     "Alternating",
     "Endpoint",
+    "Origin",
     "Reference",
     "References",
+    "Served",
     "rounds_wanted",
     "validate",
 ]
@@ -89,63 +89,79 @@ NOT_DRAWN = (
 LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A started deployment, as it is measured.
+
+    endpoint: a server's client, or one that starts a server per arm. max_draft_len 0: it does not
+    speculate, and only the plain arm is measured. rule: that accepts drafts at temperature > 0.
+    counters: reads the server's own, name -> value; None leaves them out, which is reported.
+    sweep: measures both arms at these many requests at a time; called where
+    config.latency.concurrency has any.
+    """
+
+    endpoint: Endpoint | Alternating
+    max_draft_len: int
+    can: Capabilities = EMBEDDED
+    rule: str = EMBEDDED.acceptance[0]
+    counters: Callable[[], Mapping[str, float]] | None = None
+    sweep: Callable[[Sequence[int]], BenchRun] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a deployment comes from, for its report.
+
+    engines: by role, "target" and "draft". environment: versions and hardware, name -> text.
+    findings: of earlier stages; those that warn are taken over. replaced: of a rehearsal, what
+    stands in for what; speed and quality are then measured and not judged.
+    """
+
+    name: str
+    quality: Quality
+    engines: Mapping[str, CompiledEngine]
+    environment: Mapping[str, str]
+    findings: Sequence[Finding] = ()
+    stages: Sequence[StageCost] = ()
+    replaced: Sequence[str] = ()
+
+
 def validate(
-    endpoint: Endpoint | Alternating,
+    served: Served,
     config: ValidationConfig,
-    *,
-    name: str,
-    max_draft_len: int,
-    acceptance: str,
     references: References,
-    can: Abilities = ALL,
-    quality: Quality,
-    engines: Mapping[str, CompiledEngine],
-    environment: Mapping[str, str],
+    origin: Origin,
+    *,
     keep_replay: Callable[[Replay], str] | None = None,
-    counters: Callable[[], Mapping[str, float]] | None = None,
-    sweep: Callable[[Sequence[int]], BenchRun] | None = None,
-    preceding: Sequence[Finding] = (),
-    stages: Sequence[StageCost] = (),
-    replaced: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ValidationReport:
     """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per
     arm, and more rounds if undecided.
 
-    endpoint: a started server's client, `Client(server.grpc_url)`, or one that starts a server per
-    arm. counters: reads the server's own counters, for instance `lambda:
-    read_counters(server.metrics_url)` of `toolkit.bench.counters`; None leaves them out, which is
-    reported. sweep: measures both arms at these many requests at a time; it is called where
-    config.latency.concurrency has any. references: judge the texts; `reference_from_engine` of
-    `toolkit.validate.reference` makes one of the target's engine. can: what the endpoint knows to
-    do. keep_replay: stores what `toolkit validate --replay` needs of one divergence, and returns
-    the file's name. max_draft_len 0: the deployment does not speculate, and only the plain arm is
-    measured. acceptance: the deployment's `speculation.acceptance`. environment: versions and
-    hardware, name -> text. engines: by role, "target" and "draft". preceding: findings of earlier
-    stages that a reader of the report must know; those that warn are taken over. replaced: of a
-    rehearsal, what stands in for what; bars on speed and quality are then measured and not judged.
-    config.prompts is read here (JSON Lines with a `prompt` per line, already resolved to a readable
-    path).
+    config.prompts is read here (JSON Lines with a `prompt` per line). references: judge the texts.
+    keep_replay: stores what `toolkit validate --replay` needs of one divergence, and returns the
+    file's name.
 
     Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses
     or breaks.
     """
+    endpoint, can, max_draft_len = served.endpoint, served.can, served.max_draft_len
+    counters, sweep, quality = served.counters, served.sweep, origin.quality
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
-    sender = Sender(endpoint, config.max_tokens, shown.sent, draft_lens=can.draft_lens)
+    sender = Sender(endpoint, config.max_tokens, shown.sent, draft_lens=can.draft_len_per_request)
     before = counters() if counters is not None else {}
     by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     measured = _measure(sender, prompts, arms, config, shown, by_restarts=by_restarts)
     greedy, sampled = measured[0.0], measured[config.temperature]
-    rule = "rejection" if acceptance == "auto" else acceptance
     case = Case(
         sender=sender,
         prompts=prompts,
         greedy=greedy,
         config=config,
         references=references,
-        rule=rule,
+        rule=served.rule,
         max_draft_len=max_draft_len,
         can=can,
         keep_replay=keep_replay,
@@ -176,14 +192,14 @@ def validate(
         ),
         *correctness_gates(found),
         *quality_gates(
-            quality.target, config.quality, quantized=_is_quantized(engines.get("target"))
+            quality.target, config.quality, quantized=_is_quantized(origin.engines.get("target"))
         ),
         *(() if loaded is None else loaded.gates),
     ]
-    gates = not_judged(gates) if replaced else gates
+    gates = not_judged(gates) if origin.replaced else gates
     return ValidationReport(
         schema_version=REPORT_SCHEMA_VERSION,
-        name=name,
+        name=origin.name,
         verdict=verdict(gates),
         gates=tuple(gates),
         arms=greedy_arms,
@@ -192,7 +208,7 @@ def validate(
         parity=found.parity,
         sampled=Sampled(
             temperature=config.temperature,
-            rule=rule,
+            rule=served.rule,
             arms=sampled_arms,
             speedup=sampled_speedup,
             acceptance=sampled_acceptance,
@@ -205,7 +221,7 @@ def validate(
         quality=quality,
         counters=checks,
         findings=(
-            *(finding for finding in preceding if finding.severity != "ok"),
+            *(finding for finding in origin.findings if finding.severity != "ok"),
             *found.diagnoses,
             *(
                 ()
@@ -226,13 +242,13 @@ def validate(
                 else []
             ),
         ),
-        environment=dict(environment),
-        engines=dict(engines),
-        stages=tuple(stages),
+        environment=dict(origin.environment),
+        engines=dict(origin.engines),
+        stages=tuple(origin.stages),
         definitions=DEFINITIONS,
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
-        replaced=tuple(replaced),
+        replaced=tuple(origin.replaced),
         plain_arm="restarts" if by_restarts else "request",
     )
 

@@ -6,18 +6,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.config.schema import DeploymentConfig, TrtEngineConfig
+from toolkit.config.schema import DeploymentConfig
+from toolkit.engines.spec import engine_spec
 from toolkit.errors import UsageError
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.build import CompiledEngine
 from toolkit.records.report import ValidationReport
-from toolkit.workflows.deployment import models_of
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.serve import Machine, check_servable
-from toolkit.workflows.stages.compile import engine_spec
 from toolkit.workflows.stages.sequence import (
     PACKAGE_TRTLLM,
     REAL_KIND,
@@ -121,10 +120,10 @@ def _publications(
     config: DeploymentConfig, workplace: Workplace
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Folder -> its subfolders and the stages that they come from."""
-    yield workplace.engines(config.name), {role: f"compile/{role}" for role in models_of(config)}
+    yield workplace.engines(config.name), {role: f"compile/{role}" for role in config.models}
     yield (
         workplace.engines(config.name + REAL_KIND),
-        {role: f"compile/{role}{REAL_KIND}" for role in models_of(config)},
+        {role: f"compile/{role}{REAL_KIND}" for role in config.models},
     )
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
@@ -137,7 +136,7 @@ def _outdated(
     """Folders of stages behind `until` whose content was made from what this build has just
     replaced.
     """
-    stages = {role: f"compile/{role}" for role in models_of(config)}
+    stages = {role: f"compile/{role}" for role in config.models}
     if not set(stages.values()) <= set(finished):
         return  # engines/NAME is what it was
     engines = {role: finished[stage].entry.digest for role, stage in stages.items()}
@@ -166,7 +165,7 @@ def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store)
     """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is
     in the store needs none.
     """
-    if not isinstance(config.engine, TrtEngineConfig):
+    if not config.capabilities.needs_trtllm_build:
         return
     if all(one.reused for one in explain_build(config, workplace, store)):
         return

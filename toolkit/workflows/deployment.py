@@ -6,16 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.schema import (
-    DeploymentConfig,
-    ModelConfig,
-    SpeculationConfig,
-    TorchEngineConfig,
-    TrtEngineConfig,
-)
+from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngineConfig
 from toolkit.errors import UsageError
-from toolkit.facts.support import ACCEPTANCE
-from toolkit.facts.versions import VERSIONS
 from toolkit.pipeline.stage import Finished
 from toolkit.records.advice import Advice
 
@@ -23,14 +15,9 @@ __all__ = [
     "check_prompt_lengths",
     "embedded",
     "embedded_twin",
-    "measures",
-    "models_of",
     "sampled_rule",
     "settled",
     "speculation_of",
-    "takes_max_concurrency",
-    "takes_schedule",
-    "tp_size_of",
 ]
 
 TWIN_BATCH = (
@@ -38,37 +25,25 @@ TWIN_BATCH = (
 )
 
 
-def models_of(config: DeploymentConfig) -> dict[str, ModelConfig]:
-    models = {"target": config.target}
-    return models if config.draft is None else {**models, "draft": config.draft}
-
-
-def tp_size_of(config: DeploymentConfig) -> int:
-    return 1 if config.engine.kind == "torch" else config.engine.tp_size
-
-
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
     """The section of the embedded engine. Raises UsageError for another kind, which nothing but
     its server can run.
     """
-    if not isinstance(config.engine, TorchEngineConfig):
+    engine = config.embedded_engine
+    if engine is None:
         raise UsageError(
             f"engine.kind {config.engine.kind} runs in its server alone, and this works on the"
             " embedded engine",
             hint="Use engine.kind: torch.",
         )
-    return config.engine
-
-
-def measures(config: DeploymentConfig) -> bool:
-    return config.speculation.kind != "none" and config.speculation.max_draft_len == "auto"
+    return engine
 
 
 def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
     """The same models on the embedded engine, long enough for what validation asks: to read what
     they say, not how fast.
     """
-    if isinstance(config.engine, TorchEngineConfig):
+    if config.capabilities.in_process:
         return config
     longest = config.engine.max_input_len
     engine = TorchEngineConfig(
@@ -83,44 +58,26 @@ def sampled_rule(config: DeploymentConfig) -> str:
     """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the
     advisor's words for it.
     """
-    kind, asked = config.engine.kind, config.speculation.acceptance
-    rule = ACCEPTANCE[kind][0] if asked == "auto" else asked
-    return f"{rule}_greedy_draft" if kind == "trtllm_pytorch" and rule == "sample_match" else rule
-
-
-def takes_max_concurrency(config: DeploymentConfig) -> bool:
-    """Whether speculation can stop above a number of running requests where this is served."""
-    if isinstance(config.engine, TorchEngineConfig):
-        return config.triton.layout != "bls"
-    return not isinstance(config.engine, TrtEngineConfig)
-
-
-def takes_schedule(config: DeploymentConfig) -> bool:
-    """Whether the draft length can follow the number of running requests where this is served."""
-    engine = config.engine
-    known = (
-        isinstance(engine, TorchEngineConfig)
-        or VERSIONS[engine.tensorrt_llm].draft_len_schedule is not None
-    )
-    return known and takes_max_concurrency(config)
+    can, stated = config.capabilities, config.speculation.acceptance
+    rule = can.acceptance[0] if stated == "auto" else stated
+    return f"{rule}_greedy_draft" if can.drafts_greedily and rule == "sample_match" else rule
 
 
 def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
     """What is served: what the YAML says, or what was found where it says `auto`."""
-    if not measures(config):
+    if not config.speculation.is_measured:
         return config.speculation
     advice: Advice = finished["tune"].record
     if not advice.speculate:
         return config.speculation.model_copy(update={"kind": "none"})
-    by_load = takes_schedule(config)
+    can = config.capabilities
+    by_load = can.draft_len_schedule is not None
     found: dict[str, Any] = {
         "max_draft_len": advice.max_draft_len,
         "draft_len_schedule": (
             {step.batch: step.draft_len for step in advice.schedule} if by_load else None
         ),
-        "max_concurrency": (
-            None if by_load or not takes_max_concurrency(config) else advice.max_concurrency
-        ),
+        "max_concurrency": (None if by_load or not can.max_concurrency else advice.max_concurrency),
     }
     return config.speculation.model_copy(update=found)
 

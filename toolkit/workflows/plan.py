@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.config.schema import (
-    DeploymentConfig,
-    TorchEngineConfig,
-    TrtEngineConfig,
-    TrtllmPytorchConfig,
-)
+from toolkit.config.schema import DeploymentConfig
+from toolkit.engines.spec import engine_spec
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
-from toolkit.workflows.deployment import models_of, tp_size_of
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.stages.compile import engine_spec
+from toolkit.workflows.serve import deployment_of
 from toolkit.workflows.stages.package import in_container
+
+if TYPE_CHECKING:
+    from toolkit.triton.package.deploy import Deployment
 
 __all__ = ["plan_of"]
 
@@ -61,14 +60,14 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
     """What the tokenizers say, where both lie on this machine."""
     from toolkit.pairing.tokenizers import compare_pair
 
-    draft, models = config.draft, models_of(config).values()
+    draft, models = config.draft, config.models.values()
     if draft is None or not all(
         model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models
     ):
         return []
     try:
         findings = compare_pair(
-            config.target.checkpoint, draft.checkpoint, tp_size=tp_size_of(config)
+            config.target.checkpoint, draft.checkpoint, tp_size=config.engine.tp_size
         ).findings
     except PairingError as error:
         return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.hint)]
@@ -122,17 +121,17 @@ def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
 
 
 def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Iterator[PlannedRun]:
-    for role in models_of(config):
+    for role in config.models:
         yield from _quantizing(config, role)
-    engine = config.engine
-    if isinstance(engine, TorchEngineConfig):
+    deployment = deployment_of(config)
+    if deployment is None:
         yield from _serving_here(config)
         return
-    if isinstance(engine, TrtEngineConfig):
-        for role in models_of(config):
-            yield _compiling(config, engine, role, which)
-    yield from _launching(config)
-    if isinstance(engine, TrtllmPytorchConfig):
+    if config.capabilities.needs_trtllm_build:
+        for role in config.models:
+            yield _compiling(config, role, which)
+    yield from _launching(config, deployment)
+    if config.capabilities.loads_draft_with_target:
         yield _loading(config)
 
 
@@ -140,7 +139,7 @@ def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
     from toolkit.checkpoints.quantized import read_quantization
     from toolkit.quantize.algorithms import algorithm_of, presets
 
-    model, calibration = models_of(config)[role], config.calibration
+    model, calibration = config.models[role], config.calibration
     algorithm = algorithm_of(model.quantization.quant_algo)
     if algorithm is None or calibration is None:
         return
@@ -160,15 +159,17 @@ def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
 
 
 def _compiling(
-    config: DeploymentConfig, engine: TrtEngineConfig, role: str, which: Callable[[str], str | None]
+    config: DeploymentConfig, role: str, which: Callable[[str], str | None]
 ) -> PlannedRun:
     from toolkit.engines.trtllm.command import build_flags
     from toolkit.engines.trtllm.where import ContainerBuilder, planned_builder
     from toolkit.quantize.stage import TRTLLM_FOLDER
 
-    spec, quantization = engine_spec(config, role), models_of(config)[role].quantization
+    spec, quantization = engine_spec(config, role), config.models[role].quantization
     assert spec.tensorrt_llm is not None  # of this kind
-    builder = planned_builder(engine.builder, engine.tensorrt_llm, role, which=which)
+    builder = planned_builder(
+        spec.tensorrt_llm.builder, spec.tensorrt_llm.version, role, which=which
+    )
     source = HERE.store / "quantize" / role / "KEY" / "content" / TRTLLM_FOLDER
     out_dir = HERE.engines(config.name) / role
     checkpoint_dir, output_dir, timing_cache = builder.paths(source, out_dir, Path("TEMPORARY"))
@@ -198,11 +199,9 @@ def _loading(config: DeploymentConfig) -> PlannedRun:
     return PlannedRun("serve", "the server's Python model", call="tensorrt_llm.LLM", arguments=args)
 
 
-def _launching(config: DeploymentConfig) -> Iterator[PlannedRun]:
+def _launching(config: DeploymentConfig, deployment: Deployment) -> Iterator[PlannedRun]:
     from toolkit.triton.package.deploy import docker_run, launch_command
-    from toolkit.workflows.serve import deployment_of
 
-    deployment = deployment_of(config)
     if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
         if deployment.model_py == "ours":  # else nothing of it can be judged
             place = f"inside {deployment.image}; {IN_CONTAINER}"

@@ -9,21 +9,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
+from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import StageError, UsageError
 from toolkit.workflows.deployment import embedded
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.serve import (
-    Machine,
-    Servers,
-    abilities_of,
-    check_servable,
-    deployment_of,
-    served_here,
-)
+from toolkit.workflows.serve import Machine, check_servable, serve
 from toolkit.workflows.stages.validate import engine_reference
 
 if TYPE_CHECKING:
+    from toolkit.validate.reference import Reference
     from toolkit.validate.replay import Replay, Replayed
 
 __all__ = ["replay_divergence"]
@@ -38,7 +32,7 @@ def replay_divergence(
     machine: where TensorRT-LLM's kinds are to run. Raises UsageError for a file that is none, for a
     deployment that is not built or cannot be served here, StageError.
     """
-    from toolkit.validate.replay import read_replay
+    from toolkit.validate.replay import read_replay, replay
 
     found = read_replay(file)
     try:
@@ -54,17 +48,18 @@ def replay_divergence(
         raise UsageError(
             f"the deployment {config.name!r} is not built here", where=repository, hint=hint
         )
-    if isinstance(config.engine, TorchEngineConfig):
-        return found, _embedded(found, config, repository, workplace.engines(config.name))
     check_servable(config, machine or Machine(), judged=False)
-    return found, _trtllm(found, config, repository)
+    can, reference = config.capabilities, None
+    if can.gives_logits:
+        reference = _reference(config, workplace.engines(config.name))
+    in_turns = can.plain_arm == "restart"
+    with serve(config, repository, in_turns=in_turns) as (endpoint, _):
+        return found, replay(found, endpoint, reference, can)
 
 
-def _embedded(found: Replay, config: DeploymentConfig, repository: Path, engines: Path) -> Replayed:
-    """The compiled engine is loaded a second time, to judge."""
-    from toolkit.client import Client
+def _reference(config: DeploymentConfig, engines: Path) -> Reference:
+    """The compiled engine, loaded once more to judge. Raises UsageError where it is not here."""
     from toolkit.engines.embedded.directory import open_directory
-    from toolkit.validate.replay import replay
 
     try:
         open_directory(engines / "target")
@@ -76,30 +71,5 @@ def _embedded(found: Replay, config: DeploymentConfig, repository: Path, engines
         raise UsageError(
             what, where=engines / "target", hint="Build it: toolkit build CONFIG."
         ) from error
-    folders = {role: engines / role for role in ("target", "draft") if (engines / role).is_dir()}
-    with (
-        served_here(config, repository, config.triton.on_free_ports) as server,
-        Client(server.grpc_url) as client,
-    ):
-        return replay(found, client, engine_reference(folders, embedded(config).threads))
-
-
-def _trtllm(found: Replay, config: DeploymentConfig, repository: Path) -> Replayed:
-    """The arms judge one another by their log-probabilities, as far as the server tells them."""
-    from toolkit.triton.process.server import private_folder
-    from toolkit.validate.arms import Alternating
-    from toolkit.validate.replay import replay
-
-    with (
-        private_folder() as folder,
-        Servers(
-            repository, deployment_of(config), config.triton, folder, folder / "server.log"
-        ) as servers,
-    ):
-        in_turns = config.engine.kind == "trtllm_pytorch"
-        return replay(
-            found,
-            Alternating(servers.start) if in_turns else servers.start("served"),
-            None,
-            abilities_of(config),
-        )
+    folders = {role: engines / role for role in config.models if (engines / role).is_dir()}
+    return engine_reference(folders, embedded(config).threads)

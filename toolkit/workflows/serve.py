@@ -1,9 +1,8 @@
-"""Serving the kinds of TensorRT-LLM on this machine: can it be done here, one server by hand, and
-the servers of both arms.
+"""Serve a packaged repository on this machine, whatever its engine kind: `serve(...)`.
 
-It runs where they run: inside NVIDIA's container, on a node with the GPUs. `trt_engine` is one
-server, whose plain arm is a request's parameter. `trtllm_pytorch` decides on speculation when it
-loads and fills the GPUs, so its arms are two renderings of the repository that are served in turns.
+The embedded engine runs anywhere. TensorRT-LLM's kinds run inside NVIDIA's container, on a node
+with the GPUs. There the repository does not lie where it names itself, so it is laid out anew. A
+kind whose plain arm is had by a restart (`Capabilities.plain_arm`) is served an arm at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, TritonConfig, TrtEngineConfig
+from toolkit.config.schema import DeploymentConfig, TritonConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.pipeline.machine import gpus
@@ -27,11 +26,12 @@ if TYPE_CHECKING:
     from toolkit.client import Client
     from toolkit.triton.package.deploy import Deployment
     from toolkit.triton.process.server import Launch, TritonServer
-    from toolkit.validate.arms import Abilities
+    from toolkit.validate.arms import Alternating
 
-__all__ = ["Machine", "Servers", "abilities_of", "check_servable", "deployment_of", "served_here"]
+__all__ = ["Machine", "Servers", "check_servable", "deployment_of", "serve"]
 
 START_TIMEOUT_S = 1800.0  # hundreds of gigabytes of weights are read
+SERVED, PLAIN = "served", "plain"  # arms: the deployment as it is, and without speculation
 
 
 def installed_version() -> str | None:
@@ -61,15 +61,14 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
     """
     from toolkit.engines.trtllm.where import same_version
 
-    engine = config.engine
-    if isinstance(engine, TorchEngineConfig):
+    engine, deployment = config.trtllm_engine, deployment_of(config)
+    if engine is None or deployment is None:
         return
-    deployment = deployment_of(config)
     until = "Use --until package" if judged else "Use toolkit package"
     if deployment.nodes > 1:
         by = "served and judged by a build" if judged else "served by this command"
         raise UsageError(
-            f"engine.kind {engine.kind} over {deployment.nodes} nodes is not {by}",
+            f"engine.kind {config.engine.kind} over {deployment.nodes} nodes is not {by}",
             hint=(
                 f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and"
                 " judge it with toolkit bench."
@@ -107,112 +106,82 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
             )
         cannot = "cannot be served and judged here" if judged else "cannot be served here"
         raise UsageError(
-            f"engine.kind {engine.kind} {cannot}: it needs {', '.join(missing)}", hint=hint
+            f"engine.kind {config.engine.kind} {cannot}: it needs {', '.join(missing)}", hint=hint
         )
 
 
 def _image(deployment: Deployment) -> str:
     from toolkit.facts.versions import VERSIONS
 
-    return (
-        deployment.image
-        if VERSIONS[deployment.version].serving_tags
-        else "a container that serves this version"
-    )
+    has_image = bool(VERSIONS[deployment.version].serving_tags)
+    return deployment.image if has_image else "a container that serves this version"
 
 
-def deployment_of(config: DeploymentConfig) -> Deployment:
+def deployment_of(config: DeploymentConfig) -> Deployment | None:
+    """What launches it in NVIDIA's container; None for the embedded engine, which needs none."""
     from toolkit.triton.package.deploy import Deployment
 
-    engine = config.engine
-    assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
+    engine, can = config.trtllm_engine, config.capabilities
+    if engine is None:
+        return None
     return Deployment(
         name=config.name,
-        layout="bls" if isinstance(engine, TrtEngineConfig) else "llmapi",
+        layout=can.layout,
         version=engine.tensorrt_llm,
-        world_size=engine.tp_size * engine.pp_size,
+        world_size=engine.world_size,
         gpus_per_node=engine.gpus_per_node,
-        speculates=config.speculation.kind != "none",
+        speculates=config.speculation.is_enabled,
         model_py=config.triton.model_py,
     )
 
 
 @contextmanager
-def served_here(
-    config: DeploymentConfig, repository: Path, triton: TritonConfig
-) -> Iterator[TritonServer]:
-    """The packaged repository on the server of its kind, until the block ends. triton: with the
-    ports to take.
+def serve(
+    config: DeploymentConfig,
+    repository: Path,
+    *,
+    triton: TritonConfig | None = None,
+    log_path: Path | None = None,
+    progress: Progress | None = None,
+    in_turns: bool = False,
+) -> Iterator[tuple[Client | Alternating, Servers]]:
+    """Start what serves the packaged repository: (client, servers), until the block ends.
 
-    Raises ServerError where it does not start.
+    triton: with the ports to take; None for free ones. in_turns: each arm is a server of its own,
+    started when the client turns to it. Raises ServerError where a server does not start.
     """
-    from toolkit.triton.process.localize import render_here
-    from toolkit.triton.process.server import TritonServer, private_folder
+    from toolkit.triton.process.server import private_folder
+    from toolkit.validate.arms import Alternating
 
-    with ExitStack() as open_until:
-        if isinstance(config.engine, TorchEngineConfig):
-            server = TritonServer(repository, triton)
-        else:
-            folder = open_until.enter_context(private_folder())
-            render_here(repository, folder / "repository")
-            server = TritonServer(
-                folder / "repository", _patient(triton), launch=_launch_of(deployment_of(config))
-            )
-        yield open_until.enter_context(server)
-
-
-def _launch_of(deployment: Deployment) -> Launch:
-    """What launch.sh does in the container, for a repository that lies elsewhere."""
-    from toolkit.triton.package.deploy import started_here
-    from toolkit.triton.process.server import Workspace, launch_command
-
-    def launch(
-        repository: Path, workspace: Workspace, config: TritonConfig
-    ) -> tuple[list[str], dict[str, str]]:
-        command, environment = launch_command(repository, workspace, config)
-        command, more = started_here(deployment, command)
-        return command, {**environment, **more}
-
-    return launch
-
-
-def _patient(triton: TritonConfig) -> TritonConfig:
-    """The time to start as the YAML states it, and else enough for a large model."""
-    stated = "start_timeout_s" in triton.model_fields_set
-    return triton if stated else triton.model_copy(update={"start_timeout_s": START_TIMEOUT_S})
-
-
-def abilities_of(config: DeploymentConfig) -> Abilities:
-    """The BLS model is ours and drafts as a request asks; LLM() has one draft length, and its
-    own accept rule.
-    """
-    from toolkit.facts.support import LOG_PROBS
-    from toolkit.validate.arms import Abilities
-
-    engine = config.engine
-    assert not isinstance(engine, TorchEngineConfig)  # the caller has looked
-    ours = isinstance(engine, TrtEngineConfig)
-    told = LOG_PROBS[engine.kind].get(engine.tensorrt_llm, 0) > 0
-    fresh = not engine.enable_block_reuse
-    return Abilities(
-        verify_arm=ours, draft_lens=ours, coupled=False, log_probs=told, fresh_prompts=fresh
-    )
+    with (
+        private_folder() as folder,
+        Servers(
+            repository,
+            deployment_of(config),
+            triton or config.triton.on_free_ports,
+            folder,
+            config.capabilities.layout,
+            log_path,
+            progress,
+        ) as servers,
+    ):
+        yield (Alternating(servers.start) if in_turns else servers.start(SERVED)), servers
 
 
 @dataclass
 class Servers:
-    """The server of one arm at a time: `with Servers(...) as servers: servers.start("plain")`. It
-    ends with the block.
+    """The server of one arm at a time: `servers.start("plain")`. It ends with the block.
 
-    folder: for the renderings. log_path: of the latest start; earlier ones are kept beside it,
-    numbered.
+    deployment: None where the repository is served as it lies. folder: for repositories that are
+    laid out anew. log_path: of the latest start; earlier logs are kept beside it, numbered.
     """
 
     repository: Path
-    deployment: Deployment
+    deployment: Deployment | None
     config: TritonConfig
     folder: Path
-    log_path: Path
+    layout: str
+    log_path: Path | None = None
     progress: Progress | None = None
     starts: int = 0
     _running: ExitStack = field(default_factory=ExitStack)
@@ -238,30 +207,57 @@ class Servers:
     def start(self, arm: str) -> Client:
         """End the running server, serve this arm, and return a client of it. Raises ServerError."""
         from toolkit.client import Client
-        from toolkit.triton.process.localize import render_here
         from toolkit.triton.process.server import TritonServer
+        from toolkit.triton.tensors.contract import BLS_MODEL, MODEL
 
-        launch = _launch_of(self.deployment)
         self._running.close()
-        if self.starts:
+        if self.starts and self.log_path is not None:
             self.log_path.rename(self.log_path.with_suffix(f".{self.starts}.log"))
         self.starts += 1
-        rendered = self.folder / arm
-        if not rendered.exists():
-            render_here(self.repository, rendered, speculates=arm != "plain")
+        folder, launch, patience = self._placed(arm)
         with ExitStack() as starting:
             server = TritonServer(
-                rendered,
-                self._ports(),
+                folder,
+                patience,
                 log_path=self.log_path,
                 progress=self.progress,
                 launch=launch,
             )
             self._server = starting.enter_context(server)
-            client = starting.enter_context(Client(server.grpc_url, model=self.deployment.entry))
+            model = BLS_MODEL if self.layout == "bls" else MODEL
+            client = starting.enter_context(Client(server.grpc_url, model=model))
             self._running = starting.pop_all()
         return client
 
-    def _ports(self) -> TritonConfig:
-        """Free ones, and the time to start."""
-        return _patient(self.config).on_free_ports
+    def _placed(self, arm: str) -> tuple[Path, Launch | None, TritonConfig]:
+        """(the repository of this arm, how it is launched, with how much time to start)."""
+        from toolkit.triton.process.localize import render_here
+
+        if self.deployment is None:
+            return self.repository, None, self.config
+        rendered = self.folder / arm
+        if not rendered.exists():
+            render_here(self.repository, rendered, speculates=arm != PLAIN)
+        return rendered, _launch_of(self.deployment), _patient(self.config)
+
+
+def _launch_of(deployment: Deployment) -> Launch:
+    """What launch.sh does in the container, for a repository that lies elsewhere."""
+    from toolkit.triton.package.deploy import started_here
+    from toolkit.triton.process.server import Workspace, launch_command
+
+    def launch(
+        repository: Path, workspace: Workspace, config: TritonConfig
+    ) -> tuple[list[str], dict[str, str]]:
+        command, environment = launch_command(repository, workspace, config)
+        command, more = started_here(deployment, command)
+        return command, {**environment, **more}
+
+    return launch
+
+
+def _patient(triton: TritonConfig) -> TritonConfig:
+    """The time to start as the YAML states it, and else enough for a large model."""
+    if "start_timeout_s" in triton.model_fields_set:
+        return triton
+    return triton.model_copy(update={"start_timeout_s": START_TIMEOUT_S})

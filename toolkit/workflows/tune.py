@@ -13,8 +13,6 @@ from toolkit.config.schema import (
     DeploymentConfig,
     ModelConfig,
     QuantAlgo,
-    TensorRtLlmConfig,
-    TrtEngineConfig,
 )
 from toolkit.errors import UsageError
 from toolkit.facts.gpus import Gpu
@@ -23,7 +21,7 @@ from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.advice import Advice, Grid
 from toolkit.workflows.build import build
-from toolkit.workflows.deployment import embedded, embedded_twin, models_of, sampled_rule
+from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.stages.sequence import (
@@ -62,11 +60,11 @@ def tune(
     or this machine names.
     """
     elsewhere = _gpu_of_costs(config, gpu, measured_rounds)
-    if isinstance(config.engine, TensorRtLlmConfig):
+    if not config.capabilities.in_process:
         engines = _run(
             advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer
         )
-        checkpoints = {role: engines[f"quantize/{role}"] for role in models_of(config)}
+        checkpoints = {role: engines[f"quantize/{role}"] for role in config.models}
     else:
         checkpoints = None
         engines = build(config, workplace, observer, store, until="compile").stages
@@ -84,9 +82,7 @@ def tune(
             observer,
         )
         ways.append((checkpoint.name, "draft_target", found["compile/draft"]))
-    if config.speculation.kind != "ngram" and not isinstance(
-        config.engine, TrtEngineConfig
-    ):  # which has no prompt lookup
+    if config.capabilities.has_ngram and not config.speculation.has_ngram:
         ways.append(("ngram", "ngram", None))
     stage = tune_stage(
         config,
@@ -121,7 +117,7 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
     """
     from toolkit.plan.make import gpu_asked_for, subject_of
 
-    if not isinstance(config.engine, TensorRtLlmConfig):
+    if config.capabilities.in_process:
         return None if asked is None else gpu_asked_for(asked)
     kind = config.engine.kind
     if measured_rounds > 0:
@@ -133,7 +129,7 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
             what,
             hint="leave it out; `toolkit validate` measures the length that the YAML has, served",
         )
-    if config.speculation.kind == "none":
+    if not config.speculation.is_enabled:
         raise UsageError(
             "this deployment does not speculate, so there is nothing to advise",
             hint="set speculation.kind",
@@ -169,8 +165,8 @@ def tune_grid(
         )
     heldout = split_texts(config.calibration)[1]
     elsewhere = _gpu_of_costs(config, gpu, measured_rounds=0)
-    if elsewhere is not None and isinstance(
-        config.engine, TensorRtLlmConfig
+    if (
+        elsewhere is not None and not config.capabilities.in_process
     ):  # rules judge it as what serves
         config = config.model_copy(
             update={"hardware": config.hardware.model_copy(update={"gpu": elsewhere.name})}
@@ -179,7 +175,7 @@ def tune_grid(
     pairs, left_out = _pairs_of(config)
     wanted = {
         role: {"NO_QUANT", *(pair[place] for pair in pairs)}
-        for place, role in enumerate(models_of(config))
+        for place, role in enumerate(config.models)
     }
     engines: dict[str, dict[str, Done]] = {role: {} for role in wanted}
     checkpoints: dict[str, dict[str, Done]] = {role: {} for role in wanted}
@@ -204,7 +200,7 @@ def tune_grid(
         heldout,
         pairs=pairs,
         left_out=left_out,
-        checkpoints=checkpoints if isinstance(config.engine, TensorRtLlmConfig) else None,
+        checkpoints=None if config.capabilities.in_process else checkpoints,
         gpu=elsewhere,
     )
     ((_, done),) = run_stages(
@@ -250,9 +246,7 @@ def _of_precisions(config: DeploymentConfig, target: str, draft: str) -> Deploym
     """
     algos = {"target": target, "draft": draft}
     return config.model_copy(
-        update={
-            role: _quantized_as(model, algos[role]) for role, model in models_of(config).items()
-        }
+        update={role: _quantized_as(model, algos[role]) for role, model in config.models.items()}
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import HardwareConfig, TorchEngineConfig
+from toolkit.config.schema import HardwareConfig
 from toolkit.facts.gpus import GPUS
-from toolkit.facts.support import ACCEPTANCE
 from toolkit.plan.rules.found import Check, Findings, Found, refuse
 from toolkit.plan.subject import Subject, widest
 
@@ -24,7 +23,7 @@ def _no_pp_with_draft_target(subject: Subject) -> Findings:
 
 
 def _acceptance_rule(subject: Subject) -> Findings:
-    asked, known = subject.config.speculation.acceptance, ACCEPTANCE[subject.config.engine.kind]
+    asked, known = subject.config.speculation.acceptance, subject.config.capabilities.acceptance
     if not subject.speculates or asked in ("auto", *known):
         return
     why = (
@@ -41,7 +40,7 @@ def _acceptance_rule(subject: Subject) -> Findings:
 
 
 def _ngram_of_flow(subject: Subject) -> Findings:
-    if subject.engine_flow is not None and subject.config.speculation.kind == "ngram":
+    if subject.engine_flow is not None and subject.config.speculation.has_ngram:
         what = (
             "the engine flow takes drafts from a second engine; looking the text up is in the"
             " PyTorch flow"
@@ -103,7 +102,7 @@ def _bls_drafts(subject: Subject) -> Findings:
     if subject.trtllm is not None or subject.config.triton.layout != "bls":
         return
     hint = "set triton.layout: llmapi"
-    if subject.config.speculation.kind == "ngram":
+    if subject.config.speculation.has_ngram:
         yield refuse(
             "speculation.kind", "layout bls takes drafts from a model, and ngram has none", hint
         )
@@ -208,7 +207,7 @@ def _hardware_needed(subject: Subject) -> Findings:
 
 def _one_device(subject: Subject) -> Findings:
     hardware = subject.config.hardware
-    if isinstance(subject.config.engine, TorchEngineConfig) and (
+    if not subject.config.capabilities.is_parallel and (
         hardware.nodes > 1 or (hardware.count or 1) > 1
     ):
         path = "hardware.nodes" if hardware.nodes > 1 else "hardware.count"

@@ -34,7 +34,7 @@ def package(
     Raises StageError if the engines do not fit together or the files do not read back.
     """
     _check(target, draft, speculation)
-    if triton.layout == "bls" and (speculation.kind == "ngram" or speculation.draft_len_by_load):
+    if triton.layout == "bls" and (speculation.has_ngram or speculation.draft_len_by_load):
         what = (
             "draft_len_schedule and max_concurrency"
             if speculation.draft_len_by_load

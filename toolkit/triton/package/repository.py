@@ -74,7 +74,7 @@ def model_settings(
             "max_draft_len": speculation.max_draft_len,
             "speculative_model": "engines/draft",
         }
-    elif speculation.kind == "ngram":
+    elif speculation.has_ngram:
         settings["speculative_config"] = {
             "decoding_type": "NGram",
             "max_draft_len": speculation.max_draft_len,
@@ -242,7 +242,7 @@ def _readme(
             f", draft {draft.quant_algo or draft.dtype}, up to {speculation.max_draft_len} draft"
             " tokens per step"
         )
-    elif speculation.kind == "ngram":
+    elif speculation.has_ngram:
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     if triton.layout == "bls":
         interface = (

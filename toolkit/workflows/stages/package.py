@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import DeploymentConfig, TorchEngineConfig
+from toolkit.config.schema import DeploymentConfig, TensorRtLlmConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import TritonRepository
-from toolkit.workflows.deployment import embedded, measures, speculation_of
+from toolkit.workflows.deployment import embedded, speculation_of
 from toolkit.workflows.stages.keys import versions
 
-__all__ = ["in_container", "package_stage", "package_trtllm_stage"]
+__all__ = ["in_container", "package_stage"]
 
 # The models are files of ours that are copied into the repository; they import the toolkit where it
 # is served.
@@ -24,11 +24,18 @@ SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", 
 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    engine = config.trtllm_engine
+    if engine is None:
+        return _embedded_stage(config, roles)
+    return _trtllm_stage(config, engine, roles)
+
+
+def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     from toolkit.inprocess import eos_token_ids
     from toolkit.triton.package.embedded import VERSION, package
 
     engines = tuple(f"compile/{role}" for role in roles)
-    needs = (*engines, "tune") if measures(config) else engines
+    needs = (*engines, "tune") if config.speculation.is_measured else engines
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
@@ -44,14 +51,16 @@ def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
         target, *drafts = (finished[need].record for need in engines)
         speculation = speculation_of(config, finished)
-        draft = drafts[0] if speculation.kind == "draft_target" else None
+        draft = drafts[0] if speculation.has_draft_model else None
         threads, end_ids = embedded(config).threads, eos_token_ids(target.path)
         return package(target, draft, speculation, config.triton, threads, out_dir, end_ids=end_ids)
 
     return Stage("package", VERSION, TritonRepository, needs, parts, run)
 
 
-def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+def _trtllm_stage(
+    config: DeploymentConfig, engine: TensorRtLlmConfig, roles: Sequence[str]
+) -> Stage:
     """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an
     engine does not hold.
     """
@@ -60,10 +69,9 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
     from toolkit.triton.package.embedded import VERSION
     from toolkit.triton.package.trtllm import package_bls, package_llmapi
 
-    engine, triton = config.engine, config.triton
-    assert not isinstance(engine, TorchEngineConfig)
+    triton = config.triton
     engines = tuple(f"compile/{role}" for role in roles)
-    needs = (*engines, "quantize/target", *(["tune"] if measures(config) else []))
+    needs = (*engines, "quantize/target", *(["tune"] if config.speculation.is_measured else []))
 
     def placed(finished: Finished) -> dict[str, Any]:
         draft_len = speculation_of(config, finished).longest_draft
@@ -80,7 +88,7 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
             "enable_block_reuse": engine.enable_block_reuse,
         }
         settings = {
-            "kind": engine.kind,
+            "kind": config.engine.kind,
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
             "triton": triton.model_dump(exclude=where_it_listens),
             **placed(finished),
@@ -92,8 +100,8 @@ def package_trtllm_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stag
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
         target, *drafts = (finished[need].record for need in engines)
-        draft = drafts[0] if speculation_of(config, finished).kind == "draft_target" else None
-        if engine.kind == "trtllm_pytorch":
+        draft = drafts[0] if speculation_of(config, finished).has_draft_model else None
+        if config.capabilities.layout == "llmapi":
             args = in_container(read_llm_args(target.path))
             return package_llmapi(target, draft, args, triton, out_dir, **placed(finished))
         return package_bls(

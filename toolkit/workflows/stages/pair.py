@@ -12,7 +12,6 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_tree
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import PairProof
-from toolkit.workflows.deployment import models_of, tp_size_of
 from toolkit.workflows.stages.keys import versions
 
 __all__ = ["pair_stage"]
@@ -22,18 +21,18 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
-    tp_size = tp_size_of(config)
+    tp_size = config.engine.tp_size
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
         try:
             digests = {
                 role: digest_tree(model.checkpoint, patterns, memo)
-                for role, model in models_of(config).items()
+                for role, model in config.models.items()
             }
         except StoreError as error:
             raise CheckpointError(error.what, where=error.where, hint=error.hint) from error
-        for model in models_of(config).values():
+        for model in config.models.values():
             check_recorded_digests(model.checkpoint, memo)
         return {
             "config": {"tp_size": tp_size},

@@ -12,7 +12,7 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import QuantizedCheckpoint
-from toolkit.workflows.deployment import check_prompt_lengths, models_of
+from toolkit.workflows.deployment import check_prompt_lengths
 
 __all__ = ["quantize_stage"]
 
@@ -21,10 +21,11 @@ def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Sta
     from toolkit.quantize import stage
     from toolkit.quantize.checkpoint import CODE
 
-    model = models_of(config)[role]
+    model = config.models[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
     engine = config.engine
-    trtllm = stage.Ranks(engine.tp_size, engine.pp_size) if engine.kind == "trt_engine" else None
+    ranks = stage.Ranks(engine.tp_size, engine.pp_size)
+    trtllm = ranks if config.capabilities.checkpoint_format == "trtllm" else None
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record

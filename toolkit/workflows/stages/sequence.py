@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.config.schema import DeploymentConfig, ModelConfig, TorchEngineConfig, TrtEngineConfig
+from toolkit.config.schema import DeploymentConfig, ModelConfig
+from toolkit.engines.spec import engine_spec
 from toolkit.errors import BackendUnavailable, CheckpointError, Fault, PlanError
 from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.hashing import DigestMemo
@@ -21,10 +22,10 @@ from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement
-from toolkit.workflows.deployment import embedded, embedded_twin, measures, models_of, sampled_rule
+from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.stages.compile import compile_stage, engine_spec
-from toolkit.workflows.stages.package import package_stage, package_trtllm_stage
+from toolkit.workflows.stages.compile import compile_stage
+from toolkit.workflows.stages.package import package_stage
 from toolkit.workflows.stages.pair import pair_stage
 from toolkit.workflows.stages.quantize import quantize_stage
 from toolkit.workflows.stages.tune import Way, tune_stage
@@ -61,14 +62,15 @@ def stages_of(
     used.
     """
     config = ready(config, download=download)
-    roles, of_torch = tuple(models_of(config)), config.engine.kind == "torch"
+    roles = tuple(config.models)
     engines = [compile_stage(config, role, workplace) for role in roles]
+    advising = _advising(config, workplace, memo)
+    before_engines = config.capabilities.fixes_draft_len
     return [
         pair_stage(config, memo),
         *(quantize_stage(config, role, memo) for role in roles),
-        *(engines if of_torch else _advising(config, workplace, memo)),
-        *(_advising(config, workplace, memo) if of_torch else engines),
-        package_stage(config, roles) if of_torch else package_trtllm_stage(config, roles),
+        *([*advising, *engines] if before_engines else [*engines, *advising]),
+        package_stage(config, roles),
         validate_stage(config, roles, workplace, memo),
     ]
 
@@ -82,11 +84,11 @@ def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
     """
     from toolkit.plan.make import subject_of
 
-    if not measures(config):
+    if not config.speculation.is_measured:
         return []
-    rule, ways, roles = sampled_rule(config), own_way(config), tuple(models_of(config))
-    if isinstance(config.engine, TorchEngineConfig):
-        return [tune_stage(config, config.engine, memo, ways, rule=rule)]
+    rule, ways, roles = sampled_rule(config), own_way(config), tuple(config.models)
+    if config.capabilities.in_process:
+        return [tune_stage(config, embedded(config), memo, ways, rule=rule)]
 
     def quantized(finished: Finished) -> dict[str, Done]:
         return {role: finished[f"quantize/{role}"] for role in roles}
@@ -101,12 +103,10 @@ def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
     """The models compiled for the embedded engine: by a name of their own where the deployment
     has other engines.
     """
-    stages = [compile_stage(embedded_twin(config), role, workplace) for role in models_of(config)]
-    return (
-        stages
-        if isinstance(config.engine, TorchEngineConfig)
-        else [_renamed(stage, _advised) for stage in stages]
-    )
+    stages = [compile_stage(embedded_twin(config), role, workplace) for role in config.models]
+    if config.capabilities.in_process:
+        return stages
+    return [_renamed(stage, _advised) for stage in stages]
 
 
 def _advised(name: str) -> str:
@@ -126,7 +126,7 @@ def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo
     """
     return [
         pair_stage(config, memo),
-        *(quantize_stage(config, role, memo) for role in models_of(config)),
+        *(quantize_stage(config, role, memo) for role in config.models),
         *_twins(config, workplace),
     ]
 
@@ -135,7 +135,7 @@ def ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
     """The same with folders in the place of hub ids, once nothing is known that refuses it."""
     refuse_impossible(config)
     _check_inputs(config)
-    if any(model.hub_id is not None for model in models_of(config).values()):
+    if any(model.hub_id is not None for model in config.models.values()):
         config = _on_this_machine(config, download=download)
         refuse_impossible(config)  # as the files say
     return config
@@ -155,18 +155,16 @@ def rehearsal_stages(
     UsageError as `stages_of`.
     """
     _check_inputs(served)
-    roles = tuple(models_of(served))
+    roles = tuple(served.models)
     real: list[Stage] = []
-    if asked.engine.kind != "torch":
+    if not asked.capabilities.in_process:
         compiled = [compile_stage(asked, role, workplace) for role in roles]
-        if isinstance(asked.engine, TrtEngineConfig) and not _builds_here(asked):
+        if asked.capabilities.needs_trtllm_build and not _builds_here(asked):
             compiled = [
                 _unbuilt(stage, engine_spec(asked, role))
                 for stage, role in zip(compiled, roles, strict=True)
             ]
-        real = [
-            _renamed(stage, _beside) for stage in (*compiled, package_trtllm_stage(asked, roles))
-        ]
+        real = [_renamed(stage, _beside) for stage in (*compiled, package_stage(asked, roles))]
     validate = validate_stage(served, roles, workplace, memo, replaced)
     return [
         pair_stage(asked, memo),
@@ -254,7 +252,7 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
 
     found: dict[str, ModelConfig] = {}
     faults: list[Fault] = []
-    for role, model in models_of(config).items():
+    for role, model in config.models.items():
         if model.hub_id is None:
             continue
         try:
@@ -297,7 +295,7 @@ def own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
     """The YAML's own way to draft; none at all without speculation."""
 
     def ways(finished: Finished) -> list[Way]:
-        if config.speculation.kind == "ngram":
+        if config.speculation.has_ngram:
             return [("ngram", "ngram", None)]
         return (
             []

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import (
     AUTO_MAX_DRAFT_LEN,
     DeploymentConfig,
-    TensorRtLlmConfig,
     TorchEngineConfig,
 )
 from toolkit.facts.gpus import Gpu
@@ -191,7 +190,7 @@ def _advise(
 
 def ranks_of(config: DeploymentConfig) -> int:
     """How many GPUs hold the model between them."""
-    return config.engine.world_size if isinstance(config.engine, TensorRtLlmConfig) else 1
+    return config.engine.world_size
 
 
 def _roofline(

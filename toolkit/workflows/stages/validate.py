@@ -7,27 +7,30 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DeploymentConfig, TorchEngineConfig, ValidationConfig
+from toolkit.config.schema import DeploymentConfig, ValidationConfig
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine, program
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records.build import Quality, StageCost, TritonRepository
+from toolkit.records.bench import BenchRun
+from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.codec import to_json
 from toolkit.records.report import ValidationReport
-from toolkit.workflows.deployment import measures, models_of, settled, speculation_of
+from toolkit.workflows.deployment import settled
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.serve import Servers, abilities_of, deployment_of
+from toolkit.workflows.serve import Servers, serve
 from toolkit.workflows.stages.keys import versions
 
 if TYPE_CHECKING:
-    from toolkit.triton.process.server import TritonServer
     from toolkit.validate.reference import Reference
+    from toolkit.validate.stage import References
 
 __all__ = ["engine_reference", "validate_stage"]
 
@@ -59,7 +62,7 @@ def validate_stage(
         *(f"compile/{role}" for role in roles),
         "package",
     )
-    needs = (*before, "tune") if measures(config) else before
+    needs = (*before, "tune") if config.speculation.is_measured else before
 
     def quality_of(finished: Finished) -> Quality:
         records = {role: finished[f"quantize/{role}"].record for role in roles}
@@ -88,13 +91,13 @@ def validate_stage(
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
                 **(
-                    {"advice": finished["tune"].entry.digest} if measures(config) else {}
+                    {"advice": finished["tune"].entry.digest}
+                    if config.speculation.is_measured
+                    else {}
                 ),  # it stands in the report
                 "toolkit_sources": digest_sources([__name__]),
             },
-            "fingerprint": versions(
-                [*MEASURED_LIBRARIES, *(["tensorrt_llm"] if config.engine.kind != "torch" else [])]
-            ),
+            "fingerprint": versions([*MEASURED_LIBRARIES, *_libraries_of_server(config)]),
             "machine": machine(),
         }
 
@@ -109,6 +112,12 @@ def validate_stage(
     return Stage("validate", stage.VERSION, ValidationReport, needs, parts, run, decided)
 
 
+def _advice_digest(config: DeploymentConfig, finished: Finished) -> dict[str, str]:
+    """It stands in the report."""
+    is_measured = config.speculation.is_measured
+    return {"advice": finished["tune"].entry.digest} if is_measured else {}
+
+
 def _measure(
     config: DeploymentConfig,
     finished: Finished,
@@ -119,96 +128,55 @@ def _measure(
     progress: Progress,
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
-    from toolkit.checkpoints.shape import read_shape
-    from toolkit.client import Client
     from toolkit.pipeline.memory import PeakMemory
     from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
-    from toolkit.triton.process.server import TritonServer, private_folder
     from toolkit.validate.replay import write_replay
-    from toolkit.validate.stage import Alternating, References, validate
+    from toolkit.validate.stage import Origin, Served, validate
 
     started, repository = time.monotonic(), finished["package"].record
-    engines = {role: finished[f"compile/{role}"].record for role in models_of(config)}
-    folders = {role: engine.path for role, engine in engines.items()}
     stated = config.model_dump(mode="json", exclude_unset=True)
-    judged: dict[str, Any] = {
-        "name": config.name,
-        "max_draft_len": repository.max_draft_len,
-        "quality": quality,
-        "keep_replay": lambda found: write_replay(
-            out_dir / "replay", replace(found, deployment=stated)
-        ),
-        "engines": {
-            role: replace(engine, path=workplace.engines(config.name) / role)
-            for role, engine in engines.items()
-        },
-        "preceding": finished["pair"].record.findings,
-        "stages": [
-            StageCost(name, done.seconds, done.peak_memory_bytes, done.reused)
-            for name, done in finished.items()
-        ],
-        "replaced": replaced,
-        "progress": progress,
-    }
+    deployed = settled(config, finished)
+    can, speculates = config.capabilities, repository.max_draft_len > 0
+    in_turns = can.plain_arm == "restart" and speculates
     log, began, peak_bytes = out_dir / "server.log", time.monotonic(), None
-    if isinstance(config.engine, TorchEngineConfig):
-        source, same_precision = _source(config, folders["target"])
-        with (
-            TritonServer(
-                repository.path, config.triton.on_free_ports, log_path=log, progress=progress
-            ) as server,
-            PeakMemory(server.pid) as peak,
-            Client(server.grpc_url, model=repository.model) as client,
-        ):
-            report = validate(
-                client,
-                _asked_of(config, finished),
-                acceptance=config.speculation.acceptance,
-                references=References(
-                    engine_reference(folders, config.engine.threads), source, same_precision
+    references = _references(config, finished)
+    with ExitStack() as running:
+        endpoint, servers = running.enter_context(
+            serve(deployed, repository.path, log_path=log, progress=progress, in_turns=in_turns)
+        )
+        if can.in_process:  # elsewhere the server's memory is the GPU's
+            peak = running.enter_context(PeakMemory(servers.server.pid))
+        rule = config.speculation.acceptance
+        report = validate(
+            Served(
+                endpoint,
+                repository.max_draft_len,
+                can,
+                rule=can.acceptance[0] if rule == "auto" else rule,
+                counters=partial(_counters, servers) if can.has_counters else None,
+                sweep=partial(
+                    _sweep, config, servers, repository.model, progress, speculates and not in_turns
                 ),
-                environment=_environment(),
-                **_watched(config, repository, lambda: server, progress),
-                **judged,
-            )
+            ),
+            _gates_of(config, speculates=deployed.speculation.is_enabled),
+            references,
+            Origin(
+                config.name,
+                quality,
+                _published_engines(config, workplace, finished),
+                _environment(config),
+                findings=finished["pair"].record.findings,
+                stages=_costs(finished),
+                replaced=replaced,
+            ),
+            keep_replay=lambda replay: write_replay(
+                out_dir / "replay", replace(replay, deployment=stated)
+            ),
+            progress=progress,
+        )
+    if can.in_process:
         peak_bytes = peak.bytes
-    else:
-        end_ids = read_shape(finished["quantize/target"].record.path).eos_token_ids
-        source, same_precision = _source(config, folders["target"], end_ids)
-        with (
-            private_folder() as scratch,
-            Servers(
-                repository.path,
-                deployment_of(settled(config, finished)),
-                config.triton,
-                scratch,
-                log,
-                progress,
-            ) as servers,
-        ):
-            in_turns = config.engine.kind == "trtllm_pytorch" and repository.max_draft_len > 0
-            watched = _watched(
-                config, repository, lambda: servers.server, progress, against_plain=not in_turns
-            )
-            if config.engine.kind == "trtllm_pytorch":
-                del watched[
-                    "counters"
-                ]  # LLM() has none of ours, and every start would begin them anew
-            report = validate(
-                Alternating(servers.start) if in_turns else servers.start("served"),
-                _asked_of(config, finished),
-                # Both runtimes keep a draft that equals what the target samples, unless they are
-                # told otherwise.
-                acceptance="sample_match"
-                if config.speculation.acceptance == "auto"
-                else config.speculation.acceptance,
-                references=References(None, source, same_precision),
-                can=abilities_of(config),
-                environment={**_environment(), **versions(["tensorrt_llm"])},
-                **watched,
-                **judged,
-            )
     served = StageCost("serve", round(time.monotonic() - began, 3), peak_bytes, reused=False)
     itself = StageCost(
         "validate", round(time.monotonic() - started, 3), None, reused=False
@@ -217,57 +185,100 @@ def _measure(
         report,
         stages=(*report.stages, served, itself),
         memory=make_plan(config).memory,
-        advice=finished["tune"].record if measures(config) else None,
+        advice=finished["tune"].record if config.speculation.is_measured else None,
     )
     write_report(report, out_dir)
     return report
 
 
-def _asked_of(config: DeploymentConfig, finished: Finished) -> ValidationConfig:
-    """The gates: without one on the speed-up where the advisor was asked whether to speculate,
-    and said no.
+def _gates_of(config: DeploymentConfig, *, speculates: bool) -> ValidationConfig:
+    """Without the gate on the speed-up where the advisor was asked whether to speculate, and said
+    no.
     """
-    if speculation_of(config, finished).kind != "none" or config.speculation.kind == "none":
-        return config.validation
-    latency = config.validation.latency.model_copy(update={"min_speedup": None})
-    return config.validation.model_copy(update={"latency": latency})
+    validation = config.validation
+    if speculates or not config.speculation.is_enabled:
+        return validation
+    latency = validation.latency.model_copy(update={"min_speedup": None})
+    return validation.model_copy(update={"latency": latency})
 
 
-def _watched(
-    config: DeploymentConfig,
-    repository: TritonRepository,
-    server: Callable[[], TritonServer],
-    progress: Progress,
-    *,
-    against_plain: bool = True,
-) -> dict[str, Any]:
-    """The arguments of `validate` that look at the server itself: its counters, and its speed
-    under load.
-    """
+def _counters(servers: Servers) -> Mapping[str, float]:
     from toolkit.bench.counters import read_counters
+
+    return read_counters(servers.server.metrics_url)
+
+
+def _sweep(
+    config: DeploymentConfig,
+    servers: Servers,
+    model: str,
+    progress: Progress,
+    against_plain: bool,
+    levels: Sequence[int],
+) -> BenchRun:
+    """What is served at each of these many requests at a time."""
     from toolkit.bench.run import sweep
 
+    validation, server = config.validation, servers.server
+    return sweep(
+        server.grpc_url,
+        model,
+        validation.prompts,
+        levels,
+        against_plain=against_plain,
+        requests=min(validation.max_prompts, SWEEP_REQUESTS),
+        max_tokens=validation.max_tokens,
+        seed=validation.seed,
+        metrics_url=server.metrics_url,
+        progress=progress,
+    )
+
+
+def _published_engines(
+    config: DeploymentConfig, workplace: Workplace, finished: Finished
+) -> dict[str, CompiledEngine]:
+    """By role, with the folders that people see."""
+    folder = workplace.engines(config.name)
     return {
-        "counters": lambda: read_counters(server().metrics_url),
-        "sweep": lambda levels: sweep(
-            server().grpc_url,
-            repository.model,
-            config.validation.prompts,
-            levels,
-            against_plain=against_plain and repository.max_draft_len > 0,
-            requests=min(config.validation.max_prompts, SWEEP_REQUESTS),
-            max_tokens=config.validation.max_tokens,
-            seed=config.validation.seed,
-            metrics_url=server().metrics_url,
-            progress=progress,
-        ),
+        role: replace(finished[f"compile/{role}"].record, path=folder / role)
+        for role in config.models
     }
 
 
-def _environment() -> dict[str, str]:
+def _costs(finished: Finished) -> list[StageCost]:
+    return [
+        StageCost(name, done.seconds, done.peak_memory_bytes, done.reused)
+        for name, done in finished.items()
+    ]
+
+
+def _references(config: DeploymentConfig, finished: Finished) -> References:
+    """What judges the texts: the engine's own logits where this program can read them, and the
+    unquantized checkpoint.
+    """
+    from toolkit.checkpoints.shape import read_shape
+    from toolkit.inprocess import eos_token_ids
+    from toolkit.validate.stage import References
+
+    folders = {role: finished[f"compile/{role}"].record.path for role in config.models}
+    own, engine = config.embedded_engine, None
+    if own is not None:
+        end_ids = eos_token_ids(folders["target"])
+        engine = engine_reference(folders, own.threads)
+    else:
+        end_ids = read_shape(finished["quantize/target"].record.path).eos_token_ids
+    return References(engine, *_source(config, folders["target"], end_ids))
+
+
+def _environment(config: DeploymentConfig) -> dict[str, str]:
     """What the report says it was measured with."""
     facts = {name: value for name, value in program().items() if value is not None}
-    return {**facts, **machine(), **versions(REPORTED_LIBRARIES)}
+    libraries = [*REPORTED_LIBRARIES, *_libraries_of_server(config)]
+    return {**facts, **machine(), **versions(libraries)}
+
+
+def _libraries_of_server(config: DeploymentConfig) -> list[str]:
+    return ["tensorrt_llm"] if config.capabilities.needs_container else []
 
 
 def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
@@ -290,33 +301,30 @@ def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Refere
 
 
 def _source(
-    config: DeploymentConfig, target: Path, end_ids: Sequence[int] | None = None
+    config: DeploymentConfig, target: Path, end_ids: Sequence[int]
 ) -> tuple[Reference | None, bool]:
     """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine
-    computes the same. end_ids: None where the engine says itself what ends a text.
+    computes the same.
     """
     from toolkit.checkpoints.quantized import open_checkpoint
-    from toolkit.inprocess import eos_token_ids
     from toolkit.pipeline.machine import memory_bytes
     from toolkit.validate.reference import reference_from_checkpoint
 
-    asked, folder = config.validation.parity.source, config.target.checkpoint
-    if asked == "never" or open_checkpoint(folder).quantization.quant_algo is not None:
+    wanted, folder = config.validation.parity.source, config.target.checkpoint
+    if wanted == "never" or open_checkpoint(folder).quantization.quant_algo is not None:
         return None, False
     in_float32 = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if asked == "auto" and in_float32 > memory_bytes() / 2:
+    if wanted == "auto" and in_float32 > memory_bytes() / 2:
         return None, False
-    unquantized = config.target.quantization.quant_algo == "NO_QUANT"
-    engine = config.engine
-    same_precision = (
-        unquantized
-        and isinstance(engine, TorchEngineConfig)
-        and engine.dtype in ("float32", "float64")
-    )
-    codec = lambda prompt: _codec(target).encode(prompt)  # noqa: E731 - the engine's own tokenizer, opened when first used
-    return reference_from_checkpoint(
-        folder, codec, eos_token_ids(target) if end_ids is None else end_ids
-    ), same_precision
+    is_unquantized = config.target.quantization.quant_algo == "NO_QUANT"
+    own = config.embedded_engine
+    is_precise = own is not None and own.dtype in ("float32", "float64")
+
+    def encode(prompt: str) -> list[int]:
+        """By the engine's own tokenizer, opened when it is first used."""
+        return list(_codec(target).encode(prompt))
+
+    return reference_from_checkpoint(folder, encode, end_ids), is_unquantized and is_precise
 
 
 @functools.cache

@@ -1,0 +1,80 @@
+"""What an engine is compiled as: the part of a deployment that decides the engine, and no more.
+
+What only the serving side reads must not rebuild an engine, so it is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from toolkit.config.schema import (
+    DeploymentConfig,
+    TensorRtLlmConfig,
+    TorchEngineConfig,
+    TrtEngineConfig,
+)
+from toolkit.errors import UsageError
+from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+from toolkit.pipeline.machine import gpus
+
+__all__ = ["engine_spec"]
+
+
+def engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
+    engine = config.engine
+    spec = EngineSpec(
+        role=role,
+        max_batch_size=engine.max_batch_size,
+        max_input_len=engine.max_input_len,
+        max_seq_len=engine.max_seq_len,
+        max_draft_len=config.speculation.longest_draft if role == "target" else 0,
+    )
+    if isinstance(engine, TorchEngineConfig):
+        return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
+    return replace(
+        spec, dtype="auto", device="cuda", tensorrt_llm=_tensorrt_llm_spec(config, engine)
+    )
+
+
+def _tensorrt_llm_spec(config: DeploymentConfig, engine: TensorRtLlmConfig) -> TensorRtLlmSpec:
+    """What decides the engine of this kind, and nothing else: what only the serving side reads
+    must not rebuild it.
+    """
+    common: dict[str, Any] = {
+        "version": engine.tensorrt_llm,
+        "tp_size": engine.tp_size,
+        "pp_size": engine.pp_size,
+        "gpus_per_node": engine.gpus_per_node,
+        "max_num_tokens": engine.max_num_tokens,
+        "tokens_per_block": engine.tokens_per_block,
+        "speculation": config.speculation.kind,
+    }
+    if isinstance(engine, TrtEngineConfig):
+        settings = {"multiple_profiles", "opt_num_tokens", "builder"}
+    else:
+        settings = {"free_gpu_memory_fraction", "enable_block_reuse", "cuda_graph", "attn_backend"}
+        common["draft_len_schedule"] = config.speculation.draft_len_schedule
+        common["max_concurrency"] = config.speculation.max_concurrency
+        if config.speculation.has_ngram:
+            common["max_matching_ngram_size"] = config.speculation.max_matching_ngram_size
+        common["trust_remote_code"] = any(
+            model.trust_remote_code for model in config.models.values()
+        )  # LLM() loads both
+    return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
+
+
+def _device(asked: str) -> str:
+    """`auto` is cuda where there is a GPU that torch can use."""
+    if asked == "auto":
+        if not gpus():
+            return "cpu"
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not gpus():
+        raise UsageError(
+            "engine.device is cuda, and this machine has no NVIDIA GPU",
+            hint="set engine.device: auto",
+        )
+    return asked
