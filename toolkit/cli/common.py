@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from toolkit.config.schema import DeploymentConfig
     from toolkit.records.build import TritonRepository
+    from toolkit.records.plan import Plan
     from toolkit.records.report import ValidationReport
     from toolkit.workflows.build import Built
     from toolkit.workflows.folders import Workplace
@@ -124,7 +125,12 @@ def here() -> Workplace:
 
 
 def run_stages(
-    config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False
+    config: DeploymentConfig,
+    until: str,
+    *,
+    fresh: Any = (),
+    rehash: bool = False,
+    plan: Plan | None = None,
 ) -> Built:
     """`build`, with its progress shown."""
     from toolkit.cli.progress import displayed
@@ -134,7 +140,7 @@ def run_stages(
     workplace = here()
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
-        return build(config, workplace, display, store, until=until, fresh=fresh)
+        return build(config, workplace, display, store, until=until, fresh=fresh, plan=plan)
 
 
 def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRepository:
@@ -142,12 +148,12 @@ def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRe
     UsageError for what cannot be served on this machine, before anything is downloaded.
     """
     from toolkit.workflows.serve import Machine, check_servable
-    from toolkit.workflows.stages.sequence import refuse_impossible
+    from toolkit.workflows.stages.sequence import planned
 
-    refuse_impossible(config)
+    plan = planned(config)
     check_servable(config, Machine(), judged=False)
     packaged: TritonRepository = (
-        run_stages(config, "package", rehash=rehash).stages["package"].record
+        run_stages(config, "package", rehash=rehash, plan=plan).stages["package"].record
     )
     return packaged
 

@@ -13,6 +13,7 @@ from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upt
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.build import CompiledEngine
+from toolkit.records.plan import Plan
 from toolkit.records.report import ValidationReport
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
@@ -20,7 +21,7 @@ from toolkit.workflows.serve import Machine, check_servable
 from toolkit.workflows.stages.sequence import (
     PACKAGE_TRTLLM,
     REAL_KIND,
-    refuse_impossible,
+    planned,
     stages_of,
 )
 
@@ -71,20 +72,23 @@ def build(
     until: str = "validate",
     fresh: Collection[str] = (),
     stages: Sequence[Stage] | None = None,
+    plan: Plan | None = None,
     here: Machine | None = None,
 ) -> Built:
     """Run the stages that `until` needs and are not in the store, and publish what people use.
 
-    fresh: stages that run in any case. stages: others than `stages_of(config)`. here: what there is
+    fresh: stages that run in any case. stages: others than `stages_of(config)`. plan: where the
+    caller has made it already. here: what there is
     to serve with, None for what this machine has. Raises what the stages raise.
     """
-    if stages is None and until in PACKAGED:
-        refuse_impossible(config)
+    if stages is None:
+        plan = plan or planned(config)
         if until == "validate":
             check_servable(config, here or Machine())  # before hours of downloading and quantizing
-    chosen = upto(stages or stages_of(config, workplace, store.memo), until)
-    if stages is None and until in ("compile", "package"):
-        _check_builder(config, workplace, store)
+        stages = upto(stages_of(config, workplace, store.memo, plan=plan), until)
+        if until in ("compile", "package"):
+            _check_builder(config, stages, store)
+    chosen = upto(stages, until)
     finished: dict[str, Done] = {}
     published: list[Path] = []
     changed = False
@@ -161,13 +165,13 @@ def _outdated(
         yield workplace.report(config.name)
 
 
-def _check_builder(config: DeploymentConfig, workplace: Workplace, store: Store) -> None:
+def _check_builder(config: DeploymentConfig, stages: Sequence[Stage], store: Store) -> None:
     """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is
     in the store needs none.
     """
     if not config.capabilities.needs_trtllm_build:
         return
-    if all(one.reused for one in explain_build(config, workplace, store)):
+    if all(stage.reused for stage in explain(stages, store, config.name)):
         return
     from toolkit.engines.trt_engine import TrtEngineBackend
 

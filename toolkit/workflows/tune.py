@@ -165,13 +165,11 @@ def tune_grid(
         )
     heldout = split_texts(config.calibration)[1]
     elsewhere = _gpu_of_costs(config, gpu, measured_rounds=0)
-    if (
-        elsewhere is not None and not config.capabilities.in_process
-    ):  # rules judge it as what serves
+    if elsewhere is not None and not config.capabilities.in_process:  # the rules judge this GPU
         config = config.model_copy(
             update={"hardware": config.hardware.model_copy(update={"gpu": elsewhere.name})}
         )
-    config = ready(config, download=True)
+    config = ready(config, download=True).config
     pairs, left_out = _pairs_of(config)
     wanted = {
         role: {"NO_QUANT", *(pair[place] for pair in pairs)}

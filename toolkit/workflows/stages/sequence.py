@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig
@@ -21,7 +21,7 @@ from toolkit.pipeline.hashing import DigestMemo
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
-from toolkit.records.plan import Judgement
+from toolkit.records.plan import Judgement, Plan
 from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.compile import compile_stage
@@ -35,11 +35,12 @@ __all__ = [
     "PACKAGE_TRTLLM",
     "REAL_KIND",
     "TWIN",
+    "Ready",
     "advised_stages",
     "own_way",
+    "planned",
     "raise_refused",
     "ready",
-    "refuse_impossible",
     "rehearsal_stages",
     "stages_here",
     "stages_of",
@@ -53,16 +54,21 @@ REAL_KIND, PACKAGE_TRTLLM = (
 
 
 def stages_of(
-    config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, download: bool = True
+    config: DeploymentConfig,
+    workplace: Workplace,
+    memo: DigestMemo,
+    *,
+    download: bool = True,
+    plan: Plan | None = None,
 ) -> list[Stage]:
     """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only
     looked for.
 
-    Raises PlanError for what cannot work, UsageError for calibration or prompt files that cannot be
-    used.
+    plan: where the caller has made it already. Raises PlanError for what cannot work, UsageError
+    for calibration or prompt files that cannot be used.
     """
-    config = ready(config, download=download)
-    roles = tuple(config.models)
+    prepared = ready(config, download=download, plan=plan)
+    config, roles = prepared.config, tuple(prepared.config.models)
     engines = [compile_stage(config, role, workplace) for role in roles]
     advising = _advising(config, workplace, memo)
     before_engines = config.capabilities.fixes_draft_len
@@ -71,7 +77,7 @@ def stages_of(
         *(quantize_stage(config, role, memo) for role in roles),
         *([*advising, *engines] if before_engines else [*engines, *advising]),
         package_stage(config, roles),
-        validate_stage(config, roles, workplace, memo),
+        validate_stage(config, roles, workplace, memo, prepared.plan.memory),
     ]
 
 
@@ -117,7 +123,7 @@ def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestM
     """Up to engines that run in this process: quantized as the deployment is, compiled for the
     embedded engine whatever it is served by. Raises as `stages_of` does.
     """
-    return stages_here(ready(config, download=True), workplace, memo)
+    return stages_here(ready(config, download=True).config, workplace, memo)
 
 
 def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
@@ -131,14 +137,24 @@ def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo
     ]
 
 
-def ready(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
-    """The same with folders in the place of hub ids, once nothing is known that refuses it."""
-    refuse_impossible(config)
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A deployment that can work as far as is known, with folders in the place of hub ids."""
+
+    config: DeploymentConfig
+    plan: Plan
+
+
+def ready(config: DeploymentConfig, *, download: bool, plan: Plan | None = None) -> Ready:
+    """plan: where the caller has made it already. It is made anew once checkpoints were fetched,
+    since files may say what the hub did not.
+    """
+    plan = plan or planned(config)
     _check_inputs(config)
     if any(model.hub_id is not None for model in config.models.values()):
         config = _on_this_machine(config, download=download)
-        refuse_impossible(config)  # as the files say
-    return config
+        plan = planned(config)
+    return Ready(config, plan)
 
 
 def rehearsal_stages(
@@ -154,6 +170,8 @@ def rehearsal_stages(
     The engine's own stage runs too where this machine can do it. replaced: for the report. Raises
     UsageError as `stages_of`.
     """
+    from toolkit.plan.make import make_plan
+
     _check_inputs(served)
     roles = tuple(served.models)
     real: list[Stage] = []
@@ -165,7 +183,8 @@ def rehearsal_stages(
                 for stage, role in zip(compiled, roles, strict=True)
             ]
         real = [_renamed(stage, _beside) for stage in (*compiled, package_stage(asked, roles))]
-    validate = validate_stage(served, roles, workplace, memo, replaced)
+    memory = make_plan(served).memory
+    validate = validate_stage(served, roles, workplace, memo, memory, replaced)
     return [
         pair_stage(asked, memo),
         *(quantize_stage(asked, role, memo) for role in roles),
@@ -224,13 +243,16 @@ def _builds_here(config: DeploymentConfig) -> bool:
     return bool(gpus())
 
 
-def refuse_impossible(config: DeploymentConfig) -> None:
+def planned(config: DeploymentConfig) -> Plan:
+    """The plan of a deployment that can work. Raises PlanError with everything that is refused.
+
+    A hub id of which nothing is known yet is not refused: its files are about to be fetched.
+    """
     from toolkit.plan.make import make_plan
 
-    # A hub id of which nothing is known yet is about to be fetched.
-    raise_refused(
-        config.name, [one for one in make_plan(config).judgements if one.rule != "shape-needed"]
-    )
+    plan = make_plan(config)
+    raise_refused(config.name, [one for one in plan.judgements if one.rule != "shape-needed"])
+    return plan
 
 
 def raise_refused(name: str, judgements: Sequence[Judgement]) -> None:

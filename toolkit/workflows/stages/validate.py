@@ -22,6 +22,7 @@ from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.bench import BenchRun
 from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.codec import to_json
+from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.workflows.deployment import settled
 from toolkit.workflows.folders import Workplace
@@ -52,8 +53,12 @@ def validate_stage(
     roles: Sequence[str],
     workplace: Workplace,
     memo: DigestMemo,
+    memory: Sequence[StageMemory],
     replaced: Sequence[str] = (),
 ) -> Stage:
+    """memory: as planned, to stand in the report beside what was taken. replaced: of a rehearsal,
+    what stands in for what.
+    """
     from toolkit.validate import stage
 
     before = (
@@ -103,7 +108,7 @@ def validate_stage(
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
         return _measure(
-            config, finished, quality_of(finished), replaced, workplace, out_dir, progress
+            config, finished, quality_of(finished), memory, replaced, workplace, out_dir, progress
         )
 
     def decided(report: ValidationReport) -> bool:
@@ -122,6 +127,7 @@ def _measure(
     config: DeploymentConfig,
     finished: Finished,
     quality: Quality,
+    memory: Sequence[StageMemory],
     replaced: Sequence[str],
     workplace: Workplace,
     out_dir: Path,
@@ -129,7 +135,6 @@ def _measure(
 ) -> ValidationReport:
     """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
     from toolkit.pipeline.memory import PeakMemory
-    from toolkit.plan.make import make_plan
     from toolkit.report.render import write_report
     from toolkit.validate.replay import write_replay
     from toolkit.validate.stage import Origin, Served, validate
@@ -184,7 +189,7 @@ def _measure(
     report = replace(
         report,
         stages=(*report.stages, served, itself),
-        memory=make_plan(config).memory,
+        memory=tuple(memory),
         advice=finished["tune"].record if config.speculation.is_measured else None,
     )
     write_report(report, out_dir)
