@@ -366,6 +366,6 @@ def test_chunks_that_came_together_are_no_latency_and_said_to_be_none(prompts: P
         for line in console.file.getvalue().splitlines()
         if " p50/p90/p99 ms" in line
     }
-    assert lines["itl"].split()[-5] == "-" and "0.00" not in lines["itl"]
+    assert lines["ITL"].split()[-5] == "-" and "0.00" not in lines["ITL"]
     assert re.search(r"\d", lines["e2e"].partition("ms")[2])
     assert "no limit but on errors was asked for" in console.file.getvalue()

@@ -44,7 +44,7 @@ def test_a_run_prints_its_verdict_saves_itself_and_is_compared(
     done = toolkit(*asked, "--out", "runs/a.json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("PASS\nsaved in runs/a.json")
-    assert "ttft p50/p90/p99 ms" in done.stdout and "counters: 2 counters" in done.stdout
+    assert "TTFT p50/p90/p99 ms" in done.stdout and "counters: 2 counters" in done.stdout
     assert "bench" in done.stderr
     again = toolkit("bench", "--compare", "runs/a.json", "runs/a.json", "--json", cwd=folder)
     assert (again.returncode, json.loads(again.stdout)["verdict"]) == (0, "PASS")

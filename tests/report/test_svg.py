@@ -88,7 +88,7 @@ def test_a_report_shows_the_plots_people_look_for(failing: ValidationReport) -> 
     titles = {plot.title for plot in plots(failing)}
     assert titles >= {
         "Speed-up",
-        "Output tokens per second",
+        "Output tokens/s",
         "Acceptance by position",
         "Time to first token",
         "Divergences",

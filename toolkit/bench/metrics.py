@@ -1,5 +1,5 @@
-"""From timed requests to the figures of an arm. Pure: measurements in, records out. DEFINITIONS
-says what each figure means.
+"""From timed requests to the figures of an arm. Pure: measurements in, records out. The table in
+definitions.py says what each figure means.
 
 A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the prompts'
 order.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from toolkit.bench.definitions import LATENCIES, PERCENTILES
 from toolkit.records.measured import (
     Acceptance,
     Arm,
@@ -53,8 +54,6 @@ __all__ = [
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
 Answers: TypeAlias = "Sequence[Sequence[RequestTiming | None]]"
 Samples: TypeAlias = list[tuple[float, int]]  # (milliseconds, weight) of one request
-LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
-PERCENTILES = (50, 90, 99)
 NS_PER_MS = 1e6
 
 

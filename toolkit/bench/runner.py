@@ -24,7 +24,7 @@ import numpy as np
 from toolkit.bench import metrics
 from toolkit.bench.arrivals import constant, poisson, run_closed, run_open, undisturbed, uniquely
 from toolkit.bench.counters import SETTLE_S, client_counts, reconcile, settled
-from toolkit.bench.definitions import DEFINITIONS, LOAD_DEFINITIONS
+from toolkit.bench.definitions import METRICS
 from toolkit.bench.limits import Limit, judge, straddled
 from toolkit.bench.transports import BadAnswer, Exchange, Transport, read_exchange
 from toolkit.bench.verdict import verdict
@@ -53,7 +53,7 @@ __all__ = [
     "undecided_speed",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # requests of one arm in a row, per request in flight: the ends of a block, where fewer are, stay a
 # small part of it
 BLOCK = 8
@@ -192,7 +192,8 @@ async def run_bench(
             *_together(arms, runner.everything),
         ),
         environment=dict(environment),
-        definitions=DEFINITIONS | LOAD_DEFINITIONS,
+        # under the name that BenchArm has for it
+        definitions=METRICS | {"tokens_per_s": METRICS["throughput"]},
         requests=tuple(_saved(one, runner.began_ns) for one in runner.everything),
     )
 

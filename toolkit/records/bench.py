@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from toolkit.records.measured import (
     Acceptance,
     CounterCheck,
-    Definition,
     Finding,
     Gate,
     Latency,
+    Metric,
     Ratio,
 )
 
@@ -136,7 +136,7 @@ class BenchRun:
     counters: tuple[CounterCheck, ...]
     findings: tuple[Finding, ...]
     environment: dict[str, str]
-    definitions: dict[str, Definition]
+    definitions: dict[str, Metric]
     requests: tuple[BenchRequest, ...]
 
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 __all__ = [
     "Acceptance",
     "Arm",
     "Arms",
+    "Better",
     "CounterCheck",
-    "Definition",
     "Finding",
     "Gate",
     "Interval",
     "Latency",
+    "Metric",
     "PositionAcceptance",
     "Ratio",
     "Speedup",
+    "Unit",
 ]
+
+# share: of 1, shown as percent. "": a figure without a unit, or of several units.
+Unit: TypeAlias = Literal[
+    "ms", "x", "share", "nats", "tokens", "tokens/s", "tokens/step", "requests", "requests/s",
+    "bytes", "p-value", "",
+]  # fmt: skip
+Better: TypeAlias = Literal["higher", "lower", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +185,20 @@ class CounterCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
-    """What a number in the report means."""
+class Metric:
+    """What a figure is called, counts and means. title: as in the middle of a sentence;
+    spelled_out: what an abbreviation stands for. better: which way is better, if either is.
+    """
 
+    name: str
+    title: str
+    unit: Unit
+    better: Better
     formula: str
     numerator: str
     denominator: str
     note: str = ""
+    spelled_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)

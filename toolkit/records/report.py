@@ -12,18 +12,17 @@ from toolkit.records.measured import (
     Acceptance,
     Arms,
     CounterCheck,
-    Definition,
     Finding,
     Gate,
+    Metric,
     Speedup,
 )
 from toolkit.records.plan import StageMemory
 
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
-REPORT_SCHEMA_VERSION = (
-    8  # of report.json: raised when a key comes, goes away or changes its meaning
-)
+# Of report.json: raised when a key comes, goes away or changes its meaning.
+REPORT_SCHEMA_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class ValidationReport:
     environment: dict[str, str]
     engines: dict[str, CompiledEngine]
     stages: tuple[StageCost, ...]
-    definitions: dict[str, Definition]
+    definitions: dict[str, Metric]
     loads: tuple[BenchPoint, ...] = ()
     crossover: Crossover | None = None
     replaced: tuple[str, ...] = ()

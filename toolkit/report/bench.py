@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
 from toolkit.records.measured import Finding, Gate, Latency, Ratio
 from toolkit.report.cells import interval
@@ -17,7 +18,6 @@ __all__ = ["print_comparison", "print_run"]
 
 COLOURS = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
 MARKS = {"ok": "green", "warning": "yellow", "error": "red"}
-LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
 
 
 def print_run(run: BenchRun, console: Console) -> None:
@@ -101,21 +101,27 @@ def _rows(arm: BenchArm) -> dict[str, str]:
     rows = {
         "requests": f"{arm.requests}" + (f" ({arm.failed} failed)" if arm.failed else ""),
         "output tokens": _number(arm.output_tokens, 0),
-        "tokens/s": _number(arm.tokens_per_s),
-        "requests/s": _number(arm.requests_per_s, 2),
-        "goodput /s": _number(arm.goodput, 2),
-        "acceptance length": _number(arm.acceptance.length, 2),
-        "acceptance rate": _number(arm.acceptance.rate, 2),
-        "alpha": ""
+        METRICS["throughput"].title: _number(arm.tokens_per_s),
+        METRICS["requests_per_s"].title: _number(arm.requests_per_s, 2),
+        heading("goodput"): _number(arm.goodput, 2),
+        heading("acceptance_length"): _number(arm.acceptance.length, 2),
+        heading("acceptance_rate"): _number(arm.acceptance.rate, 2),
+        heading("acceptance_alpha"): ""
         if (alpha := arm.acceptance.alpha) is None
         else interval(alpha.estimate, alpha.low, alpha.high),
-        "send lag p50/p99 ms": ""
+        _spread("lag", 50, 99): ""
         if arm.lag_p99_ms is None
         else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
     }
     return rows | {
-        f"{name} p50/p90/p99 ms": _percentiles(arm.latencies[name]) for name in LATENCIES
+        _spread(name, *PERCENTILES): _percentiles(arm.latencies[name]) for name in LATENCIES
     }
+
+
+def _spread(name: str, *percentiles: int) -> str:
+    """TTFT p50/p90/p99 ms"""
+    metric = METRICS[name]
+    return f"{metric.title} {'/'.join(f'p{q}' for q in percentiles)} {metric.unit}"
 
 
 def _percentiles(latency: Latency) -> str:

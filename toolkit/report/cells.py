@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from toolkit import rounding
 
-__all__ = ["DASH", "Table", "interval", "number", "percent", "size"]
+__all__ = ["DASH", "Table", "capital", "interval", "number", "percent", "size"]
 
 DASH = "-"
 
@@ -41,6 +41,11 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:.1e}"
     magnitude = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def capital(title: str) -> str:
+    """A title of the table of metrics, at the start of a line."""
+    return title[:1].upper() + title[1:]
 
 
 def percent(value: float | None) -> str:

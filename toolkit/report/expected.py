@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from toolkit.bench.definitions import METRICS
 from toolkit.records.advice import Candidate, SpeedupPrediction
 from toolkit.records.bench import BenchPoint
 from toolkit.records.build import StageCost
@@ -16,6 +17,7 @@ from toolkit.records.measured import Ratio, Speedup
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.report.advice import deployed
+from toolkit.report.cells import capital
 from toolkit.report.svg import (
     ARM_CLASSES,
     BOTTOM,
@@ -84,7 +86,7 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
     edges += [edge for _, speedup in measured for edge in (speedup.low, speedup.high)]
     x = Scale(0, longest, LEFT + 12, RIGHT - 12)
     y = Scale(min(0.9, *edges) * 0.95, max(edges) * 1.05, BOTTOM, TOP)
-    drawing.y_axis(y, LEFT, RIGHT, ticks(y.low, y.high), "speed-up, times plain")
+    drawing.y_axis(y, LEFT, RIGHT, ticks(y.low, y.high), f"{METRICS['speedup'].title}, times plain")
     drawing.x_axis(x, BOTTOM, BOTTOM, _whole(longest), "draft length, tokens; 0 is plain decoding")
     drawing.line(LEFT, y(1), RIGHT, y(1), "axis")
     for mode, (cls, label) in MODES.items():
@@ -241,7 +243,7 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
     names = [arm.name for arm in loads[0][1].arms]
     drawing.legend([(ARM_CLASSES.get(name, "spec"), name) for name in names], LEFT)
     x, y = _concurrency([level for level, _ in loads]), Scale(0, max(known) * 1.1, BOTTOM, TOP)
-    drawing.y_axis(y, LEFT, RIGHT, ticks(0, y.high), "output tokens per second")
+    drawing.y_axis(y, LEFT, RIGHT, ticks(0, y.high), METRICS["throughput"].title)
     drawing.x_axis(x, BOTTOM, BOTTOM, [level for level, _ in loads], "requests at once")
     for index, name in enumerate(names):
         cls = ARM_CLASSES.get(name, "spec")
@@ -251,12 +253,18 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
         for (level, value), (left, top) in zip(
             [one for one in points if one[1] is not None], drawn, strict=True
         ):
-            drawing.dot(left, top, 4, cls, f"{name}, {level} at once: {value:,.1f} tokens/s")
+            drawing.dot(
+                left,
+                top,
+                4,
+                cls,
+                f"{name}, {level} at once: {value:,.1f} {METRICS['throughput'].unit}",
+            )
     _crossover(drawing, report, x)
     return Plot(
         "Throughput over concurrency",
         drawing.render(),
-        f"Output tokens per second of all requests together, greedy.{_said(report)}",
+        f"{capital(METRICS['throughput'].title)}, greedy.{_said(report)}",
         ("throughput",),
     )
 
@@ -276,7 +284,7 @@ def speed_sweep_plot(report: ValidationReport) -> Plot | None:
     x = _concurrency([level for level, *_ in known])
     values = [value for _, *edges in known for value in edges]
     y = Scale(min(0.9, *values) * 0.95, max(1.1, *values) * 1.05, BOTTOM, TOP)
-    drawing.y_axis(y, LEFT, RIGHT, ticks(y.low, y.high), "speed-up, times plain")
+    drawing.y_axis(y, LEFT, RIGHT, ticks(y.low, y.high), f"{METRICS['speedup'].title}, times plain")
     drawing.x_axis(x, BOTTOM, BOTTOM, [level for level, *_ in known], "requests at once")
     drawing.line(LEFT, y(1), RIGHT, y(1), "axis")
     drawing.path([(x(level), y(estimate)) for level, estimate, _, _ in known], "curve spec")
@@ -289,7 +297,7 @@ def speed_sweep_plot(report: ValidationReport) -> Plot | None:
         drawing.render(),
         "Speculative over plain, with 95% intervals. The solid line is 1x: no"
         f" gain.{_said(report)}",
-        ("load_speed",),
+        ("speed",),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.records.build import CompiledEngine, LayerCounts, QuantizationQuality, TensorRtLlmBuild
 from toolkit.records.judged import Distribution, DistributionTest, DraftCheck, MarginBin, Parity
 from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Latency, Ratio, Speedup
@@ -30,11 +31,8 @@ __all__ = [
 ]
 
 REPLACED = "Replaced"
-LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "icl": "ICL", "e2e": "e2e"}
-LATENCY_LEGEND = (
-    "TTFT: time to first token. TPOT: time per output token behind it. ITL: inter-token latency,"
-    " the gap between tokens. ICL: inter-chunk latency, the gap that a reader sees. e2e: the whole"
-    " request."
+LATENCY_LEGEND = " ".join(
+    f"{METRICS[name].title}: {METRICS[name].spelled_out}." for name in LATENCIES
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
@@ -305,11 +303,11 @@ def _speed(report: ValidationReport) -> Table:
     columns = arm_columns(report)
     arms = [arm for _, arm in columns]
     rows = [
-        ("output tokens/s", *(number(arm.tokens_per_s, 4) for arm in arms)),
+        (METRICS["tokens_per_s"].title, *(number(arm.tokens_per_s, 4) for arm in arms)),
         ("requests", *(str(arm.requests) for arm in arms)),
         ("output tokens", *(f"{arm.output_tokens:,}" for arm in arms)),
         ("request time, s", *(number(arm.request_time_s, 4) for arm in arms)),
-        ("distinct 4-grams", *(number(arm.distinct_4grams, 2) for arm in arms)),
+        (heading("distinct_4grams"), *(number(arm.distinct_4grams, 2) for arm in arms)),
         (
             "ended by",
             *(
@@ -355,11 +353,14 @@ def _latencies(report: ValidationReport) -> Table:
     columns = arm_columns(report)
     rows: list[tuple[str, ...]] = []
     missing: dict[str, str] = {}
-    for name, title in LATENCY_NAMES.items():
-        for quantile in ("p50", "p90", "p99"):
+    for name in LATENCIES:
+        for quantile in (f"p{q}" for q in PERCENTILES):
             latencies = [arm.latencies[name] for _, arm in columns]
             rows.append(
-                (f"{title} {quantile}", *(_percentile(latency, quantile) for latency in latencies))
+                (
+                    f"{METRICS[name].title} {quantile}",
+                    *(_percentile(latency, quantile) for latency in latencies),
+                )
             )
             missing |= {
                 f"{name} {quantile}": one.unsupported[quantile]
@@ -373,10 +374,10 @@ def _latencies(report: ValidationReport) -> Table:
         else LATENCY_LEGEND
     )
     return Table(
-        "Latency, ms",
+        f"Latency, {METRICS[LATENCIES[0]].unit}",
         ("", *(name for name, _ in columns)),
         tuple(rows),
-        (*LATENCY_NAMES, "percentiles"),
+        (*LATENCIES, "percentiles"),
         note,
     )
 
@@ -418,7 +419,7 @@ def _ratio(ratio: Ratio | None) -> str:
 def latency_title(name: str) -> str:
     """ttft_p90 -> TTFT p90"""
     kind, _, quantile = name.partition("_")
-    return f"{LATENCY_NAMES.get(kind, kind)} {quantile}"
+    return f"{METRICS[kind].title} {quantile}"
 
 
 def _percentile(latency: Latency, quantile: str) -> str:
@@ -430,19 +431,19 @@ def _acceptance(report: ValidationReport) -> Table:
         ("greedy", report.acceptance),
         (f"T = {report.sampled.temperature:g}", report.sampled.acceptance),
     ]
-    found = [(label, acceptance) for label, acceptance in pairs if acceptance is not None]
+    found = [(mode, acceptance) for mode, acceptance in pairs if acceptance is not None]
     rows = [
         (
-            "rate: accepted / drafted",
+            _with_formula("acceptance_rate"),
             *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found),
         ),
         (
-            "length: tokens per verify step",
+            _with_formula("acceptance_length"),
             *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found),
         ),
     ]
     if any(a.alpha is not None for _, a in found):
-        rows.append(("alpha: kept / looked at", *(_alpha(a.alpha) for _, a in found)))
+        rows.append((_with_formula("acceptance_alpha"), *(_alpha(a.alpha) for _, a in found)))
     for i in range(max((len(a.by_position) for _, a in found), default=0)):
         rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
     names = ("acceptance_rate", "acceptance_length", "acceptance_alpha", "acceptance_by_position")
@@ -452,11 +453,15 @@ def _acceptance(report: ValidationReport) -> Table:
     )
     return Table(
         "Acceptance",
-        ("", *(label for label, _ in found)),
+        ("", *(mode for mode, _ in found)),
         tuple(rows),
         names,
         note if len(rows) > 2 else "",
     )
+
+
+def _with_formula(name: str) -> str:
+    return f"{METRICS[name].title}: {METRICS[name].formula}"
 
 
 def _alpha(alpha: Interval | None) -> str:
@@ -685,14 +690,14 @@ def _models(report: ValidationReport) -> list[tuple[str, QuantizationQuality]]:
 
 
 def _quality(report: ValidationReport) -> Table:
-    models = _models(report)
+    models, kl = _models(report), METRICS["kl_mean"]
     rows = [
-        ("KL to source, mean, nats", *(number(q.kl_mean) for _, q in models)),
-        ("KL to source, p99, nats", *(number(q.kl_p99) for _, q in models)),
-        ("top-1 agreement", *(percent(q.top1_agreement) for _, q in models)),
+        (f"{kl.title}, mean, {kl.unit}", *(number(q.kl_mean) for _, q in models)),
+        (f"{kl.title}, p99, {kl.unit}", *(number(q.kl_p99) for _, q in models)),
+        (heading("top1_agreement"), *(percent(q.top1_agreement) for _, q in models)),
         ("perplexity, source", *(number(q.source_perplexity, 4) for _, q in models)),
         ("perplexity, quantized", *(number(q.quantized_perplexity, 4) for _, q in models)),
-        ("costliest layer alone, KL, nats", *(_costliest(q) for _, q in models)),
+        (f"largest {heading('layer_kl')}", *(_costliest(q) for _, q in models)),
         ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
     ]
     note = (
@@ -722,7 +727,7 @@ def _layers(report: ValidationReport) -> Table:
         rows += [(f"{role}: {layer.layer}", percent(layer.relative_error)) for layer in worst]
     return Table(
         "Layers with the largest quantization error",
-        ("layer", "relative error"),
+        ("layer", heading("layer_error")),
         tuple(rows),
         ("layer_error",),
     )

@@ -15,6 +15,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from toolkit.bench.definitions import METRICS, heading
 from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table, number, percent
 from toolkit.report.figures import (
@@ -71,16 +72,16 @@ def _tiles(report: ValidationReport) -> list[dict[str, str]]:
     sampled = f"T = {report.sampled.temperature:g}"
     for mode, speedup in (("greedy", report.speedup), (sampled, report.sampled.speedup)):
         if speedup is not None:
-            label = f"speed-up, {mode} ({speedup.low:.2f} to {speedup.high:.2f})"
+            label = f"{METRICS['speedup'].title}, {mode} ({speedup.low:.2f} to {speedup.high:.2f})"
             add(f"{speedup.estimate:.2f}x", label, "speedup")
     deployed = report.arms.speculative or report.arms.plain
-    add(number(deployed.tokens_per_s), "output tokens/s, greedy", "tokens_per_s")
+    add(number(deployed.tokens_per_s), f"{METRICS['tokens_per_s'].title}, greedy", "tokens_per_s")
     if report.acceptance is not None and report.acceptance.length is not None:
-        label = f"tokens per verify step ({percent(report.acceptance.rate)} accepted)"
+        label = f"{heading('acceptance_length')} ({percent(report.acceptance.rate)} accepted)"
         add(number(report.acceptance.length), label, "acceptance_length")
     if report.quality.target is not None:
         kl_mean = number(report.quality.target.kl_mean)
-        add(kl_mean, "nats per token: KL of the quantized target", "kl_mean")
+        add(kl_mean, f"{heading('kl_mean')}, of the quantized target", "kl_mean")
     return tiles
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.bench.definitions import METRICS, heading
 from toolkit.records.advice import Advice, Candidate, Grid, SpeedupPrediction
 from toolkit.records.bench import BenchPoint
 from toolkit.records.measured import Interval, Ratio, Speedup
@@ -58,7 +59,15 @@ def _ways(advice: Advice) -> Table:
     if advice.max_concurrency is not None:
         note += f" It pays up to {at_once(advice.max_concurrency)}."
     note += f" Costs are {advice.costs_are}; {advice.prompts} prompts, {advice.tokens:,} tokens."
-    columns = ("drafts", "best length", "speed-up", "tokens/step", "break-even", "break-even alpha")
+    break_even = METRICS["break_even"].title
+    columns = (
+        "drafts",
+        "best length",
+        heading("speedup"),
+        METRICS["acceptance_length"].unit,
+        break_even,
+        f"{break_even} {METRICS['alpha'].title}",
+    )
     return Table(
         "Advice: ways to draft, best first",
         columns,
@@ -97,7 +106,7 @@ def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
         "predicted",
         "measured",
         "measured / predicted",
-        "tokens/step",
+        METRICS["acceptance_length"].unit,
         "formula",
         "dependence",
         "verify cost",
@@ -158,7 +167,7 @@ def _alphas(candidate: Candidate) -> Table:
     )
     return Table(
         f"Acceptance without a speculative run, {candidate.name}",
-        ("rule", "alpha", "tokens"),
+        ("rule", heading("alpha"), "tokens"),
         rows,
         ("alpha",),
     )
@@ -180,11 +189,11 @@ def _cells(grid: Grid) -> Table:
     columns = (
         "target",
         "draft",
-        "tokens/s",
+        METRICS["grid"].unit,
         "over its plain decoding",
-        "alpha, greedy",
+        f"{METRICS['alpha'].title}, greedy",
         "best length",
-        "tokens/step",
+        METRICS["acceptance_length"].unit,
     )
     note = (
         f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound."
@@ -210,7 +219,7 @@ def _targets(grid: Grid) -> Table:
         )
         for one in grid.targets
     )
-    columns = ("target", "KL to the unquantized, nats", f"keeps {grid.max_kl:g}", "perplexity")
+    columns = ("target", heading("kl_mean"), f"keeps {grid.max_kl:g}", "perplexity")
     note = f"{grid.targets[0].tokens:,} held-out tokens." if grid.targets else ""
     return Table("What quantizing the target costs", columns, rows, ("kl_mean",), note)
 
@@ -256,7 +265,7 @@ def _shown(value: Interval, digits: int) -> str:
 
 
 def _loads(report: ValidationReport) -> Table:
-    names = [arm.name for arm in report.loads[0].arms]
+    names, tpot = [arm.name for arm in report.loads[0].arms], METRICS["tpot"]
     rows = tuple(
         (
             str(point.concurrency),
@@ -269,14 +278,14 @@ def _loads(report: ValidationReport) -> Table:
     )
     columns = (
         "at once",
-        *(f"{name}, tokens/s" for name in names),
+        *(f"{name}, {METRICS['throughput'].unit}" for name in names),
         f"{names[-1]} / {names[0]}",
-        *(f"{name}, TPOT p50 ms" for name in names),
+        *(f"{name}, {tpot.title} p50 {tpot.unit}" for name in names),
         "failed",
     )
     note = "" if report.crossover is None else f"Speculation is {report.crossover.detail}."
     return Table(
-        "Load: several requests at once", columns, rows, ("throughput", "load_speed", "tpot"), note
+        "Load: several requests at once", columns, rows, ("throughput", "speed", "tpot"), note
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.bench.definitions import METRICS
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import Parity
-from toolkit.records.measured import Acceptance, Arm, Arms
+from toolkit.records.measured import Acceptance, Arm, Arms, Metric
 from toolkit.records.report import ValidationReport
+from toolkit.report.cells import capital
 from toolkit.report.expected import (
     draft_length_plot,
     grid_plot,
@@ -41,14 +43,9 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
             yield made
     if report.arms.speculative is not None:
         yield prompts_plot(report.arms.plain, report.arms.speculative)
-    for name, title in (
-        ("e2e", "Whole request"),
-        ("itl", "Inter-token latency"),
-        ("ttft", "Time to first token"),
-        ("icl", "Gap between chunks, as a reader sees it"),
-    ):
+    for name in ("e2e", "itl", "ttft", "icl"):
         if report.arms.plain.latencies[name].curve:
-            yield latency_plot(report.arms, name, title)
+            yield latency_plot(report.arms, METRICS[name])
     for role, quality in (("target", report.quality.target), ("draft", report.quality.draft)):
         if quality is not None and quality.layers:
             yield layer_kl_plot(role, quality)
@@ -109,7 +106,7 @@ def speedup_plot(report: ValidationReport) -> Plot:
         drawing.text(LEFT + 20, y + 4, label, "end")
         drawing.text(scale(speedup.estimate), y - 12, f"{speedup.estimate:.2f}x", "middle", "value")
     return Plot(
-        "Speed-up",
+        capital(METRICS["speedup"].title),
         drawing.render(),
         "Dot: estimate; bar: 95% interval. The solid line is 1x: no gain."
         + ("" if gate is None else " The whole bar has to be right of the gate to pass."),
@@ -127,7 +124,11 @@ def throughput_plot(report: ValidationReport) -> Plot:
     bottom = height - 44
     scale = Scale(0, max(arm.tokens_per_s for _, _, arm in arms) * 1.16 or 1, LEFT + 26, RIGHT)
     drawing.x_axis(
-        scale, bottom, TOP, ticks(0, scale.high), "output tokens per second, one request at a time"
+        scale,
+        bottom,
+        TOP,
+        ticks(0, scale.high),
+        f"{METRICS['tokens_per_s'].title}, one request at a time",
     )
     y = TOP + 6.0
     for index, (label, name, arm) in enumerate(arms):
@@ -140,7 +141,7 @@ def throughput_plot(report: ValidationReport) -> Plot:
             drawing.text(LEFT + 20, y + 15, label, "end")
         y += 30
     return Plot(
-        "Output tokens per second",
+        capital(METRICS["tokens_per_s"].title),
         drawing.render(),
         "Prefill and streaming are inside the time.",
         ("tokens_per_s",),
@@ -194,7 +195,7 @@ def acceptance_plot(report: ValidationReport) -> Plot:
                 )
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "position in the draft", "middle", "tick")
     return Plot(
-        "Acceptance by position",
+        capital(METRICS["acceptance_by_position"].title),
         drawing.render(),
         "Bars: drafted tokens at this position that the target kept. Lines: the same among steps"
         " that kept everything before it; a falling line says that the draft loses the thread.",
@@ -211,7 +212,9 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
     drawing = Drawing("Speed-up of every prompt, sorted")
     values = [ratio for ratio, _ in ratios] or [1.0]
     scale = Scale(min(0.9, *values) * 0.95, max(1.1, *values) * 1.05, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(scale.low, scale.high), "speed-up, times plain")
+    drawing.y_axis(
+        scale, LEFT, RIGHT, ticks(scale.low, scale.high), f"{METRICS['speedup'].title}, times plain"
+    )
     drawing.line(LEFT, scale(1), RIGHT, scale(1), "axis")
     along = Scale(0, max(1, len(ratios) - 1), LEFT + 8, RIGHT - 8)
     for i, (ratio, index) in enumerate(ratios):
@@ -231,13 +234,14 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
     return Plot("Speed-up of every prompt, greedy", drawing.render(), caption, ("tokens_per_s",))
 
 
-def latency_plot(arms: Arms, name: str, title: str) -> Plot:
+def latency_plot(arms: Arms, metric: Metric) -> Plot:
     """Both arms' cumulative distributions, up to the larger p99."""
+    title = capital(metric.spelled_out)
     drawing = Drawing(f"{title}: cumulative distribution of both arms")
     pairs = [
-        (arm_name, arm.latencies[name])
+        (arm_name, arm.latencies[metric.name])
         for arm_name, arm in _arms(arms)
-        if arm.latencies[name].curve
+        if arm.latencies[metric.name].curve
     ]
     drawing.legend([(ARM_CLASSES[arm_name], arm_name) for arm_name, _ in pairs], LEFT)
     low = min(latency.curve[0] for _, latency in pairs)
@@ -245,21 +249,25 @@ def latency_plot(arms: Arms, name: str, title: str) -> Plot:
     pad = max((high - low) * 0.05, high * 0.02, 1e-3)
     x = Scale(max(0.0, low - pad), high + pad, LEFT + 16, RIGHT)
     y = Scale(0, 1, BOTTOM, TOP)
-    drawing.x_axis(x, BOTTOM, TOP, ticks(x.low, x.high), "milliseconds")
+    drawing.x_axis(x, BOTTOM, TOP, ticks(x.low, x.high), metric.unit)
     drawing.y_axis(y, LEFT, RIGHT, (0, 0.5, 0.9, 1.0), "samples at or below", percent=True)
     for arm_name, latency in pairs:
         cls = ARM_CLASSES[arm_name]
         points = [(x(value), y(i / 100)) for i, value in enumerate(latency.curve[:100])]
         drawing.path(points, f"curve {cls}", f"{arm_name}: {latency.samples:,} samples")
         if latency.p50 is not None:
-            drawing.dot(x(latency.p50), y(0.5), 4.5, cls, f"{arm_name}: p50 {latency.p50:.2f} ms")
+            drawing.dot(
+                x(latency.p50), y(0.5), 4.5, cls, f"{arm_name}: p50 {latency.p50:.2f} {metric.unit}"
+            )
         if latency.p90 is not None:
-            drawing.dot(x(latency.p90), y(0.9), 4.5, cls, f"{arm_name}: p90 {latency.p90:.2f} ms")
+            drawing.dot(
+                x(latency.p90), y(0.9), 4.5, cls, f"{arm_name}: p90 {latency.p90:.2f} {metric.unit}"
+            )
     caption = (
         "Share of samples at or below a latency, temperature 0, up to p99. Further left is better;"
         " dots: p50 and p90."
     )
-    return Plot(title, drawing.render(), caption, (name, "percentiles"))
+    return Plot(title, drawing.render(), caption, (metric.name, "percentiles"))
 
 
 def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
@@ -268,10 +276,12 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     found = quality.layer_kl
     worst = max(found, key=lambda one: one.kl)
     unit, factor = (
-        ("millinats", 1000.0) if worst.kl < 0.01 else ("nats", 1.0)
+        (f"milli{METRICS['layer_kl'].unit}", 1000.0)
+        if worst.kl < 0.01
+        else (METRICS["layer_kl"].unit, 1.0)
     )  # else the numbers outgrow their margin
     scale = Scale(0, factor * worst.kl * 1.08 or 1e-3, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), f"KL, {unit} per token")
+    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), f"{METRICS['layer_kl'].title}, {unit}")
     slot = (RIGHT - LEFT) / len(found)
     width = min(24.0, max(1.0, slot - 2))
     step = -(-len(found) // 16)
@@ -298,7 +308,12 @@ def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
         0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP
     )
     drawing.y_axis(
-        scale, LEFT, RIGHT, ticks(0, scale.high), "relative error of its output", percent=True
+        scale,
+        LEFT,
+        RIGHT,
+        ticks(0, scale.high),
+        f"{METRICS['layer_error'].title} of its output",
+        percent=True,
     )
     slot = (RIGHT - LEFT) / len(quality.layers)
     for i, layer in enumerate(quality.layers):

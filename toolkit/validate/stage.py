@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit.bench import metrics
 from toolkit.bench.counters import client_counts, reconcile
-from toolkit.bench.definitions import DEFINITIONS
+from toolkit.bench.definitions import METRICS
 from toolkit.bench.prompts import read_prompts
 from toolkit.bench.verdict import INCONCLUSIVE, verdict
 from toolkit.config.schema import LatencyGates, ValidationConfig
@@ -245,7 +245,7 @@ def validate(
         environment=dict(origin.environment),
         engines=dict(origin.engines),
         stages=tuple(origin.stages),
-        definitions=DEFINITIONS,
+        definitions=METRICS,
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
         replaced=tuple(origin.replaced),
