@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BEYOND",
     "CONFIDENCE",
-    "TOO_FEW",
     "bootstrap_percentile_ratios",
     "bootstrap_percentiles",
     "bootstrap_ratio",
@@ -27,8 +27,8 @@ __all__ = [
     "interval",
     "percentile",
     "resampled",
+    "samples_needed",
     "times_drawn",
-    "unsupported",
 ]
 
 Floats = NDArray[np.float64]
@@ -43,16 +43,10 @@ PERCENTILE_RESAMPLES = 1000  # each adds up all samples in order, which takes lo
 BEYOND = 10  # samples beyond a percentile that we print: p50 needs 20, p90 100, p99 1000
 BATCH_NUMBERS = 2_000_000  # at most, of one vectorised batch of resamples
 
-# Is in every reason that `unsupported` gives, and in no other for which there is no figure.
-TOO_FEW = " needs "
 
-
-def unsupported(samples: int, q: float) -> str | None:
-    """Why `samples` cannot support percentile q (in percent), or None when they can."""
-    needed = math.ceil(BEYOND / (1 - q / 100) - 1e-9)
-    if samples >= needed:
-        return None
-    return f"{samples} samples; p{q:g} needs {needed}, so that {BEYOND} lie beyond it"
+def samples_needed(q: float) -> int:
+    """The fewest samples that support percentile q (in percent): BEYOND of them lie beyond it."""
+    return math.ceil(BEYOND / (1 - q / 100) - 1e-9)
 
 
 def percentile(

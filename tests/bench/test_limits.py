@@ -9,7 +9,7 @@ from toolkit.bench import metrics
 from toolkit.bench.limits import judge, parse_goodput, parse_limit, straddled
 from toolkit.errors import UsageError
 from toolkit.records.bench import BenchArm, BenchPoint
-from toolkit.records.measured import Gate, Ratio
+from toolkit.records.measured import Gate, Ratio, TooFew
 
 
 def arm(
@@ -116,9 +116,7 @@ def test_ratios_are_judged_by_their_interval() -> None:
     assert judged("speed>=1.3", ratios=(speed,)).outcome == "PASS"
     assert judged("speed>=1.5", ratios=(speed,)).outcome == "INCONCLUSIVE"
     assert judged("speed>=1.7", ratios=(speed,)).outcome == "FAIL"
-    few = Ratio(
-        "ttft_p99", None, None, None, "60 samples; p99 needs 1000, so that 10 lie beyond it"
-    )
+    few = Ratio("ttft", None, None, None, "for want of samples", 99, TooFew(60, 1000))
     assert judged("ttft_p99_ratio<=1", ratios=(few,)).outcome == "INCONCLUSIVE"
     gone = Ratio("speed", None, None, None, "9 of 9 requests failed")
     assert judged("speed>=0.1", ratios=(gone,)).outcome == "FAIL"

@@ -11,6 +11,7 @@ from tests.support.endpoint import ScriptedEndpoint
 from toolkit.bench import metrics
 from toolkit.bench.definitions import METRICS
 from toolkit.client import RequestTiming, Statistics
+from toolkit.records.measured import TooFew
 
 MS = 1_000_000
 
@@ -68,7 +69,8 @@ def test_percentiles_without_enough_samples_are_absent_with_the_reason() -> None
     ttft = metrics.arm(rounds).latencies["ttft"]
     assert ttft.p50 == pytest.approx(12.5)
     assert ttft.p90 is None
-    assert "p90 needs 100" in ttft.unsupported["p90"]
+    assert ttft.unsupported["p90"] == TooFew(ttft.samples, 100)
+    assert "p90 needs 100" in metrics.too_few_words(90, ttft.unsupported["p90"])
     assert set(ttft.unsupported) == {"p90", "p99"}
     assert (ttft.p90_low, ttft.p90_high) == (None, None)
 
@@ -229,6 +231,15 @@ def test_ratios_of_latencies_are_per_percentile_and_absent_with_the_reason() -> 
     assert found["ttft_p99"].estimate is None and "p99 needs 1000" in (
         found["ttft_p99"].reason or ""
     )
+    assert found["ttft_p99"].too_few == TooFew(25, 1000)
+
+
+@pytest.mark.parametrize(("q", "needed"), [(50, 20), (90, 100), (99, 1000)])
+def test_too_few_samples_are_two_numbers(q: int, needed: int) -> None:
+    assert metrics.too_few(needed, q) is None
+    lacking = metrics.too_few(needed - 1, q)
+    assert lacking == TooFew(needed - 1, needed)
+    assert f"{needed - 1} samples; p{q} needs {needed}" in metrics.too_few_words(q, lacking)
 
 
 def test_a_percentile_of_zero_divides_nothing() -> None:
@@ -265,7 +276,7 @@ def test_failed_requests_are_missing_from_a_ratio_and_break_nothing() -> None:
     gone = next(
         one for one in metrics.latency_ratios([[None] * 25], rounds) if one.name == "ttft_p50"
     )
-    assert (gone.estimate, gone.reason) == (None, "no samples")
+    assert (gone.estimate, gone.reason, gone.too_few) == (None, "no samples", None)
 
 
 def test_goodput_counts_requests_that_meet_every_limit() -> None:

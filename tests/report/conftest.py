@@ -32,7 +32,7 @@ from toolkit.records.build import (
     QuantizationQuality,
     StageCost,
 )
-from toolkit.records.measured import Acceptance, Interval, Latency, Ratio
+from toolkit.records.measured import Acceptance, Interval, Latency, Ratio, TooFew
 from toolkit.records.plan import MemoryItem, StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.validate.stage import Origin, References, Served, validate
@@ -155,7 +155,7 @@ def prediction(mode: str, draft_len: int, *, measured: float | None = None) -> S
 
 def sweep_arm(name: str, tokens_per_s: float | None, tpot_ms: float) -> BenchArm:
     latency = Latency(
-        120, tpot_ms, tpot_ms, tpot_ms * 1.2, None, None, None, {"p99": "12 of 10 samples"}, ()
+        120, tpot_ms, tpot_ms, tpot_ms * 1.2, None, None, None, {"p99": TooFew(120, 1000)}, ()
     )
     latencies = dict.fromkeys(("ttft", "tpot", "itl", "icl", "e2e"), latency)
     nothing = Acceptance(None, None, 0, 0, 0, ())

@@ -11,7 +11,7 @@ from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import DraftCheck, Parity, StopCheck
-from toolkit.records.measured import Arm, Gate, Latency, Ratio, Speedup
+from toolkit.records.measured import Arm, Gate, Latency, Ratio, Speedup, TooFew
 from toolkit.validate.draft_check import shortfall, telling
 from toolkit.validate.gates import (
     check_gates,
@@ -217,7 +217,7 @@ def test_gates_that_the_yaml_does_not_state_are_not_judged() -> None:
     ("limit", "expected"), [(30.0, "PASS"), (25.0, "INCONCLUSIVE"), (20.0, "FAIL")]
 )
 def test_latency_gate(limit: float, expected: str) -> None:
-    latency = Latency(200, 20.0, 20.0, 25.0, None, 24.0, 27.0, {"p99": "too few"}, ())
+    latency = Latency(200, 20.0, 20.0, 25.0, None, 24.0, 27.0, {"p99": TooFew(200, 1000)}, ())
     arm = Arm(
         200,
         1,
@@ -230,7 +230,7 @@ def test_latency_gate(limit: float, expected: str) -> None:
     )
     (gate,) = latency_gates(arm, LatencyGates(max_itl_p90_ms=limit))
     assert (gate.name, gate.outcome, gate.measured) == ("itl_p90", expected, 25.0)
-    short = replace(latency, p90=None, unsupported={"p90": "24 samples; p90 needs 100"})
+    short = replace(latency, p90=None, unsupported={"p90": TooFew(24, 100)})
     (gate,) = latency_gates(
         replace(arm, latencies={**arm.latencies, "itl": short}), LatencyGates(max_itl_p90_ms=limit)
     )
@@ -273,12 +273,15 @@ def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_los
 @pytest.mark.parametrize(
     ("ratio", "result"),
     [
-        (Ratio("ttft_p90", 1.0, 0.95, 1.05), "PASS"),
-        (Ratio("ttft_p90", 1.1, 1.0, 1.2), "INCONCLUSIVE"),
-        (Ratio("ttft_p90", 1.3, 1.2, 1.4), "FAIL"),
-        (Ratio("ttft_p90", None, None, None, "60 samples; p90 needs 100"), "INCONCLUSIVE"),
-        (Ratio("ttft_p90", None, None, None, "no samples"), "FAIL"),
-        (Ratio("e2e_p90", 1.0, 0.95, 1.05), "FAIL"),
+        (Ratio("ttft", 1.0, 0.95, 1.05, percentile=90), "PASS"),
+        (Ratio("ttft", 1.1, 1.0, 1.2, percentile=90), "INCONCLUSIVE"),
+        (Ratio("ttft", 1.3, 1.2, 1.4, percentile=90), "FAIL"),
+        (
+            Ratio("ttft", None, None, None, "for want of samples", 90, TooFew(60, 100)),
+            "INCONCLUSIVE",
+        ),
+        (Ratio("ttft", None, None, None, "no samples", 90), "FAIL"),
+        (Ratio("e2e", 1.0, 0.95, 1.05, percentile=90), "FAIL"),
     ],
 )
 def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(

@@ -20,7 +20,6 @@ from toolkit.pipeline.saved import read_saved
 from toolkit.records.bench import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison
 from toolkit.records.codec import from_json
 from toolkit.records.measured import Finding, Gate, Ratio
-from toolkit.resampling import TOO_FEW
 
 __all__ = ["compare_runs", "read_run"]
 
@@ -182,22 +181,29 @@ def _gates(point: ComparedPoint, tolerance: float, suffix: str) -> list[Gate]:
     ]
     if gates:
         return gates
-    reason = ratios["e2e_p50"].reason or "no samples"
-    result = INCONCLUSIVE if TOO_FEW in reason else FAIL
+    lacking = ratios["e2e_p50"]
+    result = FAIL if lacking.too_few is None else INCONCLUSIVE
     step = (
         "Save longer runs (--requests, --rounds)."
         if result == INCONCLUSIVE
         else "Measure again, with an endpoint that answers."
     )
     return [
-        Gate(f"comparison {suffix}", result, None, None, f"nothing can be compared: {reason}", step)
+        Gate(
+            f"comparison {suffix}",
+            result,
+            None,
+            None,
+            f"nothing can be compared: {lacking.reason}",
+            step,
+        )
     ]
 
 
 def _gate(ratio: Ratio, limit: float, suffix: str) -> Gate:
     assert ratio.estimate is not None and ratio.low is not None and ratio.high is not None
-    result = outcome(ratio.low, ratio.high, limit, at_least=ratio.name == "speed")
-    faster = ratio.high < 1 if ratio.name != "speed" else ratio.low > 1
+    result = outcome(ratio.low, ratio.high, limit, at_least=ratio.metric == "speed")
+    faster = ratio.high < 1 if ratio.metric != "speed" else ratio.low > 1
     detail = f"B / A {ratio.estimate:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}" + (
         "; B is better" if faster else ""
     )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.bench.metrics import LATENCIES, PERCENTILES
+from toolkit.bench.metrics import LATENCIES, PERCENTILES, too_few_words
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome
 from toolkit.errors import UsageError
 from toolkit.records.bench import BenchArm, BenchPoint
 from toolkit.records.measured import Gate
-from toolkit.resampling import CONFIDENCE, TOO_FEW
+from toolkit.resampling import CONFIDENCE
 from toolkit.rounding import decimals
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
@@ -149,7 +149,8 @@ def _latency(arm: BenchArm, limit: Limit, suffix: str) -> Gate:
         )
     value, low, high = (getattr(latency, percentile + end) for end in ("", "_low", "_high"))
     if value is None:
-        detail = f"no {percentile}: {latency.unsupported[percentile]}"
+        lacking = latency.unsupported[percentile]
+        detail = f"no {percentile}: {too_few_words(int(percentile[1:]), lacking)}"
         return Gate(
             limit.name + suffix,
             INCONCLUSIVE,
@@ -214,7 +215,7 @@ def _ratio(point: BenchPoint, limit: Limit, suffix: str) -> Gate:
         )
     if ratio.estimate is None or ratio.low is None or ratio.high is None:
         reason = ratio.reason or "no samples"
-        if TOO_FEW in reason:
+        if ratio.too_few is not None:
             return Gate(
                 limit.name + suffix,
                 INCONCLUSIVE,

@@ -22,15 +22,17 @@ from toolkit.records.measured import (
     PositionAcceptance,
     Ratio,
     Speedup,
+    TooFew,
 )
 from toolkit.resampling import (
+    BEYOND,
     CONFIDENCE,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
     bootstrap_ratio,
     bootstrap_ratio_of_sums,
     percentile,
-    unsupported,
+    samples_needed,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +49,11 @@ __all__ = [
     "latencies",
     "latency",
     "latency_ratios",
+    "needed_words",
     "speedup",
     "throughput",
+    "too_few",
+    "too_few_words",
 ]
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
@@ -81,19 +86,36 @@ def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
     )
 
 
+def too_few(samples: int, percentile: int) -> TooFew | None:
+    """None: so many samples support this percentile."""
+    needed = samples_needed(percentile)
+    return TooFew(samples, needed) if samples < needed else None
+
+
+def too_few_words(percentile: int, lacking: TooFew) -> str:
+    """Why there is no such percentile."""
+    if lacking.have == 0:
+        return "no samples"
+    return f"{lacking.have} samples; {needed_words(percentile, lacking)}"
+
+
+def needed_words(percentile: int, lacking: TooFew) -> str:
+    """What such a percentile takes, whatever there was."""
+    return f"p{percentile} needs {lacking.need}, so that {BEYOND} lie beyond it"
+
+
 def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
     """Percentiles of (milliseconds, weight) samples that are grouped by prompt."""
     groups = [group for group in by_prompt if group]
     values = [value for group in groups for value, _ in group]
     weights = [weight for group in groups for _, weight in group]
     count = sum(weights)
-    if not values:
-        reasons = {f"p{q}": "no samples" for q in PERCENTILES}
-        return Latency(0, None, None, None, None, None, None, reasons, ())
-    reasons = {
-        f"p{q}": reason for q in PERCENTILES if (reason := unsupported(count, q)) is not None
+    unsupported = {
+        f"p{q}": lacking for q in PERCENTILES if (lacking := too_few(count, q)) is not None
     }
-    supported = [q for q in PERCENTILES if f"p{q}" not in reasons]
+    if not values:
+        return Latency(0, None, None, None, None, None, None, unsupported, ())
+    supported = [q for q in PERCENTILES if f"p{q}" not in unsupported]
     intervals = (
         bootstrap_percentiles(
             [[value for value, _ in group] for group in groups],
@@ -117,7 +139,7 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
         p99=found[99][0],
         p90_low=found[90][1],
         p90_high=found[90][2],
-        unsupported=reasons,
+        unsupported=unsupported,
         curve=tuple(
             round(float(value), 4)
             for value in np.percentile(np.repeat(values, weights), range(101))
@@ -161,11 +183,8 @@ def latency_ratios(
         counts = [
             sum(weight for row in arm for group in row for _, weight in group) for arm in arms
         ]
-        reasons = {
-            q: "no samples" if min(counts) == 0 else unsupported(min(counts), q)
-            for q in PERCENTILES
-        }
-        supported = [q for q in PERCENTILES if reasons[q] is None]
+        lacking = {q: too_few(min(counts), q) for q in PERCENTILES}
+        supported = [q for q in PERCENTILES if lacking[q] is None]
         intervals = (
             bootstrap_percentile_ratios(arms[0], arms[1], supported, paired=paired, seed=seed)
             if supported
@@ -173,16 +192,21 @@ def latency_ratios(
         )
         found = dict(zip(supported, intervals, strict=True))
         for q in PERCENTILES:
-            if (reason := reasons[q]) is not None:
-                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reason))
+            if (few := lacking[q]) is not None:
+                ratios.append(_no_ratio(name, q, few))
                 continue
             above, below = (percentile(*_values(arm, q)) for arm in arms)
             if below == 0.0 or not np.isfinite(found[q]).all():
                 reason = "chunks that arrive at once have no gap to divide by"
-                ratios.append(Ratio(f"{name}_p{q}", None, None, None, reason))
+                ratios.append(Ratio(name, None, None, None, reason, q))
             else:
-                ratios.append(Ratio(f"{name}_p{q}", above / below, *found[q]))
+                ratios.append(Ratio(name, above / below, *found[q], percentile=q))
     return tuple(ratios)
+
+
+def _no_ratio(name: str, q: int, few: TooFew) -> Ratio:
+    """Without any sample nothing was measured, which more of them would not change."""
+    return Ratio(name, None, None, None, too_few_words(q, few), q, few if few.have else None)
 
 
 def goodput(

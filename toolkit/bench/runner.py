@@ -253,7 +253,7 @@ class _Runner:
                     return point
 
     def _decided(self, point: BenchPoint) -> bool:
-        speed = next((ratio for ratio in point.ratios if ratio.name == "speed"), None)
+        speed = next((ratio for ratio in point.ratios if ratio.metric == "speed"), None)
         if (
             speed is not None
             and speed.estimate
@@ -473,7 +473,7 @@ def crossover(points: Sequence[BenchPoint]) -> Crossover | None:
         (point.concurrency, ratio.estimate, ratio.low, ratio.high)
         for point in points
         for ratio in point.ratios
-        if ratio.name == "speed" and point.concurrency is not None and ratio.estimate is not None
+        if ratio.metric == "speed" and point.concurrency is not None and ratio.estimate is not None
     ]
     if len(levels) < 2:
         return None
@@ -600,7 +600,7 @@ def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> It
     for point in points:
         for ratio in point.ratios:
             if (
-                ratio.name == "speed"
+                ratio.metric == "speed"
                 and ratio.low is not None
                 and ratio.high is not None
                 and ratio.low <= 1 <= ratio.high

@@ -19,6 +19,7 @@ __all__ = [
     "PositionAcceptance",
     "Ratio",
     "Speedup",
+    "TooFew",
     "Unit",
 ]
 
@@ -42,9 +43,17 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class TooFew:
+    """There are `have` samples, and the figure takes `need`."""
+
+    have: int
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
 class Latency:
     """One latency of one arm, in milliseconds. A percentile that the number of samples cannot
-    support is None, and `unsupported` says why under its name (p50 | p90 | p99).
+    support is None, and `unsupported` has the numbers under its name (p50 | p90 | p99).
 
     p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve:
     the quantiles 0, 1, ... 100 percent, for plots. samples counts requests (ttft, tpot, e2e),
@@ -58,7 +67,7 @@ class Latency:
     p99: float | None
     p90_low: float | None
     p90_high: float | None
-    unsupported: dict[str, str]
+    unsupported: dict[str, TooFew]
     curve: tuple[float, ...]
     p50_low: float | None = None
     p50_high: float | None = None
@@ -98,15 +107,24 @@ class Arms:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A figure of one arm divided by that of another, with its bootstrap interval. estimate
-    None: `reason` says why not.
+    """A figure of one arm divided by that of another, with its bootstrap interval.
+
+    metric: of the table of metrics; percentile: of a latency. estimate None: `reason` says why not,
+    and too_few has the numbers where it is for want of samples.
     """
 
-    name: str  # ttft_p50, speed, ...
+    metric: str
     estimate: float | None
     low: float | None
     high: float | None
     reason: str | None = None
+    percentile: int | None = None
+    too_few: TooFew | None = None
+
+    @property
+    def name(self) -> str:
+        """ttft_p50, speed, ..."""
+        return self.metric if self.percentile is None else f"{self.metric}_p{self.percentile}"
 
 
 @dataclass(frozen=True, slots=True)

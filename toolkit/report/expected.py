@@ -275,7 +275,7 @@ def speed_sweep_plot(report: ValidationReport) -> Plot | None:
         (level, ratio)
         for level, point in _loads(report)
         for ratio in point.ratios
-        if ratio.name == "speed"
+        if ratio.metric == "speed"
     ]
     known = [(level, *edges) for level, ratio in found if (edges := _edges(ratio)) is not None]
     if len(known) < 2:

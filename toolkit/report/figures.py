@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
+from toolkit.bench.metrics import needed_words, too_few_words
 from toolkit.records.build import CompiledEngine, LayerCounts, QuantizationQuality, TensorRtLlmBuild
 from toolkit.records.judged import Distribution, DistributionTest, DraftCheck, MarginBin, Parity
-from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Latency, Ratio, Speedup
+from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Ratio, Speedup
 from toolkit.records.report import ValidationReport
 from toolkit.report.advice import at_once
 from toolkit.report.cells import DASH, Table, interval, number, percent, size
@@ -352,24 +353,18 @@ def _speedup_sentence(label: str, speedup: Speedup) -> str:
 def _latencies(report: ValidationReport) -> Table:
     columns = arm_columns(report)
     rows: list[tuple[str, ...]] = []
-    missing: dict[str, str] = {}
+    reasons: set[str] = set()
     for name in LATENCIES:
-        for quantile in (f"p{q}" for q in PERCENTILES):
+        for q in PERCENTILES:
             latencies = [arm.latencies[name] for _, arm in columns]
-            rows.append(
-                (
-                    f"{METRICS[name].title} {quantile}",
-                    *(_percentile(latency, quantile) for latency in latencies),
-                )
-            )
-            missing |= {
-                f"{name} {quantile}": one.unsupported[quantile]
-                for one in latencies
-                if quantile in one.unsupported
+            figures = (number(getattr(latency, f"p{q}")) for latency in latencies)
+            rows.append((f"{METRICS[name].title} p{q}", *figures))
+            lacking = [one.unsupported[f"p{q}"] for one in latencies if f"p{q}" in one.unsupported]
+            reasons |= {
+                needed_words(q, few) if few.have else too_few_words(q, few) for few in lacking
             }
-    reasons = sorted({reason.partition(" samples; ")[2] or reason for reason in missing.values()})
     note = (
-        f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(reasons)})."
+        f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(sorted(reasons))})."
         if reasons
         else LATENCY_LEGEND
     )
@@ -393,12 +388,14 @@ def _ratios(report: ValidationReport) -> list[tuple[str, Sequence[Ratio]]]:
 def _latency_ratios(report: ValidationReport) -> Table:
     columns = _ratios(report)
     by_name = [
-        {ratio.name: ratio for ratio in ratios if ratio.estimate is not None}
+        {(ratio.metric, ratio.percentile): ratio for ratio in ratios if ratio.estimate is not None}
         for _, ratios in columns
     ]
-    names = [ratio.name for ratio in columns[0][1] if any(ratio.name in found for found in by_name)]
+    keys = [(ratio.metric, ratio.percentile) for ratio in columns[0][1]]
     rows = tuple(
-        (latency_title(name), *(_ratio(found.get(name)) for found in by_name)) for name in names
+        (f"{METRICS[key[0]].title} p{key[1]}", *(_ratio(found.get(key)) for found in by_name))
+        for key in keys
+        if any(key in found for found in by_name)
     )
     note = (
         "Below 1 is faster with speculation. A ratio that its samples cannot support is left out."
@@ -420,10 +417,6 @@ def latency_title(name: str) -> str:
     """ttft_p90 -> TTFT p90"""
     kind, _, quantile = name.partition("_")
     return f"{METRICS[kind].title} {quantile}"
-
-
-def _percentile(latency: Latency, quantile: str) -> str:
-    return number(getattr(latency, quantile))
 
 
 def _acceptance(report: ValidationReport) -> Table:

@@ -290,7 +290,7 @@ def _loads(report: ValidationReport) -> Table:
 
 
 def _speed(point: BenchPoint) -> str:
-    ratio: Ratio | None = next((one for one in point.ratios if one.name == "speed"), None)
+    ratio: Ratio | None = next((one for one in point.ratios if one.metric == "speed"), None)
     return DASH if ratio is None else interval(ratio.estimate, ratio.low, ratio.high)
 
 

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from toolkit.bench.metrics import too_few_words
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, NOT_JUDGED, PASS, outcome
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, StopCheck
 from toolkit.records.measured import Arm, Finding, Gate, Latency, Ratio, Speedup
-from toolkit.resampling import TOO_FEW
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.draft_check import TELLING, telling
@@ -398,7 +398,7 @@ def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "")
                 Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios.")
             )
         elif ratio.estimate is None or ratio.low is None or ratio.high is None:
-            few = TOO_FEW in (ratio.reason or "")
+            few = ratio.too_few is not None
             raised = "Raise validation.max_prompts or validation.rounds."
             advice = raised if few else f"Remove validation.latency.max_ratios.{name}."
             detail = f"no ratio: {ratio.reason}" if few else f"not measured: {ratio.reason}"
@@ -451,9 +451,8 @@ def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
         return Gate(name, FAIL, None, limit, "not measured: no answer has one", advice)
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
-        return Gate(
-            name, INCONCLUSIVE, None, limit, f"no p90: {latency.unsupported['p90']}", advice
-        )
+        detail = f"no p90: {too_few_words(90, latency.unsupported['p90'])}"
+        return Gate(name, INCONCLUSIVE, None, limit, detail, advice)
     result = outcome(latency.p90_low, latency.p90_high, limit, at_least=False)
     digits = decimals((latency.p90, latency.p90_low, latency.p90_high), limit)
     ends = f"{latency.p90_low:.{digits}f} to {latency.p90_high:.{digits}f}"
