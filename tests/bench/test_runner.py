@@ -179,7 +179,7 @@ def test_saved_runs_are_read_back_equal_and_compared(
     assert same.verdict == "PASS" and all(point.paired for point in same.points)
     worse = compare_runs(first, third, tolerance=0.5)
     assert worse.verdict == "FAIL" and worse.points[0].paired
-    assert next(gate for gate in worse.gates if gate.name.startswith("speed")).outcome == "FAIL"
+    assert next(gate for gate in worse.gates if gate.metric == "speed").outcome == "FAIL"
     better = compare_runs(third, first)
     assert better.verdict == "PASS" and "B is better" in " ".join(
         gate.detail for gate in better.gates
@@ -225,7 +225,7 @@ def test_a_run_that_fails_more_often_does_not_win(
     texts = [f"prompt {i}" for i in range(COUNT - 2)] + ["fault:die 1", "fault:garbage 2"]
     found = compare_runs(good, run(stub, write(tmp_path, texts)), tolerance=9.0)
     assert found.verdict == "FAIL"
-    assert next(gate for gate in found.gates if gate.name.startswith("errors")).outcome == "FAIL"
+    assert next(gate for gate in found.gates if gate.metric == "errors").outcome == "FAIL"
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.bench import metrics
+from toolkit.bench.gate import make_gate
 from toolkit.bench.verdict import outcome, verdict
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import DraftCheck, Parity, StopCheck
-from toolkit.records.measured import Arm, Gate, Latency, Ratio, Speedup, TooFew
+from toolkit.records.measured import Arm, Latency, Ratio, Scope, Speedup, TooFew
 from toolkit.validate.draft_check import shortfall, telling
 from toolkit.validate.gates import (
     check_gates,
@@ -78,23 +79,25 @@ def test_an_interval_that_straddles_its_limit_is_inconclusive(
     ],
 )
 def test_verdict_is_the_worst_outcome(outcomes: tuple[str, ...], expected: str) -> None:
-    assert verdict(Gate("g", one, None, None, "") for one in outcomes) == expected
+    assert (
+        verdict(make_gate("parity", Scope(), one, None, None, "") for one in outcomes) == expected
+    )
 
 
 def test_clean_parity_passes_when_there_are_enough_prompts_to_say_so() -> None:
-    assert parity_gate("parity", parity(64, 0), ParityGates()).outcome == "PASS"
-    few = parity_gate("parity", parity(48, 0), ParityGates())
+    assert parity_gate(parity(64, 0), ParityGates()).outcome == "PASS"
+    few = parity_gate(parity(48, 0), ParityGates())
     assert few.outcome == "INCONCLUSIVE"
     assert "at least 59 prompts" in (few.next_step or "")
 
 
 def test_too_many_near_ties_fail_once_that_is_certain() -> None:
-    assert parity_gate("parity", parity(64, 12), ParityGates()).outcome == "FAIL"
-    assert parity_gate("parity", parity(64, 3), ParityGates()).outcome == "INCONCLUSIVE"
+    assert parity_gate(parity(64, 12), ParityGates()).outcome == "FAIL"
+    assert parity_gate(parity(64, 3), ParityGates()).outcome == "INCONCLUSIVE"
 
 
 def test_a_rate_of_zero_cannot_be_proved() -> None:
-    gate = parity_gate("parity", parity(64, 0), ParityGates(max_divergence_rate=0.0))
+    gate = parity_gate(parity(64, 0), ParityGates(max_divergence_rate=0.0))
     assert gate.outcome == "INCONCLUSIVE"
     assert "no number of prompts" in (gate.next_step or "")
 
@@ -105,28 +108,26 @@ def test_a_rate_of_zero_cannot_be_proved() -> None:
 )
 def test_speedup_is_judged_by_its_interval(low: float, high: float, expected: str) -> None:
     (gate,) = speedup_gate(
-        "speedup", Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15)
+        Speedup((low + high) / 2, low, high, 0.95, 32, 3), LatencyGates(min_speedup=1.15)
     )
     assert gate.outcome == expected
     assert (gate.next_step is None) == (expected == "PASS")
 
 
 def test_an_interval_that_ends_just_beyond_its_limit_shows_it() -> None:
-    (gate,) = speedup_gate(
-        "speedup", Speedup(1.28, 1.1487, 1.43, 0.95, 64, 3), LatencyGates(min_speedup=1.15)
-    )
+    (gate,) = speedup_gate(Speedup(1.28, 1.1487, 1.43, 0.95, 64, 3), LatencyGates(min_speedup=1.15))
     assert gate.outcome == "INCONCLUSIVE"
     assert "interval 1.149 to 1.430" in gate.detail
 
 
 def test_a_bound_on_a_rate_is_told_from_what_differed() -> None:
-    clean = parity_gate("parity", parity(64, 0), ParityGates())
+    clean = parity_gate(parity(64, 0), ParityGates())
     assert clean.detail == "0 of 64 prompts differ; with 95% confidence at most 4.6% do"
-    some = parity_gate("parity", parity(200, 3), ParityGates())
+    some = parity_gate(parity(200, 3), ParityGates())
     assert some.detail.startswith(
         "3 of 200 prompts differ, 3 of them numerically equivalent, none beyond rounding; with 95%"
     )
-    close = parity_gate("parity", parity(64, 0), ParityGates(max_divergence_rate=0.046))
+    close = parity_gate(parity(64, 0), ParityGates(max_divergence_rate=0.046))
     assert close.outcome == "PASS" and "at most 4.57% do" in close.detail
 
 
@@ -202,15 +203,12 @@ def test_as_many_drafts_as_can_pass_would_tell_one_that_loses_half() -> None:
 
 
 def test_one_pair_is_too_few_for_any_interval() -> None:
-    (gate,) = speedup_gate("speedup", Speedup(3.0, 3.0, 3.0, 0.95, 1, 1), LatencyGates())
+    (gate,) = speedup_gate(Speedup(3.0, 3.0, 3.0, 0.95, 1, 1), LatencyGates())
     assert gate.outcome == "INCONCLUSIVE"
 
 
 def test_gates_that_the_yaml_does_not_state_are_not_judged() -> None:
-    assert (
-        speedup_gate("speedup", Speedup(0.5, 0.5, 0.5, 0.95, 32, 3), LatencyGates(min_speedup=None))
-        == []
-    )
+    assert speedup_gate(Speedup(0.5, 0.5, 0.5, 0.95, 32, 3), LatencyGates(min_speedup=None)) == []
 
 
 @pytest.mark.parametrize(
@@ -287,27 +285,37 @@ def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_los
 def test_a_ratio_of_latencies_is_judged_by_its_interval_and_fails_unmeasured(
     ratio: Ratio, result: str
 ) -> None:
-    (gate,) = ratio_gates([ratio], LatencyGates(max_ratios={"ttft_p90": 1.1}), "_sampled")
+    (gate,) = ratio_gates([ratio], LatencyGates(max_ratios={"ttft_p90": 1.1}), 0.8)
     assert (gate.name, gate.outcome) == ("ttft_p90_ratio_sampled", result)
     assert (gate.next_step is None) == (result == "PASS")
 
 
 def test_a_rehearsal_judges_what_is_right_and_not_what_is_fast_or_good() -> None:
-    empty = (
-        "speedup",
-        "speedup_sampled",
-        "ttft_p90",
-        "itl_p90_sampled",
-        "tpot_p50_ratio",
-        "quality_kl",
-        "quality_top1",
-    )
-    kept = ("parity", "seeded_parity", "agreement_engine", "draft", "stop_words", "distribution")
-    gates = [
-        Gate(name, result, 1.0, 2.0, "why", "hint")
-        for name in (*empty, *kept)
-        for result in ("PASS", "FAIL")
-    ]
+    sampled, over_plain = Scope(temperature=0.8), Scope(percentile=50, over="plain")
+    empty = {
+        "speedup": make_gate("speedup", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+        "speedup_sampled": make_gate("speedup", sampled, "PASS", 1.0, 2.0, "why", "hint"),
+        "ttft_p90": make_gate("ttft", Scope(percentile=90), "PASS", 1.0, 2.0, "why", "hint"),
+        "itl_p90_sampled": make_gate(
+            "itl", replace(sampled, percentile=90), "PASS", 1.0, 2.0, "why", "hint"
+        ),
+        "tpot_p50_ratio": make_gate("tpot", over_plain, "PASS", 1.0, 2.0, "why", "hint"),
+        "quality_kl": make_gate("kl_mean", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+        "quality_top1": make_gate("top1_agreement", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+    }
+    of_engine = Scope(reference="engine")
+    kept = {
+        "parity": make_gate("parity", Scope(temperature=0.0), "PASS", 1.0, 2.0, "why", "hint"),
+        "seeded_parity": make_gate("seeded_parity", sampled, "PASS", 1.0, 2.0, "why", "hint"),
+        "agreement_engine": make_gate("wrong_tokens", of_engine, "PASS", 1.0, 2.0, "why", "hint"),
+        "draft": make_gate("draft_check", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+        "stop_words": make_gate("stop_words", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+        "distribution": make_gate("distribution", Scope(), "PASS", 1.0, 2.0, "why", "hint"),
+        "errors@4": make_gate("errors", Scope(concurrency=4), "PASS", 1.0, 2.0, "why", "hint"),
+    }
+    made = {**empty, **kept}
+    assert [gate.name for gate in made.values()] == list(made)
+    gates = [replace(gate, outcome=result) for gate in made.values() for result in ("PASS", "FAIL")]
     found = not_judged(gates)
     assert {gate.name for gate in found if gate.outcome == "NOT JUDGED"} == set(empty)
     assert [gate for gate in found if gate.name in kept] == [
@@ -319,6 +327,8 @@ def test_a_rehearsal_judges_what_is_right_and_not_what_is_fast_or_good() -> None
 
 
 def test_a_rehearsal_judges_agreement_with_its_source_only_where_both_compute_the_same() -> None:
-    exact = Gate("agreement_source", "FAIL", 3.0, 0.0, "3 beyond rounding")
-    rate = Gate("agreement_source", "PASS", 0.8, 0.7, "80 %")
+    source = Scope(reference="source")
+    exact = make_gate("wrong_tokens", source, "FAIL", 3.0, 0.0, "3 beyond rounding")
+    rate = make_gate("wrong_choices", source, "PASS", 0.8, 0.7, "80 %")
+    assert exact.name == rate.name == "agreement_source"
     assert [gate.outcome for gate in not_judged([exact, rate])] == ["FAIL", "NOT JUDGED"]

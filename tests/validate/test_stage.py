@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.endpoint import Fault, ScriptedEndpoint
+from toolkit.bench.gate import make_gate
 from toolkit.bench.runner import crossover
 from toolkit.client import RequestRefused, RequestTiming, ServerUnavailable
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
@@ -18,7 +19,7 @@ from toolkit.errors import StageError, UsageError
 from toolkit.records.bench import BenchPoint, BenchRun
 from toolkit.records.build import Quality, QuantizationQuality
 from toolkit.records.codec import from_json, to_json
-from toolkit.records.measured import Finding, Gate, Ratio
+from toolkit.records.measured import Finding, Gate, Ratio, Scope
 from toolkit.records.report import ValidationReport
 from toolkit.report.figures import next_steps, notes
 from toolkit.validate.diagnose import ACCEPT_RULE
@@ -368,13 +369,13 @@ def swept(levels: Sequence[int], *, failed: bool = False) -> BenchRun:
         BenchPoint(level, None, 2, (), (pays if 2 * level <= max(levels) else stops,))
         for level in levels
     )
-    gate = Gate(
-        "errors@1",
+    gate = make_gate(
+        "errors",
+        Scope(concurrency=1),
         "FAIL" if failed else "PASS",
         0.0,
         0.0,
         "1 of 8 requests failed" if failed else "",
-        None,
     )
     found = Finding("lag", "warning", "sends were late")
     return BenchRun(

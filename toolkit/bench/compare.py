@@ -8,10 +8,12 @@ which is said. Endpoints that can run at once are better compared in one run (--
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from toolkit.bench import metrics
+from toolkit.bench.gate import load_name, make_gate
 from toolkit.bench.runner import SCHEMA_VERSION, speed_ratio
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome, verdict
 from toolkit.client import RequestTiming, Statistics
@@ -19,7 +21,7 @@ from toolkit.errors import UsageError
 from toolkit.pipeline.saved import read_saved
 from toolkit.records.bench import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison
 from toolkit.records.codec import from_json
-from toolkit.records.measured import Finding, Gate, Ratio
+from toolkit.records.measured import Direction, Finding, Gate, Ratio, Scope
 
 __all__ = ["compare_runs", "read_run"]
 
@@ -91,11 +93,14 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
                 in_a = name if name in shared else point.arms[-1].name
                 rows = _rows(a, at_a, in_a), _rows(b, at_b, name)
                 compared = _point(*rows, other, name, seed)
-                suffix = f"{name}@{_name(other)}"
+                scope = Scope(arm=name, concurrency=other.concurrency, rate=other.rate)
                 points.append(compared)
-                gates += [_errors(*rows, suffix), *_gates(compared, tolerance, suffix)]
+                gates += [_errors(*rows, scope), *_gates(compared, tolerance, scope)]
     if not points:
-        said = " and ".join(", ".join(_name(point) for point in run.points) for run in (a, b))
+        said = " and ".join(
+            ", ".join(load_name(point.concurrency, point.rate) for point in run.points)
+            for run in (a, b)
+        )
         raise UsageError(
             f"the runs have no load in common: {said}",
             hint="Run both with the same --concurrency or --rate.",
@@ -120,16 +125,6 @@ def _load(run: BenchRun, point: BenchPoint) -> tuple[int | None, float | None, s
         point.concurrency,
         point.rate,
         run.settings.get("arrivals", "") if point.concurrency is None else "",
-    )
-
-
-def _name(point: BenchPoint | ComparedPoint) -> str:
-    return (
-        f"{point.concurrency}"
-        if point.concurrency is not None
-        else "trace"
-        if point.rate is None
-        else f"{point.rate:g}/s"
     )
 
 
@@ -169,13 +164,13 @@ def _timing(one: BenchRequest) -> RequestTiming | None:
     )
 
 
-def _gates(point: ComparedPoint, tolerance: float, suffix: str) -> list[Gate]:
+def _gates(point: ComparedPoint, tolerance: float, scope: Scope) -> list[Gate]:
     """A percentile that neither run could support, or a figure that the endpoints do not give, is
     not judged; but the ratio of something that only the one has, or of nothing at all, fails.
     """
     ratios = {ratio.name: ratio for ratio in point.ratios}
     gates = [
-        _gate(ratios[name], 1 - tolerance if name == "speed" else 1 + tolerance, suffix)
+        _gate(ratios[name], 1 - tolerance if name == "speed" else 1 + tolerance, scope)
         for name in JUDGED
         if ratios[name].estimate is not None
     ]
@@ -188,19 +183,13 @@ def _gates(point: ComparedPoint, tolerance: float, suffix: str) -> list[Gate]:
         if result == INCONCLUSIVE
         else "Measure again, with an endpoint that answers."
     )
-    return [
-        Gate(
-            f"comparison {suffix}",
-            result,
-            None,
-            None,
-            f"nothing can be compared: {lacking.reason}",
-            step,
-        )
-    ]
+    detail = f"nothing can be compared: {lacking.reason}"
+    scope = replace(scope, over="run_a")
+    direction: Direction = "at_most"  # of most that it would have judged
+    return [make_gate("comparison", scope, result, None, None, detail, step, direction=direction)]
 
 
-def _gate(ratio: Ratio, limit: float, suffix: str) -> Gate:
+def _gate(ratio: Ratio, limit: float, scope: Scope) -> Gate:
     assert ratio.estimate is not None and ratio.low is not None and ratio.high is not None
     result = outcome(ratio.low, ratio.high, limit, at_least=ratio.metric == "speed")
     faster = ratio.high < 1 if ratio.metric != "speed" else ratio.low > 1
@@ -215,10 +204,11 @@ def _gate(ratio: Ratio, limit: float, suffix: str) -> Gate:
             " --tolerance."
         ),
     }
-    return Gate(f"{ratio.name} {suffix}", result, ratio.estimate, limit, detail, steps[result])
+    scope = replace(scope, percentile=ratio.percentile, over="run_a")
+    return make_gate(ratio.metric, scope, result, ratio.estimate, limit, detail, steps[result])
 
 
-def _errors(a: Rows, b: Rows, suffix: str) -> Gate:
+def _errors(a: Rows, b: Rows, scope: Scope) -> Gate:
     """Failed requests have no latency, so a run that fails more often must not win by it."""
     shares = []
     for run in (a, b):
@@ -228,4 +218,6 @@ def _errors(a: Rows, b: Rows, suffix: str) -> Gate:
     good = in_b * of_a <= in_a * of_b
     detail = f"{in_b} of {of_b} requests of B failed, {in_a} of {of_a} of A"
     step = None if good else "Fix B: its figures are of the requests that it did answer."
-    return Gate(f"errors {suffix}", PASS if good else FAIL, in_b / of_b, in_a / of_a, detail, step)
+    return make_gate(
+        "errors", scope, PASS if good else FAIL, in_b / of_b, in_a / of_a, detail, step
+    )

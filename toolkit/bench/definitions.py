@@ -8,10 +8,12 @@ from __future__ import annotations
 from toolkit.records.measured import Metric
 from toolkit.resampling import CONFIDENCE
 
-__all__ = ["LATENCIES", "METRICS", "PERCENTILES", "heading"]
+__all__ = ["LATENCIES", "LATENCY_PERCENTILES", "METRICS", "PERCENTILES", "heading"]
 
 LATENCIES = ("ttft", "tpot", "itl", "icl", "e2e")
 PERCENTILES = (50, 90, 99)
+# ttft_p90 -> (ttft, 90)
+LATENCY_PERCENTILES = {f"{name}_p{q}": (name, q) for name in LATENCIES for q in PERCENTILES}
 
 _TABLE = (
     Metric(
@@ -47,7 +49,10 @@ _TABLE = (
         unit="ms",
         better="lower",
         formula="first tokens received - request sent (open loop: due)",
-        numerator="time of the first chunk with tokens, or with text where none are counted",
+        numerator=(
+            "time of the first chunk with tokens (with text, where none are counted) - time of"
+            " sending"
+        ),
         denominator="1 request",
         note="a validation is a closed loop",
     ),
@@ -91,7 +96,10 @@ _TABLE = (
         unit="ms",
         better="lower",
         formula="last tokens received - request sent (open loop: due)",
-        numerator="time of the last chunk with tokens, or with text where none are counted",
+        numerator=(
+            "time of the last chunk with tokens (with text, where none are counted) - time of"
+            " sending"
+        ),
         denominator="1 request",
     ),
     Metric(
@@ -219,8 +227,8 @@ _TABLE = (
         ),
     ),
     Metric(
-        name="wrong_where_sure",
-        title="wrong where sure",
+        name="wrong_choices",
+        title="wrong choices",
         unit="share",
         better="lower",
         formula="tokens that are not the reference's own / tokens, where the reference is decided",

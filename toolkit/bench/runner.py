@@ -595,7 +595,7 @@ def _findings(
 
 def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> Iterator[Finding]:
     """Two arms of which neither is shown to be faster, where no gate asks which."""
-    if any(limit.name == "speed" for limit in limits):
+    if any(limit.metric == "speed" for limit in limits):
         return
     for point in points:
         for ratio in point.ratios:

@@ -11,6 +11,7 @@ __all__ = [
     "Arms",
     "Better",
     "CounterCheck",
+    "Direction",
     "Finding",
     "Gate",
     "Interval",
@@ -18,6 +19,7 @@ __all__ = [
     "Metric",
     "PositionAcceptance",
     "Ratio",
+    "Scope",
     "Speedup",
     "TooFew",
     "Unit",
@@ -29,6 +31,7 @@ Unit: TypeAlias = Literal[
     "bytes", "p-value", "",
 ]  # fmt: skip
 Better: TypeAlias = Literal["higher", "lower", "none"]
+Direction: TypeAlias = Literal["at_least", "at_most"]  # of what passes, as seen from the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +178,37 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """Of what a gate judges its metric; None where that leaves no choice.
+
+    temperature: 0 is greedy. over: what a ratio divides by. reference: whose choice of tokens is
+    held to be right. arm: of two saved runs. concurrency and rate: the load, where there are
+    several, or saved runs; a trace has neither.
+    """
+
+    temperature: float | None = None
+    percentile: int | None = None
+    over: Literal["plain", "first_arm", "run_a"] | None = None
+    reference: Literal["engine", "source"] | None = None
+    arm: str | None = None
+    concurrency: int | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a
     rehearsal, and `draft` where no text tells its steps.
 
-    detail: the reason in words; next_step: what to do unless it passed.
+    metric: of the table of metrics; unit: of measured and limit. name is made from metric and scope
+    (`make_gate`), for people. detail: the reason in words; next_step: what to do unless it passed.
     """
 
     name: str
+    metric: str
+    scope: Scope
+    unit: Unit
+    direction: Direction
     outcome: str
     measured: float | None
     limit: float | None

@@ -41,7 +41,7 @@ def print_run(run: BenchRun, console: Console) -> None:
         )
     _gates(run.gates, console)
     _findings(run.findings, console)
-    asked = any(gate.name.partition("@")[0] != "errors" for gate in run.gates)
+    asked = any(gate.metric != "errors" for gate in run.gates)
     if run.verdict == "PASS" and not asked:
         console.print(
             "no limit but on errors was asked for (--gate)",

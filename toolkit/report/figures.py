@@ -13,7 +13,7 @@ from toolkit.records.judged import Distribution, DistributionTest, DraftCheck, M
 from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Ratio, Speedup
 from toolkit.records.report import ValidationReport
 from toolkit.report.advice import at_once
-from toolkit.report.cells import DASH, Table, interval, number, percent, size
+from toolkit.report.cells import DASH, Table, capital, interval, number, percent, size
 from toolkit.report.expected import measured_peak
 from toolkit.report.outlook import outlook_tables
 from toolkit.rounding import decimals
@@ -37,89 +37,57 @@ LATENCY_LEGEND = " ".join(
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
-LOAD_ERRORS = "errors@"  # and the number of requests at once
 OVER_PLAN = 1.1  # libraries and allocators vary by as much
-GATE_DEFINITIONS = {
-    "parity": "parity",
-    "seeded_parity": "seeded_parity",
-    "speedup": "speedup",
-    "agreement_engine": "agreement",
-    "agreement_source": "agreement",
-    "draft": "draft_check",
-    "stop_words": "stop_words",
-    "distribution": "distribution",
-    "quality_kl": "kl_mean",
-    "quality_top1": "top1_agreement",
-}
-# Gates on counts and p-values: how (measured, limit) are written.
-COUNTED = {
-    "agreement_engine": ("{:.0f} wrong", "none"),
-    "agreement_source": ("{:.0f} wrong", "none"),
-    "stop_words": ("{:.0f} wrong", "none"),
-    "distribution": ("p = {:.2g}", "≥ {:g}"),
-    "draft": ("{:,.0f} kept", "about {:,.0f}"),
-}
+UPPER_BOUNDS = {"parity", "seeded_parity", "wrong_choices"}  # metrics judged by them
+REFERENCES = {"engine": "by the engine", "source": "by its source"}
 
 
-def gate_title(name: str, temperature: float) -> str:
-    """The words for a gate's name."""
-    at = f", T = {temperature:g}" if "sampled" in name or "seeded" in name else ""
-    base = name.removesuffix("_sampled")
-    fixed = {
-        "parity": "Same text, greedy",
-        "seeded_parity": "Same text, seeded",
-        "speedup": "Speed-up" if at else "Speed-up, greedy",
-        "agreement_engine": "Plain text against the engine",
-        "agreement_source": "Served text against its source",
-        "draft": "Draft proposes as compiled",
-        "stop_words": "Stop words inside blocks",
-        "distribution": "Distribution of sampled tokens",
-        "quality_kl": "Quality: KL to source",
-        "quality_top1": "Quality: top-1 agreement",
-    }
-    if base in fixed:
-        return fixed[base] + at
-    if base.startswith(LOAD_ERRORS):
-        return f"Failed requests, {at_once(int(base.removeprefix(LOAD_ERRORS)))}"
-    title = latency_title(base.removesuffix("_ratio"))
-    return title + (" against plain" if base.endswith("_ratio") else "") + (at or ", greedy")
+def gate_title(gate: Gate) -> str:
+    """The words for what a gate judges."""
+    scope, title = gate.scope, METRICS[gate.metric].title
+    title = capital(title) if scope.percentile is None else f"{title} p{scope.percentile}"
+    if scope.over == "plain":
+        title += " against plain"
+    if scope.reference is not None:
+        title += f", {REFERENCES[scope.reference]}"
+    if scope.concurrency is not None:
+        title += f", {at_once(scope.concurrency)}"
+    if scope.temperature is not None:
+        title += f", T = {scope.temperature:g}" if scope.temperature else ", greedy"
+    return title
 
 
-def gate_definitions(name: str) -> tuple[str, ...]:
-    """Names of the definitions that say how a gate's figure is computed."""
-    base = name.removesuffix("_sampled")
-    if base in GATE_DEFINITIONS:
-        return (GATE_DEFINITIONS[base],)
-    if base.startswith(LOAD_ERRORS):
-        return ("errors",)
-    kind = base.partition("_")[0]
-    return (kind, "percentiles", *(("latency_ratio",) if base.endswith("_ratio") else ()))
+def gate_definitions(gate: Gate) -> tuple[str, ...]:
+    """Names of the metrics that say how a gate's figure is computed."""
+    if gate.scope.percentile is None:
+        return (gate.metric,)
+    is_ratio = gate.scope.over is not None
+    return (gate.metric, "percentiles", *(("latency_ratio",) if is_ratio else ()))
 
 
 def shown(gate: Gate) -> tuple[str, str]:
     """(measured, limit) of a gate with units and the direction of the limit."""
-    if gate.name.startswith("speedup") or "_ratio" in gate.name:
+    sign = "≥" if gate.direction == "at_least" else "≤"
+    if gate.metric == "draft_check":  # its limit is no bound, but what is expected
+        return _filled("{:,.0f} kept", gate.measured), _filled("about {:,.0f}", gate.limit)
+    if gate.unit == "x":
         digits = 2 if gate.measured is None else decimals([gate.measured], gate.limit)
-        measured, limit = (
-            DASH if v is None else f"{v:.{digits}f}x" for v in (gate.measured, gate.limit)
-        )
-        return measured, f"{'≤' if '_ratio' in gate.name else '≥'} {limit}"
-    if "parity" in gate.name:
-        return _at_most(gate), f"≤ {percent(gate.limit)}"
-    if gate.name.startswith(LOAD_ERRORS):
-        return percent(gate.measured), "none" if gate.limit == 0 else f"≤ {percent(gate.limit)}"
-    if gate.name == "quality_top1":
-        return percent(gate.measured), f"≥ {percent(gate.limit)}"
-    if gate.name == "agreement_source" and gate.limit:
-        return _at_most(gate), f"≤ {percent(gate.limit)}"
-    if gate.name in COUNTED:
-        measured, limit = COUNTED[gate.name]
-        forms = ((measured, gate.measured), (limit, gate.limit))
-        return tuple(DASH if value is None else form.format(value) for form, value in forms)  # type: ignore[return-value]
-    unit = " ms" if "_p90" in gate.name else ""
-    return (
-        DASH if gate.measured is None else number(gate.measured) + unit
-    ), f"≤ {gate.limit:g}{unit}"
+        pattern = f"{{:.{digits}f}}x"
+        return _filled(pattern, gate.measured), f"{sign} {_filled(pattern, gate.limit)}"
+    if gate.unit == "share":
+        measured = _at_most(gate) if gate.metric in UPPER_BOUNDS else percent(gate.measured)
+        is_none = gate.metric == "errors" and gate.limit == 0
+        return measured, "none" if is_none else f"{sign} {percent(gate.limit)}"
+    if gate.unit in ("tokens", "requests"):  # that are wrong
+        return _filled("{:.0f} wrong", gate.measured), "none"
+    if gate.unit == "p-value":
+        return _filled("p = {:.2g}", gate.measured), f"{sign} {_filled('{:g}', gate.limit)}"
+    measured = DASH if gate.measured is None else f"{number(gate.measured)} {gate.unit}"
+    return measured, f"{sign} {_filled('{:g}', gate.limit)} {gate.unit}"
+
+
+def _filled(pattern: str, value: float | None) -> str:
+    return DASH if value is None else pattern.format(value)
 
 
 def _at_most(gate: Gate) -> str:
@@ -189,9 +157,7 @@ def next_steps(report: ValidationReport) -> list[str]:
     hints: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
     for gate in report.gates:
         if gate.outcome not in ("PASS", "NOT JUDGED"):
-            hints.setdefault(gate.next_step or gate.detail, []).append(
-                gate_title(gate.name, report.sampled.temperature)
-            )
+            hints.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate))
     steps = [f"{'; '.join(titles)}: {hint}" for hint, titles in hints.items()]
     steps += [
         f"{one.check.capitalize()}: {one.detail}"
@@ -240,7 +206,7 @@ def ordered(gates: Sequence[Gate]) -> list[Gate]:
 
 def gates_table(report: ValidationReport) -> Table:
     rows = [
-        (gate_title(gate.name, report.sampled.temperature), gate.outcome, *shown(gate), gate.detail)
+        (gate_title(gate), gate.outcome, *shown(gate), gate.detail)
         for gate in ordered(report.gates)
     ]
     return Table("Gates", ("gate", "outcome", "measured", "limit", "why"), tuple(rows), text=True)
@@ -411,12 +377,6 @@ def _latency_ratios(report: ValidationReport) -> Table:
 
 def _ratio(ratio: Ratio | None) -> str:
     return DASH if ratio is None else interval(ratio.estimate, ratio.low, ratio.high)
-
-
-def latency_title(name: str) -> str:
-    """ttft_p90 -> TTFT p90"""
-    kind, _, quantile = name.partition("_")
-    return f"{METRICS[kind].title} {quantile}"
 
 
 def _acceptance(report: ValidationReport) -> Table:

@@ -92,11 +92,11 @@ def _gates(report: ValidationReport) -> list[dict[str, Any]]:
         rows.append(
             {
                 "outcome": gate.outcome,
-                "title": gate_title(gate.name, report.sampled.temperature),
+                "title": gate_title(gate),
                 "measured": measured,
                 "limit": limit,
                 "detail": gate.detail,
-                "definitions": gate_definitions(gate.name),
+                "definitions": gate_definitions(gate),
             }
         )
     return rows

@@ -69,7 +69,7 @@ def speedup_plot(report: ValidationReport) -> Plot:
         (f"T = {report.sampled.temperature:g}", report.sampled.speedup),
     ]
     rows = [(label, speedup) for label, speedup in found if speedup is not None]
-    gate = next((one.limit for one in report.gates if one.name.startswith("speedup")), None)
+    gate = next((one.limit for one in report.gates if one.metric == "speedup"), None)
     marks = [
         1.0,
         *([] if gate is None else [gate]),

@@ -7,16 +7,18 @@ next.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from toolkit.bench.definitions import LATENCIES, LATENCY_PERCENTILES, METRICS
+from toolkit.bench.gate import make_gate
 from toolkit.bench.metrics import too_few_words
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, NOT_JUDGED, PASS, outcome
 from toolkit.config.schema import LatencyGates, ParityGates, QualityGates
 from toolkit.records.build import QuantizationQuality
 from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, StopCheck
-from toolkit.records.measured import Arm, Finding, Gate, Latency, Ratio, Speedup
+from toolkit.records.measured import Arm, Finding, Gate, Latency, Ratio, Scope, Speedup
 from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.draft_check import TELLING, telling
@@ -37,8 +39,9 @@ __all__ = [
 # of those where the source is decided, by their upper bound: its own served text is easier than
 # held-out text
 WRONG_TOKENS = 0.05
-BARS = ("speedup", "quality_")
-BAR_PARTS = re.compile(r"_p\d\d(_|$)")  # percentiles of latencies and of their ratios
+# What random weights say nothing about. Against a source of the same precision the served text is
+# right or wrong; against another it is more or less like it.
+METRICS_OF_WEIGHTS = {*LATENCIES, "speedup", "kl_mean", "top1_agreement", "wrong_choices"}
 UNTOLD_STEPS = (
     "chunks hold more than one step, so it is not known where a block began; with"
     " triton.stream_interval_ms: 0 and triton.decoupled: true this is judged"
@@ -51,32 +54,28 @@ def not_judged(gates: Iterable[Gate]) -> list[Gate]:
     and is no verdict.
     """
 
-    def empty(gate: Gate) -> bool:
-        # Against a source of the same precision the served text is right or wrong; against another
-        # it is more or less like it.
-        bar = gate.name == "agreement_source" and gate.limit != 0.0
-        seldom = (
-            gate.name == "draft" and gate.outcome == INCONCLUSIVE
-        )  # random models hardly ever agree
-        return (
-            bar or seldom or gate.name.startswith(BARS) or BAR_PARTS.search(gate.name) is not None
-        )
+    def is_empty(gate: Gate) -> bool:
+        # random models hardly ever agree
+        seldom = gate.metric == "draft_check" and gate.outcome == INCONCLUSIVE
+        return seldom or gate.metric in METRICS_OF_WEIGHTS
 
     detail = "rehearsed with random weights: {}"
     return [
         (
             replace(gate, outcome=NOT_JUDGED, detail=detail.format(gate.detail), next_step=None)
-            if empty(gate)
+            if is_empty(gate)
             else gate
         )
         for gate in gates
     ]
 
 
-def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
+def parity_gate(parity: Parity, limits: ParityGates, temperature: float = 0.0) -> Gate:
     """measured: the upper bound on the divergence rate. One divergence beyond rounding fails,
     whatever the rate.
     """
+    metric = "seeded_parity" if temperature else "parity"
+    gate = partial(make_gate, metric, Scope(temperature=temperature))
     limit = limits.max_divergence_rate
     found = f"{parity.prompts - parity.identical} of {parity.prompts} prompts differ"
     if parity.equivalent:
@@ -90,8 +89,7 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             for kind in ("broken", "suspicious")
             if getattr(parity, kind)
         )
-        return Gate(
-            name,
+        return gate(
             FAIL,
             parity.rate_high,
             limit,
@@ -104,8 +102,7 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
         )
     if parity.unexplained:
         first = next(one for one in parity.divergences if one.kind == "unexplained")
-        return Gate(
-            name,
+        return gate(
             INCONCLUSIVE,
             parity.rate_high,
             limit,
@@ -135,7 +132,7 @@ def parity_gate(name: str, parity: Parity, limits: ParityGates) -> Gate:
             "Rounding alone flips this many texts. Use a wider engine.dtype or gentler"
             " quantization, or allow it with validation.parity.max_divergence_rate."
         )
-    return Gate(name, result, parity.rate_high, limit, bound, next_step)
+    return gate(result, parity.rate_high, limit, bound, next_step)
 
 
 def agreement_gate(found: Agreement) -> Gate | None:
@@ -143,7 +140,8 @@ def agreement_gate(found: Agreement) -> Gate | None:
     Against another precision tokens are judged where the reference is decided by more than
     quantization moves its logits; None where that was not measured.
     """
-    name = f"agreement_{found.against}"
+    scope = Scope(reference="engine" if found.against == "engine" else "source")
+    gate = partial(make_gate, "wrong_choices", scope)
     if found.kind is not None:
         good = found.kind in ("identical", "equivalent")
         detail = (
@@ -154,8 +152,9 @@ def agreement_gate(found: Agreement) -> Gate | None:
             "The plain text itself is wrong, speculation aside. What to do next names the likely"
             " cause."
         )
-        return Gate(
-            name,
+        return make_gate(
+            "wrong_tokens",
+            scope,
             PASS if good else FAIL,
             float(found.beyond_rounding),
             0.0,
@@ -173,7 +172,7 @@ def agreement_gate(found: Agreement) -> Gate | None:
             "Such a model says nothing about its weights: use other prompts, or"
             " validation.parity.source: never."
         )
-        return Gate(name, INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
+        return gate(INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
     low, high = clopper_pearson(found.decided_differing, found.decided)
     result = outcome(low, high, WRONG_TOKENS, at_least=False)
     count = f"{found.decided_differing:,} of {found.decided:,} served tokens are not its own {sure}"
@@ -187,13 +186,14 @@ def agreement_gate(found: Agreement) -> Gate | None:
         INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
     detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {found.rate:.2%} are"
-    return Gate(name, result, high, WRONG_TOKENS, detail, next_steps[result])
+    return gate(result, high, WRONG_TOKENS, detail, next_steps[result])
 
 
 def distribution_gate(found: Distribution) -> Gate:
     """measured: the smallest adjusted p-value. A test whose control was not rejected has shown
     nothing.
     """
+    gate = partial(make_gate, "distribution", Scope())
     smallest = min(test.adjusted for test in found.tests)
     rejected = [test for test in found.tests if test.rejected]
     wrong = [f"{test.name} (adjusted p = {test.adjusted:.1e})" for test in rejected]
@@ -208,8 +208,7 @@ def distribution_gate(found: Distribution) -> Gate:
     counts = f"{found.tokens:,} tokens, {len(found.tests)} tests with their controls"
     if wrong:
         advice = "Sampled text is not the target's own. What to do next names the likely cause."
-        return Gate(
-            "distribution",
+        return gate(
             FAIL,
             smallest,
             found.false_alarm,
@@ -228,15 +227,13 @@ def distribution_gate(found: Distribution) -> Gate:
             "Raise validation.distribution.max_seconds, effect, or validation.temperature where the"
             " model is too certain."
         )
-        return Gate(
-            "distribution", INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice
-        )
+        return gate(INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice)
     detail = (
         f"{counts}: none rejected, every control is. A total variation of {found.effect:g} would be"
         f" seen with probability {found.power:g}; a sound deployment fails once in"
         f" {1 / found.false_alarm:,.0f} runs"
     )
-    return Gate("distribution", PASS, smallest, found.false_alarm, detail)
+    return gate(PASS, smallest, found.false_alarm, detail)
 
 
 def check_gates(
@@ -257,7 +254,7 @@ def check_gates(
     if draft_check is not None:
         gates.append(_draft_gate(draft_check, named.get(DRAFT_CACHE) or named.get(DRAFT_MODEL)))
     elif asked_draft:
-        gates.append(Gate("draft", NOT_JUDGED, None, None, UNTOLD_STEPS))
+        gates.append(make_gate("draft_check", Scope(), NOT_JUDGED, None, None, UNTOLD_STEPS))
     if stop_check is not None:
         good = stop_check.wrong == 0
         detail = (
@@ -267,7 +264,15 @@ def check_gates(
         )
         advice = None if good else "The stop rule has to see every token of an accepted block."
         gates.append(
-            Gate("stop_words", PASS if good else FAIL, float(stop_check.wrong), 0.0, detail, advice)
+            make_gate(
+                "stop_words",
+                Scope(),
+                PASS if good else FAIL,
+                float(stop_check.wrong),
+                0.0,
+                detail,
+                advice,
+            )
         )
     return gates
 
@@ -276,12 +281,12 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
     """A fault that was named fails. Without one it takes enough places at which the draft engine
     is right to pass.
     """
+    gate = partial(make_gate, "draft_check", Scope())
     kept = check.after_full_kept + check.earlier_kept
     expected = check.after_full_expected + check.earlier_expected
     figures = (float(kept), float(expected))
     if fault is not None:
-        return Gate(
-            "draft",
+        return gate(
             FAIL,
             *figures,
             fault.detail,
@@ -299,8 +304,7 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
             "Raise validation.max_prompts or max_tokens, or take a draft that agrees with its"
             " target more often; this one does too seldom to speed anything up."
         )
-        return Gate(
-            "draft",
+        return gate(
             INCONCLUSIVE,
             *figures,
             f"{detail}; it takes {TELLING} to tell a sound draft",
@@ -311,21 +315,23 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
             f"; only {check.after_full_expected} of them behind a whole block, too few to judge its"
             " cache by"
         )
-    return Gate("draft", PASS, *figures, detail)
+    return gate(PASS, *figures, detail)
 
 
-def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> list[Gate]:
+def speedup_gate(
+    speedup: Speedup | None, limits: LatencyGates, temperature: float = 0.0
+) -> list[Gate]:
     """speedup None: the deployment does not speculate; a limit that the YAML states itself then
     fails.
     """
     limit = limits.min_speedup
     if limit is None or (speedup is None and "min_speedup" not in limits.model_fields_set):
         return []
+    gate = partial(make_gate, "speedup", Scope(temperature=temperature))
     if speedup is None:
         detail = "not measured: this deployment does not speculate, so there is no speed-up"
         return [
-            Gate(
-                name,
+            gate(
                 FAIL,
                 None,
                 limit,
@@ -340,8 +346,7 @@ def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> li
     if speedup.prompts * speedup.rounds < MIN_PAIRS:
         advice = "Raise validation.max_prompts or validation.rounds."
         return [
-            Gate(
-                name,
+            gate(
                 INCONCLUSIVE,
                 speedup.estimate,
                 limit,
@@ -362,101 +367,101 @@ def speedup_gate(name: str, speedup: Speedup | None, limits: LatencyGates) -> li
             " validation.max_rounds or max_prompts."
         ),
     }
-    return [
-        Gate(name, result, speedup.estimate, limit, f"{spread}, over {basis}", next_steps[result])
-    ]
+    return [gate(result, speedup.estimate, limit, f"{spread}, over {basis}", next_steps[result])]
 
 
-def latency_gates(arm: Arm, limits: LatencyGates, suffix: str = "") -> list[Gate]:
+def latency_gates(arm: Arm, limits: LatencyGates, temperature: float = 0.0) -> list[Gate]:
     """p90 gates of the arm that is deployed; only those that the YAML states."""
     gates: list[Gate] = []
     for name in ("ttft", "tpot", "itl", "e2e"):
         limit: float | None = getattr(limits, f"max_{name}_p90_ms")
         if limit is not None:
-            gates.append(
-                _latency_gate(
-                    f"{name}_p90{suffix}", f"max_{name}_p90_ms", arm.latencies[name], limit
-                )
-            )
+            scope = Scope(temperature=temperature, percentile=90)
+            gates.append(_latency_gate(name, scope, arm.latencies[name], limit))
     return gates
 
 
-def ratio_gates(ratios: Sequence[Ratio], limits: LatencyGates, suffix: str = "") -> list[Gate]:
+def ratio_gates(
+    ratios: Sequence[Ratio], limits: LatencyGates, temperature: float = 0.0
+) -> list[Gate]:
     """Latencies of the speculative arm over the plain one's; a ratio that there is none of
     fails.
     """
     measured = {ratio.name: ratio for ratio in ratios}
     gates: list[Gate] = []
     for name, limit in limits.max_ratios.items():
-        gate = f"{name}_ratio{suffix}"
-        ratio = measured.get(name)
-        if ratio is None:
-            detail = (
-                "not measured: this deployment does not speculate, so there is nothing to divide"
-            )
-            gates.append(
-                Gate(gate, FAIL, None, limit, detail, "Remove validation.latency.max_ratios.")
-            )
-        elif ratio.estimate is None or ratio.low is None or ratio.high is None:
-            few = ratio.too_few is not None
-            raised = "Raise validation.max_prompts or validation.rounds."
-            advice = raised if few else f"Remove validation.latency.max_ratios.{name}."
-            detail = f"no ratio: {ratio.reason}" if few else f"not measured: {ratio.reason}"
-            gates.append(Gate(gate, INCONCLUSIVE if few else FAIL, None, limit, detail, advice))
-        else:
-            result = outcome(ratio.low, ratio.high, limit, at_least=False)
-            digits = decimals((ratio.estimate, ratio.low, ratio.high), limit)
-            ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
-            detail = f"{ratio.estimate:.{digits}f} of plain's, 95% interval {ends}"
-            next_steps = {
-                PASS: None,
-                FAIL: (
-                    "Speculation makes this latency worse than allowed; or raise"
-                    f" validation.latency.max_ratios.{name}."
-                ),
-                INCONCLUSIVE: (
-                    "Too close to call: run on an idle machine, or raise validation.max_rounds or"
-                    " max_prompts."
-                ),
-            }
-            gates.append(Gate(gate, result, ratio.estimate, limit, detail, next_steps[result]))
+        metric, percentile = LATENCY_PERCENTILES[name]
+        scope = Scope(temperature=temperature, percentile=percentile, over="plain")
+        gates.append(_ratio_gate(metric, scope, measured.get(name), limit, name))
     return gates
 
 
-def _unmeasured_quality(name: str, limit: float, limits: QualityGates, *, quantized: bool) -> Gate:
+def _ratio_gate(metric: str, scope: Scope, ratio: Ratio | None, limit: float, key: str) -> Gate:
+    """key: the limit's in validation.latency.max_ratios."""
+    gate = partial(make_gate, metric, scope)
+    if ratio is None:
+        detail = "not measured: this deployment does not speculate, so there is nothing to divide"
+        return gate(FAIL, None, limit, detail, "Remove validation.latency.max_ratios.")
+    if ratio.too_few is not None:
+        raised = "Raise validation.max_prompts or validation.rounds."
+        return gate(INCONCLUSIVE, None, limit, f"no ratio: {ratio.reason}", raised)
+    if ratio.estimate is None or ratio.low is None or ratio.high is None:
+        removed = f"Remove validation.latency.max_ratios.{key}."
+        return gate(FAIL, None, limit, f"not measured: {ratio.reason}", removed)
+    result = outcome(ratio.low, ratio.high, limit, at_least=False)
+    digits = decimals((ratio.estimate, ratio.low, ratio.high), limit)
+    ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+    detail = f"{ratio.estimate:.{digits}f} of plain's, 95% interval {ends}"
+    next_steps = {
+        PASS: None,
+        FAIL: (
+            "Speculation makes this latency worse than allowed; or raise"
+            f" validation.latency.max_ratios.{key}."
+        ),
+        INCONCLUSIVE: (
+            "Too close to call: run on an idle machine, or raise validation.max_rounds or"
+            " max_prompts."
+        ),
+    }
+    return gate(result, ratio.estimate, limit, detail, next_steps[result])
+
+
+def _unmeasured_quality(metric: str, key: str, limits: QualityGates, *, quantized: bool) -> Gate:
     """A target that is its own source passes by being it; of one that came quantized nobody
     knows what it lost.
     """
+    limit: float = getattr(limits, key)
+    gate = partial(make_gate, metric, Scope())
     if not quantized:
-        return Gate(name, PASS, None, limit, "the target is not quantized, so it lost nothing")
-    key = {"quality_kl": "max_kl", "quality_top1": "min_top1_agreement"}[name]
+        return gate(PASS, None, limit, "the target is not quantized, so it lost nothing")
     detail = (
         "not measured: the target came quantized, and its source is not here to compare it with"
     )
     if key not in limits.model_fields_set:
-        return Gate(name, NOT_JUDGED, None, limit, detail)
+        return gate(NOT_JUDGED, None, limit, detail)
     advice = (
         "Name the unquantized checkpoint, so that it is quantized and measured here; or remove"
         f" validation.quality.{key}."
     )
-    return Gate(name, FAIL, None, limit, detail, advice)
+    return gate(FAIL, None, limit, detail, advice)
 
 
-def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
+def _latency_gate(name: str, scope: Scope, latency: Latency, limit: float) -> Gate:
+    gate, key = partial(make_gate, name, scope), f"max_{name}_p90_ms"
     if latency.samples == 0:
         advice = (
             "Raise validation.max_tokens: a text of one token has no gap. Or remove"
             f" validation.latency.{key}."
         )
-        return Gate(name, FAIL, None, limit, "not measured: no answer has one", advice)
+        return gate(FAIL, None, limit, "not measured: no answer has one", advice)
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
         detail = f"no p90: {too_few_words(90, latency.unsupported['p90'])}"
-        return Gate(name, INCONCLUSIVE, None, limit, detail, advice)
+        return gate(INCONCLUSIVE, None, limit, detail, advice)
     result = outcome(latency.p90_low, latency.p90_high, limit, at_least=False)
     digits = decimals((latency.p90, latency.p90_low, latency.p90_high), limit)
     ends = f"{latency.p90_low:.{digits}f} to {latency.p90_high:.{digits}f}"
-    detail = f"{latency.p90:.{digits}f} ms, 95% interval {ends}"
+    detail = f"{latency.p90:.{digits}f} {METRICS[name].unit}, 95% interval {ends}"
     next_steps = {
         PASS: None,
         FAIL: (
@@ -465,7 +470,7 @@ def _latency_gate(name: str, key: str, latency: Latency, limit: float) -> Gate:
         ),
         INCONCLUSIVE: "Too close to call: run on an idle machine, or raise validation.max_prompts.",
     }
-    return Gate(name, result, latency.p90, limit, detail, next_steps[result])
+    return gate(result, latency.p90, limit, detail, next_steps[result])
 
 
 def quality_gates(
@@ -477,10 +482,11 @@ def quality_gates(
     quantized: whether the target that is served is, be it here or before it came.
     """
     if target is None:
-        asked = {"quality_kl": limits.max_kl, "quality_top1": limits.min_top1_agreement}
-        stated = [(name, limit) for name, limit in asked.items() if limit is not None]
+        keys = {"kl_mean": "max_kl", "top1_agreement": "min_top1_agreement"}
         return [
-            _unmeasured_quality(name, limit, limits, quantized=quantized) for name, limit in stated
+            _unmeasured_quality(metric, key, limits, quantized=quantized)
+            for metric, key in keys.items()
+            if getattr(limits, key) is not None
         ]
     advice = (
         "Calibrate on more or fitter text, or quantize less (quant_algo: W8A16 or NO_QUANT). The"
@@ -489,8 +495,9 @@ def quality_gates(
     good = target.kl_mean <= limits.max_kl
     detail = f"{target.kl_mean:.4f} nats per token over {target.tokens} held-out tokens"
     gates = [
-        Gate(
-            "quality_kl",
+        make_gate(
+            "kl_mean",
+            Scope(),
             PASS if good else FAIL,
             target.kl_mean,
             limits.max_kl,
@@ -506,8 +513,9 @@ def quality_gates(
         )
         limit = limits.min_top1_agreement
         gates.append(
-            Gate(
-                "quality_top1",
+            make_gate(
+                "top1_agreement",
+                Scope(),
                 PASS if good else FAIL,
                 target.top1_agreement,
                 limit,

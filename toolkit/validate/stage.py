@@ -182,14 +182,8 @@ def validate(
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
     gates = [
-        *_gates(config, greedy_arms, greedy_speedup, found.parity, ("parity", "speedup", "")),
-        *_gates(
-            config,
-            sampled_arms,
-            sampled_speedup,
-            found.seeded,
-            ("seeded_parity", "speedup_sampled", "_sampled"),
-        ),
+        *_gates(config, greedy_arms, greedy_speedup, found.parity, 0.0),
+        *_gates(config, sampled_arms, sampled_speedup, found.seeded, config.temperature),
         *correctness_gates(found),
         *quality_gates(
             quality.target, config.quality, quantized=_is_quantized(origin.engines.get("target"))
@@ -350,9 +344,7 @@ def rounds_wanted(speedup: Speedup, limits: LatencyGates) -> int:
     number. 0: it is decided.
     """
     half, wanted = (speedup.high - speedup.low) / 2, limits.precision * speedup.estimate
-    straddles = any(
-        gate.outcome == INCONCLUSIVE for gate in speedup_gate("speedup", speedup, limits)
-    )
+    straddles = any(gate.outcome == INCONCLUSIVE for gate in speedup_gate(speedup, limits))
     if half <= wanted and not straddles:
         return 0
     if straddles and limits.min_speedup is not None:
@@ -384,13 +376,13 @@ def _gates(
     arms: Arms,
     speedup: Speedup | None,
     parity: Parity | None,
-    names: tuple[str, str, str],
+    temperature: float,
 ) -> list[Gate]:
-    parity_name, speedup_name, suffix = names
-    gates = [] if parity is None else [parity_gate(parity_name, parity, config.parity)]
-    gates += speedup_gate(speedup_name, speedup, config.latency)
-    gates += ratio_gates(() if speedup is None else speedup.latencies, config.latency, suffix)
-    return gates + latency_gates(arms.speculative or arms.plain, config.latency, suffix)
+    limits, ratios = config.latency, () if speedup is None else speedup.latencies
+    gates = [] if parity is None else [parity_gate(parity, config.parity, temperature)]
+    gates += speedup_gate(speedup, limits, temperature)
+    gates += ratio_gates(ratios, limits, temperature)
+    return gates + latency_gates(arms.speculative or arms.plain, limits, temperature)
 
 
 def _findings(

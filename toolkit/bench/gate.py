@@ -1,0 +1,67 @@
+"""Gates, with all that they mean in fields: a name says nothing that its fields do not."""
+
+from __future__ import annotations
+
+from toolkit.bench.definitions import METRICS
+from toolkit.records.measured import Better, Direction, Gate, Scope, Unit
+
+__all__ = ["gate_name", "load_name", "make_gate"]
+
+DIRECTIONS: dict[Better, Direction] = {"higher": "at_least", "lower": "at_most"}
+# What users write and read where it is not the metric's own name.
+NAMES = {
+    "throughput": "tokens_per_s",
+    "draft_check": "draft",
+    "kl_mean": "quality_kl",
+    "top1_agreement": "quality_top1",
+}
+
+
+def make_gate(
+    metric: str,
+    scope: Scope,
+    outcome: str,
+    measured: float | None,
+    limit: float | None,
+    detail: str,
+    next_step: str | None = None,
+    *,
+    direction: Direction | None = None,
+) -> Gate:
+    """The unit comes from the table of metrics, and so does the direction where it is not given."""
+    unit: Unit = METRICS[metric].unit if scope.over is None else "x"
+    return Gate(
+        name=gate_name(metric, scope),
+        metric=metric,
+        scope=scope,
+        unit=unit,
+        direction=direction or DIRECTIONS[METRICS[metric].better],
+        outcome=outcome,
+        measured=measured,
+        limit=limit,
+        detail=detail,
+        next_step=next_step,
+    )
+
+
+def gate_name(metric: str, scope: Scope) -> str:
+    """As in report.json and on the command line: ttft_p90, speedup_sampled, errors@4."""
+    name = NAMES.get(metric, metric)
+    if scope.reference is not None:
+        name = f"agreement_{scope.reference}"
+    if scope.percentile is not None:
+        name += f"_p{scope.percentile}"
+        name += "_ratio" if scope.over in ("plain", "first_arm") else ""
+    if scope.temperature and metric != "seeded_parity":  # which is always sampled
+        name += "_sampled"
+    if scope.arm is not None:
+        return f"{name} {scope.arm}@{load_name(scope.concurrency, scope.rate)}"
+    load = scope.rate if scope.concurrency is None else scope.concurrency
+    return name if load is None else f"{name}@{load:g}"
+
+
+def load_name(concurrency: int | None, rate: float | None) -> str:
+    """Of a load in a comparison."""
+    if concurrency is not None:
+        return str(concurrency)
+    return "trace" if rate is None else f"{rate:g}/s"
