@@ -17,7 +17,7 @@ DASH = "-"
 @dataclass(frozen=True, slots=True)
 class Table:
     """rows are as long as columns. definitions: their names. text: all columns hold words;
-    words: those of these names do.
+    words: those of these names do. is_brief: a terminal shows it unasked.
     """
 
     title: str
@@ -27,6 +27,7 @@ class Table:
     note: str = ""
     text: bool = False
     words: tuple[str, ...] = ()
+    is_brief: bool = False
 
     def right(self, index: int) -> bool:
         """Whether a column holds numbers, which stand to the right."""

@@ -31,7 +31,6 @@ __all__ = [
     "tables",
 ]
 
-REPLACED = "Replaced"
 LATENCY_LEGEND = " ".join(
     f"{METRICS[name].title}: {METRICS[name].spelled_out}." for name in LATENCIES
 )
@@ -250,7 +249,7 @@ def tables(report: ValidationReport) -> list[Table]:
 
 def _replaced(replaced: Sequence[str]) -> Table:
     rows = tuple((what, by.strip()) for what, _, by in (one.partition(":") for one in replaced))
-    return Table(REPLACED, ("what", "rehearsed with"), rows, text=True)
+    return Table("Replaced", ("what", "rehearsed with"), rows, text=True, is_brief=True)
 
 
 def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:
@@ -305,6 +304,7 @@ def _speed(report: ValidationReport) -> Table:
         tuple(rows),
         ("tokens_per_s", "speedup", "distinct_4grams"),
         note,
+        is_brief=True,
     )
 
 
@@ -340,6 +340,7 @@ def _latencies(report: ValidationReport) -> Table:
         tuple(rows),
         (*LATENCIES, "percentiles"),
         note,
+        is_brief=True,
     )
 
 
@@ -410,6 +411,7 @@ def _acceptance(report: ValidationReport) -> Table:
         tuple(rows),
         names,
         note if len(rows) > 2 else "",
+        is_brief=True,
     )
 
 
@@ -628,7 +630,13 @@ def _divergences(report: ValidationReport) -> Table:
     )
     columns = ("check", "prompt", "output token", "kind", "margin", "plain / speculative", "why")
     return Table(
-        "Divergences", columns, tuple(rows[:SHOWN_DIVERGENCES]), ("parity",), note, text=True
+        "Divergences",
+        columns,
+        tuple(rows[:SHOWN_DIVERGENCES]),
+        ("parity",),
+        note,
+        text=True,
+        is_brief=True,
     )
 
 

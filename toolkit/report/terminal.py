@@ -21,7 +21,6 @@ STYLES = {
     "INCONCLUSIVE": "bold yellow",
     "NOT JUDGED": "dim",
 }
-SHORT = ("Replaced", "Speed", "Latency, ms", "Acceptance", "Divergences")
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:
@@ -30,7 +29,7 @@ def print_report(report: ValidationReport, console: Console, *, full: bool = Fal
     """
     console.print()
     for table in tables(report):
-        if full or table.title in SHORT:
+        if full or table.is_brief:
             console.print(_rich(table))
             if table.note:
                 console.print(Text(table.note, style="dim"))
