@@ -104,14 +104,14 @@ def test_a_file_that_is_no_report_of_this_version_is_refused(
     ("path", "value", "said"),
     [
         ("verdict", 5, "verdict: 5 is not text"),
-        ("environment/cpu", 0, "environment: 0 is not text"),
+        ("environment/cpu", 0, "environment.cpu: 0 is not text"),
         ("environment", [], r"environment: \[\] is not an object"),
-        ("gates/0/name", None, "gates: name: None is not text"),
+        ("gates/0/name", None, r"gates\[0\].name: None is not text"),
         ("gates", "x", "gates: 'x' is not a list"),
-        ("parity/prompts", 1.5, "parity: prompts: 1.5 is not a whole number"),
-        ("parity/prompts", True, "parity: prompts: true is not a whole number"),
-        ("speedup/estimate", "1.5", "speedup: estimate: '1.5' is not a finite number"),
-        ("speedup/estimate", float("nan"), "speedup: estimate: nan is not a finite number"),
+        ("parity/prompts", 1.5, "parity.prompts: 1.5 is not a whole number"),
+        ("parity/prompts", True, "parity.prompts: true is not a whole number"),
+        ("speedup/estimate", "1.5", "speedup.estimate: '1.5' is not a finite number"),
+        ("speedup/estimate", float("nan"), "speedup.estimate: nan is not a finite number"),
     ],
 )
 def test_a_value_of_another_kind_is_named(

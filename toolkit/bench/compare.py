@@ -44,7 +44,7 @@ def read_run(path: Path) -> BenchRun:
         raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, hint=hint)
     try:
         run = from_json(BenchRun, data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise UsageError(f"not a saved run: {error}", where=path, hint=hint) from error
     if not _is_whole(run):
         raise UsageError(

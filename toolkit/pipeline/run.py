@@ -107,7 +107,7 @@ def _one(
 def _usable(stage: Stage, entry: Entry) -> bool:
     try:
         return stage.reusable(stage.decode(entry))
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         return False  # a record of another version
 
 

@@ -1,17 +1,39 @@
-"""Records to JSON and back. Every record is read back equal to what was written."""
+"""Records to JSON and back. Every record is read back equal to what was written.
+
+pydantic reads them by their annotations, strictly: a number in quotes is no number, true is no
+whole number, and a field that is missing or unknown is an error. It is imported when the first
+record is read, since much that writes records never reads one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
+import functools
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["LEAVES", "R", "from_json", "to_json"]
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails, SchemaValidator
+
+__all__ = ["R", "from_json", "to_json"]
 
 R = TypeVar("R")
+
+# pydantic's word for an error -> what was wanted; of literal_error it says so itself
+WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "path_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+}
+# What JSON has no kind of its own for: a list is read as a tuple, an object as a record, a text
+# as a path. Everything within them stays strict.
+READ_FROM_ANOTHER_KIND = ("tuple", "dataclass", "lax-or-strict")
 
 
 def to_json(record: object) -> Any:
@@ -29,72 +51,56 @@ def to_json(record: object) -> Any:
 
 def from_json(kind: type[R], data: Any) -> R:
     """The inverse of to_json, driven by the field annotations. ValueError: what to_json would
-    not have written.
+    not have written; its text names the place and what is wrong there.
     """
-    return typing.cast(R, _decode(kind, data))
+    from pydantic import ValidationError
+
+    record_type: type = kind
+    try:
+        (record,) = _validator(record_type).validate_python((data,))
+    except ValidationError as error:
+        raise ValueError(_explained(error.errors(include_url=False)[0])) from error
+    read: R = record
+    return read
 
 
-LEAVES: dict[Any, tuple[tuple[type, ...], str]] = {
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a finite number"),
-    str: ((str,), "text"),
-    Path: ((str,), "text"),
-    bool: ((bool,), "true or false"),
-}
+@functools.cache
+def _validator(kind: type) -> SchemaValidator:
+    """Reads a tuple with one record: pydantic passes settings on to the records in a tuple, and
+    takes none for a record by itself.
+
+    Values that json.loads made are read, rather than the text, since JSON may hold half of a
+    surrogate pair (in a path that is no UTF-8), which pydantic's own parser refuses.
+    """
+    from pydantic import ConfigDict, TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    settings = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    adapter = TypeAdapter(tuple[kind], config=settings)  # type: ignore[valid-type]
+    return SchemaValidator(_from_json_kinds(adapter.core_schema))
 
 
-def _decode(kind: Any, data: Any) -> Any:
-    origin = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in arguments:
-            return None
-        present = [argument for argument in arguments if argument is not type(None)]
-        return _decode(present[0], data)
-    if origin is tuple:
-        items = _of(list, "a list", data)
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_decode(arguments[0], item) for item in items)
-        return tuple(
-            _decode(argument, item) for argument, item in zip(arguments, items, strict=True)
-        )
-    if origin is dict:
-        return {
-            key: _decode(arguments[1], value) for key, value in _of(dict, "an object", data).items()
-        }
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_record(kind, _of(dict, "an object", data))
-    if kind in LEAVES:
-        types_, what = LEAVES[kind]
-        if isinstance(data, bool) and kind is not bool:
-            raise ValueError(f"{str(data).lower()} is not {what}")
-        value = _of(types_, what, data)
-        if kind is float and not math.isfinite(value):
-            raise ValueError(f"{value} is not {what}")
-        return kind(value)
-    return data
+def _from_json_kinds(schema: Any) -> Any:
+    """The schema, not strict about those kinds that JSON does not have."""
+    if isinstance(schema, list):
+        return [_from_json_kinds(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    relaxed = {key: _from_json_kinds(value) for key, value in schema.items()}
+    if schema.get("type") in READ_FROM_ANOTHER_KIND:
+        relaxed["strict"] = False
+    return relaxed
 
 
-def _decode_record(kind: type, data: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    unknown = set(data) - set(hints)
-    missing = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING} - set(
-        data
-    )
-    if unknown or missing:
-        raise ValueError(
-            f"{kind.__name__}: unknown fields {sorted(unknown)}, missing fields {sorted(missing)}"
-        )
-    values = {}
-    for name, value in data.items():
-        try:
-            values[name] = _decode(hints[name], value)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{name}: {error}") from error
-    return kind(**values)
-
-
-def _of(types_: Any, what: str, data: Any) -> Any:
-    if not isinstance(data, types_):
-        raise ValueError(f"{data!r:.60} is not {what}")
-    return data
+def _explained(error: ErrorDetails) -> str:
+    _, *place = error["loc"]  # the first is the place in the tuple with one record
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    said = f"{where.removeprefix('.')}: " if where else ""
+    if error["type"] == "missing":
+        return f"{said}it is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{said}there is no such field"
+    wanted = WANTED.get(error["type"]) or error.get("ctx", {}).get("expected")
+    value = error["input"]
+    shown = str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
+    return f"{said}{shown} is not {wanted}" if wanted else f"{said}{shown}: {error['msg']}"

@@ -86,7 +86,7 @@ def read_replay(path: Path) -> Replay:
     """Raises UsageError when it is not one."""
     try:
         return from_json(Replay, read_saved(path))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         hint = (
             "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per"
             " divergence."
