@@ -37,7 +37,7 @@ LEVELS = (
     ("client", "checkpoints"),
     ("interfaces", "config"),
     ("records", "facts", "resampling"),
-    ("errors", "rounding", "templates"),
+    ("errors", "rounding", "templates", "words"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Programs that run inside or beside the server: composition roots of their own, and files that must

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.shape import read_json
 from toolkit.errors import CheckpointError, PairingError
+from toolkit.words import AcceptanceChoice
 
 if TYPE_CHECKING:
     from toolkit.speculative.runtime import SpeculativeRuntime
@@ -23,7 +24,7 @@ def load_runtime(
     *,
     threads: int | None = None,
     max_draft_len: int = 0,
-    acceptance: str = "auto",
+    acceptance: AcceptanceChoice = "auto",
     max_queue_size: int = 256,
     draft_len_schedule: Sequence[tuple[int, int]] = (),
     ngram_size: int | None = None,

@@ -14,6 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from toolkit.words import (
+    AttnBackend,
+    BuilderChoice,
+    Device,
+    EngineMode,
+    FinishReason,
+    RequestAcceptance,
+    Role,
+    SpecDtype,
+    SpeculationKind,
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -85,11 +97,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     draft_len: int | None = None
-    acceptance: str | None = (
-        # rejection | coupled | sample_match | verify_only; None: coupled with a seed, else
-        # rejection
-        None
-    )
+    acceptance: RequestAcceptance | None = None  # None: the deployment's own
     deadline_ns: int | None = None
     cumulative_logprob: bool = (
         False  # sum up the output tokens' log-probabilities; a pass over the vocabulary per token
@@ -148,7 +156,7 @@ class TokenEvent:
     request_id: str
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     error: str | None = None
     stats: RequestStats | None = None
@@ -212,7 +220,7 @@ class TensorRtLlmSpec:
     tokens_per_block: int = 32
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
-    speculation: str = "none"  # draft_target | ngram | none
+    speculation: SpeculationKind = "none"
     draft_len_schedule: dict[int, int] | None = (
         None  # trtllm_pytorch: least batch size -> draft length
     )
@@ -220,9 +228,9 @@ class TensorRtLlmSpec:
     max_matching_ngram_size: int = 4  # trtllm_pytorch
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine
-    builder: str = "auto"  # trt_engine: auto | local | container
+    builder: BuilderChoice = "auto"  # trt_engine
     cuda_graph: bool = True  # trtllm_pytorch
-    attn_backend: str = "TRTLLM"  # trtllm_pytorch
+    attn_backend: AttnBackend = "TRTLLM"  # trtllm_pytorch
     trust_remote_code: bool = False  # trtllm_pytorch: of either model
     draft_dir: Path | None = (
         # trtllm_pytorch: where the draft is while the target is loaded once; no part of the engine
@@ -238,14 +246,14 @@ class TensorRtLlmSpec:
 class EngineSpec:
     """What is asked of one engine, the same words for every kind."""
 
-    role: str  # target | draft
+    role: Role
     max_batch_size: int
     max_input_len: int
     max_seq_len: int
     max_draft_len: int  # 0 for the draft
-    dtype: str = "float32"  # of activations and unquantized weights: float64 | float32 | bfloat16
-    device: str = "cpu"  # cpu | cuda
-    mode: str = "auto"  # auto | compiled | eager
+    dtype: SpecDtype = "float32"  # of activations and unquantized weights
+    device: Device = "cpu"
+    mode: EngineMode = "auto"
     tensorrt_llm: TensorRtLlmSpec | None = None  # None: for the kind torch
 
 

@@ -103,7 +103,8 @@ def test_a_file_that_is_no_report_of_this_version_is_refused(
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("verdict", 5, "verdict: 5 is not text"),
+        ("name", 5, "name: 5 is not text"),
+        ("verdict", "PASSED", "verdict: 'PASSED' is not 'PASS', 'FAIL' or 'INCONCLUSIVE'"),
         ("environment/cpu", 0, "environment.cpu: 0 is not text"),
         ("environment", [], r"environment: \[\] is not an object"),
         ("gates/0/name", None, r"gates\[0\].name: None is not text"),

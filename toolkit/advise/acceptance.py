@@ -33,6 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.words import AlphaRule
+
 __all__ = [
     "RULES",
     "Drafted",
@@ -49,7 +51,13 @@ __all__ = [
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-RULES = ("greedy", "rejection", "coupled", "sample_match", "sample_match_greedy_draft")
+RULES: tuple[AlphaRule, ...] = (
+    "greedy",
+    "rejection",
+    "coupled",
+    "sample_match",
+    "sample_match_greedy_draft",
+)
 # probability below which a token is left out of the coupled sum; all of them together change it by
 # less than 1e-3
 NEGLIGIBLE = 1e-9
@@ -73,7 +81,9 @@ class Drafted:
     limit: int
 
 
-def rule_probabilities(p: Floats, q: Floats, tokens: Ints) -> dict[str, tuple[Floats, Floats]]:
+def rule_probabilities(
+    p: Floats, q: Floats, tokens: Ints
+) -> dict[AlphaRule, tuple[Floats, Floats]]:
     """Sampling rule -> (alpha, probability of keeping given the token). p, q [n, vocab] rows sum
     to 1, tokens [n] are p's.
     """

@@ -27,6 +27,7 @@ from toolkit.advise.acceptance import (
 from toolkit.advise.cost import QUANTILE, StepCosts
 from toolkit.records.advice import Alpha, Candidate, ScheduleStep, SpeedupPrediction
 from toolkit.resampling import interval, resampled, times_drawn
+from toolkit.words import AlphaRule, DecodingMode, Drafter
 
 __all__ = ["Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
 
@@ -45,16 +46,16 @@ class Mode:
     and all rules, for alpha.
     """
 
-    name: str  # greedy | sampled
-    rule: str
+    name: DecodingMode
+    rule: AlphaRule
     drafted: Sequence[Drafted]
-    rules: Mapping[str, Sequence[Drafted]]
+    rules: Mapping[AlphaRule, Sequence[Drafted]]
     costs: StepCosts
 
 
 def judge(
     name: str,
-    drafter: str,
+    drafter: Drafter,
     modes: Sequence[Mode],
     domains: Sequence[str],
     *,
@@ -227,7 +228,11 @@ class _Draws:
 
 
 def _predict(
-    mode: Mode, replays: Mapping[tuple[str, int], Replay], batch: int, length: int, draws: _Draws
+    mode: Mode,
+    replays: Mapping[tuple[DecodingMode, int], Replay],
+    batch: int,
+    length: int,
+    draws: _Draws,
 ) -> tuple[SpeedupPrediction, Floats]:
     plain, ours = replays[mode.name, 0], replays[mode.name, length]
     costs = mode.costs

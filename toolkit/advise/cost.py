@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.records.advice import StepCost
+from toolkit.words import CostSource, Drafter, Role
 
 __all__ = [
     "MEASURED",
@@ -36,7 +37,8 @@ __all__ = [
 
 Floats = NDArray[Any]
 
-MEASURED, PREDICTED = "measured", "predicted"
+MEASURED: Final = "measured"
+PREDICTED: Final = "predicted"
 QUANTILE = 0.25
 PREFILLS = 6  # prompts read in a round
 
@@ -66,7 +68,7 @@ class ServingRuntime(Protocol):
 
     def time_steps(
         self,
-        drafter: str,
+        drafter: Drafter,
         prompts: Sequence[Sequence[int]],
         draft_len: int,
         temperature: float,
@@ -84,7 +86,7 @@ class StepCosts:
     steps, whole.
     """
 
-    source: str  # measured | predicted
+    source: CostSource
     batches: tuple[int, ...]
     rows: tuple[StepCost, ...]
     samples: dict[tuple[int, int], Floats]
@@ -108,7 +110,7 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 def predicted(
-    forward_s: Callable[[str, int, int], float],
+    forward_s: Callable[[Role, int, int], float],
     *,
     drafts: bool,
     draft_lens: Sequence[int],
@@ -135,7 +137,7 @@ def predicted(
 
 def measure(
     runtime: ServingRuntime,
-    drafter: str,
+    drafter: Drafter,
     behind: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     *,

@@ -17,7 +17,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,13 @@ from toolkit.interfaces import Progress, StepEngine
 from toolkit.records.advice import Candidate, DraftCost, Grid, GridCell, TargetQuality
 from toolkit.records.measured import Interval
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
+from toolkit.words import DraftVerdict, QuantAlgo
 
 __all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
 
 Floats = NDArray[np.float64]
 
-UNQUANTIZED = "NO_QUANT"
+UNQUANTIZED: Final = "NO_QUANT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Cell:
 
 
 def measure_grid(
-    targets: Mapping[str, StepEngine],
-    contenders: Callable[[str], Sequence[Contender]],
+    targets: Mapping[QuantAlgo, StepEngine],
+    contenders: Callable[[QuantAlgo], Sequence[Contender]],
     question: Question,
     heldout: Sequence[Sequence[int]],
     *,
@@ -111,7 +112,7 @@ def measure_grid(
 
 
 def quality(
-    algo: str, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]
+    algo: QuantAlgo, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]
 ) -> TargetQuality:
     """KL(unquantized || quantized) in nats per token, and exp of the mean negative
     log-likelihood; intervals over texts.
@@ -149,7 +150,9 @@ def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftC
     )  # the target writes the same texts for both
     lost = 1.0 - _step(cell)[0] / _step(unquantized)[0]
     saved = 1.0 - _step(cell)[1] / _step(unquantized)[1]
-    seen = "costs more than it saves" if speed.high < 1.0 else "makes no difference seen"
+    seen: DraftVerdict = (
+        "costs more than it saves" if speed.high < 1.0 else "makes no difference seen"
+    )
     return DraftCost(target, draft, lost, saved, speed, "pays" if speed.low > 1.0 else seen)
 
 

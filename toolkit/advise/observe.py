@@ -21,6 +21,7 @@ from toolkit.advise.acceptance import (
     rule_probabilities,
 )
 from toolkit.interfaces import StepEngine
+from toolkit.words import AlphaRule
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +59,9 @@ def greedy_drafts(draft: StepEngine, text: Text, width: int) -> Drafted:
 
 def sampled_drafts(
     target: StepEngine, draft: StepEngine, text: Text, width: int, probabilities: Probabilities
-) -> dict[str, Drafted]:
+) -> dict[AlphaRule, Drafted]:
     """Rule -> drafts, for a text that the target drew from `probabilities` of its logits."""
-    place, found = 0, dict[str, list[tuple[Floats, Floats]]]()
+    place, found = 0, dict[AlphaRule, list[tuple[Floats, Floats]]]()
     for target_rows, draft_rows in zip(
         teacher_forced(target, text), teacher_forced(draft, text), strict=True
     ):

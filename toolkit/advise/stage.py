@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from toolkit.advise.acceptance import RULES, Drafted
 from toolkit.advise.choose import Mode, judge, schedule_of
@@ -35,6 +35,7 @@ from toolkit.advise.sweep import RunningRuntime, sweep
 from toolkit.interfaces import Progress, StepEngine
 from toolkit.records.advice import Advice, Candidate, ScheduleStep, SpeedupPrediction
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
+from toolkit.words import AlphaRule, CostSource, DecodingMode, DeployedRule, Drafter, Role
 
 __all__ = [
     "MAX_DRAFT_LEN",
@@ -50,7 +51,6 @@ __all__ = [
 
 VERSION = 5
 MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
-SAMPLED_RULES = {"auto": "rejection"}  # what requests without a seed get
 
 
 class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
@@ -65,13 +65,13 @@ class Contender:
     """
 
     name: str
-    drafter: str  # draft_target | ngram
+    drafter: Drafter
     runtime: AdvisedRuntime
     draft: StepEngine | None
-    forward_s: Callable[[str, int, int], float] | None = None
+    forward_s: Callable[[Role, int, int], float] | None = None
 
 
-Texts = Mapping[str, Sequence[Text]]
+Texts = Mapping[DecodingMode, Sequence[Text]]
 """What the target writes: mode -> one text per prompt."""
 
 
@@ -84,7 +84,7 @@ class Question:
     prompts: Sequence[tuple[str, tuple[int, ...]]]
     max_tokens: int
     temperature: float | None
-    acceptance: str
+    acceptance: Literal["auto", DeployedRule]
     max_draft_len: int = MAX_DRAFT_LEN
     batches: Sequence[int] | None = None  # None: 1, 2, 4, ... max_batch_size
     rounds: int = 3
@@ -134,7 +134,8 @@ def advise(
 
 
 def write(runtime: ServingRuntime, question: Question, progress: Progress) -> Texts:
-    prompts, texts = [ids for _, ids in question.prompts], {}
+    prompts = [ids for _, ids in question.prompts]
+    texts: dict[DecodingMode, list[Text]] = {}
     for mode, temperature in _temperatures(question).items():
         progress(0, None, f"writing {mode} texts")
         outputs = runtime.write(prompts, question.max_tokens, temperature)
@@ -164,7 +165,7 @@ def judged(
         )
         doing = "timing" if contender.forward_s is None else "predicting the cost of"
         progress(0, None, f"{contender.name}: {doing} {mode} steps")
-        serving = "greedy" if mode == "greedy" else _served_rule(question)
+        serving: AlphaRule = "greedy" if mode == "greedy" else _served_rule(question)
         costs = _costs(contender, question, texts[mode], batches, temperature)
         modes.append(Mode(mode, serving, rules[serving], rules, costs))
     domains = [domain for domain, _ in question.prompts]
@@ -176,7 +177,7 @@ def judged(
     )
 
 
-def _temperatures(question: Question) -> dict[str, float]:
+def _temperatures(question: Question) -> dict[DecodingMode, float]:
     return (
         {"greedy": 0.0}
         if question.temperature is None
@@ -184,8 +185,9 @@ def _temperatures(question: Question) -> dict[str, float]:
     )
 
 
-def _served_rule(question: Question) -> str:
-    return SAMPLED_RULES.get(question.acceptance, question.acceptance)
+def _served_rule(question: Question) -> DeployedRule:
+    """What requests without a seed get."""
+    return "rejection" if question.acceptance == "auto" else question.acceptance
 
 
 def _measured(candidate: Candidate, contender: Contender, question: Question) -> Candidate:
@@ -220,9 +222,9 @@ def decide(
     batches: Sequence[int],
     *,
     own: str,
-    costs_are: str,
+    costs_are: CostSource,
     temperature: float,
-    rule: str,
+    rule: DeployedRule,
     prompts: int,
     tokens: int,
     seconds: float,
@@ -279,12 +281,13 @@ def _observe(
     contender: Contender,
     texts: Sequence[Text],
     width: int,
-    mode: str,
+    mode: DecodingMode,
     lookup: Callable[[], Lookup],
     probabilities: Probabilities,
-) -> dict[str, list[Drafted]]:
+) -> dict[AlphaRule, list[Drafted]]:
     """Rule -> one Drafted per text."""
-    found: dict[str, list[Drafted]] = {}
+    found: dict[AlphaRule, list[Drafted]] = {}
+    rules: Mapping[AlphaRule, Drafted]
     for text in texts:
         if contender.draft is None and mode == "greedy":
             rules = {"greedy": lookup_drafts(lookup(), text, width)}

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.words import Drafter
+
 __all__ = ["RunningRuntime", "sweep"]
 
 Floats = NDArray[Any]
@@ -23,7 +25,7 @@ GROUP = 4
 class RunningRuntime(Protocol):
     def serve_ns(
         self,
-        drafter: str,
+        drafter: Drafter,
         prompts: Sequence[Sequence[int]],
         draft_len: int,
         max_tokens: int,
@@ -39,7 +41,7 @@ class RunningRuntime(Protocol):
 
 def sweep(
     runtime: RunningRuntime,
-    drafter: str,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     *,
     draft_lens: Sequence[int],

@@ -22,6 +22,7 @@ from toolkit.pipeline.saved import read_saved
 from toolkit.records.bench import BenchPoint, BenchRequest, BenchRun, ComparedPoint, Comparison
 from toolkit.records.codec import from_json
 from toolkit.records.measured import Direction, Finding, Gate, Ratio, Scope
+from toolkit.words import GateOutcome
 
 __all__ = ["compare_runs", "read_run"]
 
@@ -177,7 +178,7 @@ def _gates(point: ComparedPoint, tolerance: float, scope: Scope) -> list[Gate]:
     if gates:
         return gates
     lacking = ratios["e2e_p50"]
-    result = FAIL if lacking.too_few is None else INCONCLUSIVE
+    result: GateOutcome = FAIL if lacking.too_few is None else INCONCLUSIVE
     step = (
         "Save longer runs (--requests, --rounds)."
         if result == INCONCLUSIVE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.bench.definitions import METRICS
 from toolkit.records.measured import Better, Direction, Gate, Scope, Unit
+from toolkit.words import GateOutcome
 
 __all__ = ["gate_name", "load_name", "make_gate"]
 
@@ -20,7 +21,7 @@ NAMES = {
 def make_gate(
     metric: str,
     scope: Scope,
-    outcome: str,
+    outcome: GateOutcome,
     measured: float | None,
     limit: float | None,
     detail: str,

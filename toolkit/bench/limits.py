@@ -24,6 +24,7 @@ from toolkit.records.bench import BenchArm, BenchPoint
 from toolkit.records.measured import Direction, Gate, Scope
 from toolkit.resampling import CONFIDENCE
 from toolkit.rounding import decimals
+from toolkit.words import GateOutcome
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 
@@ -128,7 +129,7 @@ def _judge(limit: Limit, point: BenchPoint) -> Gate:
 
 
 def _gate(
-    limit: Limit, outcome: str, measured: float | None, detail: str, next_step: str | None
+    limit: Limit, outcome: GateOutcome, measured: float | None, detail: str, next_step: str | None
 ) -> Gate:
     return make_gate(
         limit.metric,

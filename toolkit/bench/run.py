@@ -14,11 +14,12 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
+from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
     from toolkit.bench.runner import Arm, Load, Plan
@@ -36,7 +37,7 @@ class Asked:
     """The arguments of `toolkit bench`, as they were given. gates and goodput are still text."""
 
     prompts: Path
-    protocol: str = "auto"
+    protocol: Literal["auto", WireProtocol] = "auto"
     model: str | None = None
     baseline: str | None = None
     against_plain: bool = False
@@ -201,7 +202,11 @@ def _loads(asked: Asked) -> tuple[Load, ...]:
             )
         return (Load(trace=trace, arrivals="trace"),)
     if asked.rate is not None:
-        return (Load(rate=asked.rate, arrivals=asked.arrivals),)
+        return (
+            Load(
+                rate=asked.rate, arrivals="constant" if asked.arrivals == "constant" else "poisson"
+            ),
+        )
     return tuple(Load(concurrency=level) for level in asked.concurrency or (1,))
 
 

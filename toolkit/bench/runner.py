@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -72,6 +73,9 @@ class Arm:
     options: Options
 
 
+Arrivals: TypeAlias = Literal["poisson", "constant", "trace"]
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """concurrency: a closed loop. rate with `arrivals` poisson or constant, or trace (arrivals
@@ -80,7 +84,7 @@ class Load:
 
     concurrency: int | None = None
     rate: float | None = None
-    arrivals: str = "poisson"
+    arrivals: Arrivals = "poisson"
     trace: tuple[int, ...] | None = None
 
     def schedule(self, count: int, seed: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from toolkit.client import (
@@ -39,6 +39,7 @@ from toolkit.client import (
     timing,
 )
 from toolkit.errors import StageError, UsageError
+from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
     import aiohttp
@@ -53,7 +54,12 @@ __all__ = [
     "too_many_files",
 ]
 
-PROTOCOLS = ("triton-grpc", "triton-http", "openai-chat", "openai-completions")
+PROTOCOLS: tuple[WireProtocol, ...] = (
+    "triton-grpc",
+    "triton-http",
+    "openai-chat",
+    "openai-completions",
+)
 ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
 BODY_SHOWN = 300  # characters of an error page
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -83,7 +89,7 @@ class Exchange:
 class Transport(Protocol):
     """A connection to one model of one endpoint."""
 
-    protocol: str
+    protocol: WireProtocol
     model: str
     address: str
 
@@ -160,7 +166,7 @@ def _check_counts(chunks: Sequence[Chunk], measured: RequestTiming, max_tokens: 
 async def connect(
     url: str,
     *,
-    protocol: str = "auto",
+    protocol: Literal["auto", WireProtocol] = "auto",
     model: str | None = None,
     timeout_s: float = 120.0,
     api_key: str | None = None,
@@ -204,7 +210,7 @@ async def connect(
         raise
 
 
-async def _guess(session: aiohttp.ClientSession, url: str) -> str:
+async def _guess(session: aiohttp.ClientSession, url: str) -> WireProtocol:
     path = urlsplit(url).path.rstrip("/")
     if path.endswith("/completions"):
         return "openai-chat" if path.endswith("/chat/completions") else "openai-completions"
@@ -300,7 +306,7 @@ def _words(error: BaseException) -> str:
 class GrpcTransport:
     """ModelStreamInfer, one stream per request. Responses stay bytes until they are read."""
 
-    protocol = "triton-grpc"
+    protocol: WireProtocol = "triton-grpc"
 
     def __init__(
         self, address: str, model: str, timeout_s: float, form: ModelForm, channel: Any
@@ -461,7 +467,7 @@ def _text(value: Any) -> str:
 class _EventTransport:
     """POST a JSON body, keep the bytes of the event stream."""
 
-    protocol = ""
+    protocol: WireProtocol
 
     def __init__(
         self, session: aiohttp.ClientSession, address: str, model: str, timeout_s: float
@@ -557,7 +563,7 @@ def _objects(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, dict[st
 class HttpTransport(_EventTransport):
     """Triton's generate_stream extension."""
 
-    protocol = "triton-http"
+    protocol: WireProtocol = "triton-http"
 
     def __init__(
         self,
@@ -646,7 +652,7 @@ class OpenAiTransport(_EventTransport):
         self,
         session: aiohttp.ClientSession,
         address: str,
-        protocol: str,
+        protocol: WireProtocol,
         model: str,
         timeout_s: float,
     ) -> None:
@@ -659,7 +665,7 @@ class OpenAiTransport(_EventTransport):
         cls,
         session: aiohttp.ClientSession,
         url: str,
-        protocol: str,
+        protocol: WireProtocol,
         model: str | None,
         timeout_s: float,
     ) -> OpenAiTransport:

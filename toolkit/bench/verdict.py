@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from toolkit.records.measured import Gate
+from toolkit.words import Verdict
 
 __all__ = ["FAIL", "INCONCLUSIVE", "NOT_JUDGED", "PASS", "outcome", "verdict"]
 
-PASS, FAIL, INCONCLUSIVE, NOT_JUDGED = "PASS", "FAIL", "INCONCLUSIVE", "NOT JUDGED"
+PASS: Final = "PASS"
+FAIL: Final = "FAIL"
+INCONCLUSIVE: Final = "INCONCLUSIVE"
+NOT_JUDGED: Final = "NOT JUDGED"
 
 
-def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
+def outcome(low: float, high: float, limit: float, *, at_least: bool) -> Verdict:
     """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none
     of it is.
     """
@@ -19,7 +24,7 @@ def outcome(low: float, high: float, limit: float, *, at_least: bool) -> str:
     return PASS if good else FAIL if bad else INCONCLUSIVE
 
 
-def verdict(gates: Iterable[Gate]) -> str:
+def verdict(gates: Iterable[Gate]) -> Verdict:
     """FAIL if any failed, else INCONCLUSIVE if any is or none was judged, else PASS."""
     outcomes = {gate.outcome for gate in gates}
     undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints.reader import TensorInfo, check_against_shape, read_index, read_tensor
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.errors import CheckpointError
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +40,8 @@ __all__ = [
     "read_quantization",
 ]
 
-QUANT_ALGOS = ("FP8", "W8A8_SQ_PER_CHANNEL", "W8A16")
-KV_ALGOS = ("FP8",)
+QUANT_ALGOS: tuple[QuantAlgo, ...] = ("FP8", "W8A8_SQ_PER_CHANNEL", "W8A16")
+KV_ALGOS: tuple[KvCacheQuantAlgo, ...] = ("FP8",)
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 CODE_DTYPES = {"FP8": "F8_E4M3", "W8A8_SQ_PER_CHANNEL": "I8", "W8A16": "I8"}
 
@@ -49,8 +50,8 @@ CODE_DTYPES = {"FP8": "F8_E4M3", "W8A8_SQ_PER_CHANNEL": "I8", "W8A16": "I8"}
 class Quantization:
     """What the checkpoint says of itself; None where that part is not quantized."""
 
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
     exclude_modules: tuple[str, ...]
 
 
@@ -177,7 +178,7 @@ def read_quantization(directory: Path) -> Quantization:
 
 
 def other_than_asked(
-    found: Quantization, quant_algo: str, kv_cache_quant_algo: str | None
+    found: Quantization, quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> tuple[str, str] | None:
     """(what is wrong, how to fix it) where a checkpoint is quantized already, and otherwise
     than the YAML asks.
@@ -195,7 +196,7 @@ def other_than_asked(
     )
 
 
-def _spell(quant_algo: str, kv_cache_quant_algo: str | None) -> str:
+def _spell(quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> str:
     return (
         quant_algo
         if kv_cache_quant_algo is None

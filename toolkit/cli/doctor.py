@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.cli.common import FAILED, Debug, Json, app, show, show_json
+
+if TYPE_CHECKING:
+    from toolkit.plan.doctor import DiagnosisStatus
 
 
 def _print_version(asked: bool) -> None:
@@ -55,7 +58,7 @@ def _print_diagnoses(found: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    styles = {"ok": "green", "warn": "yellow", "missing": "bold red"}
+    styles: dict[DiagnosisStatus, str] = {"ok": "green", "warn": "yellow", "missing": "bold red"}
     table = Table(box=None, pad_edge=False)
     for title in ("", "check", "what was found"):
         table.add_column(title, overflow="fold")

@@ -25,6 +25,20 @@ from pydantic import (
 )
 
 from toolkit.facts.capabilities import Capabilities, capabilities_of
+from toolkit.words import (
+    AcceptanceChoice,
+    AttnBackend,
+    BuilderChoice,
+    ComputeDtype,
+    Device,
+    EngineMode,
+    KvCacheQuantAlgo,
+    Layout,
+    ModelPy,
+    QuantAlgo,
+    Role,
+    SpeculationKind,
+)
 
 __all__ = [
     "CalibrationConfig",
@@ -48,7 +62,6 @@ __all__ = [
 ]
 
 AUTO_MAX_DRAFT_LEN = 8  # the longest draft that is tried where max_draft_len is auto
-QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
 GpuName = Literal[
     "auto",
@@ -84,7 +97,7 @@ class QuantizationConfig(Section):
     """
 
     quant_algo: QuantAlgo = "NO_QUANT"
-    kv_cache_quant_algo: Literal["FP8", "INT8"] | None = None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None = None
     allow_unsupported: bool = (
         False  # go on where nobody vouches for it; never where it is known to fail
     )
@@ -132,14 +145,14 @@ class SpeculationConfig(Section):
     8: 0}`. max_concurrency: with more running requests than that, nothing is drafted.
     """
 
-    kind: Literal["draft_target", "ngram", "none"] = "draft_target"
+    kind: SpeculationKind = "draft_target"
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
     max_concurrency: Count | None = None
     max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = (
         4  # ngram: the longest end of the text that is looked up
     )
-    acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
+    acceptance: AcceptanceChoice = "auto"
 
     @property
     def is_enabled(self) -> bool:
@@ -239,9 +252,9 @@ class TorchEngineConfig(EngineLengths):
     """The embedded engine: our runtime over compiled torch graphs."""
 
     kind: Literal["torch"] = "torch"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    mode: Literal["auto", "compiled", "eager"] = "auto"
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    device: Literal["auto", Device] = "auto"
+    mode: EngineMode = "auto"
+    dtype: ComputeDtype = "float32"
     threads: Count | None = None  # None: all cores this process may use
 
     @property
@@ -295,9 +308,7 @@ class TrtEngineConfig(TensorRtLlmConfig):
     kind: Literal["trt_engine"] = "trt_engine"
     multiple_profiles: bool = False
     opt_num_tokens: Count | None = None
-    builder: Literal["auto", "local", "container"] = (
-        "auto"  # auto: where trtllm-build is on the PATH, else its container
-    )
+    builder: BuilderChoice = "auto"  # auto: where trtllm-build is on the PATH, else its container
 
 
 class TrtllmPytorchConfig(TensorRtLlmConfig):
@@ -305,7 +316,7 @@ class TrtllmPytorchConfig(TensorRtLlmConfig):
 
     kind: Literal["trtllm_pytorch"] = "trtllm_pytorch"
     cuda_graph: bool = True
-    attn_backend: Literal["TRTLLM", "FLASHINFER", "VANILLA"] = "TRTLLM"
+    attn_backend: AttnBackend = "TRTLLM"
 
 
 def engine_kind(engine: Any) -> Any:
@@ -336,7 +347,7 @@ class HardwareConfig(Section):
 
 
 class TritonConfig(Section):
-    layout: Literal["auto", "llmapi", "bls"] = "auto"
+    layout: Literal["auto", Layout] = "auto"
     decoupled: bool = True
     max_queue_size: Count = 256  # requests beyond this are refused at once
     default_max_tokens: Count = 128
@@ -346,7 +357,7 @@ class TritonConfig(Section):
     stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = (
         10.0  # chunks of a stream are this far apart; 0: one per step
     )
-    model_py: Literal["ours", "container"] = (
+    model_py: ModelPy = (
         "ours"  # llmapi over TensorRT-LLM: who answers requests inside the container
     )
     on_draft_failure: Literal["error", "plain"] = (
@@ -494,9 +505,9 @@ class DeploymentConfig(Section):
         )
 
     @property
-    def models(self) -> dict[str, ModelConfig]:
+    def models(self) -> dict[Role, ModelConfig]:
         """By role: the target, and the draft where there is one."""
-        models = {"target": self.target}
+        models: dict[Role, ModelConfig] = {"target": self.target}
         return models if self.draft is None else {**models, "draft": self.draft}
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from toolkit.errors import UsageError
 from toolkit.interfaces import EngineBackend, EngineLoader
+from toolkit.words import EngineKind
 
 __all__ = ["BACKENDS", "backend", "loader"]
 
@@ -20,12 +21,12 @@ BACKENDS = {
 STEPPING = ("torch",)  # the others speculate inside TensorRT-LLM, and run where it runs
 
 
-def backend(kind: str) -> EngineBackend:
+def backend(kind: EngineKind) -> EngineBackend:
     """The backend of that kind, imported on first use. Raises UsageError for an unknown one."""
     return cast(EngineBackend, _made(kind))
 
 
-def loader(kind: str) -> EngineLoader:
+def loader(kind: EngineKind) -> EngineLoader:
     """What makes a StepEngine of an engine directory of that kind. Raises UsageError where there
     is no such thing.
     """
@@ -37,7 +38,7 @@ def loader(kind: str) -> EngineLoader:
     return cast(EngineLoader, _made(kind))
 
 
-def _made(kind: str) -> Any:
+def _made(kind: EngineKind) -> Any:
     if kind not in BACKENDS:
         raise UsageError(f"engine kind {kind!r} is not known", hint=f"known: {', '.join(BACKENDS)}")
     module, name = BACKENDS[kind].split(":")

@@ -6,7 +6,7 @@ What only the serving side reads must not rebuild an engine, so it is left out.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.config.schema import (
     DeploymentConfig,
@@ -17,11 +17,12 @@ from toolkit.config.schema import (
 from toolkit.errors import UsageError
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.pipeline.machine import gpus
+from toolkit.words import Device, Role
 
 __all__ = ["engine_spec"]
 
 
-def engine_spec(config: DeploymentConfig, role: str) -> EngineSpec:
+def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
     engine = config.engine
     spec = EngineSpec(
         role=role,
@@ -64,7 +65,7 @@ def _tensorrt_llm_spec(config: DeploymentConfig, engine: TensorRtLlmConfig) -> T
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
 
 
-def _device(asked: str) -> str:
+def _device(asked: Literal["auto", Device]) -> Device:
     """`auto` is cuda where there is a GPU that torch can use."""
     if asked == "auto":
         if not gpus():

@@ -9,6 +9,7 @@ from pathlib import Path
 from toolkit.engines.registry import backend
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
+from toolkit.words import EngineKind
 
 __all__ = ["VERSION", "compile_engine", "fingerprint"]
 
@@ -16,7 +17,11 @@ VERSION = 5
 
 
 def compile_engine(
-    kind: str, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
+    kind: EngineKind,
+    checkpoint: QuantizedCheckpoint,
+    spec: EngineSpec,
+    out_dir: Path,
+    progress: Progress,
 ) -> CompiledEngine:
     """Raises StageError when the backend fails, UsageError for an unknown kind, CheckpointError
     for what cannot be read.
@@ -25,6 +30,6 @@ def compile_engine(
     return backend(kind).compile(checkpoint, spec, out_dir, progress)
 
 
-def fingerprint(kind: str, spec: EngineSpec) -> Fingerprint:
+def fingerprint(kind: EngineKind, spec: EngineSpec) -> Fingerprint:
     """What the backend is on this machine: part of the stage's key."""
     return backend(kind).fingerprint(spec)

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.engines.embedded.directory import copy_side_files
 from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, open_form
@@ -40,6 +40,7 @@ from toolkit.interfaces import EngineSpec, Fingerprint, Progress, TensorRtLlmSpe
 from toolkit.pipeline.machine import gpus
 from toolkit.records.build import CompiledEngine, LayerCounts, QuantizedCheckpoint, TensorRtLlmBuild
 from toolkit.records.measured import Finding
+from toolkit.words import Role
 
 __all__ = ["LOG", "TrtEngineBackend"]
 
@@ -413,11 +414,11 @@ def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> S
     )
 
 
-def _kept(log: Path, role: str) -> Path | None:
+def _kept(log: Path, part: Role | Literal["engine"]) -> Path | None:
     """A copy that outlives the folder of a failed stage."""
     if not log.is_file():
         return None
-    descriptor, name = tempfile.mkstemp(prefix=f"toolkit-{role}-build-", suffix=".log")
+    descriptor, name = tempfile.mkstemp(prefix=f"toolkit-{part}-build-", suffix=".log")
     os.close(descriptor)
     return Path(shutil.copyfile(log, name))
 

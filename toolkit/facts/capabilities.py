@@ -13,10 +13,10 @@ from typing import Literal
 
 from toolkit.facts.support import ACCEPTANCE, LOG_PROBS
 from toolkit.facts.versions import VERSIONS
+from toolkit.words import EngineKind, Layout, SamplingRule
 
 __all__ = ["EMBEDDED", "Capabilities", "capabilities_of", "default_layout"]
 
-Layout = Literal["llmapi", "bls"]
 PlainArm = Literal["request", "restart", "server"]
 Seeds = Literal["coupled", "repeatable", "ignored"]
 ScheduleKeys = Literal["lower", "upper"]
@@ -54,7 +54,7 @@ class Capabilities:
     needs_container: it is served inside NVIDIA's container, on a machine with the GPUs.
     """
 
-    kind: str
+    kind: EngineKind
     layout: Layout
     in_process: bool
     plain_arm: PlainArm
@@ -64,7 +64,7 @@ class Capabilities:
     max_concurrency: bool
     has_ngram: bool
     has_verify_only: bool
-    acceptance: tuple[str, ...]
+    acceptance: tuple[SamplingRule, ...]
     drafts_greedily: bool
     seeds: Seeds
     penalties: tuple[str, ...]
@@ -81,7 +81,7 @@ class Capabilities:
 
 
 def capabilities_of(
-    kind: str, version: str | None, layout: str, *, reuses_prefixes: bool
+    kind: EngineKind, version: str | None, layout: Literal["auto", Layout], *, reuses_prefixes: bool
 ) -> Capabilities:
     """kind and version as the YAML has them; version is None for the embedded engine.
 
@@ -93,7 +93,7 @@ def capabilities_of(
     return MAKERS[kind](version, served_as, reuses_prefixes)
 
 
-def default_layout(kind: str) -> Layout:
+def default_layout(kind: EngineKind) -> Layout:
     return "bls" if kind == "trt_engine" else "llmapi"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.facts.source import Source
+from toolkit.facts.source import Confidence, Source
 
 __all__ = ["DRIVER_NAMES", "GPUS", "PUBLISHED", "Gpu", "Published"]
 
@@ -34,8 +34,8 @@ class Gpu:
         return self.memory_mib * 2**20
 
 
-def _sheet(name: str, confidence: str = "A") -> Source:
-    return Source(f"NVIDIA {name}; memory as nvidia-smi lists it", confidence)  # type: ignore[arg-type]
+def _sheet(name: str, confidence: Confidence = "A") -> Source:
+    return Source(f"NVIDIA {name}; memory as nvidia-smi lists it", confidence)
 
 
 GPUS = {

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.facts.source import Confidence
+
 __all__ = ["LLM_ARGS", "NESTED", "NOT_FIELDS", "REQUIRED", "SPECULATIVE", "Field"]
 
 ALL = ("0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3")
@@ -39,7 +41,7 @@ class Field:
     bounds: tuple[float, float] | None = None
     deprecated: bool = False
     versions: tuple[str, ...] = ALL
-    confidence: str = "B"
+    confidence: Confidence = "B"
 
 
 # BaseLlmArgs and TorchLlmArgs together.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from toolkit.facts.source import Source
+from toolkit.words import EngineKind, SamplingRule
 
 __all__ = [
     "ACCEPTANCE",
@@ -59,7 +60,7 @@ SMOOTHQUANT_FAMILIES: dict[str, Status] = {
 
 # Rules of acceptance at temperature > 0 that each kind of engine has, its default first, and
 # whether the draft samples.
-ACCEPTANCE: dict[str, tuple[str, ...]] = {
+ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
     "torch": ("rejection", "coupled", "sample_match"),
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
     "trtllm_pytorch": (

@@ -19,6 +19,9 @@ written as the template's own placeholder, ${key}, which the backend reads as un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from toolkit.facts.source import Confidence
 
 __all__ = [
     "BLS",
@@ -44,7 +47,11 @@ class TensorFact:
     optional: bool = False
     ragged: bool = False
     scalar: bool = False
-    confidence: str = "B"
+    confidence: Confidence = "B"
+
+
+# A list is comma-separated.
+ParameterForm: TypeAlias = Literal["str", "int", "float", "bool", "path", "enum", "list", "url"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +62,12 @@ class ParameterFact:
 
     name: str
     key: str | None = None
-    form: str = "str"  # str | int | float | bool | path | enum | list (comma-separated) | url
+    form: ParameterForm = "str"
     choices: tuple[str, ...] = ()
     required: bool = False
     fixed: str | None = None
     in_template: bool = True
-    confidence: str = "B"
+    confidence: Confidence = "B"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ one, every row is C at best.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from toolkit.facts.source import Confidence
 
 __all__ = [
     "DRAFT_TOKENS_EXTERNAL",
@@ -36,21 +39,22 @@ DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
 SWITCH = ("enable", "disable")
 
 
+FlagType: TypeAlias = Literal["path", "str", "int", "enum", "flag", "list[path]", "list[str]"]
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """type: path | str | int | enum | flag (takes no value) | list[path] | list[str]. versions:
-    where it exists.
-    """
+    """type: what it takes; flag: nothing. versions: where it exists."""
 
     name: str
-    type: str
+    type: FlagType
     default: str | int | bool | None
     group: str
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     deprecated: bool = False
     versions: tuple[str, ...] = VERSIONS
-    confidence: str = "B"
+    confidence: Confidence = "B"
     note: str | None = None
 
 
@@ -68,7 +72,7 @@ class Failure:
     what: str
     hint: str
     source: str
-    confidence: str = "B"
+    confidence: Confidence = "B"
 
 
 FLAGS = (

@@ -23,6 +23,7 @@ from toolkit.pairing.probes import PROBES
 from toolkit.pipeline.hashing import DigestMemo, digest_tree
 from toolkit.records.build import PairProof
 from toolkit.records.measured import Finding
+from toolkit.words import Role
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -116,7 +117,7 @@ def _read(directory: Path) -> _Side:
     return _Side(directory, shape, tokenizer, tokens, parts)
 
 
-def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
+def _fits_its_model(side: _Side, role: Role) -> tuple[Finding, ...]:
     """Every token needs a row; BOS and EOS ids need a token."""
     rows, largest = side.shape.vocab_size, max(side.tokens, default=-1)
     if not any(side.tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES):

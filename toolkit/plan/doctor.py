@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
 from toolkit.errors import ToolkitError
 from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, usable_cores
@@ -24,7 +25,10 @@ from toolkit.rounding import size
 
 __all__ = ["Diagnosis", "diagnose"]
 
-OK, WARN, MISSING = "ok", "warn", "missing"
+DiagnosisStatus: TypeAlias = Literal["ok", "warn", "missing"]
+OK: Final = "ok"
+WARN: Final = "warn"
+MISSING: Final = "missing"
 MIN_MEMORY_BYTES = 4 * 2**30
 MIN_DISK_BYTES = 2 * 2**30
 MIN_SHM_BYTES = 64 * 2**20
@@ -38,7 +42,7 @@ class Diagnosis:
     """
 
     check: str
-    status: str
+    status: DiagnosisStatus
     detail: str
     hint: str | None = None
     essential: bool = False

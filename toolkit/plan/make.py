@@ -24,6 +24,7 @@ from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement, Plan
+from toolkit.words import Role
 
 __all__ = ["gpu_asked_for", "gpu_named", "make_plan", "subject_of"]
 
@@ -54,10 +55,10 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
     """The deployment with what is known around it, and a refusal for every model of which
     nothing is.
     """
-    shapes: dict[str, ModelShape] = {}
-    quantized: dict[str, Quantization] = {}
+    shapes: dict[Role, ModelShape] = {}
+    quantized: dict[Role, Quantization] = {}
     unread: list[Judgement] = []
-    models = {"target": config.target, "draft": config.draft}
+    models: dict[Role, ModelConfig | None] = {"target": config.target, "draft": config.draft}
     for role, model in models.items():
         if model is None:
             continue
@@ -143,7 +144,7 @@ def _has_numbers(subject: Subject) -> bool:
 
 def _summary(subject: Subject) -> dict[str, str]:
     config, engine = subject.config, subject.config.engine
-    found = {}
+    found: dict[str, str] = {}
     for role, model in subject.models.items():
         name = model.hub_id or model.checkpoint.name
         size = f", {parameters_in_words(subject.shapes[role])}" if role in subject.shapes else ""

@@ -15,6 +15,7 @@ from toolkit.config.schema import ModelConfig, TorchEngineConfig
 from toolkit.facts.gpus import GPUS
 from toolkit.plan.subject import Subject, max_num_tokens, splits
 from toolkit.records.plan import Judgement, MemoryItem, Serving, StageMemory
+from toolkit.words import KvCacheQuantAlgo, MemoryPlace, QuantAlgo, Role
 
 __all__ = [
     "judge_memory",
@@ -66,7 +67,7 @@ def parameters_in_words(shape: ModelShape) -> str:
 
 def weight_bytes(
     shape: ModelShape,
-    quant_algo: str,
+    quant_algo: QuantAlgo,
     *,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -90,7 +91,7 @@ def weight_bytes(
 
 def kv_bytes_per_token(
     shape: ModelShape,
-    kv_cache_quant_algo: str | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
     *,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -249,7 +250,7 @@ def _embedded(
         )
         for role, size in per_token.items()
     ]
-    place = "the machine" if available == host_bytes else "each GPU"
+    place: MemoryPlace = "the machine" if available == host_bytes else "each GPU"
     serving = Serving(
         kv_tokens * both, both, kv_tokens, sequences, per_token.get("draft", 0) / both
     )
@@ -389,7 +390,9 @@ def _would_fit(subject: Subject, host_bytes: int) -> str:
         and gpu.sm >= 89
         and subject.config.target.quantization.quant_algo == "NO_QUANT"
     ):
-        in_fp8 = {role: _quantized(model) for role, model in subject.models.items()}
+        in_fp8: dict[str, ModelConfig] = {
+            role: _quantized(model) for role, model in subject.models.items()
+        }
         if fits(replace(subject, config=subject.config.model_copy(update=in_fp8))):
             found.append("quant_algo: FP8")
     if gpu is not None:
@@ -424,11 +427,11 @@ def _quantized(model: ModelConfig) -> ModelConfig:
     )
 
 
-def _algo(subject: Subject, role: str) -> str:
+def _algo(subject: Subject, role: Role) -> QuantAlgo:
     return subject.models[role].quantization.quant_algo
 
 
-def _kv_per_token(subject: Subject, role: str) -> int:
+def _kv_per_token(subject: Subject, role: Role) -> int:
     assert subject.trtllm is not None
     kv = subject.models[role].quantization.kv_cache_quant_algo
     return kv_bytes_per_token(

@@ -14,6 +14,7 @@ from toolkit.facts.gpus import Gpu
 from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import PredictedSpeed, Prediction, StageTime
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo, Role
 
 __all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_per_step"]
 
@@ -48,8 +49,8 @@ def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) 
 
 def forward_seconds(
     shape: ModelShape,
-    quant_algo: str,
-    kv_algo: str | None,
+    quant_algo: QuantAlgo,
+    kv_algo: KvCacheQuantAlgo | None,
     gpu: Gpu,
     *,
     batch: int,
@@ -89,7 +90,7 @@ def _at(subject: Subject, batch: int) -> Prediction:
     gpus = 1 if subject.trtllm is None else subject.trtllm.world_size
     context, draft_len = subject.config.engine.max_input_len, subject.draft_len
 
-    def seconds(role: str, tokens: int) -> tuple[float, bool]:
+    def seconds(role: Role, tokens: int) -> tuple[float, bool]:
         shape, quantization = subject.shapes[role], subject.models[role].quantization
         if gpu is None:  # in units of the target's bytes
             target = _read_bytes(
@@ -172,7 +173,7 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
     return tuple(found)
 
 
-def _read_bytes(shape: ModelShape, quant_algo: str) -> int:
+def _read_bytes(shape: ModelShape, quant_algo: QuantAlgo) -> int:
     """Weights that a forward reads: everything but the embedding table, of which it takes a row
     a token.
     """

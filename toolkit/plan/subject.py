@@ -19,6 +19,7 @@ from toolkit.config.schema import (
 from toolkit.facts.gpus import Gpu
 from toolkit.facts.support import MIN_SM
 from toolkit.facts.versions import VERSIONS, Version
+from toolkit.words import Role
 
 __all__ = [
     "DEFAULT_MAX_NUM_TOKENS",
@@ -45,13 +46,13 @@ class Subject:
     """
 
     config: DeploymentConfig
-    shapes: Mapping[str, ModelShape]
+    shapes: Mapping[Role, ModelShape]
     gpu: Gpu | None
     gpu_count: int
-    quantized: Mapping[str, Quantization] = field(default_factory=dict)
+    quantized: Mapping[Role, Quantization] = field(default_factory=dict)
 
     @property
-    def models(self) -> dict[str, ModelConfig]:
+    def models(self) -> dict[Role, ModelConfig]:
         return self.config.models
 
     @property

@@ -24,6 +24,7 @@ from toolkit.plan.make import make_plan, subject_of
 from toolkit.plan.memory import parameters
 from toolkit.plan.subject import family_of, length_limit
 from toolkit.records.plan import Plan
+from toolkit.words import Role
 
 __all__ = ["Suggestion", "suggest"]
 
@@ -142,7 +143,7 @@ def _attempts(target: Path, draft: Path | None, gpu: Gpu | None) -> Iterator[dic
         yield _with(base, algo, kv, engine, {"gpu": gpu.name, "count": tp_size})
 
 
-def _is_small(shapes: Mapping[str, ModelShape]) -> bool:
+def _is_small(shapes: Mapping[Role, ModelShape]) -> bool:
     return "target" in shapes and parameters(shapes["target"]) < SMALL
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
+
 __all__ = ["ALGORITHMS", "Algorithm", "algorithm_of", "presets"]
 
 
@@ -25,7 +27,7 @@ class Algorithm:
     (preprocess_weights and weight_only_quantize_dict in tensorrt_llm/models/).
     """
 
-    name: str
+    name: QuantAlgo
     preset: str  # constant of modelopt.torch.quantization
     weight_dtype: str
     max_code: float
@@ -70,11 +72,11 @@ ALGORITHMS = {
 }
 
 
-def algorithm_of(quant_algo: str) -> Algorithm | None:
+def algorithm_of(quant_algo: QuantAlgo) -> Algorithm | None:
     """None for NO_QUANT. Raises KeyError for a name that the config schema does not let through."""
     return None if quant_algo == "NO_QUANT" else ALGORITHMS[quant_algo]
 
 
-def presets(algorithm: Algorithm, kv_cache_quant_algo: str | None) -> tuple[str, ...]:
+def presets(algorithm: Algorithm, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> tuple[str, ...]:
     """Constants of modelopt.torch.quantization whose quant_cfg are put together."""
     return (algorithm.preset, "FP8_KV_CFG") if kv_cache_quant_algo == "FP8" else (algorithm.preset,)

@@ -19,6 +19,7 @@ from toolkit.errors import CheckpointError
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.checkpoint import rope_spellings
 from toolkit.records.measured import Finding
+from toolkit.words import KvCacheQuantAlgo
 
 __all__ = ["check_form", "linear_names", "verdict"]
 
@@ -43,7 +44,7 @@ def check_form(
     shape: ModelShape,
     dtype: str,
     algorithm: Algorithm | None,
-    kv_cache_quant_algo: str | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
 ) -> tuple[Finding, ...]:
     """Judge the checkpoint in `directory` against the shape of its source and the algorithm that
     it should have.
@@ -127,7 +128,7 @@ def _dtype(directory: Path, dtype: str) -> Finding:
 
 
 def _names(
-    directory: Path, algorithm: Algorithm | None, kv_cache_quant_algo: str | None
+    directory: Path, algorithm: Algorithm | None, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> Finding:
     """Both places must name the same algorithm, and leave out lm_head."""
     wanted = None if algorithm is None else algorithm.name
@@ -299,7 +300,7 @@ def _pre_quant_scales(
 
 
 def _kv_scales(
-    tensors: dict[str, TensorInfo], shape: ModelShape, kv_cache_quant_algo: str | None
+    tensors: dict[str, TensorInfo], shape: ModelShape, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> Finding:
     names = [
         f"model.layers.{i}.self_attn.{p}_proj.{p}_scale"

@@ -18,6 +18,7 @@ from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.checkpoints.tokenizer import write_tokenizer
 from toolkit.checkpoints.writer import plan_of, write_shard
 from toolkit.quantize.source import VOCABULARY, Source
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 __all__ = ["CODE", "copy_as_it_is", "copy_code", "finish", "rope_spellings", "write_configs"]
 
@@ -66,7 +67,10 @@ def write_configs(
 
 
 def finish(
-    source: Source, out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None
+    source: Source,
+    out_dir: Path,
+    quant_algo: QuantAlgo | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
 ) -> None:
     """Complete a checkpoint in place: config.json, hf_quant_config.json, generation_config.json,
     tokenizer files.
@@ -104,7 +108,10 @@ def rope_spellings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _name_quantization(
-    config: dict[str, Any], out_dir: Path, quant_algo: str | None, kv_cache_quant_algo: str | None
+    config: dict[str, Any],
+    out_dir: Path,
+    quant_algo: QuantAlgo | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
 ) -> None:
     """The two places that name the quantization: hf_quant_config.json (TensorRT-LLM) and
     config.json (transformers, vLLM).

@@ -25,6 +25,7 @@ from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
 from toolkit.quantize.algorithms import Algorithm, presets
 from toolkit.quantize.source import Source, read_source
+from toolkit.words import KvCacheQuantAlgo
 
 __all__ = [
     "as_source",
@@ -120,7 +121,7 @@ def load_model(source: Source) -> Any:
 def quantize_model(
     model: Any,
     algorithm: Algorithm,
-    kv_cache_quant_algo: str | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
     forward_loop: Callable[[Any], None],
     scratch: Path | None = None,
 ) -> None:

@@ -26,6 +26,7 @@ from toolkit.checkpoints.reader import (
 from toolkit.checkpoints.shape import ModelShape, read_shape
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,8 +54,8 @@ class Source:
     shape: ModelShape
     tensors: dict[str, TensorInfo]
     dtype: str
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
 
     @property
     def is_quantized(self) -> bool:

@@ -26,6 +26,7 @@ from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
 from toolkit.records.build import QuantizationQuality, QuantizedCheckpoint, TrtllmForm
 from toolkit.records.measured import Finding
+from toolkit.words import Device, KvCacheQuantAlgo, Role
 
 if TYPE_CHECKING:
     from toolkit.quantize.calibrated import Calibrated
@@ -48,7 +49,7 @@ def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
 
 @freed_blocks_returned()
 def quantize(
-    role: str,
+    role: Role,
     source: Path,
     quantization: QuantizationConfig,
     calibration: CalibrationConfig | None,
@@ -158,7 +159,7 @@ def _agree(source: Source, quantization: QuantizationConfig) -> None:
 def _quantize(
     source: Source,
     algorithm: Algorithm,
-    kv_cache_quant_algo: str | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
     calibration: CalibrationConfig,
     trtllm: Ranks | None,
     out_dir: Path,
@@ -208,7 +209,7 @@ def _quantize(
     return quality, read
 
 
-def _device() -> str:
+def _device() -> Device:
     """A GPU where there is one that torch can use: calibrating 70B on a CPU takes the better
     part of a day.
     """
@@ -217,7 +218,7 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _refuse_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:
+def _refuse_errors(role: Role, source: Source, checks: tuple[Finding, ...]) -> None:
     faults = [
         f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "error"
     ]

@@ -15,6 +15,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from toolkit.words import Device
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,7 +25,7 @@ __all__ = ["computing_on", "streamed"]
 Move = Callable[[Any], Any]
 
 
-def computing_on(model: Any, device: str) -> contextlib.AbstractContextManager[None]:
+def computing_on(model: Any, device: Device) -> contextlib.AbstractContextManager[None]:
     """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"), and takes and returns
     tensors on the host.
     """

@@ -7,6 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.records.measured import Interval
+from toolkit.words import (
+    AlphaRule,
+    CostSource,
+    DecodingMode,
+    DeployedRule,
+    Drafter,
+    DraftVerdict,
+    QuantAlgo,
+    SpeculationKind,
+)
 
 __all__ = [
     "Advice",
@@ -29,7 +39,7 @@ class Alpha:
     that were looked at.
     """
 
-    rule: str  # greedy | rejection | coupled | sample_match | sample_match_greedy_draft
+    rule: AlphaRule
     domain: str | None
     estimate: float
     low: float
@@ -62,7 +72,7 @@ class SpeedupPrediction:
     work, prefill, and blocks cut short at the end of a text. measured: where it was run as well.
     """
 
-    mode: str  # greedy | sampled
+    mode: DecodingMode
     batch: int
     draft_len: int
     acceptance_length: float
@@ -90,7 +100,7 @@ class Candidate:
     """
 
     name: str
-    drafter: str  # draft_target | ngram
+    drafter: Drafter
     draft_len: int
     speedup: float
     low: float
@@ -101,8 +111,8 @@ class Candidate:
     break_even_length: float
     break_even_alpha: float | None
     alphas: tuple[Alpha, ...]
-    by_place: dict[str, tuple[float | None, ...]]
-    costs: dict[str, tuple[StepCost, ...]]
+    by_place: dict[DecodingMode, tuple[float | None, ...]]
+    costs: dict[DecodingMode, tuple[StepCost, ...]]
     predictions: tuple[SpeedupPrediction, ...]
 
 
@@ -132,15 +142,15 @@ class Advice:
     speculate: bool
     decided: bool
     own: str
-    drafter: str  # draft_target | ngram | none
+    drafter: SpeculationKind
     draft: str | None  # name of the best candidate where it is a model
     max_draft_len: int  # 0: do not speculate
     schedule: tuple[ScheduleStep, ...]
     max_concurrency: int | None
     reason: str
-    costs_are: str
+    costs_are: CostSource
     temperature: float
-    rule: str
+    rule: DeployedRule
     prompts: int
     tokens: int
     confidence: float
@@ -154,7 +164,7 @@ class TargetQuality:
     token, perplexity.
     """
 
-    quant_algo: str
+    quant_algo: QuantAlgo
     kl: Interval
     perplexity: Interval
     tokens: int
@@ -187,7 +197,7 @@ class DraftCost:
     alpha_lost: float
     draft_time_saved: float
     speed: Interval
-    verdict: str  # pays | costs more than it saves | makes no difference seen
+    verdict: DraftVerdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from toolkit.records.measured import (
     Metric,
     Ratio,
 )
+from toolkit.words import Verdict, WireProtocol
 
 __all__ = [
     "BenchArm",
@@ -115,7 +116,7 @@ class BenchEndpoint:
 
     arm: str
     address: str
-    protocol: str
+    protocol: WireProtocol
     model: str
 
 
@@ -127,7 +128,7 @@ class BenchRun:
 
     schema_version: int
     created: str
-    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    verdict: Verdict
     gates: tuple[Gate, ...]
     endpoints: tuple[BenchEndpoint, ...]
     settings: dict[str, str]
@@ -158,7 +159,7 @@ class ComparedPoint:
 class Comparison:
     """Two saved runs judged: is B slower than A by more than `tolerance` (a share)?"""
 
-    verdict: str
+    verdict: Verdict
     gates: tuple[Gate, ...]
     tolerance: float
     points: tuple[ComparedPoint, ...]

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.records.measured import Finding
+from toolkit.words import (
+    Device,
+    EngineKind,
+    Fp8Compute,
+    KvCacheQuantAlgo,
+    Layout,
+    QuantAlgo,
+    Role,
+    RunMode,
+)
 
 __all__ = [
     "CompiledEngine",
@@ -97,10 +107,10 @@ class QuantizedCheckpoint:
     that form was not made.
     """
 
-    role: str  # target | draft
+    role: Role
     path: Path
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
     architecture: str
     vocab_size: int
     weight_bytes: int
@@ -150,15 +160,15 @@ class CompiledEngine:
     Of kind trtllm_pytorch: a checkpoint in Hugging Face form with `llm_args.json` beside it.
     """
 
-    role: str
+    role: Role
     path: Path
-    kind: str  # torch | trt_engine | trtllm_pytorch
-    mode: str  # compiled | eager | engine (trt_engine) | runtime (trtllm_pytorch)
+    kind: EngineKind
+    mode: RunMode
     dtype: str
-    device: str
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
-    fp8_compute: str | None  # native | dequantized; None without FP8
+    device: Device
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
+    fp8_compute: Fp8Compute | None  # None without FP8
     max_batch_size: int
     max_input_len: int
     max_seq_len: int
@@ -174,7 +184,7 @@ class TritonRepository:
     """A model repository that `tritonserver --model-repository PATH` loads as it is."""
 
     path: Path
-    layout: str  # llmapi | bls
+    layout: Layout
     model: str  # the model that clients call
     decoupled: bool
     max_draft_len: int

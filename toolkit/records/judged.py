@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.records.measured import Acceptance, Arms, Speedup
+from toolkit.words import (
+    AgreementSource,
+    DivergenceJudge,
+    DivergenceKind,
+    ParityArm,
+    ParityKind,
+    SamplingRule,
+)
 
 __all__ = [
     "Agreement",
@@ -43,10 +51,10 @@ class Divergence:
 
     prompt_index: int
     prompt: str
-    arm: str
+    arm: ParityArm
     draft_len: int
     position: int
-    kind: str
+    kind: DivergenceKind
     plain_token: int | None
     speculative_token: int | None
     margin: float | None
@@ -57,7 +65,7 @@ class Divergence:
     seed: int | None
     detail: str
     replay: str | None = None
-    judged_by: str | None = None
+    judged_by: DivergenceJudge | None = None
     change: float | None = None
     drift: float | None = None
 
@@ -66,7 +74,7 @@ class Divergence:
 class ArmParity:
     """One arm against plain decoding, prompt by prompt. draft_len: what it asked for."""
 
-    arm: str  # verify | speculative
+    arm: ParityArm
     draft_len: int
     identical: int
     equivalent: int
@@ -131,7 +139,7 @@ class Agreement:
     margin.
     """
 
-    against: str
+    against: AgreementSource
     prompts: int
     tokens: int
     agreeing: int
@@ -139,7 +147,7 @@ class Agreement:
     rate_low: float
     rate_high: float
     confidence: float
-    kind: str | None
+    kind: ParityKind | None
     beyond_rounding: int
     first_tokens: int
     largest_gap: float
@@ -217,7 +225,7 @@ class Distribution:
     """
 
     temperature: float
-    rule: str
+    rule: SamplingRule
     requests: int
     tokens: int
     false_alarm: float
@@ -239,9 +247,7 @@ class Sampled:
     """
 
     temperature: float
-    rule: (
-        str  # the acceptance rule of requests without a seed, which the latencies are measured with
-    )
+    rule: SamplingRule  # of requests without a seed, which the latencies are measured with
     arms: Arms
     speedup: Speedup | None
     acceptance: Acceptance | None

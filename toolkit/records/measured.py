@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from toolkit.words import GateOutcome, Severity
+
 __all__ = [
     "Acceptance",
     "Arm",
@@ -41,7 +43,7 @@ class Finding:
     """
 
     check: str
-    severity: str
+    severity: Severity
     detail: str
 
 
@@ -209,7 +211,7 @@ class Gate:
     scope: Scope
     unit: Unit
     direction: Direction
-    outcome: str
+    outcome: GateOutcome
     measured: float | None
     limit: float | None
     detail: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.words import JudgementSeverity, MemoryPlace, SpeedBound
+
 __all__ = [
     "Judgement",
     "MemoryItem",
@@ -28,7 +30,7 @@ class Judgement:
     """
 
     rule: str
-    severity: str
+    severity: JudgementSeverity
     path: str
     what: str
     hint: str | None = None
@@ -50,7 +52,7 @@ class StageMemory:
     """
 
     stage: str
-    place: str
+    place: MemoryPlace
     items: tuple[MemoryItem, ...]
     available_bytes: int | None
 
@@ -96,7 +98,7 @@ class Prediction:
 
     batch_size: int
     context_tokens: int
-    bound: str  # bandwidth | arithmetic
+    bound: SpeedBound
     plain_tokens_per_s: float | None
     cost_ratio: float | None
     break_even: float | None

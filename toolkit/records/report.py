@@ -18,6 +18,7 @@ from toolkit.records.measured import (
     Speedup,
 )
 from toolkit.records.plan import StageMemory
+from toolkit.words import ReportedPlainArm, Verdict
 
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
@@ -39,7 +40,7 @@ class ValidationReport:
 
     schema_version: int
     name: str
-    verdict: str  # PASS | FAIL | INCONCLUSIVE
+    verdict: Verdict
     gates: tuple[Gate, ...]
     arms: Arms
     speedup: Speedup | None
@@ -63,5 +64,5 @@ class ValidationReport:
     memory: tuple[StageMemory, ...] = ()
     advice: Advice | None = None
     grid: Grid | None = None
-    # a request's parameter, or "restarts": a server without speculation, in turns with the other
-    plain_arm: str = "request"
+    # request: by a parameter of its own; restarts: by a server without speculation, in turns
+    plain_arm: ReportedPlainArm = "request"

@@ -8,6 +8,7 @@ from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
 from toolkit.records.measured import Finding, Gate, Latency, Ratio
 from toolkit.report.cells import interval
+from toolkit.words import Severity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["print_comparison", "print_run"]
 
 COLOURS = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
-MARKS = {"ok": "green", "warning": "yellow", "error": "red"}
+MARKS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def print_run(run: BenchRun, console: Console) -> None:

@@ -31,6 +31,7 @@ from toolkit.report.svg import (
     Scale,
     ticks,
 )
+from toolkit.words import DecodingMode
 
 __all__ = [
     "deployed_draft_len",
@@ -44,7 +45,10 @@ __all__ = [
 ]
 
 GB = 1e9
-MODES = {"greedy": ("spec", "greedy"), "sampled": ("spec2", "sampled")}
+MODES: dict[DecodingMode, tuple[str, str]] = {
+    "greedy": ("spec", "greedy"),
+    "sampled": ("spec2", "sampled"),
+}
 FAR = 4  # a limit that lies this many times beyond the longest bar is said in words and not drawn
 
 
@@ -182,7 +186,7 @@ def grid_plot(report: ValidationReport) -> Plot | None:
     )
 
 
-def _by_length(candidate: Candidate, mode: str) -> list[SpeedupPrediction]:
+def _by_length(candidate: Candidate, mode: DecodingMode) -> list[SpeedupPrediction]:
     found = (
         one
         for one in candidate.predictions
@@ -191,10 +195,13 @@ def _by_length(candidate: Candidate, mode: str) -> list[SpeedupPrediction]:
     return sorted(found, key=lambda one: one.draft_len)
 
 
-def measured_here(report: ValidationReport) -> list[tuple[str, Speedup]]:
+def measured_here(report: ValidationReport) -> list[tuple[DecodingMode, Speedup]]:
     """(mode, speed-up) at the deployed draft length, on the endpoint."""
-    pairs = (("greedy", report.speedup), ("sampled", report.sampled.speedup))
-    return [(mode, speedup) for mode, speedup in pairs if speedup is not None]
+    speedups: dict[DecodingMode, Speedup | None] = {
+        "greedy": report.speedup,
+        "sampled": report.sampled.speedup,
+    }
+    return [(mode, speedup) for mode, speedup in speedups.items() if speedup is not None]
 
 
 def _whole(longest: int) -> list[float]:

@@ -7,10 +7,11 @@ import re
 from toolkit.records.report import ValidationReport
 from toolkit.report.cells import Table
 from toolkit.report.figures import gates_table, headline, next_steps, notes, proviso, tables
+from toolkit.words import Verdict
 
 __all__ = ["render_markdown"]
 
-MARKS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔"}
+MARKS: dict[Verdict, str] = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔"}
 LIMIT = 65_536  # characters of a comment on GitHub
 ROOM = 300  # of them kept for the line that says what was left out
 OPEN = 1  # tables that are not folded away

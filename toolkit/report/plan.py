@@ -21,10 +21,15 @@ from toolkit.records.plan import (
     StageMemory,
     StageTime,
 )
+from toolkit.words import JudgementSeverity
 
 __all__ = ["print_plan"]
 
-STYLES = {"refused": "bold red", "warning": "yellow", "adjusted": "cyan"}
+STYLES: dict[JudgementSeverity, str] = {
+    "refused": "bold red",
+    "warning": "yellow",
+    "adjusted": "cyan",
+}
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -18,6 +18,7 @@ from toolkit.report.expected import (
     throughput_sweep_plot,
 )
 from toolkit.report.svg import ARM_CLASSES, BOTTOM, LEFT, RIGHT, TOP, Drawing, Plot, Scale, ticks
+from toolkit.words import Role
 
 __all__ = ["Plot", "plots"]
 
@@ -46,7 +47,11 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     for name in ("e2e", "itl", "ttft", "icl"):
         if report.arms.plain.latencies[name].curve:
             yield latency_plot(report.arms, METRICS[name])
-    for role, quality in (("target", report.quality.target), ("draft", report.quality.draft)):
+    qualities: dict[Role, QuantizationQuality | None] = {
+        "target": report.quality.target,
+        "draft": report.quality.draft,
+    }
+    for role, quality in qualities.items():
         if quality is not None and quality.layers:
             yield layer_kl_plot(role, quality)
             yield layers_plot(role, quality)
@@ -270,7 +275,7 @@ def latency_plot(arms: Arms, metric: Metric) -> Plot:
     return Plot(title, drawing.render(), caption, (metric.name, "percentiles"))
 
 
-def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
+def layer_kl_plot(role: Role, quality: QuantizationQuality) -> Plot:
     """What every decoder layer alone costs the next token's distribution, in the model's order."""
     drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
     found = quality.layer_kl
@@ -301,7 +306,7 @@ def layer_kl_plot(role: str, quality: QuantizationQuality) -> Plot:
     return Plot(f"KL by layer: {role}", drawing.render(), caption, ("layer_kl", "kl_mean"))
 
 
-def layers_plot(role: str, quality: QuantizationQuality) -> Plot:
+def layers_plot(role: Role, quality: QuantizationQuality) -> Plot:
     """Relative error of every quantized linear, in the model's order."""
     drawing = Drawing(f"Quantization error of every layer of the {role}")
     scale = Scale(

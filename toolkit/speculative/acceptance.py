@@ -34,6 +34,7 @@ from toolkit.speculative.sampling import (
     normalised,
     weights,
 )
+from toolkit.words import SAMPLING_RULES, AcceptanceChoice, RuntimeRule
 
 __all__ = [
     "RULES",
@@ -255,7 +256,7 @@ class VerifyOnly:
         self._rule.note(tokens)
 
 
-RULES: Mapping[str, RuleFactory] = {
+RULES: Mapping[RuntimeRule, RuleFactory] = {
     "greedy": Greedy,
     "rejection": Rejection,
     "coupled": Coupled,
@@ -264,7 +265,7 @@ RULES: Mapping[str, RuleFactory] = {
 }
 
 
-def choose_rule(request: GenerationRequest, default: str) -> str:
+def choose_rule(request: GenerationRequest, default: AcceptanceChoice) -> RuntimeRule:
     """The name of the rule for a request: its own wish, else the deployment's default; "auto"
     couples where there is a seed.
     """
@@ -275,7 +276,7 @@ def choose_rule(request: GenerationRequest, default: str) -> str:
     name = request.acceptance or default
     if name == "auto":
         name = "rejection" if request.sampling.seed is None else "coupled"
-    if name not in RULES or name == "greedy":
+    if name not in SAMPLING_RULES:
         raise RequestError(
             f"acceptance is {name!r}; known: auto, rejection, coupled, sample_match, verify_only"
         )

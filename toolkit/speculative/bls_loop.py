@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
-from toolkit.speculative.ending import last_text, read_block
+from toolkit.speculative.ending import Reason, last_text, read_block
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
+from toolkit.words import FinishReason
 
 __all__ = ["DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
 
@@ -200,7 +201,7 @@ class Rounds:
             kept = min(len(new), len(proposed))
         block = read_block(self._text, new, room, settings.end_ids)
         new, text = block.tokens, block.text
-        reason: str | None = block.reason
+        reason: Reason | None = block.reason
         self._ids += new
         if reason is None and kept == len(part.ids):
             # nothing of the target's own behind the drafts: an end token that it keeps to itself
@@ -232,7 +233,7 @@ class Rounds:
             return self._last("deadline")
         return self._last("cancelled") if self._cancelled() else None
 
-    def _last(self, reason: str) -> TokenEvent:
+    def _last(self, reason: FinishReason) -> TokenEvent:
         """An end that no token brought."""
         return TokenEvent(
             self._settings.request_id,

@@ -89,7 +89,7 @@ def read_block(text: TextStream, tokens: Sequence[int], room: int, end_ids: Set[
     return Block(list(tokens[: ending.count]), certain, ending.reason)
 
 
-def last_text(text: TextStream, reason: str) -> tuple[str, str]:
+def last_text(text: TextStream, reason: Reason) -> tuple[str, Reason]:
     """The text that was held back until an end for this reason, and the reason now that it is out.
 
     An unfinished character comes out as the replacement character, which may complete a stop word.

@@ -32,6 +32,7 @@ from toolkit.speculative.acceptance import Coupled, Greedy, Rule, reject
 from toolkit.speculative.ending import after_stop_sequence, ending_of
 from toolkit.speculative.limits import check_total_length
 from toolkit.speculative.sampling import Floats, log_probability, normalised, to_host, token_rows
+from toolkit.words import FinishReason
 
 __all__ = ["Call", "Executor", "Output"]
 
@@ -72,7 +73,7 @@ class Output:
 
     call_id: str
     ids: tuple[int, ...]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     error: str | None = None
     log_probs: tuple[float, ...] = ()
     logits: tuple[Floats, ...] = ()
@@ -332,7 +333,7 @@ class Executor:
         else:
             self._finish(row, output)
 
-    def _until_the_end(self, row: _Row, new: list[int]) -> tuple[list[int], str | None]:
+    def _until_the_end(self, row: _Row, new: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the first that ends the call, and why it ends there."""
         call, output = row.call, row.ids[len(row.call.ids) :]
         ending = ending_of(

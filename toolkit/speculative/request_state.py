@@ -8,10 +8,11 @@ from collections.abc import Callable, Set
 
 from toolkit.interfaces import GenerationRequest, TokenEvent
 from toolkit.speculative.acceptance import Rule
-from toolkit.speculative.ending import last_text, read_block
+from toolkit.speculative.ending import Reason, last_text, read_block
 from toolkit.speculative.sampling import Floats, log_probability
 from toolkit.speculative.stats import Tally
 from toolkit.speculative.text import TextStream
+from toolkit.words import FinishReason
 
 __all__ = ["OnEvent", "Sequence"]
 
@@ -41,7 +42,7 @@ class Sequence:
         self.drafts: list[int] = []
         self.slot = -1
         self.prefilled = 0  # prompt tokens in the target's cache
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.tally = Tally(len(self.ids), draft_len, arrival_ns, request.cumulative_logprob)
         self._text = text
         self._eos = eos
@@ -76,7 +77,7 @@ class Sequence:
             self._text, [*self.drafts[:kept], token], self._end - len(self.ids), self._eos
         )
         new, text = block.tokens, block.text
-        reason: str | None = block.reason
+        reason: Reason | None = block.reason
         self.ids += new
         self.rule.note(new)
         self.tally.add_tokens(len(new), now_ns)
@@ -92,7 +93,7 @@ class Sequence:
         self.drafts.clear()
         return TokenEvent(self.request.request_id, tuple(new), text, reason, self._text.stopped_by)
 
-    def end(self, reason: str, error: str | None = None) -> TokenEvent:
+    def end(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
         """The event of an end that no token brought: cancelled, deadline, error."""
         self.finish_reason = reason
         self.drafts.clear()

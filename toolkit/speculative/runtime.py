@@ -39,6 +39,7 @@ from toolkit.speculative.request_state import OnEvent, Sequence
 from toolkit.speculative.sampling import Floats, argmax, to_host, token_rows
 from toolkit.speculative.stats import RuntimeCounters, Totals
 from toolkit.speculative.text import TextCodec
+from toolkit.words import AcceptanceChoice, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
 
@@ -59,7 +60,7 @@ class RuntimeSettings:
     """
 
     max_draft_len: int
-    acceptance: str = "auto"
+    acceptance: AcceptanceChoice = "auto"
     max_queue_size: int = 256  # requests waiting for a slot; beyond it they are refused
     eos_token_ids: tuple[int, ...] = ()
     draft_len_schedule: tuple[tuple[int, int], ...] = ()
@@ -76,7 +77,7 @@ class SpeculativeRuntime:
         codec: TextCodec,
         settings: RuntimeSettings,
         *,
-        rules: Mapping[str, RuleFactory] = RULES,
+        rules: Mapping[RuntimeRule, RuleFactory] = RULES,
         drafter: Drafter | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -388,7 +389,7 @@ class SpeculativeRuntime:
                     sequence, sequence.end("error", f"the receiver of the events failed: {error!r}")
                 )
 
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         event = sequence.end(reason, error)
         self._release(sequence, event)
         self._tell(sequence, event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toolkit.interfaces import RequestStats
+from toolkit.words import FinishReason
 
 __all__ = ["RuntimeCounters", "Tally", "Totals"]
 
@@ -55,7 +56,7 @@ class Totals:
         self.verify_ns += verify_ns
         self.host_ns += host_ns
 
-    def add_request(self, finish_reason: str, stats: RequestStats) -> None:
+    def add_request(self, finish_reason: FinishReason, stats: RequestStats) -> None:
         self.requests[finish_reason] = self.requests.get(finish_reason, 0) + 1
         self.prompt_tokens += stats.prompt_tokens
         self.output_tokens += stats.output_tokens

@@ -28,6 +28,7 @@ from toolkit.facts.models import CONFIGS
 from toolkit.pipeline.texts import read_texts
 from toolkit.standins.checkpoints import scaled_config, write_stand_in
 from toolkit.standins.tokenizer import habits_of, num_tokens
+from toolkit.words import Layout, Role
 
 __all__ = ["SUFFIX", "Rehearsal", "prepare"]
 
@@ -116,7 +117,7 @@ def _rule(config: DeploymentConfig) -> list[str]:
     ]
 
 
-def _triton(triton: TritonConfig, layout: str) -> TritonConfig:
+def _triton(triton: TritonConfig, layout: Layout) -> TritonConfig:
     return triton.model_copy(
         update={"layout": layout, "default_max_tokens": min(triton.default_max_tokens, MAX_TOKENS)}
     )
@@ -133,7 +134,7 @@ def _stand_ins(
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
     ranks = config.engine.tp_size, config.engine.pp_size
-    found = {}
+    found: dict[str, ModelConfig] = {}
     for seed, (role, model) in enumerate(models.items()):
         scaled = scaled_config(stated[role], shapes[role], rows[role], *ranks)
         directory = folder / "models" / role
@@ -157,7 +158,7 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
     return read_json(fetch(model.hub_id, model.revision, download=False) / "config.json")
 
 
-def _rows(shapes: Mapping[str, ModelShape], tokens: int) -> dict[str, int]:
+def _rows(shapes: Mapping[Role, ModelShape], tokens: int) -> dict[Role, int]:
     """Rows of each vocabulary: all tokens, padded, and as many more as the real one has over its
     partner.
     """

@@ -21,6 +21,7 @@ from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 from toolkit.validate.parity import margin_bins
 from toolkit.validate.reference import Reference, text_logits
 from toolkit.validate.severity import judge_gaps
+from toolkit.words import AgreementSource, ParityKind
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -29,7 +30,7 @@ __all__ = ["agreement", "decided_margin", "explained_without_first_token"]
 
 
 def agreement(
-    against: str,
+    against: AgreementSource,
     texts: Sequence[RequestTiming],
     reference: Reference,
     near_tie_margin: float,
@@ -46,9 +47,10 @@ def agreement(
     per_prompt: list[tuple[int, int]] = []
     margins: list[float] = []
     differing: list[bool] = []
-    worst_kind, worst = "identical", (0.0, "every token is the reference's own choice")
+    worst_kind: ParityKind = "identical"
+    worst = (0.0, "every token is the reference's own choice")
     beyond = first_tokens = 0
-    order = ("identical", "equivalent", "suspicious", "broken")
+    order: tuple[ParityKind, ...] = ("identical", "equivalent", "suspicious", "broken")
     for index, text in enumerate(texts):
         gaps, ranks, margin = _scored(reference, text)
         agreeing = gaps <= 0.0

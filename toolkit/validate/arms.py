@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import StageError
+from toolkit.words import SentArm
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -34,7 +35,7 @@ __all__ = [
     "run_turns",
 ]
 
-ARMS = ("plain", "speculative")
+ARMS: tuple[SentArm, ...] = ("plain", "speculative")
 WARM_UP_PROMPTS = 2
 
 
@@ -52,7 +53,7 @@ class Alternating:
     and starts this one's.
     """
 
-    start: Callable[[str], Endpoint]
+    start: Callable[[SentArm], Endpoint]
 
 
 @dataclass
@@ -70,11 +71,11 @@ class Sender:
     hint: str = "Fix or remove this line of the prompts file."  # of a request that is refused
     sent: list[RequestTiming] = field(default_factory=list)
     draft_lens: bool = True
-    _running: tuple[str, Endpoint] | None = (
+    _running: tuple[SentArm, Endpoint] | None = (
         None  # of an alternating endpoint: the arm that is there now
     )
 
-    def turn_to(self, arm: str) -> Endpoint:
+    def turn_to(self, arm: SentArm) -> Endpoint:
         """The endpoint that answers for this arm, started where it is not the one that is there."""
         if not isinstance(self.endpoint, Alternating):
             return self.endpoint
@@ -82,7 +83,7 @@ class Sender:
             self._running = arm, self.endpoint.start(arm)
         return self._running[1]
 
-    def send(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming:
+    def send(self, index: int, prompt: str, arm: SentArm, **options: Any) -> RequestTiming:
         """arm: plain | speculative | verify (drafts are verified and thrown away).
 
         Raises StageError when the request is not answered to its end, or its tokens are not all
@@ -98,7 +99,7 @@ class Sender:
             )
         return answer
 
-    def ask(self, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming | str:
+    def ask(self, index: int, prompt: str, arm: SentArm, **options: Any) -> RequestTiming | str:
         """The same of a request that the server may refuse: its words then."""
         from toolkit.client import RequestRefused, ServerUnavailable
 
@@ -146,7 +147,7 @@ class Sender:
         return timing
 
 
-def _place(index: int, arm: str) -> str:
+def _place(index: int, arm: SentArm) -> str:
     return f"prompt {index + 1}, {arm} arm"
 
 
@@ -162,7 +163,7 @@ def run_rounds(
     sender: Sender,
     prompts: Sequence[str],
     *,
-    arms: Sequence[str] = ARMS,
+    arms: Sequence[SentArm] = ARMS,
     rounds: int,
     max_rounds: int,
     undecided: Callable[[Measured], bool],
@@ -177,7 +178,7 @@ def run_rounds(
     while len(measured.plain) < rounds or (
         len(measured.plain) < max_rounds and undecided(measured)
     ):
-        answers: dict[str, dict[int, RequestTiming]] = {arm: {} for arm in arms}
+        answers: dict[SentArm, dict[int, RequestTiming]] = {arm: {} for arm in arms}
         for index in generator.sample(range(len(prompts)), len(prompts)):
             for arm in generator.sample(list(arms), len(arms)):
                 answers[arm][index] = sender.send(index, prompts[index], arm, **options)

@@ -35,6 +35,7 @@ from toolkit.validate.requery import ask_again
 from toolkit.validate.sampled import draw_samples, judge_samples
 from toolkit.validate.stop_check import REQUESTS, check_stops
 from toolkit.validate.two_sample import draw_pairs, judge_pairs
+from toolkit.words import ParityArm, SamplingRule
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -111,7 +112,7 @@ class Case:
     greedy: Measured
     config: ValidationConfig
     references: References
-    rule: str
+    rule: SamplingRule
     max_draft_len: int
     can: Capabilities
     keep_replay: Callable[[Replay], str] | None = None
@@ -364,17 +365,17 @@ def not_measured(
 
 def _more_arms(
     config: ValidationConfig, max_draft_len: int, can: Capabilities
-) -> list[tuple[str, int]]:
+) -> list[tuple[ParityArm, int]]:
     """(arm, draft length) of what is compared beside the arms that are timed."""
     asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
     shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
-    more = (
-        [("speculative", draft_len) for draft_len in shorter] if can.draft_len_per_request else []
-    )
-    return [*([("verify", max_draft_len)] if can.has_verify_only else []), *more]
+    more: list[tuple[ParityArm, int]] = [("verify", max_draft_len)] if can.has_verify_only else []
+    if can.draft_len_per_request:
+        more += [("speculative", draft_len) for draft_len in shorter]
+    return more
 
 
-def _said_by(case: Case, arm: str, draft_len: int) -> ArmTexts:
+def _said_by(case: Case, arm: ParityArm, draft_len: int) -> ArmTexts:
     options = {"temperature": 0.0, "num_draft_tokens": draft_len}
     said = [
         [case.sender.send(index, prompt, arm, **options)]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.validate.severity import SUSPICIOUS, judge_gaps
+from toolkit.words import DivergenceKind, ParityArm
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -44,7 +45,7 @@ class Served:
     nats; margin and gaps in logits, None where the next best tokens are not told.
     """
 
-    kind: str
+    kind: DivergenceKind
     detail: str
     change: float | None = None
     drift: float | None = None
@@ -54,7 +55,11 @@ class Served:
 
 
 def judge_log_probs(
-    position: int, plain: RequestTiming, other: RequestTiming, arm: str, near_tie_margin: float
+    position: int,
+    plain: RequestTiming,
+    other: RequestTiming,
+    arm: ParityArm,
+    near_tie_margin: float,
 ) -> Served:
     """Both texts are the same up to `position`, hold log-probabilities, and differ there."""
     for name, text in (("plain", plain), (arm, other)):
@@ -95,7 +100,7 @@ def judge_log_probs(
         )
     found = _by_next_best(position, plain, other, change, near_tie_margin)
     if found is None:
-        kind = "equivalent" if change <= near_tie_margin else "suspicious"
+        kind: DivergenceKind = "equivalent" if change <= near_tie_margin else "suspicious"
         what = (
             f"log-probabilities {known[0]:.3f} and {known[1]:.3f}: a change of {change:.3f} nats"
             " allows both choices"
@@ -140,7 +145,7 @@ def unusable(text: RequestTiming) -> str | None:
 
 def _by_next_best(
     position: int, plain: RequestTiming, other: RequestTiming, change: float, near_tie_margin: float
-) -> tuple[str, float, tuple[int, int], tuple[float, float]] | None:
+) -> tuple[DivergenceKind, float, tuple[int, int], tuple[float, float]] | None:
     """(class, margin of the plain arm, ranks, gaps), each choice in the other arm's view. A choice
     that is not the next best there lies at least as far below as that one, and only the chosen
     tokens tell how much farther it cannot lie.

@@ -38,6 +38,7 @@ from toolkit.validate.log_probs import Served, judge_log_probs
 from toolkit.validate.proportions import clopper_pearson
 from toolkit.validate.reference import Reference
 from toolkit.validate.severity import judge_gaps
+from toolkit.words import DivergenceKind, ParityArm, ParityKind
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 UNKNOWN = "the engine cannot be asked outside its server: rounding and a fault look the same"
-KINDS = (
+KINDS: tuple[ParityKind, ...] = (
     "identical",
     "equivalent",
     "suspicious",
@@ -82,14 +83,14 @@ class ArmTexts:
     and the earliest counts.
     """
 
-    arm: str  # verify | speculative
+    arm: ParityArm
     draft_len: int
     texts: Sequence[Sequence[RequestTiming]]
 
 
 # (arm, draft length, prompt) -> the plain and the other text, asked again with log-probabilities;
 # or why there are none.
-AskedAgain = Mapping[tuple[str, int, int], "tuple[RequestTiming, RequestTiming] | str"]
+AskedAgain = Mapping[tuple[ParityArm, int, int], "tuple[RequestTiming, RequestTiming] | str"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,8 @@ def compare(
                 found[number][index] = (_judge(judge, index, own, other, place, arm, scores), other)
     moved = [_moves(arms, column) for column in zip(*found, strict=True)]
     divergences: list[Divergence] = []
-    counts: list[dict[str, int]] = []
-    worst = ["identical"] * len(plain)
+    counts: list[dict[ParityKind, int]] = []
+    worst: list[ParityKind] = ["identical"] * len(plain)
     for row in found:
         kinds = dict.fromkeys(KINDS, 0)
         for index, item in enumerate(row):
@@ -245,7 +246,7 @@ def _judge(
     reference, seed = judge.reference, None if judge.seeds is None else judge.seeds[index]
 
     def divergence(
-        kind: str,
+        kind: DivergenceKind,
         detail: str,
         margin: float | None = None,
         ranks: Any = (None, None),
@@ -403,7 +404,7 @@ def _all_equal(texts: Sequence[Sequence[RequestTiming]]) -> bool:
     )
 
 
-def _badness(kind: str) -> int:
+def _badness(kind: ParityKind) -> int:
     """broken before unexplained: one fault fails, whatever else could not be judged."""
     return {"broken": 4, "unexplained": 3}.get(kind, KINDS.index(kind))
 

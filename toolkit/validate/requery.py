@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.validate.arms import Sender
 from toolkit.validate.parity import ArmTexts, AskedAgain, earliest_difference
+from toolkit.words import ParityArm, SentArm
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -34,7 +35,7 @@ def ask_again(
         if (first := earliest_difference(own, others)) is not None
         and (first[0].plain_token, first[0].speculative_token) != (None, None)
     ]
-    said: dict[tuple[str, int, int], RequestTiming] = {}
+    said: dict[tuple[ParityArm, int, int], RequestTiming] = {}
     for arm, index in diverging:
         options = {"num_draft_tokens": arm.draft_len} if draft_lens else {}
         answer = _ask(sender, index, plain[index].prompt, arm.arm, **options)
@@ -50,6 +51,8 @@ def ask_again(
     return {key: (own_again[key[2]], answer) for key, answer in said.items()}
 
 
-def _ask(sender: Sender, index: int, prompt: str, arm: str, **options: Any) -> RequestTiming | str:
+def _ask(
+    sender: Sender, index: int, prompt: str, arm: SentArm, **options: Any
+) -> RequestTiming | str:
     answer = sender.ask(index, prompt, arm, temperature=0.0, log_probs=True, **options)
     return f"the server refuses log-probabilities: {answer}" if isinstance(answer, str) else answer

@@ -24,6 +24,7 @@ from toolkit.records.judged import Distribution, DistributionTest
 from toolkit.validate import distribution
 from toolkit.validate.arms import Sender
 from toolkit.validate.reference import Reference, text_logits
+from toolkit.words import SamplingRule, SentArm
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
@@ -118,7 +119,7 @@ def draw_samples(
         sender, max_tokens=min(sender.max_tokens, LONGEST)
     )  # its list of what was sent is the same one
 
-    def ask(name: str, arm: str, index: int, settings: dict[str, Any]) -> None:
+    def ask(name: str, arm: SentArm, index: int, settings: dict[str, Any]) -> None:
         timing = sender.send(index, chosen[index], arm, **settings)
         judge.place(name, timing, settings)
         if name in drawn.texts:
@@ -149,7 +150,9 @@ def draw_samples(
     return drawn
 
 
-def judge_samples(drawn: Drawn, gates: DistributionGates, *, rule: str, seed: int) -> Distribution:
+def judge_samples(
+    drawn: Drawn, gates: DistributionGates, *, rule: SamplingRule, seed: int
+) -> Distribution:
     """All tests with their controls; p-values are adjusted for how many there are."""
     generator = np.random.default_rng([seed, 2])
     tests: list[DistributionTest] = []

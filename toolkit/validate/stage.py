@@ -62,6 +62,7 @@ from toolkit.validate.gates import (
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
+from toolkit.words import SamplingRule, SentArm
 
 __all__ = [
     "VERSION",
@@ -103,7 +104,7 @@ class Served:
     endpoint: Endpoint | Alternating
     max_draft_len: int
     can: Capabilities = EMBEDDED
-    rule: str = EMBEDDED.acceptance[0]
+    rule: SamplingRule = EMBEDDED.acceptance[0]
     counters: Callable[[], Mapping[str, float]] | None = None
     sweep: Callable[[Sequence[int]], BenchRun] | None = None
 
@@ -279,7 +280,7 @@ class _Shown:
 def _measure(
     sender: Sender,
     prompts: Sequence[str],
-    arms: Sequence[str],
+    arms: Sequence[SentArm],
     config: ValidationConfig,
     shown: _Shown,
     *,

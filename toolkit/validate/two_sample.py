@@ -26,6 +26,7 @@ from toolkit.records.judged import Distribution, DistributionTest
 from toolkit.validate import distribution
 from toolkit.validate.arms import ARMS, Alternating, Sender
 from toolkit.validate.sampled import PROMPTS, TEXTS, continuations
+from toolkit.words import SamplingRule, SentArm
 
 __all__ = ["Pairs", "draw_pairs", "judge_pairs"]
 
@@ -75,7 +76,7 @@ def draw_pairs(
     alternating, first = isinstance(sender.endpoint, Alternating), len(sender.sent)
     sender = replace(sender, max_tokens=longest)  # its list of what was sent is the same one
 
-    def ask(arm: str, index: int) -> None:
+    def ask(arm: SentArm, index: int) -> None:
         timing = sender.send(
             index, chosen[index], arm, temperature=temperature, seed=int(generator.integers(2**31))
         )
@@ -103,7 +104,9 @@ def draw_pairs(
     return drawn
 
 
-def judge_pairs(drawn: Pairs, gates: DistributionGates, *, rule: str, seed: int) -> Distribution:
+def judge_pairs(
+    drawn: Pairs, gates: DistributionGates, *, rule: SamplingRule, seed: int
+) -> Distribution:
     """Both tests with their controls; p-values are adjusted for how many there are."""
     generator, alpha = np.random.default_rng([seed, 4]), gates.false_alarm / TESTS
     arms = list(zip(drawn.texts["plain"], drawn.texts["speculative"], strict=True))

@@ -10,6 +10,7 @@ from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngi
 from toolkit.errors import UsageError
 from toolkit.pipeline.stage import Finished
 from toolkit.records.advice import Advice
+from toolkit.words import DeployedRule
 
 __all__ = [
     "check_prompt_lengths",
@@ -54,13 +55,13 @@ def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
     return config.model_copy(update={"engine": engine})
 
 
-def sampled_rule(config: DeploymentConfig) -> str:
+def sampled_rule(config: DeploymentConfig) -> DeployedRule:
     """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the
     advisor's words for it.
     """
     can, stated = config.capabilities, config.speculation.acceptance
     rule = can.acceptance[0] if stated == "auto" else stated
-    return f"{rule}_greedy_draft" if can.drafts_greedily and rule == "sample_match" else rule
+    return "sample_match_greedy_draft" if can.drafts_greedily and rule == "sample_match" else rule
 
 
 def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:

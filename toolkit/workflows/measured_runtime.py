@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import StageError
 from toolkit.interfaces import GenerationRequest, RequestStats, Sampling, StepEngine, TokenEvent
+from toolkit.words import AcceptanceChoice, Drafter, SpeculationKind
 
 if TYPE_CHECKING:
     from toolkit.advise.cost import StepTimes
@@ -34,7 +35,7 @@ class MeasuredRuntime:
         codec: TextCodec,
         *,
         eos_token_ids: tuple[int, ...],
-        acceptance: str = "auto",
+        acceptance: AcceptanceChoice = "auto",
         ngram_size: int = 4,
     ) -> None:
         self.max_batch_size = target.max_batch_size
@@ -49,7 +50,7 @@ class MeasuredRuntime:
 
     def run(
         self,
-        drafter: str,
+        drafter: SpeculationKind,
         prompts: Sequence[Sequence[int]],
         draft_len: int,
         max_tokens: int,
@@ -89,7 +90,7 @@ class MeasuredRuntime:
 
     def serve_ns(
         self,
-        drafter: str,
+        drafter: Drafter,
         prompts: Sequence[Sequence[int]],
         draft_len: int,
         max_tokens: int,
@@ -113,7 +114,7 @@ class MeasuredRuntime:
 
     def time_steps(
         self,
-        drafter: str,
+        drafter: Drafter,
         prompts: Sequence[Sequence[int]],
         draft_len: int,
         temperature: float,
@@ -159,7 +160,12 @@ class MeasuredRuntime:
         return parts[0], parts[1], parts[2], wall - sum(parts)
 
     def _runtime(
-        self, drafter: str, draft_len: int, eos: tuple[int, ...], *, padded: bool = False
+        self,
+        drafter: SpeculationKind,
+        draft_len: int,
+        eos: tuple[int, ...],
+        *,
+        padded: bool = False,
     ) -> SpeculativeRuntime:
         from toolkit.speculative.drafters import NgramDrafter
         from toolkit.speculative.runtime import RuntimeSettings, SpeculativeRuntime

@@ -19,6 +19,7 @@ from toolkit.engines.spec import engine_spec
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
+from toolkit.words import JudgementSeverity, Role
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.serve import deployment_of
 from toolkit.workflows.stages.package import in_container
@@ -72,7 +73,7 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
     except PairingError as error:
         return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.hint)]
     # Of a pair that fits, padding rows are the one thing that a build changes.
-    severities = {"vocabulary": "adjusted"}
+    severities: dict[str, JudgementSeverity] = {"vocabulary": "adjusted"}
     return [
         Judgement(
             SAME_VOCAB,
@@ -135,7 +136,7 @@ def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Itera
         yield _loading(config)
 
 
-def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
+def _quantizing(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
     from toolkit.checkpoints.quantized import read_quantization
     from toolkit.quantize.algorithms import algorithm_of, presets
 
@@ -159,7 +160,7 @@ def _quantizing(config: DeploymentConfig, role: str) -> Iterator[PlannedRun]:
 
 
 def _compiling(
-    config: DeploymentConfig, role: str, which: Callable[[str], str | None]
+    config: DeploymentConfig, role: Role, which: Callable[[str], str | None]
 ) -> PlannedRun:
     from toolkit.engines.trtllm.command import build_flags
     from toolkit.engines.trtllm.where import ContainerBuilder, planned_builder

@@ -22,6 +22,7 @@ from toolkit.records.advice import Advice, Grid
 from toolkit.records.codec import from_json
 from toolkit.records.measured import Finding
 from toolkit.records.report import ValidationReport
+from toolkit.words import Role
 
 __all__ = ["publish_report"]
 
@@ -160,7 +161,7 @@ def _differences(
         yield "another machine"
 
 
-def _engines(role: str, inputs: Mapping[str, Any]) -> list[str]:
+def _engines(role: Role, inputs: Mapping[str, Any]) -> list[str]:
     """Digests of the engines of a role that were looked at."""
     if "engines" in inputs:  # the grid's: of every precision
         return list(inputs["engines"].get(role, ()))

@@ -9,17 +9,14 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.config.schema import (
-    DeploymentConfig,
-    ModelConfig,
-    QuantAlgo,
-)
+from toolkit.config.schema import DeploymentConfig, ModelConfig
 from toolkit.errors import UsageError
 from toolkit.facts.gpus import Gpu
 from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.advice import Advice, Grid
+from toolkit.words import QuantAlgo, Role
 from toolkit.workflows.build import build
 from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
@@ -175,8 +172,8 @@ def tune_grid(
         role: {"NO_QUANT", *(pair[place] for pair in pairs)}
         for place, role in enumerate(config.models)
     }
-    engines: dict[str, dict[str, Done]] = {role: {} for role in wanted}
-    checkpoints: dict[str, dict[str, Done]] = {role: {} for role in wanted}
+    engines: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in wanted}
+    checkpoints: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in wanted}
     for algo in typing.get_args(QuantAlgo):
         roles = [role for role, algos in wanted.items() if algo in algos]
         if not roles:

@@ -27,6 +27,7 @@ from toolkit.engines.embedded.weights import fuse, load_weights, save_weights
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
+from toolkit.words import BuiltMode, Device, Fp8Compute
 
 __all__ = ["TorchBackend"]
 
@@ -52,7 +53,7 @@ class TorchBackend:
         weights = fuse(source)
         save_weights(weights, out_dir / WEIGHTS)
         copy_side_files(checkpoint.path, out_dir)
-        fp8_compute = None
+        fp8_compute: Fp8Compute | None = None
         if source.quantization.quant_algo == "FP8":
             fp8_compute = "native" if _has_native_fp8(spec.device) else "dequantized"
         max_step_tokens = max(PREFILL_TOKENS, spec.max_draft_len + 1)
@@ -128,7 +129,7 @@ class TorchBackend:
         )
 
 
-def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
+def _resolve_mode(spec: EngineSpec) -> tuple[BuiltMode, tuple[str, ...]]:
     """compiled or eager, with the reason where it is not what `auto` would like best."""
     obstacle: str | None = None
     if spec.device != "cpu":
@@ -152,9 +153,9 @@ def _resolve_mode(spec: EngineSpec) -> tuple[str, tuple[str, ...]]:
     return ("compiled", ()) if obstacle is None else ("eager", (f"eager: {obstacle}",))
 
 
-def _built_with(mode: str, device: str) -> Fingerprint:
+def _built_with(mode: BuiltMode, device: Device) -> Fingerprint:
     """Versions and instruction set, as far as the result depends on them."""
-    facts = {"torch": torch.__version__, "device": device}
+    facts: Fingerprint = {"torch": torch.__version__, "device": device}
     if mode == "compiled":
         from toolkit.engines.embedded.kernels import namespace, source_digest
 
@@ -196,7 +197,7 @@ def _refuse_other_machine(directory: EngineDirectory) -> None:
         )
 
 
-def _has_native_fp8(device: str) -> bool:
+def _has_native_fp8(device: Device) -> bool:
     return (
         device == "cuda"
         and torch.cuda.is_available()

@@ -29,6 +29,7 @@ from toolkit.engines.embedded.kernels import (
 from toolkit.engines.embedded.model import Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.errors import StageError
+from toolkit.words import ComputeDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,7 @@ def compile_package(
     progress: Progress,
 ) -> None:
     """Write the kernel library and the .pt2. Raises StageError with the compiler's last lines."""
+    assert spec.dtype != "auto"  # engine.dtype of this kind is always one
     progress(0, None, f"{spec.role}: compiling kernels, then the decoder")
     ops = load_library(kernels, build_library(kernels))
     progress(0, None, f"{spec.role}: compiling the decoder")
@@ -105,7 +107,7 @@ def compile_package(
 def prepare(
     shape: ModelShape,
     tensors: dict[str, Tensor],
-    dtype: str,
+    dtype: ComputeDtype,
     slots: int,
     max_seq_len: int,
     max_step_tokens: int,

@@ -20,6 +20,7 @@ from toolkit.checkpoints.shape import ModelShape, read_json
 from toolkit.errors import CheckpointError, StageError
 from toolkit.interfaces import EngineSpec
 from toolkit.records.codec import from_json, to_json
+from toolkit.words import BuiltMode, ComputeDtype, Device, Fp8Compute, KvCacheQuantAlgo
 
 __all__ = [
     "CONFIG",
@@ -47,11 +48,11 @@ class EngineDirectory:
 
     path: Path
     shape: ModelShape
-    mode: str  # compiled | eager
-    dtype: str
-    device: str
-    fp8_compute: str | None
-    kv_cache_quant_algo: str | None
+    mode: BuiltMode
+    dtype: ComputeDtype
+    device: Device
+    fp8_compute: Fp8Compute | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
     max_batch_size: int
     max_seq_len: int
     max_draft_len: int
@@ -65,8 +66,8 @@ def write_config(
     shape: ModelShape,
     quantization: Quantization,
     spec: EngineSpec,
-    mode: str,
-    fp8_compute: str | None,
+    mode: BuiltMode,
+    fp8_compute: Fp8Compute | None,
     max_step_tokens: int,
     built_with: dict[str, str],
     notes: tuple[str, ...],

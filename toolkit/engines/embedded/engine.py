@@ -18,6 +18,7 @@ from toolkit.checkpoints.shape import ModelShape
 from toolkit.engines.embedded.model import Ops, TorchOps, Weights, build, decode
 from toolkit.engines.embedded.rope import rope_tables
 from toolkit.engines.embedded.weights import fuse
+from toolkit.words import ComputeDtype, Device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,11 +124,11 @@ class EmbeddedEngine:
 def open_checkpoint(
     path: Path,
     *,
-    dtype: str = "float32",
+    dtype: ComputeDtype = "float32",
     max_batch_size: int = 8,
     max_seq_len: int = 1024,
     max_step_tokens: int = PREFILL_TOKENS,
-    device: str = "cpu",
+    device: Device = "cpu",
 ) -> EmbeddedEngine:
     """A Hugging Face checkpoint, plain or quantized, as an eager engine without compiling
     anything. Raises CheckpointError.
@@ -150,11 +151,11 @@ def eager_engine(
     tensors: dict[str, Tensor],
     *,
     fp8_kv: bool,
-    dtype: str,
+    dtype: ComputeDtype,
     max_batch_size: int,
     max_seq_len: int,
     max_step_tokens: int = PREFILL_TOKENS,
-    device: str = "cpu",
+    device: Device = "cpu",
     native_fp8: bool = False,
 ) -> EmbeddedEngine:
     """Fused tensors (see weights.py) on `device`, run in plain torch."""

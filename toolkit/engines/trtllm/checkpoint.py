@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.checkpoints.shape import read_json
 from toolkit.errors import CheckpointError
 from toolkit.records.build import QuantizedCheckpoint
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 __all__ = ["TrtLlmCheckpoint", "is_trtllm_form", "open_form"]
 
@@ -26,8 +27,8 @@ class TrtLlmCheckpoint:
     path: Path
     architecture: str
     dtype: str
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
     vocab_size: int
     tp_size: int
     pp_size: int

@@ -21,6 +21,7 @@ from toolkit.errors import CheckpointError, StageError
 from toolkit.facts.trtllm_build import SPECULATIVE_MODES
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.records.measured import Finding
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 __all__ = ["BuiltEngine", "check_engine", "read_engine", "speculative_mode"]
 
@@ -38,8 +39,8 @@ class BuiltEngine:
 
     path: Path
     version: str
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
     tp_size: int
     pp_size: int
     vocab_size: int

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from toolkit.facts.trtllm_build import DRAFT_TOKENS_EXTERNAL, FLAGS, GEMM_PLUGIN, VERSIONS, Flag
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 __all__ = ["BuildCommand", "build_flags", "flags_of", "misfits"]
 
@@ -39,8 +40,8 @@ def build_flags(
     spec: EngineSpec,
     asked: TensorRtLlmSpec,
     *,
-    quant_algo: str | None,
-    kv_cache_quant_algo: str | None,
+    quant_algo: QuantAlgo | None,
+    kv_cache_quant_algo: KvCacheQuantAlgo | None,
     checkpoint_dir: str,
     output_dir: str,
     timing_cache: str,

@@ -16,6 +16,7 @@ from toolkit.errors import StageError, UsageError
 from toolkit.facts.llm_args import LLM_ARGS, NESTED, NOT_FIELDS, REQUIRED, SPECULATIVE, Field
 from toolkit.facts.versions import VERSIONS, Version
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+from toolkit.words import KvCacheQuantAlgo
 
 __all__ = [
     "FILE",
@@ -38,7 +39,7 @@ TWO_MODEL_VERSIONS = (
 
 
 def llm_args(
-    spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None
+    spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> dict[str, Any]:
     """Of the target; the draft is part of them. What equals the default is left out where versions
     differ about the key.
@@ -79,7 +80,9 @@ def llm_args(
     }
 
 
-def _kv_cache(asked: TensorRtLlmSpec, kv_cache_quant_algo: str | None) -> dict[str, Any]:
+def _kv_cache(
+    asked: TensorRtLlmSpec, kv_cache_quant_algo: KvCacheQuantAlgo | None
+) -> dict[str, Any]:
     config: dict[str, Any] = {
         "free_gpu_memory_fraction": asked.free_gpu_memory_fraction,
         "enable_block_reuse": asked.enable_block_reuse,

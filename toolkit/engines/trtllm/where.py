@@ -18,6 +18,7 @@ from toolkit.errors import BackendUnavailable, StageError, UsageError
 from toolkit.facts.trtllm_build import VERSIONS
 from toolkit.facts.versions import BUILD_IMAGE
 from toolkit.facts.versions import VERSIONS as ROWS
+from toolkit.words import Role
 
 __all__ = [
     "Builder",
@@ -114,7 +115,7 @@ Builder = LocalBuilder | ContainerBuilder
 def choose_builder(
     asked: str,
     version: str,
-    role: str,
+    role: Role,
     *,
     which: Callable[[str], str | None],
     environment: Mapping[str, str] = os.environ,
@@ -164,7 +165,7 @@ def choose_builder(
 
 
 def planned_builder(
-    asked: str, version: str, role: str, *, which: Callable[[str], str | None]
+    asked: str, version: str, role: Role, *, which: Callable[[str], str | None]
 ) -> Builder:
     """What choose_builder would take here, with nothing run or refused; for a plan, so without
     numbers of this very build.

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from toolkit.config.schema import ModelConfig
 from toolkit.plan.subject import Subject
+from toolkit.words import JudgementSeverity, QuantAlgo, Role
 
 __all__ = ["INT8", "Check", "Findings", "Found", "of_algo", "refuse", "unless_allowed"]
 
-INT8 = ("W8A8_SQ_PER_CHANNEL", "W8A16")
-Severity = Literal["refused", "adjusted", "warning"]
+INT8: tuple[QuantAlgo, ...] = ("W8A8_SQ_PER_CHANNEL", "W8A16")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    severity: Severity
+    severity: JudgementSeverity
     path: str
     what: str
     hint: str | None = None
@@ -31,7 +30,7 @@ def refuse(path: str, what: str, hint: str) -> Found:
     return Found("refused", path, what, hint)
 
 
-def unless_allowed(subject: Subject, role: str, what: str, hint: str) -> Found:
+def unless_allowed(subject: Subject, role: Role, what: str, hint: str) -> Found:
     """A refusal; with quantization.allow_unsupported a warning."""
     path = f"{role}.quantization"
     if subject.models[role].quantization.allow_unsupported:
@@ -43,7 +42,7 @@ def unless_allowed(subject: Subject, role: str, what: str, hint: str) -> Found:
     )
 
 
-def of_algo(subject: Subject, *algos: str) -> list[tuple[str, ModelConfig]]:
+def of_algo(subject: Subject, *algos: QuantAlgo) -> list[tuple[Role, ModelConfig]]:
     return [
         (role, model)
         for role, model in subject.models.items()

@@ -31,6 +31,7 @@ from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.templates import render_template
 from toolkit.triton.package.layout_trtllm import REPOSITORY
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
+from toolkit.words import Layout, ModelPy
 
 __all__ = [
     "Deployment",
@@ -69,12 +70,12 @@ class Deployment:
     """
 
     name: str
-    layout: str  # bls | llmapi
+    layout: Layout
     version: str
     world_size: int = 1
     gpus_per_node: int = 8
     speculates: bool = True
-    model_py: str = "ours"  # of llmapi: ours | container
+    model_py: ModelPy = "ours"  # of llmapi
 
     @property
     def image(self) -> str:

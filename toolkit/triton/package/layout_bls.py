@@ -13,12 +13,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
 from toolkit.pipeline.sources import ROOT, source_files
 from toolkit.triton.tensors import contract
+from toolkit.words import AcceptanceChoice, LogProbSource, SeedScope
 
 __all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_model", "write_models"]
 
@@ -27,6 +28,8 @@ MOST_INSTANCES = 32  # each is a small process
 TOKENIZER = "tokenizer"  # folder beside the model.py of preprocessing and postprocessing
 TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16"}
 
+TritonBackend: TypeAlias = Literal["tensorrtllm", "python"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
@@ -34,7 +37,7 @@ class EngineModel:
     parameters beside them.
     """
 
-    backend: str  # tensorrtllm | python
+    backend: TritonBackend
     parameters: Mapping[str, str]
     own: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,9 +78,9 @@ def settings_of(
     max_input_len: int,
     max_seq_len: int,
     max_draft_len: int,
-    acceptance: str,
-    seeds: str,
-    log_probs: str,
+    acceptance: AcceptanceChoice,
+    seeds: SeedScope,
+    log_probs: LogProbSource,
     vocab_size: int | None = None,
 ) -> dict[str, str]:
     """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see
@@ -197,7 +200,7 @@ def _config(
     own: Mapping[str, str],
     *,
     types: Mapping[str, str],
-    backend: str = "python",
+    backend: TritonBackend = "python",
     names: Mapping[str, str] | None = None,
 ) -> Any:
     """A template, filled. A parameter of it that is not given stays a placeholder, which the

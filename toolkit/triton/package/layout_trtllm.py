@@ -19,6 +19,7 @@ from toolkit.config.schema import TritonConfig
 from toolkit.facts.versions import NEW_NAMES, VERSIONS
 from toolkit.triton.package.layout_bls import Bls, EngineModel, settings_of
 from toolkit.triton.tensors import contract
+from toolkit.words import AcceptanceChoice
 
 __all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 
@@ -46,7 +47,7 @@ class Engines:
     free_gpu_memory_fraction: float = 0.9
     draft_share: float = DRAFT_SHARE
     enable_block_reuse: bool = True
-    acceptance: str = "auto"
+    acceptance: AcceptanceChoice = "auto"
     vocab_size: int | None = None  # logits may be padded beyond it
 
     @property

@@ -21,6 +21,7 @@ from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines
 from toolkit.triton.package.readme_trtllm import write_readme
 from toolkit.triton.package.repository import link_tree, write_client
 from toolkit.triton.tensors.contract import DRAFT_MODEL, MODEL
+from toolkit.words import AcceptanceChoice
 
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
 
@@ -39,7 +40,7 @@ def package_bls(
     gpus_per_node: int = 8,
     free_gpu_memory_fraction: float = 0.9,
     enable_block_reuse: bool = True,
-    acceptance: str = "auto",
+    acceptance: AcceptanceChoice = "auto",
 ) -> TritonRepository:
     """The engine flow. Raises StageError where something does not read back."""
     built = _built(target)

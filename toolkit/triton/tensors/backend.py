@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.triton.tensors.contract import METRICS
+from toolkit.words import RequestOutcome
 
 __all__ = ["CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
 
@@ -56,12 +57,12 @@ class Metrics:
         }
         self._metrics: dict[tuple[str, str | None], Any] = {}
         self._gauges: dict[str, int] = {}
-        self._notes: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[tuple[RequestOutcome, Any]] = queue.SimpleQueue()
         for spec in METRICS:
             if spec.name != "toolkit_requests":
                 self._metric(spec.name)
 
-    def note(self, outcome: str, stats: Any = None) -> None:
+    def note(self, outcome: RequestOutcome, stats: Any = None) -> None:
         """Remember a finished request; from any thread."""
         self._notes.put((outcome, stats))
 
@@ -77,7 +78,7 @@ class Metrics:
                 self._gauges[name] = value
                 self._metric(name).set(value)
 
-    def finished(self, outcome: str, stats: Any = None) -> None:
+    def finished(self, outcome: RequestOutcome, stats: Any = None) -> None:
         """Count a finished request at once; from one thread only."""
         self._metric("toolkit_requests", outcome).increment(1)
         if stats is not None:
@@ -91,7 +92,7 @@ class Metrics:
         if value:
             self._metric(name).increment(value)
 
-    def _metric(self, name: str, outcome: str | None = None) -> Any:
+    def _metric(self, name: str, outcome: RequestOutcome | None = None) -> Any:
         if (name, outcome) not in self._metrics:
             labels = (
                 {"model": self._model}

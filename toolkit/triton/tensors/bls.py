@@ -31,6 +31,7 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
 from toolkit.triton.tensors.requests import Answer, Form, Limits, Request, parse
 from toolkit.triton.tensors.word_lists import pack
+from toolkit.words import AcceptanceChoice, LogProbSource, Role, RuntimeRule, SeedScope
 
 __all__ = [
     "BlsAnswer",
@@ -82,7 +83,7 @@ class BlsRequest:
     request: Request
     max_tokens: int
     draft_len: int
-    rule: str
+    rule: RuntimeRule
     seed: int | None
     min_tokens: int = 0
     end_id: int | None = None
@@ -111,7 +112,7 @@ def parse_bls(
     limits: Limits,
     inputs: Mapping[str, bool],
     *,
-    acceptance: str,
+    acceptance: AcceptanceChoice,
     fresh_seed: int,
 ) -> BlsRequest:
     """Check one request. inputs: the model's tensors, and whether each is single. acceptance: the
@@ -145,7 +146,8 @@ def parse_bls(
     if request.max_tokens is None:
         raise RequestError("max_tokens is missing")
     sampling = request.sampling
-    rule, seed = "verify_only" if request.acceptance == "verify_only" else "greedy", None
+    rule: RuntimeRule = "verify_only" if request.acceptance == "verify_only" else "greedy"
+    seed = None
     if sampling.temperature > 0.0:
         seed = fresh_seed if sampling.seed is None else sampling.seed
         rule = _rule(request, tensors.get("use_draft_logits"), acceptance)
@@ -164,11 +166,13 @@ def parse_bls(
     )
 
 
-def _rule(request: Request, use_draft_logits: list[Any] | None, acceptance: str) -> str:
+def _rule(
+    request: Request, use_draft_logits: list[Any] | None, acceptance: AcceptanceChoice
+) -> RuntimeRule:
     """use_draft_logits is TensorRT-LLM's way to ask; `acceptance` of the request is ours and
     says more.
     """
-    if request.acceptance is not None:
+    if request.acceptance is not None and request.acceptance != "auto":
         return request.acceptance
     if use_draft_logits is not None:
         return "rejection" if use_draft_logits[0] else "sample_match"
@@ -213,12 +217,12 @@ def engine_inputs(
     ids: Sequence[int],
     count: int,
     *,
-    role: str,
-    seeds: str = "request",
+    role: Role,
+    seeds: SeedScope = "request",
     drafts: Sequence[int] = (),
     draft_logits: Any = None,
     whole: bool = False,
-    log_probs: str = "engine",
+    log_probs: LogProbSource = "engine",
 ) -> dict[str, Array]:
     """The tensors of one call: `count` tokens behind `ids`, with a batch dimension of 1.
 
@@ -286,7 +290,7 @@ def token_log_probs(
 
 
 def _sampling_tensors(
-    request: BlsRequest, position: int, role: str, seeds: str
+    request: BlsRequest, position: int, role: Role, seeds: SeedScope
 ) -> dict[str, Array]:
     sampling = request.request.sampling
     tensors: dict[str, Array] = {}

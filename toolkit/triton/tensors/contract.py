@@ -21,6 +21,9 @@ What a response holds
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from toolkit.words import RequestOutcome
 
 __all__ = [
     "BLS_INPUTS",
@@ -75,10 +78,13 @@ class TensorSpec:
     ours: bool = False
 
 
+MetricKind: TypeAlias = Literal["counter", "gauge"]
+
+
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
     name: str
-    kind: str  # counter | gauge
+    kind: MetricKind
     meaning: str
 
 
@@ -334,7 +340,7 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
     ),
 )
 
-OUTCOMES = ("stop", "length", "cancelled", "deadline", "error", "refused", "overloaded")
+OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("toolkit_draft_tokens", "counter", "Draft tokens proposed by finished requests"),

@@ -12,11 +12,12 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import MOST_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
+from toolkit.words import RequestAcceptance
 
 __all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
 
@@ -42,7 +43,13 @@ LLMAPI = Form(
     "sampling_param_",
     {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
 )
-ACCEPTANCE = ("auto", "rejection", "coupled", "sample_match", "verify_only")
+ACCEPTANCE: tuple[RequestAcceptance, ...] = (
+    "auto",
+    "rejection",
+    "coupled",
+    "sample_match",
+    "verify_only",
+)
 # What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate
 # leaves it there.
 TRITON_PARAMETERS = (
@@ -76,7 +83,7 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     draft_len: int | None = None
-    acceptance: str | None = None
+    acceptance: RequestAcceptance | None = None
     timeout_ms: int | None = None
     include_prompt: bool = True
     returns: frozenset[str] = frozenset()
@@ -234,13 +241,13 @@ def _draft_len(value: Any, limits: Limits) -> int | None:
     return int(value)
 
 
-def _acceptance(value: Any) -> str | None:
+def _acceptance(value: Any) -> RequestAcceptance | None:
     if value is None:
         return None
     rule = _text(value, "acceptance")
     if rule not in ACCEPTANCE:
         raise RequestError(f"acceptance is {rule!r}; known: {', '.join(ACCEPTANCE)}")
-    return None if rule == "auto" else rule
+    return None if rule == "auto" else cast(RequestAcceptance, rule)
 
 
 class Answer:

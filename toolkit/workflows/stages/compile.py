@@ -12,6 +12,7 @@ from toolkit.engines.spec import engine_spec
 from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import CompiledEngine
+from toolkit.words import Role
 from toolkit.workflows.deployment import check_prompt_lengths, settled
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.keys import engine_fingerprint, spec_parts
@@ -19,7 +20,7 @@ from toolkit.workflows.stages.keys import engine_fingerprint, spec_parts
 __all__ = ["compile_stage"]
 
 
-def compile_stage(config: DeploymentConfig, role: str, workplace: Workplace) -> Stage:
+def compile_stage(config: DeploymentConfig, role: Role, workplace: Workplace) -> Stage:
     from toolkit.engines import stage
 
     kind, can = config.engine.kind, config.capabilities

@@ -19,6 +19,7 @@ from toolkit.pipeline.files import store_error, write_whole
 from toolkit.pipeline.hashing import digest_value
 from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.sources import digest_sources
+from toolkit.words import EngineKind
 
 __all__ = ["engine_fingerprint", "spec_parts", "versions"]
 
@@ -36,7 +37,7 @@ def versions(libraries: Sequence[str]) -> Fingerprint:
     return found
 
 
-def engine_fingerprint(kind: str, spec: EngineSpec, file: Path) -> Fingerprint:
+def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Fingerprint:
     """The backend's fingerprint, remembered: asking for it means importing torch and running the
     compiler.
 

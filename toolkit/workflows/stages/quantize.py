@@ -12,12 +12,13 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import QuantizedCheckpoint
+from toolkit.words import Role
 from toolkit.workflows.deployment import check_prompt_lengths
 
 __all__ = ["quantize_stage"]
 
 
-def quantize_stage(config: DeploymentConfig, role: str, memo: DigestMemo) -> Stage:
+def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> Stage:
     from toolkit.quantize import stage
     from toolkit.quantize.checkpoint import CODE
 

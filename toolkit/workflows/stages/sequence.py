@@ -22,6 +22,7 @@ from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement, Plan
+from toolkit.words import Role
 from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.compile import compile_stage
@@ -96,7 +97,7 @@ def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) 
     if config.capabilities.in_process:
         return [tune_stage(config, embedded(config), memo, ways, rule=rule)]
 
-    def quantized(finished: Finished) -> dict[str, Done]:
+    def quantized(finished: Finished) -> dict[Role, Done]:
         return {role: finished[f"quantize/{role}"] for role in roles}
 
     engine, gpu = embedded(embedded_twin(config)), subject_of(config)[0].gpu

@@ -22,6 +22,7 @@ from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.advice import Advice, Grid
 from toolkit.records.build import CompiledEngine
 from toolkit.records.codec import from_json, to_json
+from toolkit.words import DeployedRule, Drafter, QuantAlgo, Role
 
 if TYPE_CHECKING:
     from toolkit.speculative.text import TextCodec
@@ -30,7 +31,7 @@ __all__ = ["Way", "grid_stage", "tune_stage"]
 
 GRID_ROUNDS = 2  # of running every cell
 
-Way = tuple[str, str, Done | None]
+Way = tuple[str, Drafter, Done | None]
 """One way to draft: (name, drafter, compiled draft)."""
 
 
@@ -40,9 +41,9 @@ def tune_stage(
     memo: DigestMemo,
     ways: Callable[[Finished], list[Way]],
     *,
-    rule: str,
+    rule: DeployedRule,
     target: Done | None = None,
-    checkpoints: Callable[[Finished], Mapping[str, Done]] | None = None,
+    checkpoints: Callable[[Finished], Mapping[Role, Done]] | None = None,
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
 ) -> Stage:
@@ -125,8 +126,8 @@ def _advise(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
     compiled: CompiledEngine,
-    engines: Sequence[tuple[str, str, CompiledEngine | None]],
-    rule: str,
+    engines: Sequence[tuple[str, Drafter, CompiledEngine | None]],
+    rule: DeployedRule,
     measured_rounds: int,
     gpu: Gpu | None,
     progress: Progress,
@@ -137,7 +138,6 @@ def _advise(
     from toolkit.engines.registry import loader
     from toolkit.inprocess import eos_token_ids
     from toolkit.interfaces import Sampling
-    from toolkit.speculative.acceptance import RULES
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
     from toolkit.speculative.text import TextCodec
@@ -152,7 +152,7 @@ def _advise(
         rows = weights(logits, sampling)
         return rows / rows.sum(axis=-1, keepdims=True)
 
-    def contender(name: str, drafter: str, found: CompiledEngine | None) -> Contender:
+    def contender(name: str, drafter: Drafter, found: CompiledEngine | None) -> Contender:
         draft = None if found is None else loader("torch").load(found.path, threads=engine.threads)
         forward_s = (
             None
@@ -164,7 +164,7 @@ def _advise(
             draft,
             codec,
             eos_token_ids=eos_token_ids(target_dir),
-            acceptance=rule if rule in RULES else "auto",
+            acceptance="auto" if rule == "sample_match_greedy_draft" else rule,
             ngram_size=speculation.max_matching_ngram_size,
         )
         return Contender(name, drafter, runtime, draft, forward_s)
@@ -195,21 +195,21 @@ def ranks_of(config: DeploymentConfig) -> int:
 
 def _roofline(
     gpu: Gpu, gpus: int, target: CompiledEngine, draft: CompiledEngine | None, context: int
-) -> Callable[[str, int, int], float]:
+) -> Callable[[Role, int, int], float]:
     """(role, batch, tokens) -> seconds of a forward on so many of them, at the least: bytes over
     bandwidth, or arithmetic.
     """
     from toolkit.checkpoints.shape import ModelShape, read_json
     from toolkit.plan.predict import forward_seconds
 
-    engines = {"target": target, "draft": draft}
+    engines: dict[Role, CompiledEngine | None] = {"target": target, "draft": draft}
     shapes = {
         role: from_json(ModelShape, read_json(found.path / "config.json")["toolkit"]["shape"])
         for role, found in engines.items()
         if found is not None
     }
 
-    def forward_s(role: str, batch: int, tokens: int) -> float:
+    def forward_s(role: Role, batch: int, tokens: int) -> float:
         found = engines[role]
         assert found is not None  # prompt lookup runs no draft
         algo, kv_algo = found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo
@@ -240,12 +240,12 @@ def grid_stage(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
     memo: DigestMemo,
-    engines: Mapping[str, Mapping[str, Done]],
+    engines: Mapping[Role, Mapping[QuantAlgo, Done]],
     heldout: Sequence[str],
     *,
     pairs: Collection[tuple[str, str]],
     left_out: Sequence[str] = (),
-    checkpoints: Mapping[str, Mapping[str, Done]] | None = None,
+    checkpoints: Mapping[Role, Mapping[QuantAlgo, Done]] | None = None,
     gpu: Gpu | None = None,
 ) -> Stage:
     """The `grid` stage. engine: what runs the models here, whatever serves them. engines: role ->
@@ -257,7 +257,7 @@ def grid_stage(
 
     validation = config.validation
 
-    def digests(found: Mapping[str, Mapping[str, Done]]) -> dict[str, list[str]]:
+    def digests(found: Mapping[Role, Mapping[QuantAlgo, Done]]) -> dict[str, list[str]]:
         return {
             role: [done.entry.digest for done in every.values()] for role, every in found.items()
         }
@@ -298,7 +298,7 @@ def grid_stage(
 def _grid(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
-    compiled: Mapping[str, Mapping[str, CompiledEngine]],
+    compiled: Mapping[Role, Mapping[QuantAlgo, CompiledEngine]],
     heldout: Sequence[str],
     pairs: Collection[tuple[str, str]],
     left_out: Sequence[str],
@@ -323,10 +323,10 @@ def _grid(
     unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
     codec = TextCodec.from_file(unquantized / "tokenizer.json")
 
-    def contenders(algo: str) -> list[Contender]:
+    def contenders(algo: QuantAlgo) -> list[Contender]:
         return [contender(algo, name) for name in drafts if (algo, name) in pairs]
 
-    def contender(algo: str, name: str) -> Contender:
+    def contender(algo: QuantAlgo, name: QuantAlgo) -> Contender:
         runtime = MeasuredRuntime(
             targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
         )

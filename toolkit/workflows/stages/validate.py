@@ -24,6 +24,7 @@ from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.codec import to_json
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
+from toolkit.words import Role
 from toolkit.workflows.deployment import settled
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.serve import Servers, serve
@@ -286,13 +287,13 @@ def _libraries_of_server(config: DeploymentConfig) -> list[str]:
     return ["tensorrt_llm"] if config.capabilities.needs_container else []
 
 
-def engine_reference(engines: Mapping[str, Path], threads: int | None) -> Reference:
+def engine_reference(engines: Mapping[Role, Path], threads: int | None) -> Reference:
     """The compiled engines, loaded a second time when they are first asked."""
     from toolkit.engines.registry import loader
     from toolkit.inprocess import eos_token_ids
     from toolkit.validate.reference import reference_from_engine
 
-    def load(role: str) -> Callable[[], StepEngine]:
+    def load(role: Role) -> Callable[[], StepEngine]:
         return lambda: loader("torch").load(engines[role], threads=threads)
 
     target = engines["target"]

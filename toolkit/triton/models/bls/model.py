@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -46,6 +46,7 @@ from toolkit.triton.tensors.bls import (
 from toolkit.triton.tensors.contract import PACKAGE_VERSION
 from toolkit.triton.tensors.requests import Limits
 from toolkit.triton.tensors.word_lists import unpack
+from toolkit.words import AcceptanceChoice, LogProbSource, RequestOutcome, SeedScope
 
 WATCH_NS = (
     50_000_000  # between two looks at whether the client is still there: each costs about 0.1 ms
@@ -93,7 +94,9 @@ class TritonPythonModel:
         for request in requests:
             self._serve(request)
 
-    def _refuse(self, sender: Any, outcome: str, message: str, stats: Any = None) -> None:
+    def _refuse(
+        self, sender: Any, outcome: RequestOutcome, message: str, stats: Any = None
+    ) -> None:
         self._metrics.finished(outcome, stats)
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
         sender.send(
@@ -132,7 +135,7 @@ class TritonPythonModel:
             parameters,
             self._limits,
             self._inputs,
-            acceptance=own.get("acceptance", "auto"),
+            acceptance=cast(AcceptanceChoice, own.get("acceptance", "auto")),
             fresh_seed=random.SystemRandom().getrandbits(63),
         )
         prepared = self._prepare(request, arrays)
@@ -245,8 +248,8 @@ class EngineModels:
     def __init__(self, own: dict[str, str], request: BlsRequest, prepared: Prepared) -> None:
         self._target = own.get("tensorrt_llm_model_name", "tensorrt_llm")
         self._draft = own.get("tensorrt_llm_draft_model_name")
-        self._seeds = own.get("seeds", "request")
-        self._log_probs = own.get("log_probs", "engine")
+        self._seeds = cast(SeedScope, own.get("seeds", "request"))
+        self._log_probs = cast(LogProbSource, own.get("log_probs", "engine"))
         self._vocab_size = int(own["vocab_size"]) if "vocab_size" in own else None
         self._names = {
             name: own[f"engine_{name}"]

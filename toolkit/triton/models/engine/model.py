@@ -23,6 +23,7 @@ try:
     from toolkit.speculative.executor import Call, Executor, Output
     from toolkit.triton.tensors.backend import CODES, folder_of, parameters_of, traceback_of
     from toolkit.triton.tensors.engine_tensors import EngineRequest, arrays_of, parse_engine
+    from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
 
@@ -125,7 +126,7 @@ class TritonPythonModel:
             self._named.pop(name, None)
             raise
 
-    def _refuse(self, sender: Any, outcome: str, message: str) -> None:
+    def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),

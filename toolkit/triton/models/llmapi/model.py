@@ -36,6 +36,7 @@ try:
     from toolkit.triton.tensors.backend import CODES, Metrics, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
+    from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
 
@@ -151,7 +152,7 @@ class TritonPythonModel:
             pb_utils.Logger.log_error(f"request failed: {error!r}")
             self._refuse(sender, "error", str(error) or repr(error))
 
-    def _refuse(self, sender: Any, outcome: str, message: str) -> None:
+    def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
         self._metrics.note(outcome)
         sender.send(_error(outcome, message), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -313,7 +314,7 @@ def _tensor(name: str, values: list[Any]) -> Any:
     return pb_utils.Tensor(name, np.array(data, dtype=OUTPUT_TYPES[name]))
 
 
-def _error(outcome: str, message: str) -> Any:
+def _error(outcome: RequestOutcome, message: str) -> Any:
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
     )

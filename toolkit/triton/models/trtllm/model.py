@@ -23,6 +23,7 @@ from toolkit.errors import RequestError
 from toolkit.triton.tensors.backend import CODES, folder_of, traceback_of
 from toolkit.triton.tensors.requests import Limits, Request, parse
 from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, output_types, sampling_arguments
+from toolkit.words import RequestOutcome
 
 WATCH_S = 0.1  # between two looks at whether the client is still there
 
@@ -91,7 +92,7 @@ class TritonPythonModel:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _refuse(self, sender: Any, outcome: str, message: str) -> None:
+    def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),

@@ -1,0 +1,116 @@
+"""The closed sets of words that fields hold, each defined here once.
+
+A word that is not in its set fails the type checker where it is written, and reading where it
+comes from a file. Records, config, interfaces and working packages all take them from here; a set
+that one package alone speaks stays with that package.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "ROLES",
+    "SAMPLING_RULES",
+    "AcceptanceChoice",
+    "AgreementSource",
+    "AlphaRule",
+    "AttnBackend",
+    "BuilderChoice",
+    "BuiltMode",
+    "ComputeDtype",
+    "CostSource",
+    "DecodingMode",
+    "DeployedRule",
+    "Device",
+    "DivergenceJudge",
+    "DivergenceKind",
+    "DraftVerdict",
+    "Drafter",
+    "EngineKind",
+    "EngineMode",
+    "FinishReason",
+    "Fp8Compute",
+    "GateOutcome",
+    "JudgementSeverity",
+    "KvCacheQuantAlgo",
+    "Layout",
+    "LogProbSource",
+    "MemoryPlace",
+    "ModelPy",
+    "ParityArm",
+    "ParityKind",
+    "QuantAlgo",
+    "ReportedPlainArm",
+    "RequestAcceptance",
+    "RequestOutcome",
+    "Role",
+    "RunMode",
+    "RuntimeRule",
+    "SamplingRule",
+    "SeedScope",
+    "SentArm",
+    "Severity",
+    "SpecDtype",
+    "SpeculationKind",
+    "SpeedBound",
+    "Verdict",
+    "WireProtocol",
+]
+
+# What is built.
+Role: TypeAlias = Literal["target", "draft"]
+ROLES: tuple[Role, ...] = ("target", "draft")
+QuantAlgo: TypeAlias = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
+KvCacheQuantAlgo: TypeAlias = Literal["FP8", "INT8"]
+EngineKind: TypeAlias = Literal["torch", "trt_engine", "trtllm_pytorch"]
+BuiltMode: TypeAlias = Literal["compiled", "eager"]  # of the kind torch
+EngineMode: TypeAlias = Literal["auto", BuiltMode]  # as asked of it
+# Of any kind: engine and not built are of trt_engine, runtime of trtllm_pytorch.
+RunMode: TypeAlias = Literal[BuiltMode, "engine", "not built", "runtime"]
+Device: TypeAlias = Literal["cpu", "cuda"]
+ComputeDtype: TypeAlias = Literal["float64", "float32", "bfloat16"]
+SpecDtype: TypeAlias = Literal[ComputeDtype, "auto"]  # auto: the checkpoint's own
+Fp8Compute: TypeAlias = Literal["native", "dequantized"]
+BuilderChoice: TypeAlias = Literal["auto", "local", "container"]
+Layout: TypeAlias = Literal["llmapi", "bls"]
+# Of an engine behind BLS: its noise is keyed by seed and position, or begins anew with every call;
+# log-probabilities come from the target's logits, or from a tensor of the engine's own.
+SeedScope: TypeAlias = Literal["request", "call"]
+LogProbSource: TypeAlias = Literal["logits", "engine"]
+AttnBackend: TypeAlias = Literal["TRTLLM", "FLASHINFER", "VANILLA"]
+ModelPy: TypeAlias = Literal["ours", "container"]
+
+# How it speculates. auto: by the request, coupled with a seed and rejection without one.
+Drafter: TypeAlias = Literal["draft_target", "ngram"]
+SpeculationKind: TypeAlias = Literal[Drafter, "none"]
+SamplingRule: TypeAlias = Literal["rejection", "coupled", "sample_match"]
+SAMPLING_RULES: tuple[SamplingRule, ...] = ("rejection", "coupled", "sample_match")
+AcceptanceChoice: TypeAlias = Literal["auto", SamplingRule]
+RequestAcceptance: TypeAlias = Literal[AcceptanceChoice, "verify_only"]
+RuntimeRule: TypeAlias = Literal["greedy", SamplingRule, "verify_only"]
+DeployedRule: TypeAlias = Literal[SamplingRule, "sample_match_greedy_draft"]
+AlphaRule: TypeAlias = Literal["greedy", DeployedRule]
+DecodingMode: TypeAlias = Literal["greedy", "sampled"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "error"]
+RequestOutcome: TypeAlias = Literal[FinishReason, "refused", "overloaded"]  # in a server's metrics
+
+# What is planned and advised.
+JudgementSeverity: TypeAlias = Literal["refused", "adjusted", "warning"]
+MemoryPlace: TypeAlias = Literal["each GPU", "the machine"]
+SpeedBound: TypeAlias = Literal["bandwidth", "arithmetic"]
+CostSource: TypeAlias = Literal["measured", "predicted"]
+DraftVerdict: TypeAlias = Literal["pays", "costs more than it saves", "makes no difference seen"]
+
+# What is measured and judged.
+Severity: TypeAlias = Literal["ok", "note", "warning", "error"]
+Verdict: TypeAlias = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+GateOutcome: TypeAlias = Literal[Verdict, "NOT JUDGED"]
+ParityArm: TypeAlias = Literal["verify", "speculative"]
+SentArm: TypeAlias = Literal["plain", ParityArm]
+ReportedPlainArm: TypeAlias = Literal["request", "restarts"]
+DivergenceKind: TypeAlias = Literal["equivalent", "suspicious", "broken", "unexplained"]
+ParityKind: TypeAlias = Literal["identical", DivergenceKind]
+DivergenceJudge: TypeAlias = Literal["reference", "log_probs"]
+AgreementSource: TypeAlias = Literal["engine", "source"]
+WireProtocol: TypeAlias = Literal["triton-grpc", "triton-http", "openai-chat", "openai-completions"]
