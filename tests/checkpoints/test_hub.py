@@ -1,5 +1,5 @@
-"""Hub ids against a hub on loopback: what is fetched, what is kept, and what is said when it
-cannot be had.
+"""Hub ids against a hub on loopback: which files are fetched, what stays in the cache, and what
+the errors say.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def hub(tmp_path: Path) -> Iterator[SmallHub]:
 def test_a_checkpoint_is_fetched_whole_without_pickles_and_code(
     hub: SmallHub, tmp_path: Path
 ) -> None:
-    found = fetch(NAME, cache=tmp_path / "cache", endpoint=hub.url)
-    assert read_index(found).keys() == read_index(hub.folder).keys()
-    assert (found / "tokenizer.json").read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
-    assert not {file.suffix for file in found.iterdir()} & {".bin", ".py"}
+    folder = fetch(NAME, cache=tmp_path / "cache", endpoint=hub.url)
+    assert read_index(folder).keys() == read_index(hub.folder).keys()
+    assert (folder / "tokenizer.json").read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
+    assert not {file.suffix for file in folder.iterdir()} & {".bin", ".py"}
     assert "pytorch_model.bin" not in hub.asked and "modeling_custom.py" not in hub.asked
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_here_says_so_without_asking_the_hub(hub: SmallHub, tmp_path
 @pytest.mark.parametrize(
     "status, code, words",
     [
-        (401, "RepoNotFound", "is not on the hub, or not for you"),
+        (401, "RepoNotFound", "is not on the hub, or you have no access to it"),
         (403, "GatedRepo", "access has not been granted"),
         (404, "RevisionNotFound", "has no such revision"),
         (404, "RepoNotFound", "is not on the hub"),

@@ -1,5 +1,5 @@
-"""Unified HF checkpoints in ModelOpt's tensor names, written by hand: read, dequantized, refused
-where scales are gone.
+"""Unified HF checkpoints with ModelOpt's tensor names, written by hand: they are read and
+dequantized, and refused if scales are missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
-    """Put tensors of LINEAR in (or out, with None), by their last name."""
+    """Replace tensors of LINEAR by their last name; None removes one."""
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(f"{LINEAR}.{name}", None)
@@ -41,15 +41,15 @@ def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
 
 
 def declare(
-    directory: Path, algo: str | None, kv: str | None = None, *, inside: Any = None
+    directory: Path, algo: str | None, kv: str | None = None, *, embedded: Any = None
 ) -> None:
     section = {"quant_algo": algo, "kv_cache_quant_algo": kv, "exclude_modules": ["lm_head"]}
     (directory / "hf_quant_config.json").write_text(
         json.dumps({"producer": PRODUCER, "quantization": section})
     )
-    if inside is not None:
+    if embedded is not None:
         config = json.loads((directory / "config.json").read_text())
-        config["quantization_config"] = inside
+        config["quantization_config"] = embedded
         (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -119,7 +119,7 @@ def test_activation_scale_that_was_never_calibrated_is_found(plain: Path) -> Non
     declare(plain, "FP8")
     with pytest.raises(
         CheckpointError,
-        match=r"up_proj\.input_scale is missing: FP8 was exported without calibrated",
+        match=r"up_proj\.input_scale is missing: the FP8 export was made without",
     ):
         open_checkpoint(plain).linear(LINEAR)
 
@@ -128,20 +128,20 @@ def test_activation_scale_that_was_never_calibrated_is_found(plain: Path) -> Non
 def test_codes_without_their_scale_are_refused(plain: Path, scale: torch.Tensor | None) -> None:
     rewrite(plain, weight=torch.zeros(128, 64, dtype=torch.int8), weight_scale=scale)
     declare(plain, "W8A16")
-    with pytest.raises(CheckpointError, match=r"weight_scale is (missing|of shape \[5\])"):
+    with pytest.raises(CheckpointError, match=r"weight_scale (is missing|has shape \[5\])"):
         open_checkpoint(plain).linear(LINEAR)
 
 
 def test_codes_under_another_algorithms_name_are_refused(plain: Path) -> None:
     rewrite(plain, weight=torch.zeros(128, 64, dtype=torch.int8), weight_scale=torch.ones(128))
     declare(plain, "FP8")
-    with pytest.raises(CheckpointError, match="which quant_algo FP8 does not write"):
+    with pytest.raises(CheckpointError, match="but quant_algo FP8 does not write this dtype"):
         open_checkpoint(plain).linear(LINEAR)
 
 
 def test_unknown_algorithm_is_refused_with_the_known_ones(plain: Path) -> None:
     declare(plain, "NVFP4")
-    with pytest.raises(CheckpointError, match=r"'NVFP4' is not read here[\s\S]*read: FP8"):
+    with pytest.raises(CheckpointError, match=r"'NVFP4' is not supported[\s\S]*supported: FP8"):
         read_quantization(plain)
 
 
@@ -152,9 +152,9 @@ def test_int8_kv_cache_is_refused(plain: Path) -> None:
 
 
 def test_two_places_that_disagree_are_refused(plain: Path) -> None:
-    declare(plain, "FP8", inside={"quant_algo": "W8A16", "quant_method": "modelopt"})
+    declare(plain, "FP8", embedded={"quant_algo": "W8A16", "quant_method": "modelopt"})
     with pytest.raises(
-        CheckpointError, match=r"hf_quant_config\.json says FP8, config\.json says W8A16"
+        CheckpointError, match=r"hf_quant_config\.json says FP8, but config\.json says W8A16"
     ):
         read_quantization(plain)
 

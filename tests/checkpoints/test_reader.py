@@ -1,5 +1,5 @@
-"""Shards: whole, split, damaged, foreign. Every fault is found from headers and sizes, before a
-weight is read.
+"""Shards: whole, split, damaged, and of other tools. Every fault is found from headers and sizes,
+before a weight is read.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def test_shards_hold_what_one_file_holds(whole: Path, sharded: Path) -> None:
     import torch
 
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    one, many = dict(read_tensors(whole)), dict(read_tensors(sharded))
-    assert one.keys() == many.keys() == read_index(sharded).keys()
-    assert all(torch.equal(one[name], many[name]) for name in one)
+    from_one, from_many = dict(read_tensors(whole)), dict(read_tensors(sharded))
+    assert from_one.keys() == from_many.keys() == read_index(sharded).keys()
+    assert all(torch.equal(from_one[name], from_many[name]) for name in from_one)
     for folder in (whole, sharded):
         check_against_shape(read_index(folder), read_shape(folder), folder)
 
@@ -74,7 +74,7 @@ def test_a_truncated_shard_is_found_by_its_size(whole: Path) -> None:
     file = whole / "model.safetensors"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[: size - 100])
-    assert f"is {size - 100} bytes long, its header asks for {size}" in fails(
+    assert f"is {size - 100} bytes long, but its header asks for {size}" in fails(
         whole, "fetch this shard again"
     )
 
@@ -89,7 +89,7 @@ def test_a_shard_cut_inside_its_header_is_found(size: int, whole: Path) -> None:
 def test_bytes_after_the_end_are_found(whole: Path) -> None:
     with (whole / "model.safetensors").open("ab") as stream:
         stream.write(b"tail")
-    fails(whole, "bytes long, its header asks for")
+    fails(whole, "bytes long, but its header asks for")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_flipped_byte_in_the_header_is_found(at: int, value: bytes, whole: Pat
 
 
 def test_every_flipped_bit_of_the_header_is_found_or_harmless(whole: Path) -> None:
-    """A flip may hit metadata or the spelling of a name; then the tensors disagree with
-    config.json, or nothing changed.
+    """A flip may hit the metadata or the spelling of a name. Then either nothing has changed, or
+    the tensors disagree with config.json.
     """
     file = whole / "model.safetensors"
     original = file.read_bytes()
@@ -157,7 +157,7 @@ def test_shards_without_their_index_are_refused(whole: Path, sharded: Path) -> N
     (sharded / INDEX).unlink()
     fails(
         sharded,
-        r"no model\.safetensors\.index\.json that says which belong together\n  fetch the"
+        r"no model\.safetensors\.index\.json that says which of them belong together\n  fetch the"
         r" index too",
     )
     (whole / "model.safetensors").rename(whole / "weights.safetensors")
@@ -198,7 +198,7 @@ def test_an_index_that_names_a_tensor_in_no_shard_is_refused(sharded: Path) -> N
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.extra.weight"] = index["weight_map"]["model.norm.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
-    fails(sharded, r"model\.extra\.weight is listed but in no shard")
+    fails(sharded, r"model\.extra\.weight is listed, but is in no shard")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
@@ -212,14 +212,14 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     tensors = load_file(second)
     name, tensor = next(iter(load_file(first).items()))
     save_file({**tensors, name: tensor}, second)
-    fails(sharded, f"{name} stands in two shards")
+    fails(sharded, f"{name} is in two shards")
 
 
 def test_weights_of_another_model_are_refused(whole: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    fails(whole, r"gate_proj\.weight is \[128, 64\], config\.json implies \[96, 64\]")
+    fails(whole, r"gate_proj\.weight has shape \[128, 64\], but config\.json implies \[96, 64\]")
     (whole / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     fails(whole, r"model\.layers\.2\..*is missing from the weights")
     (whole / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    fails(whole, r"model\.layers\.1\..*belongs to a layer beyond the 1 of config\.json")
+    fails(whole, r"model\.layers\.1\..*belongs to a layer beyond the 1 layers of config\.json")

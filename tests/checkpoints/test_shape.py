@@ -1,4 +1,4 @@
-"""config.json in its many spellings, and in its bad ones."""
+"""config.json in its many spellings, and with its many faults."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
             "architecture 'MambaForCausalLM' is not supported\n  supported: LlamaForCausalLM",
         ),
         ({"architectures": ..., "model_type": "gpt2"}, "architecture 'gpt2' is not supported"),
-        ({"vocab_size": ...}, "vocab_size is None, a positive whole number is needed"),
+        ({"vocab_size": ...}, "vocab_size is None, but must be a positive whole number"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         (
@@ -137,27 +137,27 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
         ),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given as"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta has two values"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"architectures": "MambaForCausalLM"}, "architecture 'MambaForCausalLM' is not supported"),
         ({"architectures": [["x"]]}, "architecture ['x'] is not supported"),
         (
             {"num_key_value_heads": "2"},
-            "num_key_value_heads is '2', a positive whole number is needed",
+            "num_key_value_heads is '2', but must be a positive whole number",
         ),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
         ({"head_dim": "16"}, "head_dim is '16'"),
-        ({"rms_norm_eps": "abc"}, "rms_norm_eps is 'abc', a number above 0 is needed"),
+        ({"rms_norm_eps": "abc"}, "rms_norm_eps is 'abc', but must be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', true or false is needed"),
-        ({"bos_token_id": "x"}, "bos_token_id is 'x', a token id or a list of them is needed"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', but must be true or false"),
+        ({"bos_token_id": "x"}, "bos_token_id is 'x', but must be a token id or a list of"),
         ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x']"),
-        ({"rope_parameters": "x"}, "rope_parameters is 'x', an object is needed"),
+        ({"rope_parameters": "x"}, "rope_parameters is 'x', but must be an object"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'"),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},
-            "factor is 0, a number above 0 is needed",
+            "factor is 0, but must be a number above 0",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
@@ -170,7 +170,7 @@ def test_a_head_dim_of_its_own_is_kept(heads: dict[str, int], tmp_path: Path) ->
                 "use_sliding_window": True,
                 "layer_types": ["x"],
             },
-            "layer_types is ['x'], one for each of 2 layers is needed",
+            "layer_types is ['x'], but must have one entry for each of 2 layers",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Shards written a tensor at a time are what the safetensors library reads."""
+"""The safetensors library reads the shards that are written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def test_each_tensor_is_made_when_its_turn_comes(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_what_was_promised_is_refused(tmp_path: Path) -> None:
     import torch
 
-    with pytest.raises(ValueError, match=r"t became torch.float32 \[3\], not BF16 \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"t was made as torch.float32 \[3\], but was planned as BF16"
+    ):
         write_shard(
             tmp_path / "x.safetensors", [TensorPlan("t", "BF16", (3,), lambda: torch.zeros(3))]
         )

@@ -273,7 +273,8 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
     found = refused("pytorch", keys)
     assert [one.rule for one in found] == ["toolkit-already-quantized"] * 2
     assert (
-        "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache" in found[0].what
+        "is already quantized with FP8, but the YAML asks for FP8 and a FP8 KV cache"
+        in found[0].what
     )
     assert (
         found[0].hint is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].hint

@@ -29,7 +29,7 @@ def test_the_last_tenth_is_held_out(tmp_path: Path) -> None:
 
 def test_too_few_lines_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"text": "only"})
-    with pytest.raises(UsageError, match="has 1 line, at least 2 are needed"):
+    with pytest.raises(UsageError, match="has 1 line, but needs at least 2"):
         split_texts(CalibrationConfig(dataset=file))
     heldout = write(tmp_path / "b.jsonl", {"text": "other"})
     assert split_texts(CalibrationConfig(dataset=file, heldout=heldout)) == (["only"], ["other"])
@@ -38,7 +38,9 @@ def test_too_few_lines_are_refused(tmp_path: Path) -> None:
 def test_heldout_text_that_is_calibrated_on_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     heldout = write(tmp_path / "b.jsonl", {"text": "two"}, {"text": "three"})
-    with pytest.raises(UsageError, match=r"1 of its texts also stand in a\.jsonl"):
+    with pytest.raises(
+        UsageError, match=r"1 of its texts are also in the calibration text, a\.jsonl"
+    ):
         split_texts(CalibrationConfig(dataset=file, heldout=heldout))
 
 
@@ -47,13 +49,13 @@ def test_tokens_begin_with_bos_and_are_cut(tmp_path: Path) -> None:
     long, short = encode(["abcdef", "x"], tmp_path, 4, 258)
     assert (len(long), len(short)) == (4, 2)
     assert long[0] == short[0] == 256
-    with pytest.raises(UsageError, match="makes id 256, the model has 200 rows"):
+    with pytest.raises(UsageError, match="makes token id 256, but the model has 200 rows"):
         encode(["a"], tmp_path, 4, 200)
 
 
 def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, bos=False)
-    with pytest.raises(UsageError, match="no calibration text is 2 tokens or longer"):
+    with pytest.raises(UsageError, match="none of the 1 calibration texts is 2 tokens or longer"):
         encode(["a"], tmp_path, 8, 258)
 
 

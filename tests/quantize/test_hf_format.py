@@ -1,4 +1,4 @@
-"""The unified form is ModelOpt's own export, tensor for tensor and word for word."""
+"""The unified format equals ModelOpt's own export, tensor for tensor and word for word."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from toolkit.quantize.modelopt import reserve
 
 def test_a_file_to_map_has_all_its_blocks_before_it_is_written(tmp_path: Path) -> None:
     reserve(tmp_path / "weight", 1_000_000)
-    found = (tmp_path / "weight").stat()
-    assert (found.st_size, found.st_blocks * 512 >= 1_000_000) == (1_000_000, True)
+    stat = (tmp_path / "weight").stat()
+    assert (stat.st_size, stat.st_blocks * 512 >= 1_000_000) == (1_000_000, True)
 
 
 def test_a_file_that_finds_no_room_is_an_error_and_no_signal(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks partition a model: every layer, head, column and row is somewhere, once."""
+"""Ranks partition a model: every layer, head, column and row is on exactly one rank."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_everything_is_held_once(
         (
             Ranks(4, 1),
             {"num_kv_heads": 6},
-            "tp_size 4 neither divides the model's 6 key and value heads",
+            "tp_size 4 is neither a divisor nor a multiple of 6, the model's number of key and",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""The checks find what they are there for: each silent fault of an export is planted, by
-ModelOpt itself where it makes it.
+"""The checks find every silent fault of an export. Each fault is planted; where ModelOpt itself
+makes it, ModelOpt plants it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.config.schema import CalibrationConfig
 from toolkit.quantize import calibrate, modelopt
 from toolkit.quantize.algorithms import ALGORITHMS, Algorithm
 from toolkit.quantize.calibrated import calibrated_from_model
-from toolkit.quantize.check import check_form
+from toolkit.quantize.check import check_format
 from toolkit.quantize.checkpoint import finish
 from toolkit.quantize.quality import measure
 from toolkit.quantize.readback import capture, read_back
@@ -44,8 +44,10 @@ def errors(findings: tuple[Finding, ...]) -> dict[str, str]:
     return {finding.check: finding.detail for finding in findings if finding.severity == "error"}
 
 
-def form(source: Source, out: Path, algorithm: Algorithm, kv: str | None = None) -> dict[str, str]:
-    return errors(check_form(out, source.shape, source.dtype, algorithm, kv))
+def faults(
+    source: Source, out: Path, algorithm: Algorithm, kv: str | None = None
+) -> dict[str, str]:
+    return errors(check_format(out, source.shape, source.dtype, algorithm, kv))
 
 
 @pytest.mark.parametrize("algorithm", [SMOOTHQUANT, FP8], ids=["smoothquant", "fp8"])
@@ -70,7 +72,7 @@ def test_the_model_computes_its_source_again_and_then_itself(
 def test_a_model_that_lost_nothing_has_no_error(
     calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """The quantized pass run as the source: every figure must be that of two equal models."""
+    """With the quantizers switched off, every figure must be that of two equal models."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     source = open_source(write_checkpoint(tmp_path))
@@ -104,7 +106,7 @@ def test_fp8_without_a_forward_loop_is_found(tmp_path: Path) -> None:
     finish(source, tmp_path / "out", "FP8", None)
     assert (
         "model.layers.0.self_attn.q_proj.input_scale is missing"
-        in form(source, tmp_path / "out", FP8)["input_scale"]
+        in faults(source, tmp_path / "out", FP8)["input_scale"]
     )
 
 
@@ -122,7 +124,7 @@ def test_plain_int8_under_the_name_of_smoothquant_is_found(
     finish(source, tmp_path / "out", "W8A8_SQ_PER_CHANNEL", None)
     stated = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
     assert stated["quantization"]["quant_algo"] == "W8A8_SQ_PER_CHANNEL"  # ModelOpt's own word
-    assert list(form(source, tmp_path / "out", SMOOTHQUANT)) == ["pre_quant_scale"]
+    assert list(faults(source, tmp_path / "out", SMOOTHQUANT)) == ["pre_quant_scale"]
 
 
 def test_a_bare_export_lacks_what_runtimes_need(
@@ -135,15 +137,15 @@ def test_a_bare_export_lacks_what_runtimes_need(
             model, FP8, None, calibrate.forward_loop(batches(source, calibration), silent)
         )
         export_hf(model, source.dtype, tmp_path / "out")
-    found = form(source, tmp_path / "out", FP8)
-    assert set(found) == {"rope", "dtype", "tokenizer"}
+    before = faults(source, tmp_path / "out", FP8)
+    assert set(before) == {"rope", "dtype", "tokenizer"}
     finish(source, tmp_path / "out", "FP8", None)
-    assert form(source, tmp_path / "out", FP8) == {}
+    assert faults(source, tmp_path / "out", FP8) == {}
 
 
 @pytest.fixture
 def exported(calibration: CalibrationConfig, tmp_path: Path) -> tuple[Source, Path, Any]:
-    """Written by ModelOpt itself: (source, folder, what it is read back against)."""
+    """An export by ModelOpt itself: (source, folder, (calibration, captured linears))."""
     source = open_source(write_checkpoint(tmp_path / "source"))
     with modelopt.quiet():
         model = modelopt.load_model(source)
@@ -151,12 +153,12 @@ def exported(calibration: CalibrationConfig, tmp_path: Path) -> tuple[Source, Pa
             model, SMOOTHQUANT, None, calibrate.forward_loop(batches(source, calibration), silent)
         )
         calibrated = calibrated_from_model(model, source, SMOOTHQUANT)
-        notes = capture(model, calibrated)
+        captured = capture(model, calibrated)
         export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", SMOOTHQUANT.name, None)
-    assert form(source, tmp_path / "out", SMOOTHQUANT) == {}
-    assert errors(read_back(tmp_path / "out", calibrated, notes)) == {}
-    return source, tmp_path / "out", (calibrated, notes)
+    assert faults(source, tmp_path / "out", SMOOTHQUANT) == {}
+    assert errors(read_back(tmp_path / "out", calibrated, captured)) == {}
+    return source, tmp_path / "out", (calibrated, captured)
 
 
 def _flip_code(tensors: dict[str, Any]) -> None:
@@ -182,11 +184,11 @@ def _touch_norm(tensors: dict[str, Any]) -> None:
 def test_an_export_that_differs_from_what_was_quantized_is_found(
     damage: Callable[[dict[str, Any]], None], check: str, exported: tuple[Source, Path, Any]
 ) -> None:
-    _, out, notes = exported
+    _, out, references = exported
     tensors = load_file(out / "model.safetensors")
     damage(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert list(errors(read_back(out, *notes))) == [check]
+    assert list(errors(read_back(out, *references))) == [check]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_values_out_of_range_are_found(
     tensors = load_file(out / "model.safetensors")
     tensors[name].view(-1)[0] = value
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert list(form(source, out, SMOOTHQUANT)) == [check]
+    assert list(faults(source, out, SMOOTHQUANT)) == [check]
 
 
 def test_two_names_for_one_algorithm_are_found(exported: tuple[Source, Path, Any]) -> None:
@@ -213,7 +215,7 @@ def test_two_names_for_one_algorithm_are_found(exported: tuple[Source, Path, Any
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["quant_algo"] = "W8A16"
     (out / "config.json").write_text(json.dumps(config))
-    assert form(source, out, SMOOTHQUANT) == {
+    assert faults(source, out, SMOOTHQUANT) == {
         "quant_algo": "config.json quant_algo is 'W8A16', must be 'W8A8_SQ_PER_CHANNEL'"
     }
 
@@ -222,5 +224,5 @@ def test_a_cache_without_its_scales_is_found(exported: tuple[Source, Path, Any])
     source, out, _ = exported
     assert (
         "model.layers.0.self_attn.k_proj.k_scale is missing"
-        in form(source, out, SMOOTHQUANT, "FP8")["kv_scale"]
+        in faults(source, out, SMOOTHQUANT, "FP8")["kv_scale"]
     )

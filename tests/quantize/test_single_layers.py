@@ -1,5 +1,5 @@
-"""A layer's figure is that of the model in which it alone is quantized, however the streams are
-carried there.
+"""The figure of a layer is that of the model in which only this layer is quantized, however the
+streams are computed.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def one_by_one(model: Any, source: Source, batches: list[Any]) -> list[float]:
                     stack.enter_context(modelopt.as_source(model, source, f"model.layers.{i}"))
             return torch.log_softmax(model(input_ids=batch).logits[0, :-1].float(), dim=-1)
 
-    found = []
+    kl_by_layer = []
     for layer in range(LAYERS):
         sums, tokens = 0.0, 0
         for batch in batches:
             wanted, given = log_probabilities(batch, None), log_probabilities(batch, layer)
             sums += float((wanted.exp() * (wanted - given)).sum())
             tokens += len(wanted)
-        found.append(sums / tokens)
-    return found
+        kl_by_layer.append(sums / tokens)
+    return kl_by_layer
 
 
 @pytest.mark.parametrize(
@@ -68,20 +68,20 @@ def test_each_layer_alone_as_if_run_one_by_one(
     source = open_source(
         write_checkpoint(tmp_path, family=family, dtype="float32", num_hidden_layers=LAYERS)
     )
-    monkeypatch.setattr(single_layers, "TOGETHER", 30)  # streams in several calls
-    monkeypatch.setattr(single_layers, "SCORED", 20)
-    monkeypatch.setattr(single_layers, "ROWS", 100)
+    monkeypatch.setattr(single_layers, "TOKENS_PER_CALL", 30)  # streams in several calls
+    monkeypatch.setattr(single_layers, "LOGIT_TOKENS", 20)
+    monkeypatch.setattr(single_layers, "LM_HEAD_ROWS", 100)
     with modelopt.quiet():
         model = calibrated_model(source, quant_algo, kv)
         before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-        found = measure_single_layers(model, source, texts(), silent)
+        layers = measure_single_layers(model, source, texts(), silent)
         expected = one_by_one(model, source, texts())
         with streamed(model, lambda tensor: tensor.clone(), lambda tensor: tensor.clone()):
-            elsewhere = measure_single_layers(model, source, texts(), silent)
-    assert [one.layer for one in found] == [f"model.layers.{i}" for i in range(LAYERS)]
-    assert all(one.kl > 1e-6 for one in found)
-    assert [one.kl for one in found] == pytest.approx(expected, rel=0.01)
-    assert [one.kl for one in elsewhere] == pytest.approx(expected, rel=0.01)
+            streamed_layers = measure_single_layers(model, source, texts(), silent)
+    assert [layer.layer for layer in layers] == [f"model.layers.{i}" for i in range(LAYERS)]
+    assert all(layer.kl > 1e-6 for layer in layers)
+    assert [layer.kl for layer in layers] == pytest.approx(expected, rel=0.01)
+    assert [layer.kl for layer in streamed_layers] == pytest.approx(expected, rel=0.01)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
 
 
@@ -94,13 +94,13 @@ def test_the_layer_that_was_damaged_stands_out(tmp_path: Path) -> None:
             for linear in modelopt.quantized_linears(model.model.layers[1]).values()
         ):
             quantizer._amax *= 40
-        kl = [one.kl for one in measure_single_layers(model, source, texts(), silent)]
+        kl = [layer.kl for layer in measure_single_layers(model, source, texts(), silent)]
     assert kl[1] > 20 * max(kl[0], kl[2])
 
 
 def test_rounding_of_the_source_is_not_taken_for_quantization(tmp_path: Path) -> None:
-    """The same weights stored in BF16 and in float32 give the same figures; BF16 arithmetic
-    would make them of noise.
+    """The same weights give the same figures whether stored in BF16 or in float32. With BF16
+    arithmetic the figures would be noise.
     """
     source = write_checkpoint(tmp_path / "bfloat16", num_hidden_layers=LAYERS)
     wide = Path(shutil.copytree(source, tmp_path / "float32"))
@@ -108,10 +108,12 @@ def test_rounding_of_the_source_is_not_taken_for_quantization(tmp_path: Path) ->
         name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
-    found = []
+    figures = []
     for folder in (source, wide):
         opened = open_source(folder)
         with modelopt.quiet():
             model = calibrated_model(opened, "W8A16")
-            found.append([one.kl for one in measure_single_layers(model, opened, texts(), silent)])
-    assert found[0] == pytest.approx(found[1], rel=0.1)
+            figures.append(
+                [layer.kl for layer in measure_single_layers(model, opened, texts(), silent)]
+            )
+    assert figures[0] == pytest.approx(figures[1], rel=0.1)

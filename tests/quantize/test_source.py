@@ -57,8 +57,8 @@ def test_codes_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_with_a_head_of_their_own_are_refused(tmp_path: Path) -> None:
-    """transformers takes the head then, a runtime that believes config.json the embedding: two
-    different models.
+    """transformers would use the head, and a runtime that follows config.json would use the
+    embedding: two different models.
     """
     source = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = load_file(source / "model.safetensors")

@@ -1,6 +1,4 @@
-"""The quantize stage on small real models: every family with every algorithm, and what goes
-wrong.
-"""
+"""The quantize stage on small real models: every family with every algorithm, and every refusal."""
 
 from __future__ import annotations
 
@@ -41,12 +39,12 @@ def silent(done: int, total: int | None, what: str) -> None:
 
 def run(
     source: Path,
-    asked: QuantizationConfig,
+    quantization: QuantizationConfig,
     calibration: CalibrationConfig | None,
     out: Path,
     progress: Any = silent,
 ) -> QuantizedCheckpoint:
-    return quantize("target", source, asked, calibration, out, progress)
+    return quantize("target", source, quantization, calibration, out, progress)
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
@@ -67,31 +65,31 @@ def dequantized(folder: Path, name: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "asked", [FP8_KV, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8+kv", "smoothquant", "weight-only"]
+    "quantization", [FP8_KV, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8+kv", "smoothquant", "weight-only"]
 )
 def test_every_family_is_quantized_checked_and_close_to_its_source(
-    family: str, asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
+    family: str, quantization: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     source = write_checkpoint(tmp_path / "source", family=family)
-    record = run(source, asked, calibration, tmp_path / "out")
+    record = run(source, quantization, calibration, tmp_path / "out")
     assert {finding.severity for finding in record.checks} == {"ok"}
     assert (record.quant_algo, record.kv_cache_quant_algo) == (
-        asked.quant_algo,
-        asked.kv_cache_quant_algo,
+        quantization.quant_algo,
+        quantization.kv_cache_quant_algo,
     )
     tensors, originals = tensors_of(record.path), tensors_of(source)
     for layer in range(2):
         for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
             name = f"model.layers.{layer}.{part}"
-            assert str(tensors[f"{name}.weight"].dtype) == CODES[asked.quant_algo]
+            assert str(tensors[f"{name}.weight"].dtype) == CODES[quantization.quant_algo]
             original = originals[f"{name}.weight"].float()
             error = (dequantized(record.path, name) - original).norm() / original.norm()
             assert error < (
-                0.04 if asked.quant_algo == "FP8" else 0.03
+                0.04 if quantization.quant_algo == "FP8" else 0.03
             )  # E4M3 keeps 3 bits, INT8 per channel 7
         for part in "kv":
             scale = tensors.get(f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale")
-            assert (scale is not None) == (asked.kv_cache_quant_algo == "FP8")
+            assert (scale is not None) == (quantization.kv_cache_quant_algo == "FP8")
     assert record.quality is not None
     assert 0 < record.quality.kl_mean < 0.05
     assert record.quality.kl_p99 >= record.quality.kl_mean
@@ -103,13 +101,13 @@ def test_every_family_is_quantized_checked_and_close_to_its_source(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    "asked", [FP8_KV, SMOOTHQUANT, NO_QUANT], ids=["fp8+kv", "smoothquant", "none"]
+    "quantization", [FP8_KV, SMOOTHQUANT, NO_QUANT], ids=["fp8+kv", "smoothquant", "none"]
 )
 def test_padding_rows_are_cut_off_embedding_and_head(
-    asked: QuantizationConfig, tied: bool, calibration: CalibrationConfig, tmp_path: Path
+    quantization: QuantizationConfig, tied: bool, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """As pairing decided. Rows that are kept are bit for bit the source's; a pad id above them
-    is not kept either.
+    """Pairing decided how many rows are kept. These are bit for bit the source's; a pad id above
+    them is dropped.
     """
     import torch
 
@@ -121,7 +119,7 @@ def test_padding_rows_are_cut_off_embedding_and_head(
         max_shard_size="40KB",
     )
     record = quantize(
-        "target", source, asked, calibration, tmp_path / "out", silent, vocab_size=260
+        "target", source, quantization, calibration, tmp_path / "out", silent, vocab_size=260
     )
     assert record.vocab_size == read_shape(record.path).vocab_size == 260
     assert {finding.severity for finding in record.checks} == {"ok"}
@@ -156,7 +154,7 @@ def test_padding_rows_of_an_already_quantized_checkpoint_are_cut(
 
 
 def test_rows_that_the_source_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has 258 rows \(vocab_size\), 300 are asked for"):
+    with pytest.raises(CheckpointError, match=r"has 258 rows \(vocab_size\), but 300 are wanted"):
         quantize(
             "target",
             write_checkpoint(tmp_path / "source"),
@@ -170,26 +168,26 @@ def test_rows_that_the_source_does_not_have_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    "asked", [FP8, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8", "smoothquant", "weight-only"]
+    "quantization", [FP8, SMOOTHQUANT, WEIGHT_ONLY], ids=["fp8", "smoothquant", "weight-only"]
 )
 def test_other_dtypes_stay_what_they_are(
-    dtype: str, asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
+    dtype: str, quantization: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     source = write_checkpoint(tmp_path / "source", family="qwen2", dtype=dtype)
-    record = run(source, asked, calibration, tmp_path / "out")
+    record = run(source, quantization, calibration, tmp_path / "out")
     assert {finding.severity for finding in record.checks} == {"ok"}
     assert str(tensors_of(record.path)["model.norm.weight"].dtype) == f"torch.{dtype}"
     assert json.loads((record.path / "config.json").read_text())["torch_dtype"] == dtype
 
 
 @pytest.mark.parametrize(
-    "asked", [FP8, SMOOTHQUANT, NO_QUANT], ids=["fp8", "smoothquant", "not-quantized"]
+    "quantization", [FP8, SMOOTHQUANT, NO_QUANT], ids=["fp8", "smoothquant", "not-quantized"]
 )
 def test_a_wider_embedding_does_not_widen_the_layers(
-    asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
+    quantization: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """Else a model of 140 GB would be copied out of its files into 280 GB of memory, and served
-    in float32.
+    """Otherwise a model of 140 GB would be copied out of its files into 280 GB of memory, and
+    served in float32.
     """
     source = write_checkpoint(tmp_path / "source", tie_word_embeddings=False, intermediate_size=512)
     tensors = tensors_of(source)
@@ -204,7 +202,7 @@ def test_a_wider_embedding_does_not_widen_the_layers(
     with quiet():
         model = load_model(opened)
     assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.bfloat16"}
-    record = run(source, asked, calibration, tmp_path / "out")
+    record = run(source, quantization, calibration, tmp_path / "out")
     assert {finding.severity for finding in record.checks} == {"ok"}
     assert json.loads((record.path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
@@ -232,8 +230,8 @@ def test_an_odd_model_works(calibration: CalibrationConfig, tmp_path: Path) -> N
             if name in tensors:
                 tensors[name][3] = 0.0
         save_file(tensors, shard, metadata={"format": "pt"})
-    for asked in (FP8_KV, SMOOTHQUANT, WEIGHT_ONLY):
-        record = run(source, asked, calibration, tmp_path / asked.quant_algo)
+    for quantization in (FP8_KV, SMOOTHQUANT, WEIGHT_ONLY):
+        record = run(source, quantization, calibration, tmp_path / quantization.quant_algo)
         assert {finding.severity for finding in record.checks} == {"ok"}
         assert "lm_head.weight" not in tensors_of(record.path)
         assert not (record.path / "generation_config.json").exists()
@@ -245,12 +243,13 @@ def test_the_same_input_gives_the_same_bytes(
     calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     source = write_checkpoint(tmp_path / "source")
-    one = run(source, SMOOTHQUANT, calibration, tmp_path / "one")
-    two = run(source, SMOOTHQUANT, calibration, tmp_path / "two")
-    names = sorted(file.name for file in one.path.iterdir())
-    assert names == sorted(file.name for file in two.path.iterdir())
-    assert all((one.path / name).read_bytes() == (two.path / name).read_bytes() for name in names)
-    assert one.quality == two.quality
+    first = run(source, SMOOTHQUANT, calibration, tmp_path / "first")
+    second = run(source, SMOOTHQUANT, calibration, tmp_path / "second")
+    names = sorted(file.name for file in first.path.iterdir())
+    assert names == sorted(file.name for file in second.path.iterdir())
+    for name in names:
+        assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
+    assert first.quality == second.quality
 
 
 def test_rope_is_written_as_both_transformers_read_it(
@@ -267,8 +266,8 @@ def test_rope_is_written_as_both_transformers_read_it(
         "original_max_position_embeddings": 64,
     }
     source = write_checkpoint(tmp_path / "source", rope_parameters=scaling)
-    for asked in (WEIGHT_ONLY, NO_QUANT):
-        record = run(source, asked, calibration, tmp_path / asked.quant_algo)
+    for quantization in (WEIGHT_ONLY, NO_QUANT):
+        record = run(source, quantization, calibration, tmp_path / quantization.quant_algo)
         raw = json.loads((record.path / "config.json").read_text())
         assert raw["rope_theta"] == 500000.0  # transformers 4.x
         assert raw["rope_scaling"] == {
@@ -350,16 +349,18 @@ def test_an_already_quantized_checkpoint_is_used_as_it_is(
     assert run(first.path, FP8_KV, None, tmp_path / "third").kv_cache_quant_algo == "FP8"
 
 
-@pytest.mark.parametrize("asked", [SMOOTHQUANT, FP8, NO_QUANT], ids=["other", "no kv", "none"])
+@pytest.mark.parametrize(
+    "quantization", [SMOOTHQUANT, FP8, NO_QUANT], ids=["other", "no kv", "none"]
+)
 def test_another_algorithm_than_asked_is_refused_with_both(
-    asked: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
+    quantization: QuantizationConfig, calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
     first = run(write_checkpoint(tmp_path / "source"), FP8_KV, calibration, tmp_path / "first")
     with pytest.raises(
-        CheckpointError, match="already quantized with FP8 and a FP8 KV cache, the YAML asks for"
+        CheckpointError, match="already quantized with FP8 and a FP8 KV cache, but the YAML asks"
     ) as caught:
-        run(first.path, asked, calibration, tmp_path / "out")
-    assert asked.quant_algo in str(caught.value)
+        run(first.path, quantization, calibration, tmp_path / "out")
+    assert quantization.quant_algo in str(caught.value)
     assert "{quant_algo: FP8, kv_cache_quant_algo: FP8}" in str(caught.value)
 
 

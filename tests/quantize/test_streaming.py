@@ -1,5 +1,5 @@
-"""Layers that visit another device compute what they compute at home. The device is a stand-in:
-what is there is a copy.
+"""Layers that are moved to another device compute what they compute on the host. The device is a
+stand-in: moving a tensor to it makes a copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from toolkit.quantize.streaming import computing_on, streamed
 
 
 class Elsewhere:
-    """Notes the largest tensor. As everything there is a copy, whatever forgets to go back is
-    found by its address.
+    """A stand-in for a device, which notes the largest tensor. Every move is a copy, so a tensor
+    that is not moved back is found by its address.
     """
 
     def __init__(self) -> None:
@@ -93,6 +93,6 @@ def test_a_gpu_gives_what_the_host_gives_up_to_rounding(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.model(input_ids=tokens).last_hidden_state
         with computing_on(model, "cuda"):
-            found = model.model(input_ids=tokens).last_hidden_state
-    assert found.device.type == "cpu"
-    assert torch.allclose(found, expected, atol=1e-4)
+            hidden = model.model(input_ids=tokens).last_hidden_state
+    assert hidden.device.type == "cpu"
+    assert torch.allclose(hidden, expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The TRT-LLM form is ModelOpt's own export, tensor for tensor, and says more than it in
+"""The TRT-LLM format equals ModelOpt's own export, tensor for tensor, and has more fields in
 config.json.
 """
 
@@ -98,13 +98,13 @@ def test_it_is_what_modelopt_writes(case: str, tmp_path: Path) -> None:
 
 
 def reassembled(folder: Path, ranks: Ranks, shape: Any) -> dict[str, Any]:
-    """HF name -> weight [out, in] in float32, put together from all ranks by a dequantizer that
-    shares nothing with ours.
+    """HF name -> weight [out, in] in float32, assembled from all ranks by a dequantizer that shares
+    no code with ours.
     """
     import torch
 
     files = [load_file(folder / f"rank{rank}.safetensors") for rank in range(ranks.world_size)]
-    per_stage, found = shape.num_layers // ranks.pp_size, {}
+    per_stage, weights = shape.num_layers // ranks.pp_size, {}
     q, kv = (
         shape.num_heads * shape.head_dim // ranks.tp_size,
         max(1, shape.num_kv_heads // ranks.tp_size) * shape.head_dim,
@@ -124,19 +124,19 @@ def reassembled(folder: Path, ranks: Ranks, shape: Any) -> dict[str, Any]:
         prefix, name = f"transformer.layers.{layer % per_stage}", f"model.layers.{layer}"
         fused = [weight(tensors, f"{prefix}.attention.qkv").split([q, kv, kv]) for tensors in stage]
         copies = max(1, ranks.tp_size // shape.num_kv_heads)
-        found[f"{name}.self_attn.q_proj"] = torch.cat([parts[0] for parts in fused])
-        found[f"{name}.self_attn.k_proj"] = torch.cat([parts[1] for parts in fused[::copies]])
-        found[f"{name}.self_attn.v_proj"] = torch.cat([parts[2] for parts in fused[::copies]])
+        weights[f"{name}.self_attn.q_proj"] = torch.cat([parts[0] for parts in fused])
+        weights[f"{name}.self_attn.k_proj"] = torch.cat([parts[1] for parts in fused[::copies]])
+        weights[f"{name}.self_attn.v_proj"] = torch.cat([parts[2] for parts in fused[::copies]])
         for theirs, ours, axis in (
             ("self_attn.o_proj", "attention.dense", 1),
             ("mlp.gate_proj", "mlp.fc", 0),
             ("mlp.up_proj", "mlp.gate", 0),
             ("mlp.down_proj", "mlp.proj", 1),
         ):
-            found[f"{name}.{theirs}"] = torch.cat(
+            weights[f"{name}.{theirs}"] = torch.cat(
                 [weight(tensors, f"{prefix}.{ours}") for tensors in stage], dim=axis
             )
-    return found
+    return weights
 
 
 def silent(done: int, total: int | None, what: str) -> None:
@@ -145,12 +145,12 @@ def silent(done: int, total: int | None, what: str) -> None:
 
 def stage_run(
     source: Path,
-    asked: QuantizationConfig,
+    quantization: QuantizationConfig,
     calibration: CalibrationConfig | None,
     out: Path,
     ranks: Ranks,
 ) -> Any:
-    return quantize("target", source, asked, calibration, out, silent, trtllm=ranks)
+    return quantize("target", source, quantization, calibration, out, silent, trtllm=ranks)
 
 
 TOLERANCE = {"FP8": 0.05, "W8A8_SQ_PER_CHANNEL": 0.03, "W8A16": 0.0, "NO_QUANT": 0.0}
@@ -167,11 +167,13 @@ STAGE_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "asked", "ranks"), STAGE_CASES, ids=[case[1].quant_algo for case in STAGE_CASES]
+    ("family", "quantization", "ranks"),
+    STAGE_CASES,
+    ids=[case[1].quant_algo for case in STAGE_CASES],
 )
-def test_both_forms_come_from_one_calibration(
+def test_both_formats_come_from_one_calibration(
     family: str,
-    asked: QuantizationConfig,
+    quantization: QuantizationConfig,
     ranks: Ranks,
     calibration: CalibrationConfig,
     tmp_path: Path,
@@ -179,7 +181,7 @@ def test_both_forms_come_from_one_calibration(
     from toolkit.checkpoints.quantized import open_checkpoint
 
     source = write_checkpoint(tmp_path / "source", family=family)
-    record = stage_run(source, asked, calibration, tmp_path / "out", ranks)
+    record = stage_run(source, quantization, calibration, tmp_path / "out", ranks)
     assert {finding.severity for finding in record.checks} == {"ok"}
     assert {"trtllm: codes", "trtllm: rope", "trtllm: unquantized"} <= {
         finding.check for finding in record.checks
@@ -192,8 +194,10 @@ def test_both_forms_come_from_one_calibration(
     assert len(weights) == 14
     for name, weight in weights.items():
         original = originals[f"{name}.weight"].float()
-        assert (weight - original).norm() <= TOLERANCE[asked.quant_algo] * original.norm(), name
-    if asked.quant_algo == "W8A16":  # for the builder to quantize
+        assert (weight - original).norm() <= TOLERANCE[quantization.quant_algo] * original.norm(), (
+            name
+        )
+    if quantization.quant_algo == "W8A16":  # for the builder to quantize
         assert unified.linear("model.layers.1.mlp.up_proj").weight_scale is not None
         tensors = load_file(record.trtllm.path / "rank0.safetensors")
         assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
@@ -210,14 +214,14 @@ def test_a_checkpoint_that_is_quantized_already_is_divided_as_it_is(
 ) -> None:
     from toolkit.checkpoints.quantized import dequantize, open_checkpoint
 
-    asked = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
+    quantization = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
     source = write_checkpoint(tmp_path / "source", vocab_size=300)
-    first = quantize("target", source, asked, calibration, tmp_path / "first", silent)
+    first = quantize("target", source, quantization, calibration, tmp_path / "first", silent)
     assert first.trtllm is None
     again = quantize(
         "target",
         first.path,
-        asked,
+        quantization,
         None,
         tmp_path / "again",
         silent,
@@ -239,8 +243,8 @@ def test_a_checkpoint_that_is_quantized_already_is_divided_as_it_is(
 
 
 def test_the_settings_of_llama_3_reach_the_engine(tmp_path: Path) -> None:
-    """ModelOpt beside transformers 5.x loses both, and TensorRT-LLM computes with base 10000
-    then.
+    """If transformers 5.x is installed, ModelOpt loses base and scaling, and TensorRT-LLM computes
+    with base 10000.
     """
     source = write_checkpoint(tmp_path / "source", rope_parameters=LLAMA3_ROPE)
     record = stage_run(source, QuantizationConfig(), None, tmp_path / "out", Ranks())
@@ -255,12 +259,12 @@ def test_the_settings_of_llama_3_reach_the_engine(tmp_path: Path) -> None:
 def test_the_engine_flow_builds_from_what_was_written(
     calibration: CalibrationConfig, tmp_path: Path
 ) -> None:
-    """The compile stage finds the form by itself; the builder is the contract's stand-in."""
+    """The compile stage finds the format by itself; a stand-in of the contract is the builder."""
     source = write_checkpoint(
         tmp_path / "source", max_position_embeddings=1024, rope_parameters=LLAMA3_ROPE
     )
-    asked = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
-    record = stage_run(source, asked, calibration, tmp_path / "out", Ranks(2, 1))
+    quantization = QuantizationConfig(quant_algo="FP8", kv_cache_quant_algo="FP8")
+    record = stage_run(source, quantization, calibration, tmp_path / "out", Ranks(2, 1))
     spec = EngineSpec(
         "target",
         4,
@@ -294,7 +298,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused_at_once(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calibrated, Path]:
-    """SmoothQuant for two tensor ranks, with what it was calibrated to."""
+    """A SmoothQuant checkpoint for two tensor ranks, with its calibration."""
     folder = tmp_path_factory.mktemp("written")
     source = open_source(write_checkpoint(folder / "source", rope_parameters=LLAMA3_ROPE))
     with modelopt.quiet():
@@ -352,9 +356,9 @@ def _extra(tensors: dict[str, Any]) -> None:
         (
             _low_activation,
             "scales",
-            "attention.qkv.activation_scaling_factor is below what calibration saw",
+            "attention.qkv.activation_scaling_factor is below the calibrated scale",
         ),
-        (_smoothing, "scales", "mlp.proj.prequant_scaling_factor is not what calibration decided"),
+        (_smoothing, "scales", "prequant_scaling_factor is not the vector that calibration gave"),
         (_embedding, "unquantized", "transformer.vocab_embedding.weight differs from the source"),
         (_extra, "tensors", "transformer.layers.1.mlp.fc.bias does not belong there"),
     ],
@@ -398,8 +402,8 @@ def test_a_config_that_says_something_else_is_found(
     shutil.copytree(folder, tmp_path / "copy")
     file = tmp_path / "copy/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    found = check_trtllm(tmp_path / "copy", calibrated, Ranks(2, 1))
-    assert [finding.check for finding in found if finding.severity == "error"] == [
+    findings = check_trtllm(tmp_path / "copy", calibrated, Ranks(2, 1))
+    assert [finding.check for finding in findings if finding.severity == "error"] == [
         f"trtllm: {check}"
     ]
 

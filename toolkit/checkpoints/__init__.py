@@ -1,3 +1,3 @@
-"""Reading Hugging Face checkpoints without trusting them: config -> ModelShape, shards ->
-tensors, quantized or not.
+"""Read and write Hugging Face checkpoints, quantized or not. Nothing in their files is trusted
+before it has been checked.
 """

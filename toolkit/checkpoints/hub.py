@@ -1,7 +1,7 @@
-"""A hub id -> the folder of its files on this machine, downloaded once into the hub's own cache.
+"""Download a hub id once, into the hub library's own cache, and return the folder of its files.
 
-Only what the toolkit reads is fetched: safetensors, JSON and tokenizer files; no pickles and no
-code. Whether all shards are there is checked where they are read, against their index.
+Only files that the toolkit reads are fetched: safetensors, JSON and tokenizer files, no pickles,
+and code only on request. The reader of the shards checks against their index that all are present.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def fetch(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The snapshot's folder. download: False looks into the cache alone. bars: draw the hub
-    library's progress on stderr.
+    """Return the folder of the snapshot.
 
-    with_code: the checkpoint's Python modules too. cache, endpoint: others than the hub library's
-    own.
+    download: False looks into the cache only. bars: draw the hub library's progress on stderr.
+    with_code: also fetch the checkpoint's Python modules. cache, endpoint: replace the hub
+    library's own.
 
-    Raises CheckpointError where it cannot be had: unknown, not granted, or not here and out of
-    reach.
+    Raises CheckpointError if the checkpoint is unknown, if access is not granted, or if it is not
+    in the cache and cannot be downloaded; BackendUnavailable without huggingface_hub.
     """
     try:
         from huggingface_hub import errors, snapshot_download
@@ -44,12 +44,13 @@ def fetch(
     if not bars:
         disable_progress_bars()
     where = hub_id if revision is None else f"{hub_id} at {revision}"
-    by_hand = f"or get it yourself (hf download {hub_id}) and name the folder"
+    by_hand = f"or download it yourself (hf download {hub_id}) and name the folder"
+    patterns = [*PATTERNS, "*.py"] if with_code else [*PATTERNS]
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             hub_id,
             revision=revision,
-            allow_patterns=[*PATTERNS, *(("*.py",) if with_code else ())],
+            allow_patterns=patterns,
             local_files_only=not download,
             cache_dir=cache,
             endpoint=endpoint,
@@ -65,21 +66,18 @@ def fetch(
     except errors.RepositoryNotFoundError as error:
         hint = f"check the spelling; if it is private, log in (hf auth login), {by_hand}"
         raise CheckpointError(
-            "is not on the hub, or not for you", where=where, hint=hint
+            "is not on the hub, or you have no access to it", where=where, hint=hint
         ) from error
     except errors.HFValidationError as error:
         raise CheckpointError(
-            "is no hub id", where=where, hint="write OWNER/NAME, or a folder that exists"
+            "is not a hub id", where=where, hint="write OWNER/NAME, or a folder that exists"
         ) from error
-    except (
-        OSError,
-        errors.HfHubHTTPError,
-    ) as error:  # not cached and the hub is out of reach; a full disk
-        reason = (
-            str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        )
-        here = "is not on this machine" if not download else f"could not be fetched ({reason})"
+    except (OSError, errors.HfHubHTTPError) as error:
+        # It is not in the cache and the hub cannot be reached, or the disk is full.
+        text = str(error).strip()
+        reason = text.splitlines()[0][:200] if text else type(error).__name__
+        message = f"could not be fetched ({reason})" if download else "is not on this machine"
         raise CheckpointError(
-            here, where=where, hint=f"check the network and the disk, {by_hand}"
+            message, where=where, hint=f"check the network and the disk, {by_hand}"
         ) from error
-    return Path(str(found))
+    return Path(str(folder))

@@ -1,17 +1,18 @@
-"""Unified Hugging Face checkpoints, quantized or not: what each linear holds, and what its codes
-stand for.
+"""Read checkpoints in the unified Hugging Face format, quantized or not: the tensors of each
+linear, and the weights that its codes stand for.
 
 ModelOpt's export keeps the tensor names of the source model and puts the scales beside each weight:
 
-    <linear>.weight            float8_e4m3fn [out, in] (FP8) | int8 [out, in] (W8A8_SQ_PER_CHANNEL,
-    W8A16) <linear>.weight_scale      float32 [] (FP8) | float32 [out] (INT8); real weight = code *
-    scale <linear>.input_scale       float32 []; code = round(input / scale) (FP8, W8A8)
+    <linear>.weight            float8_e4m3fn [out, in] (FP8)
+                               int8 [out, in] (W8A8_SQ_PER_CHANNEL, W8A16)
+    <linear>.weight_scale      float32 [] (FP8) | float32 [out] (INT8); weight = code * scale
+    <linear>.input_scale       float32 []; code = round(input / scale) (FP8, W8A8)
     <linear>.pre_quant_scale   [in]; the input is multiplied by it first (SmoothQuant)
-    self_attn.k_proj.k_scale, self_attn.v_proj.v_scale   float32 []; FP8 KV cache, code = e4m3(value
-    / scale)
+    self_attn.k_proj.k_scale   float32 []; FP8 KV cache, code = e4m3(value / scale)
+    self_attn.v_proj.v_scale   likewise
 
-What a tensor is, its own dtype says: linears that were left alone (lm_head) simply have no scale.
-transformers would load the codes as if they were weights, so nothing here goes through
+The dtype of a weight says whether it holds codes; linears that are not quantized (lm_head) have no
+scale. transformers would load the codes as if they were weights, so nothing here uses
 `from_pretrained`. Measured on nvidia-modelopt 0.47.0.
 """
 
@@ -36,7 +37,7 @@ __all__ = [
     "Quantization",
     "dequantize",
     "open_checkpoint",
-    "other_than_asked",
+    "quantization_conflict",
     "read_quantization",
 ]
 
@@ -48,7 +49,7 @@ CODE_DTYPES = {"FP8": "F8_E4M3", "W8A8_SQ_PER_CHANNEL": "I8", "W8A16": "I8"}
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the checkpoint says of itself; None where that part is not quantized."""
+    """How the checkpoint's own configs say it is quantized; None for a part that is not."""
 
     quant_algo: QuantAlgo | None
     kv_cache_quant_algo: KvCacheQuantAlgo | None
@@ -57,8 +58,8 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class LinearTensors:
-    """One linear as it stands in the file. weight [out, in]; the scales are None where the
-    algorithm has none.
+    """The tensors of one linear as stored. weight [out, in]; a scale that the algorithm does not
+    have is None.
     """
 
     weight: Tensor
@@ -70,7 +71,7 @@ class LinearTensors:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: headers are read and checked, tensors are read when asked for."""
+    """An opened checkpoint: its headers are read and checked; tensors are read on demand."""
 
     path: Path
     shape: ModelShape
@@ -84,54 +85,54 @@ class Checkpoint:
         return read_tensor(info)
 
     def linear(self, name: str) -> LinearTensors:
-        """Everything that belongs to one linear, e.g. "model.layers.0.mlp.up_proj".
+        """All tensors of one linear, e.g. "model.layers.0.mlp.up_proj".
 
-        Raises CheckpointError for codes without the scales that give them their meaning.
+        Raises CheckpointError for codes without the scales that they need.
         """
         algo = self.quantization.quant_algo
         weight = self.tensor(f"{name}.weight")
-        scale, pre = (
-            self._optional(f"{name}.weight_scale"),
-            self._optional(f"{name}.pre_quant_scale"),
-        )
-        input_scale, bias = self._optional(f"{name}.input_scale"), self._optional(f"{name}.bias")
+        scale = self._optional(f"{name}.weight_scale")
+        pre_quant_scale = self._optional(f"{name}.pre_quant_scale")
+        input_scale = self._optional(f"{name}.input_scale")
+        bias = self._optional(f"{name}.bias")
         if self.tensors[f"{name}.weight"].dtype in PLAIN_DTYPES:
             return LinearTensors(weight, None, None, None, bias)
         if algo is None or CODE_DTYPES[algo] != self.tensors[f"{name}.weight"].dtype:
             raise CheckpointError(
-                f"{name}.weight is {weight.dtype}, which quant_algo {algo} does not write",
+                f"{name}.weight is {weight.dtype}, but quant_algo {algo} does not write this dtype",
                 where=self.path,
             )
         if scale is None or scale.numel() not in (1, weight.shape[0]):
-            found = "missing" if scale is None else f"of shape {list(scale.shape)}"
+            fault = "is missing" if scale is None else f"has shape {list(scale.shape)}"
             raise CheckpointError(
-                f"{name}.weight_scale is {found}, so its codes have no meaning", where=self.path
+                f"{name}.weight_scale {fault}, so the codes of {name}.weight cannot be decoded",
+                where=self.path,
             )
         if input_scale is None and algo != "W8A16":
             raise CheckpointError(
-                f"{name}.input_scale is missing: {algo} was exported without calibrated"
+                f"{name}.input_scale is missing: the {algo} export was made without calibrated"
                 " activations",
                 where=self.path,
                 hint="quantize again with calibration text",
             )
-        static = None if input_scale is None or algo == "W8A16" else float(input_scale)
-        return LinearTensors(weight, scale.float(), static, pre, bias)
+        static_scale = None if input_scale is None or algo == "W8A16" else float(input_scale)
+        return LinearTensors(weight, scale.float(), static_scale, pre_quant_scale, bias)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
-        """(k_scale, v_scale) of an FP8 KV cache; 1.0 each where the checkpoint has none."""
+        """(k_scale, v_scale) of an FP8 KV cache. A scale that the checkpoint lacks is 1.0."""
         prefix = f"model.layers.{layer}.self_attn"
-        key, value = (
-            self._optional(f"{prefix}.k_proj.k_scale"),
-            self._optional(f"{prefix}.v_proj.v_scale"),
-        )
-        return (1.0 if key is None else float(key), 1.0 if value is None else float(value))
+        key_scale = self._optional(f"{prefix}.k_proj.k_scale")
+        value_scale = self._optional(f"{prefix}.v_proj.v_scale")
+        key = 1.0 if key_scale is None else float(key_scale)
+        value = 1.0 if value_scale is None else float(value_scale)
+        return key, value
 
     def _optional(self, name: str) -> Tensor | None:
         return read_tensor(self.tensors[name]) if name in self.tensors else None
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read config and headers, and check them against one another. Raises CheckpointError."""
+    """Read config and headers. Raises CheckpointError if they are damaged or disagree."""
     shape = read_shape(directory)
     tensors = read_index(directory)
     check_against_shape(tensors, shape, directory)
@@ -139,78 +140,75 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_quantization(directory: Path) -> Quantization:
-    """From hf_quant_config.json, else from `quantization_config` in config.json; neither means not
-    quantized.
+    """Read hf_quant_config.json and `quantization_config` in config.json. If both exist, the first
+    is returned; if neither exists, the checkpoint is not quantized.
 
-    Raises CheckpointError for an algorithm that we do not read, and where the two contradict each
-    other.
+    Raises CheckpointError for an algorithm that we do not read, and if the two name different
+    algorithms.
     """
-    own = directory / "hf_quant_config.json"
-    inside = read_json(directory / "config.json").get("quantization_config")
-    found = []
-    if own.exists():
-        section = read_json(own).get("quantization")
+    file = directory / "hf_quant_config.json"
+    embedded = read_json(directory / "config.json").get("quantization_config")
+    statements = []
+    if file.exists():
+        section = read_json(file).get("quantization")
         if not isinstance(section, dict):
-            raise CheckpointError("has no `quantization` section", where=own)
+            raise CheckpointError("has no `quantization` section", where=file)
         algo = section.get("quant_algo")
-        found.append(
-            _checked(algo, section.get("kv_cache_quant_algo"), section.get("exclude_modules"), own)
+        statements.append(
+            _checked(algo, section.get("kv_cache_quant_algo"), section.get("exclude_modules"), file)
         )
-    if isinstance(inside, dict):
-        scheme = inside.get("kv_cache_scheme")
-        kv = "FP8" if _is_float8(scheme) else None if scheme is None else str(scheme)
-        found.append(
+    if isinstance(embedded, dict):
+        statements.append(
             _checked(
-                inside.get("quant_algo"),
-                kv,
-                inside.get("ignore"),
+                embedded.get("quant_algo"),
+                _kv_algo(embedded.get("kv_cache_scheme")),
+                embedded.get("ignore"),
                 directory / "config.json",
-                inside,
+                embedded,
             )
         )
-    if len(found) == 2 and found[0].quant_algo != found[1].quant_algo:
+    if len(statements) == 2 and statements[0].quant_algo != statements[1].quant_algo:
         raise CheckpointError(
-            f"hf_quant_config.json says {found[0].quant_algo}, config.json says"
-            f" {found[1].quant_algo}",
+            f"hf_quant_config.json says {statements[0].quant_algo}, but config.json says"
+            f" {statements[1].quant_algo}",
             where=directory,
         )
-    return found[0] if found else Quantization(None, None, ())
+    return statements[0] if statements else Quantization(None, None, ())
 
 
-def other_than_asked(
-    found: Quantization, quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None
+def quantization_conflict(
+    stated: Quantization, quant_algo: str, kv_cache_quant_algo: str | None
 ) -> tuple[str, str] | None:
-    """(what is wrong, how to fix it) where a checkpoint is quantized already, and otherwise
-    than the YAML asks.
+    """Compare a checkpoint with what the YAML asks for. Return (message, hint) if the checkpoint is
+    already quantized, but differently; otherwise None.
     """
-    stated = (found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo)
-    if stated in (("NO_QUANT", None), (quant_algo, kv_cache_quant_algo)):
+    stated_algo, stated_kv_algo = stated.quant_algo or "NO_QUANT", stated.kv_cache_quant_algo
+    is_unquantized = (stated_algo, stated_kv_algo) == ("NO_QUANT", None)
+    if is_unquantized or (stated_algo, stated_kv_algo) == (quant_algo, kv_cache_quant_algo):
         return None
-    kv = f", kv_cache_quant_algo: {stated[1]}" if stated[1] else ""
-    return (
-        (
-            f"is already quantized with {_spell(*stated)}, the YAML asks for"
-            f" {_spell(quant_algo, kv_cache_quant_algo)}"
-        ),
-        f"set quantization: {{quant_algo: {stated[0]}{kv}}}, or name the unquantized checkpoint",
+    kv_key = f", kv_cache_quant_algo: {stated_kv_algo}" if stated_kv_algo else ""
+    message = (
+        f"is already quantized with {_described(stated_algo, stated_kv_algo)},"
+        f" but the YAML asks for {_described(quant_algo, kv_cache_quant_algo)}"
     )
+    hint = (
+        f"set quantization: {{quant_algo: {stated_algo}{kv_key}}}, or name the unquantized"
+        " checkpoint"
+    )
+    return message, hint
 
 
-def _spell(quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> str:
-    return (
-        quant_algo
-        if kv_cache_quant_algo is None
-        else f"{quant_algo} and a {kv_cache_quant_algo} KV cache"
-    )
+def _described(quant_algo: str, kv_cache_quant_algo: str | None) -> str:
+    if kv_cache_quant_algo is None:
+        return quant_algo
+    return f"{quant_algo} and a {kv_cache_quant_algo} KV cache"
 
 
 def dequantize(linear: LinearTensors, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight [out, in] that the codes stand for: code * scale, in float32 unless another dtype
-    is named.
+    """The weight [out, in] that the codes stand for: code * scale. `dtype` None is float32.
 
-    With a pre_quant_scale this is the smoothed weight, which meets inputs already multiplied by
-    that scale. In float64 the result is exact: a code has at most 8 significant bits and a scale
-    24.
+    With a pre_quant_scale this is the smoothed weight: its inputs must be multiplied by that scale
+    first. In float64 the result is exact: a code has at most 8 significant bits and a scale 24.
     """
     import torch
 
@@ -219,9 +217,8 @@ def dequantize(linear: LinearTensors, dtype: torch.dtype | None = None) -> Tenso
     if linear.weight_scale is None:
         return weight
     scale = linear.weight_scale.to(wide)
-    return weight * (
-        scale[:, None] if scale.dim() == 1 and scale.numel() > 1 else scale.reshape(())
-    )
+    is_per_row = scale.dim() == 1 and scale.numel() > 1
+    return weight * (scale[:, None] if is_per_row else scale.reshape(()))
 
 
 def _checked(
@@ -231,26 +228,30 @@ def _checked(
         raise CheckpointError(
             f"quant_method {raw.get('quant_method')!r} is not ModelOpt's",
             where=where,
-            hint="name the unquantized checkpoint; the quantize stage does the rest",
+            hint="name the unquantized checkpoint; the quantize stage quantizes it",
         )
     if algo in ("NO_QUANT", ""):
         algo = None
     if algo is not None and algo not in QUANT_ALGOS:
         raise CheckpointError(
-            f"quant_algo {algo!r} is not read here",
+            f"quant_algo {algo!r} is not supported",
             where=where,
-            hint=f"read: {', '.join(QUANT_ALGOS)}",
+            hint=f"supported: {', '.join(QUANT_ALGOS)}",
         )
     if kv is not None and kv not in KV_ALGOS:
         raise CheckpointError(
-            f"kv_cache_quant_algo {kv!r} is not read here",
+            f"kv_cache_quant_algo {kv!r} is not supported",
             where=where,
-            hint=f"read: {', '.join(KV_ALGOS)}",
+            hint=f"supported: {', '.join(KV_ALGOS)}",
         )
     return Quantization(algo, kv, tuple(str(name) for name in exclude or ()))
 
 
-def _is_float8(scheme: Any) -> bool:
-    return (
-        isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    )
+def _kv_algo(scheme: Any) -> str | None:
+    """The kv_cache_quant_algo of a `kv_cache_scheme`."""
+    if scheme is None:
+        return None
+    is_dict = isinstance(scheme, dict)
+    if is_dict and scheme.get("num_bits") == 8 and scheme.get("type") == "float":
+        return "FP8"
+    return str(scheme)

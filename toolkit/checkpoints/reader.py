@@ -1,8 +1,8 @@
-"""Shards -> tensors. Headers are checked against file sizes and the config before any weight is
-read.
+"""Read tensors from the shards of a checkpoint. Headers are checked against file sizes and the
+config before any weight is read.
 
-Only safetensors is read: a pickle can run code. A `.bin` or `.pt` checkpoint is refused with the
-way to convert it.
+Only safetensors files are read, since a pickle can run code. A `.bin` or `.pt` checkpoint is
+refused, and the hint says how to convert it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor stands. dtype as safetensors spells it (F32, BF16, I8, F8_E4M3, ...)."""
+    """Where one tensor is stored. dtype: as safetensors spells it (F32, BF16, I8, F8_E4M3, ...)."""
 
     name: str
     file: Path
@@ -61,11 +61,11 @@ class TensorInfo:
 
 
 def read_index(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by name, from the headers alone.
+    """Every tensor of a checkpoint by name. Only headers are read.
 
-    Which files are the checkpoint is decided as transformers does: model.safetensors, or else the
-    shards that the index names. Others beside them are not looked at (a second copy in the
-    trainer's own form, for instance).
+    The files of the checkpoint are those that transformers would take: model.safetensors, or
+    otherwise the shards that the index names. Other files beside them are ignored, such as a second
+    copy in the trainer's own format.
 
     Raises CheckpointError for a missing folder, pickles, a missing or truncated shard, a damaged
     header, or an index file that disagrees with the shards.
@@ -95,18 +95,20 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     for name in names:
         for info in read_header(directory / name):
             if info.name in tensors:
-                raise CheckpointError(f"{info.name} stands in two shards", where=info.file)
+                raise CheckpointError(f"{info.name} is in two shards", where=info.file)
             tensors[info.name] = info
     missing = sorted(set(weight_map or {}) - set(tensors))
     if missing:
         raise CheckpointError(
-            f"{missing[0]} is listed but in no shard ({len(missing)} missing)", where=index_file
+            f"{missing[0]} is listed, but is in no shard ({len(missing)} missing)", where=index_file
         )
     return tensors
 
 
 def _without_weights(directory: Path) -> CheckpointError:
-    """What stands there instead of model.safetensors or an index."""
+    """The error for a folder without model.safetensors and without an index. It names what the
+    folder holds instead.
+    """
     loose = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(loose) == 1:
         return CheckpointError(
@@ -114,8 +116,8 @@ def _without_weights(directory: Path) -> CheckpointError:
         )
     if loose:
         return CheckpointError(
-            f"holds {len(loose)} *.safetensors files and no model.safetensors.index.json that says"
-            " which belong together",
+            f"holds {len(loose)} *.safetensors files, but no model.safetensors.index.json that says"
+            " which of them belong together",
             where=directory,
             hint="fetch the index too",
         )
@@ -124,8 +126,8 @@ def _without_weights(directory: Path) -> CheckpointError:
     )
     if pickles:
         return CheckpointError(
-            f"holds pickles ({pickles[0]}) and no safetensors; a pickle can run code and is not"
-            " read",
+            f"holds pickles ({pickles[0]}) and no safetensors; pickles are not read, because they"
+            " can run code",
             where=directory,
             hint=(
                 "convert it where you trust it:"
@@ -133,7 +135,7 @@ def _without_weights(directory: Path) -> CheckpointError:
             ),
         )
     return CheckpointError(
-        "holds no *.safetensors file", where=directory, hint="name a folder in Hugging Face form"
+        "holds no *.safetensors file", where=directory, hint="name a folder in Hugging Face format"
     )
 
 
@@ -144,7 +146,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of one safetensors file. Raises CheckpointError when it is damaged."""
+    """Each tensor of one safetensors file. Raises CheckpointError if the file is damaged."""
     from safetensors import safe_open
 
     read_header(file)
@@ -154,6 +156,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_tensor(info: TensorInfo) -> Tensor:
+    """One tensor, memory-mapped."""
     from safetensors import safe_open
 
     with safe_open(info.file, framework="pt") as shard:
@@ -162,8 +165,8 @@ def read_tensor(info: TensorInfo) -> Tensor:
 
 
 def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, directory: Path) -> None:
-    """Raise CheckpointError where config.json and the weights disagree: a tensor missing or of
-    another shape, more layers.
+    """Raise CheckpointError if config.json and the weights disagree: a tensor is missing or has
+    another shape, or there are more layers.
     """
     for name, expected in expected_shapes(shape).items():
         info = tensors.get(name)
@@ -173,24 +176,24 @@ def check_against_shape(tensors: dict[str, TensorInfo], shape: ModelShape, direc
             )
         if info.shape != expected:
             raise CheckpointError(
-                f"{name} is {list(info.shape)}, config.json implies {list(expected)}",
+                f"{name} has shape {list(info.shape)}, but config.json implies {list(expected)}",
                 where=info.file,
-                hint="config.json and weights must come from the same model",
+                hint="use a config.json and weights of the same model",
             )
     for name, info in tensors.items():
         layer = LAYER.match(name)
         if layer and int(layer["index"]) >= shape.num_layers:
             raise CheckpointError(
-                f"{name} belongs to a layer beyond the {shape.num_layers} of config.json"
+                f"{name} belongs to a layer beyond the {shape.num_layers} layers of config.json"
                 " (num_hidden_layers)",
                 where=info.file,
-                hint="config.json and weights must come from the same model",
+                hint="use a config.json and weights of the same model",
             )
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Hugging Face tensor name -> shape, of an unquantized checkpoint. lm_head.weight only where
-    it is not tied.
+    """Hugging Face tensor name -> shape, for an unquantized checkpoint. With tied embeddings there
+    is no lm_head.weight.
     """
     hidden, head = shape.hidden_size, shape.head_dim
     q_out, kv_out = shape.num_heads * head, shape.num_kv_heads * head
@@ -200,8 +203,8 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
     if not shape.tie_word_embeddings:
         expected["lm_head.weight"] = (shape.vocab_size, hidden)
-    for i in range(shape.num_layers):
-        layer = f"model.layers.{i}"
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}"
         linears = {
             "self_attn.q_proj": (q_out, hidden, shape.qkv_bias),
             "self_attn.k_proj": (kv_out, hidden, shape.qkv_bias),
@@ -211,9 +214,9 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (shape.intermediate_size, hidden, shape.mlp_bias),
             "mlp.down_proj": (hidden, shape.intermediate_size, shape.mlp_bias),
         }
-        for name, (rows, columns, bias) in linears.items():
+        for name, (rows, columns, has_bias) in linears.items():
             expected[f"{layer}.{name}.weight"] = (rows, columns)
-            if bias:
+            if has_bias:
                 expected[f"{layer}.{name}.bias"] = (rows,)
         expected[f"{layer}.input_layernorm.weight"] = (hidden,)
         expected[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
@@ -224,8 +227,9 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def read_header(file: Path) -> list[TensorInfo]:
-    """Parse one shard's header: 8 bytes little-endian length, then JSON. Format: safetensors
-    README, "Format".
+    """Parse the header of one shard: 8 bytes of little-endian length, then JSON. Source:
+    safetensors README, "Format". Raises CheckpointError for a damaged header and for a file whose
+    size does not match it.
     """
     try:
         size = file.stat().st_size
@@ -233,18 +237,18 @@ def read_header(file: Path) -> list[TensorInfo]:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
             if length == 0 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
-                    "header is damaged or the file is truncated",
+                    "the header is damaged or the file is truncated",
                     where=file,
                     hint="fetch this shard again",
                 )
             header = json.loads(stream.read(length))
     except FileNotFoundError:
-        raise CheckpointError("shard is missing", where=file) from None
+        raise CheckpointError("the shard is missing", where=file) from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=file) from exc
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError(
-            "header is damaged", where=file, hint="fetch this shard again"
+            "the header is damaged", where=file, hint="fetch this shard again"
         ) from exc
     infos = []
     end = 0
@@ -253,17 +257,17 @@ def read_header(file: Path) -> list[TensorInfo]:
     ):
         if math.prod(extents) * DTYPE_BYTES.get(dtype, 0) != stop - start:
             raise CheckpointError(
-                f"{name} has dtype {dtype} and an extent that do not match its bytes", where=file
+                f"dtype {dtype} and shape of {name} do not match its number of bytes", where=file
             )
         if start != end:
             raise CheckpointError(
-                f"header is damaged: {name} begins at {start}, not at {end}", where=file
+                f"the header is damaged: {name} begins at byte {start}, not at {end}", where=file
             )
         end = stop
         infos.append(TensorInfo(name, file, dtype, extents, stop - start))
     if 8 + length + end != size:
         raise CheckpointError(
-            f"is {size} bytes long, its header asks for {8 + length + end}",
+            f"is {size} bytes long, but its header asks for {8 + length + end}",
             where=file,
             hint="fetch this shard again",
         )
@@ -271,12 +275,14 @@ def read_header(file: Path) -> list[TensorInfo]:
 
 
 def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-    """(name, dtype, shape, start, stop) of each tensor; offsets count from the end of the
-    header, in bytes.
+    """(name, dtype, shape, start, stop) of each tensor. The offsets are in bytes, from the end of
+    the header.
     """
     if not isinstance(header, dict):
         raise CheckpointError(
-            "header is damaged: it is no JSON object", where=file, hint="fetch this shard again"
+            "the header is damaged: it is not a JSON object",
+            where=file,
+            hint="fetch this shard again",
         )
     for name, entry in header.items():
         if name == "__metadata__":
@@ -287,13 +293,13 @@ def _entries(header: Any, file: Path) -> Iterator[tuple[str, str, tuple[int, ...
                 tuple(entry["shape"]),
                 entry["data_offsets"],
             )
-            sound = isinstance(dtype, str) and all(
-                type(i) is int and i >= 0 for i in (*extents, start, stop)
+            is_valid = isinstance(dtype, str) and all(
+                type(number) is int and number >= 0 for number in (*extents, start, stop)
             )
         except (TypeError, KeyError, ValueError):
-            sound = False
-        if not sound:
+            is_valid = False
+        if not is_valid:
             raise CheckpointError(
-                f"header is damaged at {name!r}", where=file, hint="fetch this shard again"
+                f"the header is damaged at {name!r}", where=file, hint="fetch this shard again"
             )
         yield name, dtype, extents, start, stop

@@ -1,9 +1,8 @@
-"""config.json -> ModelShape: the facts about a decoder-only model that the rest of the toolkit
-needs, spelled one way.
+"""Read config.json into a ModelShape: the facts about a decoder-only model that the rest of the
+toolkit needs, in one spelling.
 
-Checkpoints in the wild differ in how they say the same thing (`dtype` or `torch_dtype`,
-`rope_parameters` or `rope_theta` with `rope_scaling`, `head_dim` given or implied). All of that
-ends here: no other module reads a model's config.json.
+Checkpoints spell the same fact in different ways: `dtype` or `torch_dtype`, `rope_parameters` or
+`rope_theta` with `rope_scaling`, `head_dim` given or implied. Only this module has to know them.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ __all__ = ["FAMILIES", "Family", "ModelShape", "parse_shape", "read_shape"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family does that config.json does not always say. Source: transformers' modeling
-    file of that model_type.
+    """Properties of a model family that config.json does not always state. Source: transformers'
+    modeling file of that model_type.
     """
 
     model_type: str
-    qkv_bias: bool  # default when config.json has no attention_bias
+    qkv_bias: bool  # the default if config.json has no attention_bias
     qk_norm: bool  # RMSNorm over head_dim on q and k
     sliding_window: bool  # the family may use one
-    rope_theta: float = 10000.0  # when config.json names none
+    rope_theta: float = 10000.0  # the default if config.json has none
 
 
 FAMILIES = {
@@ -45,9 +44,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 class ModelShape:
     """Everything about a model's graph that is not a weight.
 
-    rope_scaling holds the variant's own keys (rope_type, factor, ...) or is None for the default;
-    qkv_bias, o_bias and mlp_bias say which linears have one; sliding_window None means full
-    attention everywhere.
+    rope_scaling: rope_type and the keys of that type (factor, ...); None for the default RoPE.
+    qkv_bias, o_bias, mlp_bias: whether these linears have a bias.
+    sliding_window: None means full attention in every layer.
     """
 
     architecture: str
@@ -74,10 +73,10 @@ class ModelShape:
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """Read `directory/config.json` (and generation_config.json for its EOS ids).
+    """Read `directory/config.json`, and generation_config.json for its EOS ids.
 
-    Raises CheckpointError when it is missing, not JSON, of an architecture that is not supported,
-    or contradicts itself.
+    Raises CheckpointError if it is missing, is not JSON, names an unsupported architecture, or
+    contradicts itself.
     """
     where, generation = directory / "config.json", directory / "generation_config.json"
     generated = _Stated(read_json(generation) if generation.exists() else {}, generation)
@@ -85,7 +84,7 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def parse_shape(config: dict[str, Any], *, where: str | Path) -> ModelShape:
-    """The same of a config.json that is no file; `where` is for messages."""
+    """Like read_shape, for a config.json that is already in memory. `where` is for messages."""
     return _shape(_Stated(config, where), _Stated({}, where))
 
 
@@ -100,7 +99,7 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     if head_dim % 2:
-        raise stated.fault(f"head_dim {head_dim} is odd, RoPE needs pairs")
+        raise stated.fault(f"head_dim {head_dim} is odd, but RoPE needs an even number")
     activation = stated.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise stated.fault(f"hidden_act {activation!r} is not supported", hint="supported: silu")
@@ -139,22 +138,22 @@ def _shape(stated: _Stated, generated: _Stated) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """What a JSON file states, read by type. An absent key and null are the same: the default,
-    and without one a fault.
+    """The values of a JSON file, read by type. A missing key and null both give the default; if
+    there is no default, they are a fault.
     """
 
     values: dict[str, Any]
     where: str | Path
 
-    def fault(self, what: str, hint: str | None = None) -> CheckpointError:
-        return CheckpointError(what, where=self.where, hint=hint)
+    def fault(self, message: str, hint: str | None = None) -> CheckpointError:
+        return CheckpointError(message, where=self.where, hint=hint)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.fault(f"{key} is {value!r}, a positive whole number is needed")
+            raise self.fault(f"{key} is {value!r}, but must be a positive whole number")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -167,41 +166,43 @@ class _Stated:
             or isinstance(value, bool)
             or not 0 < value < math.inf
         ):
-            raise self.fault(f"{key} is {value!r}, a number above 0 is needed")
+            raise self.fault(f"{key} is {value!r}, but must be a number above 0")
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.fault(f"{key} is {value!r}, true or false is needed")
+            raise self.fault(f"{key} is {value!r}, but must be true or false")
         return bool(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
         """One token id or a list of them."""
         value = self.values.get(key)
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(index) is int for index in found):
-            raise self.fault(f"{key} is {value!r}, a token id or a list of them is needed")
-        return tuple(found)
+        if value is None:
+            return ()
+        token_ids = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int for token_id in token_ids):
+            raise self.fault(f"{key} is {value!r}, but must be a token id or a list of token ids")
+        return tuple(token_ids)
 
     def section(self, key: str) -> _Stated:
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
-            raise self.fault(f"{key} is {value!r}, an object is needed")
+            raise self.fault(f"{key} is {value!r}, but must be an object")
         return _Stated(value or {}, self.where)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a CheckpointError that says where it breaks off."""
+    """A JSON object from a file. Raises CheckpointError if the file is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            "file is missing", where=path, hint="name a folder in Hugging Face form"
+            "the file is missing", where=path, hint="name a folder in Hugging Face format"
         ) from None
     except NotADirectoryError:
         raise CheckpointError(
-            "is not a folder", where=path.parent, hint="name a folder in Hugging Face form"
+            "is not a folder", where=path.parent, hint="name a folder in Hugging Face format"
         ) from None
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", where=path) from exc
@@ -213,18 +214,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _family(stated: _Stated) -> Family:
-    """By the first architecture, or by model_type where none is named."""
+    """The family of the first architecture, or of model_type if no architecture is named."""
     named = stated.values.get("architectures")
     first = named[0] if isinstance(named, list) and named else named
     model_type = stated.values.get("model_type")
     by_type = {family.model_type: family for family in FAMILIES.values()}
-    known = (
-        FAMILIES.get(first)
-        if isinstance(first, str)
-        else by_type.get(str(model_type))
-        if not first
-        else None
-    )
+    known: Family | None = None
+    if isinstance(first, str):
+        known = FAMILIES.get(first)
+    elif not first:
+        known = by_type.get(str(model_type))
     if known is None:
         raise stated.fault(
             f"architecture {first or model_type!r} is not supported",
@@ -233,7 +232,7 @@ def _family(stated: _Stated) -> Family:
     return known
 
 
-ROPE_NEEDS = {
+ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -243,15 +242,17 @@ ROPE_NEEDS = {
 
 
 def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None]:
-    """Theta and the scaling dict from either spelling; where both are present they must agree."""
+    """Theta and the scaling dict, from the spelling of transformers 5.x (rope_parameters) or 4.x
+    (rope_theta, rope_scaling). If both give a theta, the two must agree.
+    """
     new, old = stated.section("rope_parameters"), stated.section("rope_scaling")
     thetas = {
-        one.number("rope_theta")
-        for one in (new, stated)
-        if one.values.get("rope_theta") is not None
+        section.number("rope_theta")
+        for section in (new, stated)
+        if section.values.get("rope_theta") is not None
     }
     if len(thetas) > 1:
-        raise stated.fault(f"rope_theta is given as {sorted(thetas)}; they must agree")
+        raise stated.fault(f"rope_theta has two values, {sorted(thetas)}; they must agree")
     theta = thetas.pop() if thetas else family.rope_theta
     variant = new if new.values else old
     scaling = {
@@ -260,20 +261,20 @@ def _rope(stated: _Stated, family: Family) -> tuple[float, dict[str, Any] | None
         if key not in ("rope_theta", "rope_type", "type")
     }
     kind = variant.values.get("rope_type") or variant.values.get("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise stated.fault(
-            f"rope_type {kind!r} is not supported", hint=f"supported: {', '.join(ROPE_NEEDS)}"
+            f"rope_type {kind!r} is not supported", hint=f"supported: {', '.join(ROPE_KEYS)}"
         )
-    for key in ROPE_NEEDS[kind]:
+    for key in ROPE_KEYS[kind]:
         variant.number(key)
     if stated.number("partial_rotary_factor", variant.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise stated.fault("partial_rotary_factor other than 1 is not supported")
+        raise stated.fault("a partial_rotary_factor other than 1 is not supported")
     return theta, None if kind == "default" else {"rope_type": kind, **scaling}
 
 
 def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int | None, ...] | None:
-    """Per layer, as transformers decides: Mistral uses it wherever set, Qwen only with
-    use_sliding_window and by layer.
+    """The window of each layer, as transformers decides: Mistral uses it in all layers if it is
+    set; Qwen only with use_sliding_window, and only in some layers.
     """
     if not family.sliding_window or stated.values.get("sliding_window") is None:
         return None
@@ -285,18 +286,18 @@ def _sliding_window(stated: _Stated, family: Family, layers: int) -> tuple[int |
     if kinds is None:
         first = stated.values.get("max_window_layers", 28)
         if type(first) is not int:
-            raise stated.fault(f"max_window_layers is {first!r}, a whole number is needed")
+            raise stated.fault(f"max_window_layers is {first!r}, but must be a whole number")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise stated.fault(f"layer_types is {kinds!r}, one for each of {layers} layers is needed")
+        raise stated.fault(
+            f"layer_types is {kinds!r}, but must have one entry for each of {layers} layers"
+        )
     window = stated.count("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos_ids(stated: _Stated, generated: _Stated) -> tuple[int, ...]:
-    """generation_config.json wins, since that is where several EOS ids are usually listed."""
-    return (
-        generated.ids("eos_token_id")
-        if "eos_token_id" in generated.values
-        else stated.ids("eos_token_id")
-    )
+    """generation_config.json wins, since several EOS ids are usually listed there."""
+    if "eos_token_id" in generated.values:
+        return generated.ids("eos_token_id")
+    return stated.ids("eos_token_id")

@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint as one self-contained tokenizer.json, whatever form it was shipped
-in.
+"""Read the tokenizer of a checkpoint, and write it as one self-contained tokenizer.json, whatever
+format it was shipped in.
 
-Everything downstream reads tokenizer.json alone, so that the server needs the small `tokenizers`
-library and not transformers.
+All later stages read only tokenizer.json, so that the server needs the small `tokenizers` library
+and not transformers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIDE_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""Files that belong to a tokenizer beside tokenizer.json; copied where they are there."""
+"""Files that belong to a tokenizer beside tokenizer.json. Those that exist are copied."""
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Raises CheckpointError when there is no tokenizer, it cannot be converted, or it is
-    damaged.
+    """The checkpoint's tokenizer. Raises CheckpointError if there is none, if it is damaged, or if
+    it cannot be converted.
     """
     from tokenizers import Tokenizer
 
@@ -49,10 +49,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def tokenizer_text(directory: Path) -> str:
-    """tokenizer.json as text: read, or converted from a sentencepiece or vocab/merges form.
+    """The text of tokenizer.json, read from the file or converted from sentencepiece or
+    vocab/merges files.
 
-    transformers does the conversion, offline and without running the checkpoint's code;
-    sentencepiece models need that library.
+    transformers converts, offline and without running the checkpoint's code. To convert a
+    sentencepiece model, the library sentencepiece must be installed.
     """
     file = directory / "tokenizer.json"
     if file.exists():
@@ -62,48 +63,46 @@ def tokenizer_text(directory: Path) -> str:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
             raise CheckpointError(f"cannot be read ({exc})", where=file) from exc
         return text
-    slow = [
+    convertible = [
         name
         for name in ("tokenizer.model", "vocab.json", "merges.txt")
         if (directory / name).exists()
     ]
-    if not slow:
+    if not convertible:
         raise CheckpointError(
             "has no tokenizer (no tokenizer.json, tokenizer.model or vocab.json)",
             where=directory,
             hint="put the model's tokenizer files beside its weights",
         )
-    return _convert(directory, slow[0])
+    return _convert(directory, convertible[0])
 
 
-def _convert(directory: Path, slow: str) -> str:
+def _convert(directory: Path, name: str) -> str:
     from transformers import AutoTokenizer
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of transformers' own calls into `tokenizers`
+            # transformers' own calls into `tokenizers` give DeprecationWarnings
+            warnings.simplefilter("ignore", DeprecationWarning)
             tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
             )
         return str(tokenizer.backend_tokenizer.to_str(pretty=True))
-    except (
-        Exception
-    ) as exc:  # a missing library, a foreign format, a damaged file: transformers raises all kinds
+    except Exception as exc:
+        # A missing library, a foreign format, a damaged file: transformers raises many kinds.
         raise CheckpointError(
-            f"has only {slow}, which cannot be converted to tokenizer.json"
+            f"has only {name}, which cannot be converted to tokenizer.json"
             f" ({str(exc).strip().splitlines()[0]})",
             where=directory,
             hint=(
-                "pip install sentencepiece protobuf, or convert it elsewhere: "
+                "pip install sentencepiece protobuf, or convert it on another machine: "
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             ),
         ) from exc
 
 
 def write_tokenizer(source: Path, out_dir: Path) -> tuple[str, ...]:
-    """Write tokenizer.json to out_dir and copy what belongs to it. Returns the names written."""
+    """Write tokenizer.json to out_dir and copy the SIDE_FILES. Returns the names written."""
     (out_dir / "tokenizer.json").write_text(tokenizer_text(source), encoding="utf-8")
     names = ["tokenizer.json"]
     for name in SIDE_FILES:

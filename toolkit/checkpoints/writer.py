@@ -1,8 +1,8 @@
-"""Tensors -> shards, one tensor in memory at a time.
+"""Write tensors into shards, with one tensor in memory at a time.
 
-The safetensors library writes a file from tensors that are all there at once. Here the header is
-written first, from names, dtypes and shapes alone; then each tensor is made when its turn comes,
-and forgotten after it. Format: safetensors README, "Format".
+The safetensors library needs all tensors of a file in memory at once. Here the header is written
+first, from names, dtypes and shapes only. Then each tensor is made when its turn comes, written,
+and dropped. Source: safetensors README, "Format".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_SHARD_BYTES", "TensorPlan", "plan_of", "write_checkpoint_shards", "write_shard"]
 
 MAX_SHARD_BYTES = 10_000_000_000
-ALIGNMENT = 8  # of the first byte of data
+ALIGNMENT_BYTES = 8  # of the first byte of data
 TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -35,8 +35,8 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to be written. dtype as safetensors spells it; `make` is called once, when its
-    bytes are due.
+    """One tensor to be written. dtype: as safetensors spells it. make: called once, when the
+    tensor is written.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TensorPlan:
 
 
 def plan_of(info: TensorInfo, rows: int | None = None) -> TensorPlan:
-    """A tensor of another checkpoint as it stands, or its first `rows` rows."""
+    """The plan to copy a tensor of another checkpoint, or only its first `rows` rows."""
     if rows is None:
         return TensorPlan(info.name, info.dtype, info.shape, lambda: read_tensor(info))
     return TensorPlan(
@@ -62,7 +62,7 @@ def write_shard(file: Path, plans: Iterable[TensorPlan]) -> None:
     """Write one safetensors file. Wider dtypes come first, so that every tensor is aligned to its
     own width.
 
-    Raises ValueError when `make` returns another dtype or shape than its plan promised.
+    Raises ValueError if `make` returns another dtype or shape than the plan says.
     """
     ordered = sorted(plans, key=lambda plan: (-DTYPE_BYTES[plan.dtype], plan.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -75,7 +75,7 @@ def write_shard(file: Path, plans: Iterable[TensorPlan]) -> None:
         }
         offset += plan.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
@@ -90,10 +90,10 @@ def write_checkpoint_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     done: Callable[[], None] | None = None,
 ) -> None:
-    """Write `model.safetensors`, or numbered shards with their index where it would be larger than
-    max_shard_bytes.
+    """Write `model.safetensors`; or, if it would be larger than max_shard_bytes, numbered shards
+    with their index.
 
-    Tensors stay in the order given, shard after shard. done: called after each shard.
+    The shards take the tensors in the order given. done: called after each shard.
     """
     shards: list[list[TensorPlan]] = [[]]
     size = 0
@@ -132,7 +132,7 @@ def _write_tensor(stream: BinaryIO, plan: TensorPlan) -> None:
         torch, TORCH_DTYPES[plan.dtype]
     ):
         raise ValueError(
-            f"{plan.name} became {tensor.dtype} {list(tensor.shape)}, not {plan.dtype}"
-            f" {list(plan.shape)}"
+            f"{plan.name} was made as {tensor.dtype} {list(tensor.shape)}, but was planned as"
+            f" {plan.dtype} {list(plan.shape)}"
         )
     stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

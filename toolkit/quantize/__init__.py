@@ -1,3 +1,1 @@
-"""A source checkpoint and calibration text in, a quantized checkpoint that was measured, checked
-and read back out.
-"""
+"""Quantize a checkpoint: calibrate it, measure its quality, write it, and read it back."""

@@ -1,8 +1,8 @@
 """Facts per quant_algo: what a checkpoint of it has to contain, and which ModelOpt preset makes it.
 
-The names are TensorRT-LLM's. A preset's own name is no proof of what it writes (INT8_DEFAULT_CFG is
-exported under the name of SmoothQuant, without the pre-quant scales), so every fact here is checked
-on the exported tensors.
+The names are TensorRT-LLM's. The name of a preset does not prove what it writes: INT8_DEFAULT_CFG
+is exported under the name of SmoothQuant, but without the pre-quant scales. So every fact here is
+checked on the exported tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ __all__ = ["ALGORITHMS", "Algorithm", "algorithm_of", "presets"]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way of quantizing the linears of the decoder layers. lm_head, embeddings and norms always
-    stay as they are.
+    """One way to quantize the linears of the decoder layers. lm_head, embeddings and norms are
+    never quantized.
 
-    weight_dtype: as safetensors spells it. max_code: the code that amax is stored as, so scale =
-    amax / max_code. per_channel: weight_scale has one value per output row, else one per tensor.
-    input_scale: activations have a static scale. pre_quant_scale: inputs are multiplied by a vector
-    first, which the weights were divided by (SmoothQuant). builder_quantizes: TensorRT-LLM's engine
-    flow makes the codes itself, from float weights; int8 ones it takes for its own layout
-    (preprocess_weights and weight_only_quantize_dict in tensorrt_llm/models/).
+    weight_dtype: as safetensors spells it.
+    max_code: the code that stands for amax, so scale = amax / max_code.
+    per_channel: weight_scale has one value per output row; otherwise one value per tensor.
+    input_scale: activations have a static scale.
+    pre_quant_scale: inputs are first multiplied by a vector, and the weights were divided by it
+    (SmoothQuant).
+    builder_quantizes: TensorRT-LLM's engine flow makes the codes itself, from float weights. If it
+    is given int8 weights, it takes them to be in its own layout already (preprocess_weights and
+    weight_only_quantize_dict in tensorrt_llm/models/).
     """
 
     name: QuantAlgo
@@ -72,11 +75,15 @@ ALGORITHMS = {
 }
 
 
-def algorithm_of(quant_algo: QuantAlgo) -> Algorithm | None:
-    """None for NO_QUANT. Raises KeyError for a name that the config schema does not let through."""
+def algorithm_of(quant_algo: str) -> Algorithm | None:
+    """The algorithm of this name, or None for NO_QUANT. Raises KeyError for an unknown name; the
+    config schema lets none through.
+    """
     return None if quant_algo == "NO_QUANT" else ALGORITHMS[quant_algo]
 
 
-def presets(algorithm: Algorithm, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> tuple[str, ...]:
-    """Constants of modelopt.torch.quantization whose quant_cfg are put together."""
-    return (algorithm.preset, "FP8_KV_CFG") if kv_cache_quant_algo == "FP8" else (algorithm.preset,)
+def presets(algorithm: Algorithm, kv_cache_quant_algo: str | None) -> tuple[str, ...]:
+    """Names of the constants of modelopt.torch.quantization whose quant_cfg are concatenated."""
+    if kv_cache_quant_algo == "FP8":
+        return (algorithm.preset, "FP8_KV_CFG")
+    return (algorithm.preset,)

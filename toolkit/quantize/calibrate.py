@@ -1,7 +1,7 @@
 """Calibration text: JSON Lines -> token batches -> the forward loop that ModelOpt calibrates with.
 
-Batches hold sequences of one length and no padding: a padded position would enter the activation
-statistics like real text.
+All sequences of a batch have the same length, so that there is no padding: the activation
+statistics would count a padded position like real text.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
 
 __all__ = ["batches_of", "encode", "forward_loop", "split_texts"]
 
-KEYS = ("text", "prompt")
+TEXT_KEYS = ("text", "prompt")
 MIN_TEXTS = 2
-HELDOUT_SHARE = 10  # without a heldout file, one line in ten (the last ones) is kept apart
+LINES_PER_HELDOUT_LINE = 10  # without a heldout file, the last tenth of the lines is held out
 
 
 def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
-    """(calibration texts, held-out texts), at most calib_size of the first. No held-out line is
-    calibrated on.
+    """Return (calibration texts, held-out texts). There are at most calib_size calibration texts,
+    and none of them is held out.
 
-    Raises UsageError where there are too few lines for both.
+    Raises UsageError if the dataset has too few lines for both, or if the two files share a text.
     """
-    texts = read_texts(calibration.dataset, *KEYS)
+    texts = read_texts(calibration.dataset, *TEXT_KEYS)
     if calibration.heldout is not None:
-        heldout = read_texts(calibration.heldout, *KEYS)
+        heldout = read_texts(calibration.heldout, *TEXT_KEYS)
         shared = set(heldout) & set(texts)
         if shared:
             raise UsageError(
-                f"{len(shared)} of its texts also stand in {calibration.dataset.name}, which is"
-                " calibrated on",
+                f"{len(shared)} of its texts are also in the calibration text,"
+                f" {calibration.dataset.name}",
                 where=calibration.heldout,
                 hint="remove them from one of the two files",
             )
         return texts[: calibration.calib_size], heldout
     if len(texts) < MIN_TEXTS:
         raise UsageError(
-            f"has {len(texts)} line, at least {MIN_TEXTS} are needed: the last tenth is held out to"
-            " measure quality on",
+            f"has {len(texts)} line, but needs at least {MIN_TEXTS}: quality is measured on the"
+            " last tenth of the lines, which is not used for calibration",
             where=calibration.dataset,
             hint="add lines, or name a `heldout` file",
         )
-    held = max(1, len(texts) // HELDOUT_SHARE)
-    return texts[: len(texts) - held][: calibration.calib_size], texts[len(texts) - held :]
+    first_heldout = len(texts) - max(1, len(texts) // LINES_PER_HELDOUT_LINE)
+    return texts[:first_heldout][: calibration.calib_size], texts[first_heldout:]
 
 
 def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int) -> list[list[int]]:
-    """Token ids as the model sees a prompt (with its BOS habit), cut to max_tokens. Texts shorter
-    than 2 tokens are left out.
+    """Token ids of each text, cut to max_tokens. The tokenizer adds BOS if it adds one to prompts.
+    Texts shorter than 2 tokens are left out.
 
-    Raises UsageError when the tokenizer makes an id that the model has no row for, or nothing is
+    Raises UsageError if the tokenizer makes an id that the model has no row for, or if no text is
     left.
     """
     tokenizer = load_tokenizer(checkpoint)
@@ -70,24 +70,24 @@ def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int)
         ids = tokenizer.encode(text).ids[:max_tokens]
         if ids and max(ids) >= vocab_size:
             raise UsageError(
-                f"the tokenizer makes id {max(ids)}, the model has {vocab_size} rows",
+                f"the tokenizer makes token id {max(ids)}, but the model has {vocab_size} rows",
                 where=checkpoint,
-                hint="tokenizer and weights must come from the same model",
+                hint="use a tokenizer and weights of the same model",
             )
         if len(ids) >= 2:
             sequences.append(ids)
     if not sequences:
         raise UsageError(
-            f"no calibration text is 2 tokens or longer ({len(texts)} texts)",
+            f"none of the {len(texts)} calibration texts is 2 tokens or longer",
             where=checkpoint,
-            hint="give longer texts",
+            hint="use longer texts",
         )
     return sequences
 
 
 def batches_of(sequences: list[list[int]], batch_size: int) -> list[Tensor]:
-    """[n, length] int64 tensors with n <= batch_size, each of one length; longest first, so that
-    memory peaks early.
+    """Group sequences of equal length into int64 tensors [n, length], n <= batch_size. The longest
+    come first, so that memory peaks early.
     """
     import torch
 
@@ -102,8 +102,8 @@ def batches_of(sequences: list[list[int]], batch_size: int) -> list[Tensor]:
 
 
 def forward_loop(batches: list[Tensor], progress: Progress) -> Callable[[Any], None]:
-    """What ModelOpt calls to run the calibration text through the model. Nothing observes the
-    logits: they are not computed.
+    """The function that ModelOpt calls to run the calibration text through the model. It does not
+    compute logits, since nothing observes them.
     """
     import torch
 

@@ -1,10 +1,8 @@
-"""What calibration decided: scales, a few values per linear, and where the weights are that they
-apply to.
+"""The result of calibration: the scales of each linear, and access to the weights they apply to.
 
-Both forms of a checkpoint are written from this record. Nothing here or there changes the model, so
-one calibration serves any number of forms, in any order. (ModelOpt's exports change the model they
-are given: a forward after one raises, and a TRT-LLM export after a unified one is wrong in
-silence.)
+Both checkpoint formats are written from this record. Writing does not change the model, so one
+calibration serves any number of formats, in any order. ModelOpt's own exports do change the model:
+a forward after an export raises, and a TRT-LLM export after a unified one is silently wrong.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ KV_MAX_CODE = 448.0  # FP8 E4M3
 
 @dataclass(frozen=True, slots=True)
 class LinearScales:
-    """Of one linear. weight: float32 [] or [out]; input: float32 []; pre_quant: [in], in the
-    dtype that it is applied in.
+    """The scales of one linear. weight: float32 [] or [out]; input: float32 []; pre_quant: [in],
+    in the dtype of the inputs that it multiplies.
     """
 
     weight: Tensor
@@ -39,12 +37,12 @@ class LinearScales:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A checkpoint's quantization. algorithm None: its weights stay as they are, and linears is
-    empty.
+    """How one checkpoint is quantized. If algorithm is None, the weights stay as they are and
+    linears is empty.
 
-    weight(name): the weight [out, in] that the scales of that linear apply to, smoothed where the
-    algorithm smooths; the caller must not change it. kv_scales: (k, v) of each layer, float32 [],
-    empty where the KV cache is not quantized.
+    weight(name): the weight [out, in] that the scales of that linear apply to, already smoothed if
+    the algorithm smooths. The caller must not change it.
+    kv_scales: (k, v) of each layer, float32 []; empty if the KV cache is not quantized.
     """
 
     source: Source
@@ -59,8 +57,8 @@ class Calibrated:
 
 
 def calibrated_from_model(model: Any, source: Source, algorithm: Algorithm) -> Calibrated:
-    """Take the scales off a model that was calibrated by ModelOpt. Weights stay the model's own:
-    it must outlive the record.
+    """Read the scales off a model that ModelOpt has calibrated. The record refers to the model's
+    own weights, so the model must outlive it.
     """
     modules = dict(model.named_modules())
     linears = {
@@ -86,11 +84,10 @@ def calibrated_from_model(model: Any, source: Source, algorithm: Algorithm) -> C
 
 
 def calibrated_from_checkpoint(source: Source) -> Calibrated:
-    """Read the scales of a checkpoint that is quantized already, or of one that is not quantized at
-    all.
+    """Read the scales of a checkpoint that is already quantized; an unquantized one has none.
 
-    Weights are what the codes stand for, in float32, so that codes under the same scale come out as
-    they were.
+    weight(name) of a quantized linear gives the dequantized values in float32, so that encoding
+    them under the same scale gives the same codes again.
     """
     checkpoint = open_checkpoint(source.path)
     if source.quant_algo is None:
@@ -101,12 +98,12 @@ def calibrated_from_checkpoint(source: Source) -> Calibrated:
     for name in linear_names(source.shape):
         linear = checkpoint.linear(name)
         if linear.weight_scale is not None:
-            one = (
+            input_scale = (
                 None
                 if linear.input_scale is None
                 else linear.weight_scale.new_tensor(linear.input_scale)
             )
-            linears[name] = LinearScales(linear.weight_scale, one, linear.pre_quant_scale)
+            linears[name] = LinearScales(linear.weight_scale, input_scale, linear.pre_quant_scale)
     return Calibrated(
         source,
         ALGORITHMS[source.quant_algo],
@@ -127,12 +124,12 @@ def _kv_scales(source: Source) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def _scales(module: Any, algorithm: Algorithm) -> LinearScales:
-    inputs = module.input_quantizer
-    calibrated = inputs.is_enabled and inputs.amax is not None
-    smoothing = inputs.pre_quant_scale
+    quantizer = module.input_quantizer
+    has_input_scale = quantizer.is_enabled and quantizer.amax is not None
+    smoothing = quantizer.pre_quant_scale
     return LinearScales(
         weight=_float(module.weight_quantizer.amax) / algorithm.max_code,
-        input=_float(inputs.amax) / algorithm.max_code if calibrated else None,
+        input=_float(quantizer.amax) / algorithm.max_code if has_input_scale else None,
         pre_quant=None if smoothing is None else smoothing.detach().squeeze().clone(),
     )
 

@@ -1,9 +1,9 @@
-"""Does a quantized checkpoint hold what its name promises?
+"""Check that a quantized checkpoint holds what its configs say.
 
-Judged from its files alone: names true, every scale there and sane, codes in range, configs and
-tokenizer complete. It serves our own exports and checkpoints from elsewhere alike, and each entry
-answers one way in which an export goes wrong in silence. Nothing is raised for what is found: each
-check is a Finding.
+The checks read only the files: the named algorithm is the real one, every scale is present and
+positive, codes are in range, configs and tokenizer are complete. They serve our own exports and
+checkpoints from elsewhere alike. Each check guards against one way in which an export goes wrong
+silently. A failed check raises nothing: every check returns a Finding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.quantize.checkpoint import rope_spellings
 from toolkit.records.measured import Finding
 from toolkit.words import KvCacheQuantAlgo
 
-__all__ = ["check_form", "linear_names", "verdict"]
+__all__ = ["check_format", "linear_names", "verdict"]
 
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -35,18 +35,18 @@ PROJECTIONS = (
 
 
 def linear_names(shape: ModelShape) -> list[str]:
-    """Every linear that is quantized: those of the decoder layers, not lm_head."""
+    """The linears that get quantized: all of the decoder layers', but not lm_head."""
     return [f"model.layers.{i}.{name}" for i in range(shape.num_layers) for name in PROJECTIONS]
 
 
-def check_form(
+def check_format(
     directory: Path,
     shape: ModelShape,
     dtype: str,
     algorithm: Algorithm | None,
     kv_cache_quant_algo: KvCacheQuantAlgo | None,
 ) -> tuple[Finding, ...]:
-    """Judge the checkpoint in `directory` against the shape of its source and the algorithm that
+    """Check the checkpoint in `directory` against the shape of its source and the algorithm that
     it should have.
     """
     try:
@@ -67,7 +67,7 @@ def check_form(
             linears = [
                 name
                 for name in linear_names(shape)
-                if not any(fnmatch.fnmatchcase(name, p) for p in excluded)
+                if not any(fnmatch.fnmatchcase(name, pattern) for pattern in excluded)
             ]
             findings += [
                 _codes(tensors, linears, algorithm),
@@ -130,17 +130,17 @@ def _dtype(directory: Path, dtype: str) -> Finding:
 def _names(
     directory: Path, algorithm: Algorithm | None, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> Finding:
-    """Both places must name the same algorithm, and leave out lm_head."""
+    """hf_quant_config.json and config.json must name the same algorithm, and exclude lm_head."""
     wanted = None if algorithm is None else algorithm.name
     embedded = read_json(directory / "config.json").get("quantization_config")
     file = directory / "hf_quant_config.json"
     if wanted is None and kv_cache_quant_algo is None:
         faults = [
-            f"{name} is there"
-            for name, there in ((file.name, file.exists()), ("quantization_config", embedded))
-            if there
+            f"{name} is present"
+            for name, is_present in ((file.name, file.exists()), ("quantization_config", embedded))
+            if is_present
         ]
-        return verdict("quant_algo", faults, "not quantized, and nothing says otherwise")
+        return verdict("quant_algo", faults, "not quantized, and no config says that it is")
     if not file.exists() or not isinstance(embedded, dict):
         return Finding(
             "quant_algo", "error", "hf_quant_config.json or quantization_config is missing"
@@ -161,9 +161,9 @@ def _names(
         "config.json quant_method": (embedded.get("quant_method"), "modelopt"),
     }
     faults = [
-        f"{what} is {found!r}, must be {must!r}"
-        for what, (found, must) in named.items()
-        if found != must
+        f"{key} is {stated_value!r}, must be {wanted_value!r}"
+        for key, (stated_value, wanted_value) in named.items()
+        if stated_value != wanted_value
     ]
     if "lm_head" not in (stated.get("exclude_modules") or []):
         faults.append("exclude_modules does not name lm_head")
@@ -184,7 +184,7 @@ def _tensor_set(tensors: dict[str, TensorInfo], shape: ModelShape) -> Finding:
     leftovers = [name for name in tensors if name.endswith("_amax") or "_quantizer" in name]
     faults += [f"{name} was left behind by quantization" for name in leftovers]
     return verdict(
-        "tensors", faults, f"{len(tensors)} tensors, every one of the source's among them"
+        "tensors", faults, f"{len(tensors)} tensors, including every tensor of the source"
     )
 
 
@@ -195,19 +195,22 @@ def _tokenizer(directory: Path, shape: ModelShape) -> Finding:
         return Finding("tokenizer", "error", str(exc))
     if size > shape.vocab_size:
         return Finding(
-            "tokenizer", "error", f"has {size} tokens, the model {shape.vocab_size} rows"
+            "tokenizer", "error", f"has {size} tokens, but the model has {shape.vocab_size} rows"
         )
     if not (directory / "tokenizer_config.json").exists():
         return Finding(
             "tokenizer",
             "warning",
-            f"tokenizer.json with {size} tokens; no tokenizer_config.json, none in the source",
+            f"tokenizer.json with {size} tokens, but no tokenizer_config.json; the source has none"
+            " either",
         )
-    return Finding("tokenizer", "ok", f"tokenizer.json with {size} tokens, tokenizer_config.json")
+    return Finding(
+        "tokenizer", "ok", f"tokenizer.json with {size} tokens, and tokenizer_config.json"
+    )
 
 
 def _codes(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm) -> Finding:
-    """Weights are codes of the right dtype; INT8 within +-127 (symmetric), FP8 without NaN."""
+    """Weights must be codes of the right dtype: INT8 within +-127 (symmetric), FP8 without NaN."""
     import torch
 
     faults, count = [], 0
@@ -236,7 +239,7 @@ def _codes(tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algori
 
 
 def _scale_faults(tensors: dict[str, TensorInfo], name: str, count: int) -> list[str]:
-    """Faults of one scale tensor: absent, of another size, not positive, not finite."""
+    """The faults of one scale tensor: missing, wrong size, not positive, or not finite."""
     import torch
 
     info = tensors.get(name)
@@ -265,12 +268,12 @@ def _weight_scales(
 def _activation_scales(
     tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm
 ) -> Finding:
-    """An FP8 export of a model that saw no calibration text has none, and does not say so."""
+    """An FP8 export of a model that saw no calibration text silently lacks these scales."""
     if not algorithm.input_scale:
         faults = [
-            f"{name}.input_scale is there" for name in linears if f"{name}.input_scale" in tensors
+            f"{name}.input_scale is present" for name in linears if f"{name}.input_scale" in tensors
         ]
-        return verdict("input_scale", faults, "none, as the algorithm leaves activations alone")
+        return verdict("input_scale", faults, "none: the algorithm does not quantize activations")
     faults = [
         fault for name in linears for fault in _scale_faults(tensors, f"{name}.input_scale", 1)
     ]
@@ -280,16 +283,16 @@ def _activation_scales(
 def _pre_quant_scales(
     tensors: dict[str, TensorInfo], linears: list[str], algorithm: Algorithm
 ) -> Finding:
-    """Plain INT8 (INT8_DEFAULT_CFG) is exported under SmoothQuant's name; the scale is what
-    tells them apart.
+    """Plain INT8 (INT8_DEFAULT_CFG) is exported under SmoothQuant's name; only this scale tells
+    the two apart.
     """
     if not algorithm.pre_quant_scale:
         faults = [
-            f"{name}.pre_quant_scale is there"
+            f"{name}.pre_quant_scale is present"
             for name in linears
             if f"{name}.pre_quant_scale" in tensors
         ]
-        return verdict("pre_quant_scale", faults, "none, as the algorithm smooths nothing")
+        return verdict("pre_quant_scale", faults, "none: the algorithm does not smooth")
     faults = []
     for name in linears:
         weight = tensors.get(f"{name}.weight")
@@ -303,15 +306,15 @@ def _kv_scales(
     tensors: dict[str, TensorInfo], shape: ModelShape, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> Finding:
     names = [
-        f"model.layers.{i}.self_attn.{p}_proj.{p}_scale"
-        for i in range(shape.num_layers)
-        for p in "kv"
+        f"model.layers.{layer}.self_attn.{letter}_proj.{letter}_scale"
+        for layer in range(shape.num_layers)
+        for letter in "kv"
     ]
     if kv_cache_quant_algo is None:
         return verdict(
             "kv_scale",
-            [f"{name} is there" for name in names if name in tensors],
-            "none, the KV cache is not quantized",
+            [f"{name} is present" for name in names if name in tensors],
+            "none: the KV cache is not quantized",
         )
     return verdict(
         "kv_scale",

@@ -1,9 +1,9 @@
-"""Writing a quantized checkpoint so that every reader finds what was meant.
+"""Write everything of a quantized checkpoint that is not a weight, so that every runtime reads it
+the same way.
 
-A unified checkpoint as ModelOpt exports it leaves out what a runtime needs: tokenizer files, RoPE
-settings as transformers 4.57 spells them (5.x writes only its own), the source's generation config.
-`finish` puts these right; whether the result is right is judged elsewhere, in
-`toolkit.quantize.check`.
+A unified checkpoint as ModelOpt exports it lacks files that a runtime needs: the tokenizer, RoPE
+settings as transformers 4.57 spells them (5.x writes only its own spelling), the source's
+generation config. `finish` adds these. `toolkit.quantize.check` then checks the result.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ from toolkit.checkpoints.writer import plan_of, write_shard
 from toolkit.quantize.source import VOCABULARY, Source
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
-__all__ = ["CODE", "copy_as_it_is", "copy_code", "finish", "rope_spellings", "write_configs"]
+__all__ = [
+    "CODE_PATTERNS",
+    "copy_code",
+    "copy_unchanged",
+    "finish",
+    "rope_spellings",
+    "write_configs",
+]
 
 
-CODE = ("*.py",)
+CODE_PATTERNS = ("*.py",)
 
 
 def copy_code(source: Path, out_dir: Path) -> None:
-    """The checkpoint's own modules, for a runtime that was told to trust them. They are copied,
-    and never run here.
+    """Copy the checkpoint's own Python modules, for a runtime that was told to trust them. They
+    are never run here.
     """
-    for pattern in CODE:
+    for pattern in CODE_PATTERNS:
         for file in sorted(source.glob(pattern)):
             shutil.copyfile(file, out_dir / file.name)
 
 
-def copy_as_it_is(source: Source, out_dir: Path) -> None:
-    """Copy weights and configs. A copy and no link: what the store holds must not change when the
-    source is written again.
+def copy_unchanged(source: Source, out_dir: Path) -> None:
+    """Copy weights and configs without quantizing. It makes no links: the store's content must not
+    change when somebody overwrites the source.
 
-    A shard with padding rows that pairing trimmed is written anew without them.
+    If pairing trimmed padding rows, the shards that hold them are rewritten without them.
     """
     shards: dict[str, list[TensorInfo]] = {}
     for info in source.tensors.values():
@@ -60,7 +67,9 @@ def copy_as_it_is(source: Source, out_dir: Path) -> None:
 def write_configs(
     source: Source, out_dir: Path, quantization: dict[str, Any], embedded: dict[str, Any]
 ) -> None:
-    """config.json as the source has it, and both statements of how it is quantized."""
+    """Write the source's config.json, and both descriptions of its quantization: `embedded` in
+    config.json, `quantization` in hf_quant_config.json.
+    """
     config = read_json(source.path / "config.json")
     _write_json(out_dir / "config.json", {**config, "quantization_config": embedded})
     _write_json(out_dir / "hf_quant_config.json", quantization)
@@ -80,9 +89,8 @@ def finish(
     config["dtype"] = config["torch_dtype"] = source.dtype  # transformers 5.x and 4.x
     config["vocab_size"] = source.shape.vocab_size
     if (config.get("pad_token_id") or 0) >= source.shape.vocab_size:
-        config["pad_token_id"] = (
-            None  # it stood in a padding row; transformers refuses an id without a row
-        )
+        # Its row was padding and is gone; transformers refuses an id without a row.
+        config["pad_token_id"] = None
     config.update(rope_spellings(source.shape))
     if quant_algo is not None or kv_cache_quant_algo is not None:
         _name_quantization(config, out_dir, quant_algo, kv_cache_quant_algo)
@@ -94,7 +102,7 @@ def finish(
 
 def rope_spellings(shape: ModelShape) -> dict[str, Any]:
     """The RoPE settings as transformers 4.x reads them (rope_theta, rope_scaling) and as 5.x
-    does (rope_parameters).
+    reads them (rope_parameters).
     """
     scaling = shape.rope_scaling
     return {
@@ -113,11 +121,11 @@ def _name_quantization(
     quant_algo: QuantAlgo | None,
     kv_cache_quant_algo: KvCacheQuantAlgo | None,
 ) -> None:
-    """The two places that name the quantization: hf_quant_config.json (TensorRT-LLM) and
-    config.json (transformers, vLLM).
+    """Name the quantization in both places: hf_quant_config.json (for TensorRT-LLM) and config.json
+    (for transformers and vLLM).
 
-    A checkpoint from elsewhere may bring only one; the other is written from it. What is there is
-    left for the checks to judge.
+    A checkpoint from elsewhere may have only one of them; then the other is written from it. What
+    is already there is not changed: the checks judge it.
     """
     file = out_dir / "hf_quant_config.json"
     embedded = config.get("quantization_config")

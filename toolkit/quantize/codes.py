@@ -1,4 +1,4 @@
-"""Weights -> codes, with exactly the arithmetic of ModelOpt's exports, a few rows at a time."""
+"""Encode weights as codes, a few rows at a time, with the same arithmetic as ModelOpt's exports."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from toolkit.quantize.algorithms import Algorithm
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["encode_values", "encode_weight", "row_parts"]
+__all__ = ["encode_values", "encode_weight", "row_slices"]
 
-PART = 1 << 22  # weights encoded at a time: float32 temporaries of 16 MB
+WEIGHTS_AT_A_TIME = 1 << 22  # float32 temporaries of 16 MB
 
 
 def encode_weight(weight: Tensor, scale: Tensor, algorithm: Algorithm) -> Tensor:
-    """The codes [out, in] of `weight` [out, in]: int8 or float8_e4m3fn, round(weight / scale), ties
-    to even.
+    """The codes [out, in] of `weight` [out, in]: round(weight / scale), ties to even, as int8 or
+    float8_e4m3fn.
 
-    scale: float32, [out] or one value. A single value of no dimensions divides in the weight's own
-    dtype, one of shape [1] in float32: torch's promotion rule, which the unified export meets the
-    one way and the TRT-LLM export the other.
+    scale: float32, [out] or a single value. By torch's promotion rule, the division by a scalar of
+    shape [] is done in the weight's own dtype, and by one of shape [1] in float32. ModelOpt's
+    unified export divides the first way, its TRT-LLM export the second.
     """
     import torch
 
-    codes = torch.empty(
-        weight.shape, dtype=torch.int8 if algorithm.weight_dtype == "I8" else torch.float8_e4m3fn
-    )
-    for rows in row_parts(weight):
-        codes[rows] = encode_values(
-            weight[rows] / (scale[rows, None] if scale.numel() > 1 else scale), algorithm
-        )
+    dtype = torch.int8 if algorithm.weight_dtype == "I8" else torch.float8_e4m3fn
+    codes = torch.empty(weight.shape, dtype=dtype)
+    for rows in row_slices(weight):
+        divisor = scale[rows, None] if scale.numel() > 1 else scale
+        codes[rows] = encode_values(weight[rows] / divisor, algorithm)
     return codes
 
 
-def row_parts(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows that hold about PART weights each."""
-    step = max(1, PART // max(1, weight[0].numel()))
+def row_slices(weight: Tensor) -> Iterator[slice]:
+    """Slices of rows that hold about WEIGHTS_AT_A_TIME weights each."""
+    step = max(1, WEIGHTS_AT_A_TIME // max(1, weight[0].numel()))
     return (slice(start, min(start + step, len(weight))) for start in range(0, len(weight), step))
 
 
 def encode_values(values: Tensor, algorithm: Algorithm) -> Tensor:
-    """The nearest codes of values that are in units of the scale."""
+    """The nearest codes of values that are already divided by the scale."""
     import torch
 
     if algorithm.weight_dtype == "I8":

@@ -1,9 +1,9 @@
-"""The unified Hugging Face form: the source's own tensor names, codes in place of weights, scales
-beside them.
+"""Write weights in the unified Hugging Face format: the source's own tensor names, with codes in
+place of weights and scales beside them.
 
-It is what TensorRT-LLM's PyTorch flow, vLLM and the embedded engine read, and equal to ModelOpt's
-own `export_hf_checkpoint` tensor for tensor; but that one holds the whole model again while it
-writes, and this one holds one tensor.
+TensorRT-LLM's PyTorch flow, vLLM and the embedded engine read this format. The tensors equal those
+of ModelOpt's own `export_hf_checkpoint`, but that function holds a second copy of the whole model
+while it writes; this one holds one tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCE_DTYPES = {name: spelled for spelled, name in FLOAT_DTYPES.items()}
 
 
 def write_hf_weights(calibrated: Calibrated, out_dir: Path) -> None:
-    """Write the tensors of the unified form; config files are `toolkit.quantize.checkpoint`'s."""
+    """Write the tensors of the unified format. `toolkit.quantize.checkpoint` writes the configs."""
     write_checkpoint_shards(out_dir, list(_plans(calibrated)))
 
 
@@ -61,7 +61,7 @@ def _plans(calibrated: Calibrated) -> Iterator[TensorPlan]:
 
 
 def fixed_plan(name: str, tensor: Tensor) -> TensorPlan:
-    """A small tensor that is there already."""
+    """The plan of a small tensor that is in memory already."""
     return TensorPlan(
         name,
         SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")],

@@ -1,12 +1,13 @@
 """The only module that talks to ModelOpt: load a model, quantize it in place, compare it with its
 source.
 
-Memory is what decides how. Weights are memory-mapped from the source's files; those that
-SmoothQuant rewrites are mapped from unlinked files of our own, so that the kernel can put them back
-on the disk, and a model of 140 GB does not need 140 GB.
+The aim is to save memory: a model of 140 GB must not need 140 GB. So weights are memory-mapped from
+the source's files. Weights that SmoothQuant rewrites are mapped from unlinked files of our own, so
+that the kernel can write them back to the disk.
 
-ModelOpt and transformers print, warn and draw bars a great deal; all of it goes to this package's
-logger instead. That redirection is of the whole process, so one thread quantizes at a time.
+ModelOpt and transformers print, warn and draw bars a great deal; all of it goes to this module's
+logger instead. The redirection affects the whole process, so only one thread may quantize at a
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from toolkit.words import KvCacheQuantAlgo
 __all__ = [
     "as_source",
     "load_model",
-    "loudly",
+    "outside_quiet",
     "quantization_configs",
     "quantize_model",
     "quantized_linears",
@@ -39,18 +40,18 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-CHATTY = ("transformers", "modelopt", "accelerate")
+CHATTY_LIBRARIES = ("transformers", "modelopt", "accelerate")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Send prints, warnings and log lines of the libraries to this module's logger, at debug
-    level.
+    """Within, the libraries' prints and warnings go to this module's logger, at debug level, and
+    their own loggers pass errors only.
     """
-    levels = {name: logging.getLogger(name).level for name in CHATTY}
+    levels = {name: logging.getLogger(name).level for name in CHATTY_LIBRARIES}
     printed = io.StringIO()
     try:
-        for name in CHATTY:
+        for name in CHATTY_LIBRARIES:
             logging.getLogger(name).setLevel(logging.ERROR)
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -68,8 +69,10 @@ def quiet() -> Iterator[None]:
             logger.debug("%s:%s: %s", warning.filename, warning.lineno, warning.message)
 
 
-def loudly(progress: Progress) -> Progress:
-    """The same progress, drawn on the streams that were there before `quiet` took them."""
+def outside_quiet(progress: Progress) -> Progress:
+    """Wrap `progress` so that it draws on the present streams even within `quiet`. Call this before
+    `quiet` redirects them.
+    """
     out, err = sys.stdout, sys.stderr
 
     def report(done: int, total: int | None, what: str) -> None:
@@ -80,11 +83,11 @@ def loudly(progress: Progress) -> Progress:
 
 
 def load_model(source: Source) -> Any:
-    """The source as a transformers model on the CPU, in its own dtype: offline, none of the
-    checkpoint's code.
+    """Load the source as a transformers model on the CPU, in its own dtype. Nothing is downloaded,
+    and none of the checkpoint's code is run.
 
-    It is built without storage, then each parameter becomes a view of the source's files; padding
-    rows are left out.
+    The model is built without storage; then each parameter becomes a view of the source's files,
+    without padding rows. Raises CheckpointError if transformers cannot load it.
     """
     import accelerate
     import torch
@@ -96,12 +99,11 @@ def load_model(source: Source) -> Any:
         )
         config.vocab_size = source.shape.vocab_size
         if (config.pad_token_id or 0) >= config.vocab_size:
-            config.pad_token_id = None  # it stood in a padding row
+            config.pad_token_id = None  # its row was padding and is gone
         config.architectures = [source.shape.architecture]
         dtype = getattr(torch, source.dtype)
-        with accelerate.init_empty_weights(
-            include_buffers=False
-        ):  # RoPE's buffers are computed, not stored
+        # include_buffers=False: RoPE's buffers are computed, not stored
+        with accelerate.init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False
             )
@@ -111,9 +113,8 @@ def load_model(source: Source) -> Any:
             value = torch.nn.Parameter(read_source(source, name).to(dtype), requires_grad=False)
             setattr(model.get_submodule(module), parameter, value)
         model.tie_weights()
-    except (
-        Exception
-    ) as exc:  # config validators, key errors, allocation: all kinds, and all about this checkpoint
+    except Exception as exc:
+        # Config validators, key errors, allocation: many kinds, and all about this checkpoint.
         raise CheckpointError(f"transformers cannot load it ({exc})", where=source.path) from exc
     return model.eval()
 
@@ -125,23 +126,23 @@ def quantize_model(
     forward_loop: Callable[[Any], None],
     scratch: Path | None = None,
 ) -> None:
-    """Insert quantizers and calibrate them, in place. Without a forward loop FP8 would lose its
-    activation scales in silence.
+    """Insert quantizers and calibrate them, in place. The forward loop is required: without one,
+    ModelOpt would silently leave out the activation scales of FP8.
 
-    scratch: a folder on the disk for weights that the algorithm rewrites; None keeps them in
-    memory. Nothing is left in it. A row of zeros has amax 0, which no scale can be made of; it
-    becomes 1, under which the row is still all zeros.
+    scratch: a folder on the disk for weights that the algorithm rewrites; nothing is left in it.
+    None keeps these weights in memory. A row of zeros has amax 0, and no scale can be made of that.
+    Its amax is set so that the scale is 1; the row's codes are zeros all the same.
     """
     import copy
 
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.nn import TensorQuantizer
 
-    config, *more = (
+    config, *additions = (
         copy.deepcopy(getattr(mtq, name)) for name in presets(algorithm, kv_cache_quant_algo)
     )
-    for other in more:
-        config["quant_cfg"] += other["quant_cfg"]
+    for addition in additions:
+        config["quant_cfg"] += addition["quant_cfg"]
     if algorithm.pre_quant_scale:
         for layer in model.model.layers:
             for linear in _linears(layer):
@@ -156,11 +157,11 @@ def quantize_model(
 
 
 def _smooth_together(layer: Any) -> None:
-    """Average the smoothing of linears that share an input, as ModelOpt's export would; so what is
-    measured is what is written.
+    """Average the smoothing of linears that share an input. ModelOpt's export would do so later;
+    done here, quality is measured on the weights that are written.
 
-    ModelOpt puts a new weight in the place of the old one; its values go back to where the old one
-    was mapped.
+    ModelOpt replaces the weight by a new tensor in memory. The new values are copied into the old,
+    mapped tensor, and the new tensor is dropped.
     """
     from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
@@ -190,8 +191,8 @@ def _parameter(tensor: Any) -> Any:
 
 
 def _writable(tensor: Any, scratch: Path | None) -> Any:
-    """A copy that may be written to: mapped from a file that has no name any more, so that
-    nothing outlives the process.
+    """A writable copy, mapped from a file that is unlinked at once, so that nothing is left on the
+    disk when the process ends.
     """
     import torch
 
@@ -207,22 +208,23 @@ def _writable(tensor: Any, scratch: Path | None) -> Any:
 
 
 def reserve(file: Path, size: int) -> None:
-    """Make a file whose blocks are all there. Where a mapped page finds none, on a full disk, the
-    process dies of SIGBUS and says nothing; here it is an OSError.
+    """Create a file of `size` bytes with all its blocks allocated. Raises OSError if the disk is
+    full. Without this, the first write to a mapped page without a block would kill the process
+    with SIGBUS, and without a message.
     """
     with file.open("wb") as empty:
         os.posix_fallocate(empty.fileno(), 0, size)
 
 
 def quantization_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ModelOpt says of a quantized model: (hf_quant_config.json, quantization_config of
+    """ModelOpt's description of a quantized model: (hf_quant_config.json, quantization_config of
     config.json).
     """
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.export.quant_utils import get_quant_config
 
-    own = get_quant_config(model)
-    return own, convert_hf_quant_config_format(own)
+    quantization = get_quant_config(model)
+    return quantization, convert_hf_quant_config_format(quantization)
 
 
 def quantized_linears(model: Any) -> dict[str, Any]:
@@ -236,35 +238,35 @@ def quantized_linears(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_source(model: Any, source: Source, part: str = "") -> Iterator[None]:
-    """Within, the model computes exactly what its source does: quantizers off, and weights as they
-    stand in the source's files.
+    """Within, the model computes exactly what its source does: its quantizers are off, and its
+    weights are those of the source's files.
 
-    SmoothQuant has rewritten the weights, so switching quantizers off would not be enough. The
-    originals are memory-mapped and cost no memory of their own. part: name of the submodule that is
-    meant, `model.layers.3`; all of the model without.
+    SmoothQuant rewrites weights, so switching quantizers off would not be enough. The original
+    weights are memory-mapped and take no memory of their own. part: the name of the submodule to
+    switch, such as `model.layers.3`; empty for the whole model.
     """
     import torch
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     from toolkit.checkpoints.reader import read_tensor
 
-    within = model.get_submodule(part)
+    submodule = model.get_submodule(part)
     quantizers = [
         module
-        for module in within.modules()
+        for module in submodule.modules()
         if isinstance(module, TensorQuantizer) and module.is_enabled
     ]
     linears = {
         f"{part}.{name}" if part else name: module
-        for name, module in quantized_linears(within).items()
+        for name, module in quantized_linears(submodule).items()
     }
-    present = {}
+    quantized_weights = {}
     with contextlib.ExitStack() as stack:
         try:
             for name, module in linears.items():
                 stack.enter_context(module.input_quantizer.disable_pre_quant_scale())
                 weight = module._parameters["weight"]
-                present[name] = weight.data
+                quantized_weights[name] = weight.data
                 weight.data = read_tensor(source.tensors[f"{name}.weight"]).to(
                     getattr(torch, source.dtype)
                 )
@@ -274,5 +276,5 @@ def as_source(model: Any, source: Source, part: str = "") -> Iterator[None]:
         finally:
             for quantizer in quantizers:
                 quantizer.enable()
-            for name, data in present.items():
+            for name, data in quantized_weights.items():
                 linears[name]._parameters["weight"].data = data

@@ -1,9 +1,8 @@
-"""Which part of a model each rank holds, as TensorRT-LLM divides it. Pure arithmetic on the model's
-shape.
+"""Divide a model among ranks as TensorRT-LLM does. Pure arithmetic on the model's shape.
 
-Pipeline ranks hold consecutive layers, equally many; tensor ranks hold whole heads and equal shares
-of the MLP and the vocabulary. rank = pp_rank * tp_size + tp_rank. Key and value heads that are
-fewer than tensor ranks are held more than once.
+Each pipeline rank holds the same number of consecutive layers. Each tensor rank holds whole heads
+and an equal share of the MLP and of the vocabulary. rank = pp_rank * tp_size + tp_rank. If there
+are fewer key and value heads than tensor ranks, several ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["Part", "Ranks", "partition"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks a checkpoint in TRT-LLM's form is written for."""
+    """How many ranks a checkpoint in the TRT-LLM format is written for."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -30,11 +29,12 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share. Slices count rows of the whole model's tensors (columns, for the linears
-    that end a block).
+    """The share of one rank. Slices are of rows of the whole model's tensors; for the linears that
+    end a block (o_proj, down_proj) they are of columns.
 
-    vocab may reach past the vocabulary, where tp_size does not divide it: those rows are zeros.
-    first, last: in the pipeline; they hold the embedding, and the last norm with the LM head.
+    vocab reaches past the vocabulary if tp_size does not divide it; the rows past it are zeros.
+    first: first of the pipeline, holds the embedding. last: last of the pipeline, holds the final
+    norm and the LM head.
     """
 
     rank: int
@@ -48,24 +48,26 @@ class Part:
 
 
 def partition(shape: ModelShape, ranks: Ranks) -> list[Part]:
-    """Every rank's share, by rank. Raises UsageError for a model that does not divide so."""
+    """The share of each rank, in the order of ranks. Raises UsageError if the model cannot be
+    divided among `ranks`.
+    """
     tp_size, pp_size = ranks.tp_size, ranks.pp_size
-    for what, count, name, size in (
+    for noun, count, name, size in (
         ("attention heads", shape.num_heads, "tp_size", tp_size),
         ("MLP columns", shape.intermediate_size, "tp_size", tp_size),
         ("layers", shape.num_layers, "pp_size", pp_size),
     ):
         if count % size:
             raise UsageError(
-                f"{name} {size} does not divide the model's {count} {what}",
-                hint=f"choose one that divides {count}",
+                f"{name} {size} does not divide the model's {count} {noun}",
+                hint=f"choose a {name} that divides {count}",
             )
     kv_heads = shape.num_kv_heads
     if max(kv_heads, tp_size) % min(kv_heads, tp_size):
         raise UsageError(
-            f"tp_size {tp_size} neither divides the model's {kv_heads} key and value heads nor is a"
-            " multiple of them",
-            hint=f"choose one that divides {kv_heads}, or a multiple of it",
+            f"tp_size {tp_size} is neither a divisor nor a multiple of {kv_heads}, the model's"
+            " number of key and value heads",
+            hint=f"choose a tp_size that divides {kv_heads}, or a multiple of it",
         )
     layers = shape.num_layers // pp_size
     return [

@@ -1,8 +1,8 @@
-"""How far the quantized model is from its source, on text that it was not calibrated on.
+"""Measure how far the quantized model is from its source, on text that it was not calibrated on.
 
-Both are run over the same tokens, batch by batch, in one copy of the model: as its own source
-first, then quantized. What is held at any time is one batch's activations. Errors are end to end: a
-layer's figure contains what the layers before it lost.
+Source and quantized model are run over the same tokens, batch by batch, in one copy of the model:
+first switched to its source, then quantized. Only the activations of one batch are held at a time.
+Errors are end to end: the error of a layer includes the errors of all layers before it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_TOKENS", "measure", "take_tokens"]
 
-MAX_TOKENS = 16_384  # of held-out text: p99 then rests on 164 tokens
-LAYER_TOKENS = 512  # of it, for what each layer alone costs: held once for every layer
-CHUNK = 256  # tokens whose logits are held at a time
+MAX_TOKENS = 16_384  # of held-out text; p99 then rests on 164 tokens
+LAYER_TOKENS = 512  # of these, for the cost of each single layer; held once per layer
+LOGIT_TOKENS = 256  # tokens whose logits are held at a time
 
 T = TypeVar("T", "list[int]", "Tensor")
 
 
 def take_tokens(sequences: list[T], limit: int = MAX_TOKENS) -> list[T]:
-    """The first sequences, up to `limit` tokens in all (one at least)."""
+    """The first sequences, up to `limit` tokens in total, but at least one sequence."""
     taken: list[T] = []
     for ids in sequences:
         if taken and sum(map(len, taken)) + len(ids) > limit:
@@ -44,10 +44,10 @@ def measure(
 ) -> QuantizationQuality:
     """Run `batches` ([n, length] int64) through source and quantized model, teacher-forced.
 
-    Layer errors are ||quantized - source|| / ||source|| (Frobenius) over all tokens of a linear's
-    output. KL, agreement and perplexity are over the positions that have a next token in the text.
-    Softmaxes are float32. What each decoder layer alone costs is measured on the first
-    LAYER_TOKENS.
+    The error of a layer is ||quantized - source|| / ||source|| (Frobenius) over all tokens of a
+    linear's output. KL, agreement and perplexity are taken over the positions that have a next
+    token in the text. Softmaxes are float32. The cost of each single decoder layer is measured on
+    the first LAYER_TOKENS tokens.
     """
     import torch
 
@@ -63,21 +63,21 @@ def measure(
             following = batch[:, 1:].reshape(-1)  # [n * (length - 1)]
             reference = reference[:, :-1].reshape(len(following), -1)
             hidden = hidden[:, :-1].reshape(len(following), -1)
-            for start in range(0, len(following), CHUNK):
-                part = slice(start, start + CHUNK)
-                wanted = torch.log_softmax(
-                    model.lm_head(reference[part]).float(), dim=-1
-                )  # [chunk, vocab]
-                given = torch.log_softmax(model.lm_head(hidden[part]).float(), dim=-1)
-                divergences.append((wanted.exp() * (wanted - given)).sum(dim=-1).clamp_min(0.0))
-                agreeing += int((wanted.argmax(dim=-1) == given.argmax(dim=-1)).sum())
+            for start in range(0, len(following), LOGIT_TOKENS):
+                part = slice(start, start + LOGIT_TOKENS)
+                # log-probabilities [LOGIT_TOKENS, vocab] of the source and of the quantized model
+                source_log = torch.log_softmax(model.lm_head(reference[part]).float(), dim=-1)
+                quantized_log = torch.log_softmax(model.lm_head(hidden[part]).float(), dim=-1)
+                kl_terms = source_log.exp() * (source_log - quantized_log)
+                divergences.append(kl_terms.sum(dim=-1).clamp_min(0.0))
+                agreeing += int((source_log.argmax(dim=-1) == quantized_log.argmax(dim=-1)).sum())
                 column = following[part, None]
-                source_nll -= float(wanted.gather(1, column).double().sum())
-                quantized_nll -= float(given.gather(1, column).double().sum())
+                source_nll -= float(source_log.gather(1, column).double().sum())
+                quantized_nll -= float(quantized_log.gather(1, column).double().sum())
             tokens += len(following)
             progress(done, len(batches), "measuring quality, batches")
     kl = torch.cat(divergences).double()
-    few = take_tokens([row for batch in batches for row in batch], LAYER_TOKENS)
+    layer_rows = take_tokens([row for batch in batches for row in batch], LAYER_TOKENS)
     return QuantizationQuality(
         tokens=tokens,
         kl_mean=float(kl.mean()),
@@ -86,8 +86,8 @@ def measure(
         source_perplexity=_exp(source_nll / tokens),
         quantized_perplexity=_exp(quantized_nll / tokens),
         layers=layers.result(),
-        layer_kl=measure_single_layers(model, source, [row[None] for row in few], progress),
-        layer_kl_tokens=sum(len(row) - 1 for row in few),
+        layer_kl=measure_single_layers(model, source, [row[None] for row in layer_rows], progress),
+        layer_kl_tokens=sum(len(row) - 1 for row in layer_rows),
     )
 
 
@@ -98,8 +98,8 @@ def _exp(value: float) -> float:
 
 
 class _LayerErrors:
-    """Sums of squares per linear, gathered by forward hooks: `keep` in the source's pass,
-    `compare` in the quantized one.
+    """Sums of squares per linear, gathered by forward hooks: `keep` during the source's pass,
+    `compare` during the quantized pass.
     """
 
     def __init__(self, linears: dict[str, Any]) -> None:
@@ -109,9 +109,8 @@ class _LayerErrors:
         self._norm = dict.fromkeys(linears, 0.0)
 
     def keep(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
-        self._kept[name] = (
-            output.cpu()
-        )  # one batch of all linears' outputs is more than a GPU has to spare
+        # The outputs of all linears for one batch are more than a GPU has to spare.
+        self._kept[name] = output.cpu()
 
     def compare(self, name: str, _module: Any, _inputs: Any, output: Tensor) -> None:
         reference = self._kept.pop(name).to(output.device).float()
@@ -127,12 +126,12 @@ class _LayerErrors:
         )
 
     def result(self) -> tuple[LayerError, ...]:
-        return tuple(
-            LayerError(
-                name, (self._error[name] / self._norm[name]) ** 0.5 if self._norm[name] else 0.0
-            )
-            for name in self._linears
-        )
+        return tuple(LayerError(name, self._relative_error(name)) for name in self._linears)
+
+    def _relative_error(self, name: str) -> float:
+        if not self._norm[name]:
+            return 0.0
+        return float((self._error[name] / self._norm[name]) ** 0.5)
 
 
 class _Hooks:

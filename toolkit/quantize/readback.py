@@ -1,9 +1,8 @@
-"""What was written is what was quantized: noted before the export, compared with the files after
-it.
+"""Prove that the files hold the model whose quality was measured.
 
-`capture` works out each linear's codes, holds them against the fake-quantized weight that quality
-was measured with, and keeps a digest of the codes, a few bytes per linear. `read_back` then reads
-the files and demands the same codes and scales.
+Before the export, `capture` computes the codes of each linear, compares them with the
+fake-quantized weight that quality was measured with, and keeps a digest of the codes, a few bytes
+per linear. After the export, `read_back` reads the files and demands the same codes and scales.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from toolkit.checkpoints.reader import TensorInfo, expected_shapes, read_index, 
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.check import linear_names, verdict
-from toolkit.quantize.codes import encode_values, encode_weight, row_parts
+from toolkit.quantize.codes import encode_values, encode_weight, row_slices
 from toolkit.quantize.source import Source, read_source
 from toolkit.records.measured import Finding
 
@@ -29,11 +28,13 @@ __all__ = ["Captured", "capture", "read_back"]
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One linear as it stood when quality was measured.
+    """One linear at the time when quality was measured.
 
-    codes_sha256: of the codes' bytes, row by row. weights: how many. ties: of them, codes that are
-    rounded the other way than the fake quantization does, since the value lies in the middle
-    between two codes up to rounding. wrong: codes that differ without that excuse.
+    codes_sha256: of the codes' bytes, row by row.
+    weights: the number of weights.
+    ties: how many codes are rounded the other way than the fake quantization rounds, because the
+    value lies halfway between two codes, up to rounding.
+    wrong: how many codes differ from the fake quantization for no such reason.
     """
 
     codes_sha256: str
@@ -43,7 +44,7 @@ class Captured:
 
 
 def capture(model: Any, calibrated: Calibrated) -> dict[str, Captured]:
-    """Note every quantized linear of `model`, some rows at a time."""
+    """Capture every quantized linear of `model`, a few rows at a time."""
     import torch
 
     assert calibrated.algorithm is not None
@@ -61,30 +62,30 @@ def _compare_with_fake(
     weight: Tensor, fake: Tensor, scale: Tensor, algorithm: Algorithm
 ) -> Captured:
     digest, ties, wrong = hashlib.sha256(), 0, 0
-    for rows in row_parts(weight):
-        some = scale[rows] if scale.ndim else scale
-        codes = encode_weight(weight[rows], some, algorithm)
+    for rows in row_slices(weight):
+        row_scale = scale[rows] if scale.ndim else scale
+        codes = encode_weight(weight[rows], row_scale, algorithm)
         digest.update(_bytes(codes))
-        exact = codes.float() * some.reshape(-1, 1)
-        off = (fake[rows].float() - exact).abs() > _rounding_of_fake(exact, weight.dtype)
-        values, rounding = _divide(weight[rows], some)
-        values = values[off].float()
+        exact = codes.float() * row_scale.reshape(-1, 1)
+        differs = (fake[rows].float() - exact).abs() > _rounding_of_fake(exact, weight.dtype)
+        values, rounding = _divide(weight[rows], row_scale)
+        values = values[differs].float()
         above, below = (
             encode_values(values * (1.0 + side * rounding), algorithm) for side in (1, -1)
         )
         tied = int((above.float() != below.float()).sum())
         ties += tied
-        wrong += int(off.sum()) - tied
+        wrong += int(differs.sum()) - tied
     return Captured(digest.hexdigest(), weight.numel(), ties, wrong)
 
 
 def _divide(weight: Tensor, scale: Tensor) -> tuple[Tensor, float]:
-    """weight [rows, columns] / scale as the codes are made, and the relative rounding of that
-    against exact arithmetic.
+    """Divide weight [rows, columns] by scale just as `encode_weight` does. Return the quotient and
+    its relative rounding error.
 
-    By a vector of float32 the quotient is float32. By a float32 scalar it stays in the weight's own
-    dtype (torch's promotion rule), and the scalar may be rounded to it too: FP8 codes of a BF16
-    model can land one step off near a middle.
+    Divided by a float32 vector, the quotient is float32. Divided by a float32 scalar, it stays in
+    the weight's own dtype (torch's promotion rule), and the scalar may be rounded to that dtype,
+    too: so FP8 codes of a BF16 model can be one step off if the value is close to halfway.
     """
     import torch
 
@@ -94,8 +95,8 @@ def _divide(weight: Tensor, scale: Tensor) -> tuple[Tensor, float]:
 
 
 def _rounding_of_fake(exact: Tensor, dtype: Any) -> Tensor:
-    """How far the fake-quantized weight may be from code * scale: one rounding to its dtype,
-    after a few of float32.
+    """How far the fake-quantized weight may be from code * scale: one rounding to its dtype, after
+    a few roundings to float32.
     """
     import torch
 
@@ -116,61 +117,57 @@ def _digest(codes: Tensor) -> str:
 def read_back(
     directory: Path, calibrated: Calibrated, captured: dict[str, Captured]
 ) -> tuple[Finding, ...]:
-    """Compare the files with what was captured, and everything that was not quantized with the
-    source, bit for bit.
+    """Compare the quantized tensors in the files with the captured ones, and all other tensors with
+    the source, bit for bit.
     """
     tensors, source = read_index(directory), calibrated.source
-    codes = [
+    code_faults = [
         f"{name} was not quantized" for name in linear_names(source.shape) if name not in captured
     ]
-    for name, note in captured.items():
-        if note.wrong:
-            codes.append(
-                f"{name}: {note.wrong} of {note.weights} codes are not the weight that quality was"
-                " measured with"
+    for name, linear in captured.items():
+        if linear.wrong:
+            code_faults.append(
+                f"{name}: {linear.wrong} of {linear.weights} codes are not those of the weight that"
+                " quality was measured with"
             )
-        if _digest(read_tensor(tensors[f"{name}.weight"])) != note.codes_sha256:
-            codes.append(f"{name}.weight does not hold the codes that were quantized")
-    scales = [
+        if _digest(read_tensor(tensors[f"{name}.weight"])) != linear.codes_sha256:
+            code_faults.append(f"{name}.weight does not hold the codes that were quantized")
+    scale_faults = [
         fault
         for name, value in _scales(calibrated).items()
         for fault in _compare_scale(tensors, name, value)
     ]
-    weights = sum(note.weights for note in captured.values())
-    ties = sum(note.ties for note in captured.values())
+    weights = sum(linear.weights for linear in captured.values())
+    ties = sum(linear.ties for linear in captured.values())
     return (
         verdict(
             "read back: codes",
-            codes,
+            code_faults,
             f"{weights} codes as quantized, {ties} of them rounded the other way at a tie",
         ),
-        verdict("read back: scales", scales, f"as calibrated, on {len(captured)} linears"),
-        _untouched(tensors, source, set(captured)),
+        verdict("read back: scales", scale_faults, f"as calibrated, on {len(captured)} linears"),
+        _unquantized(tensors, source, set(captured)),
     )
 
 
 def _scales(calibrated: Calibrated) -> dict[str, Tensor]:
-    """Tensor name -> value that the file must hold."""
-    found = {}
+    """Tensor name -> the value that the file must hold."""
+    values = {}
     for name, scales in calibrated.linears.items():
         named = {
             "weight_scale": scales.weight,
             "input_scale": scales.input,
             "pre_quant_scale": scales.pre_quant,
         }
-        found.update({f"{name}.{key}": value for key, value in named.items() if value is not None})
-    for layer, pair in enumerate(calibrated.kv_scales):
-        found.update(
-            {
-                f"model.layers.{layer}.self_attn.{p}_proj.{p}_scale": one
-                for p, one in zip("kv", pair, strict=True)
-            }
-        )
-    return found
+        values.update({f"{name}.{key}": value for key, value in named.items() if value is not None})
+    for layer, (key_scale, value_scale) in enumerate(calibrated.kv_scales):
+        values[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = key_scale
+        values[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = value_scale
+    return values
 
 
 def _compare_scale(tensors: dict[str, TensorInfo], name: str, value: Tensor) -> list[str]:
-    """Equal up to one rounding of float32."""
+    """The faults of one scale, which must be equal up to one float32 rounding."""
     import torch
 
     if name not in tensors:
@@ -181,10 +178,10 @@ def _compare_scale(tensors: dict[str, TensorInfo], name: str, value: Tensor) -> 
         rtol=2**-23,
         atol=0.0,
     )
-    return [] if same else [f"{name} is not what calibration decided"]
+    return [] if same else [f"{name} is not the scale that calibration gave"]
 
 
-def _untouched(tensors: dict[str, TensorInfo], source: Source, linears: set[str]) -> Finding:
+def _unquantized(tensors: dict[str, TensorInfo], source: Source, linears: set[str]) -> Finding:
     import torch
 
     weights = {f"{name}.weight" for name in linears}

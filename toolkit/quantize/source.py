@@ -1,9 +1,8 @@
-"""Opening a source checkpoint: everything that can be wrong with it is found here, before time is
-spent on it.
+"""Open a source checkpoint and find everything that is wrong with it, before time is spent on it.
 
-Headers and config are compared first, then every tensor is looked at once: NaN and infinity, absurd
-values, two heads. A checkpoint that ModelOpt has quantized already is recognised; one quantized by
-something else is refused.
+Headers are compared with the config first. Then every tensor is read once, to find NaN, infinity,
+absurd values, and tied embeddings that differ. A checkpoint that ModelOpt has already quantized is
+recognised; one that another tool has quantized is refused.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["VOCABULARY", "Source", "check_weights", "open_source", "read_source"]
 
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
-ABSURD = 1e8  # no weight of a trained model comes near; one flipped exponent bit does
-PART = 1 << 20  # values looked at at a time
+TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+# No weight of a trained model comes near this magnitude; one flipped exponent bit exceeds it.
+MAX_MAGNITUDE = 1e8
+VALUES_AT_A_TIME = 1 << 20
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint whose headers and config agree. dtype: torch's name of what most unquantized
-    weights are stored as.
+    """A checkpoint whose headers and config agree.
 
-    quant_algo is set when it is already quantized in ModelOpt's unified form. shape.vocab_size may
-    be smaller than the rows in the files: the rest is padding that is left out of everything made
-    from this source.
+    dtype: the dtype of most unquantized weights, as torch names it.
+    quant_algo: set if the checkpoint is already quantized, in ModelOpt's unified format.
+    shape.vocab_size may be smaller than the number of rows in the files. The other rows are
+    padding and are left out of everything that is made from this source.
     """
 
     path: Path
@@ -67,10 +67,10 @@ class Source:
 
 
 def open_source(directory: Path, vocab_size: int | None = None) -> Source:
-    """Read headers and config. Raises CheckpointError for all that `read_shape`, `read_index`,
-    `check_against_shape` refuse.
+    """Read headers and config. Raises CheckpointError, also for everything that `read_shape`,
+    `read_index` and `check_against_shape` refuse.
 
-    vocab_size: keep only the first rows of embedding and LM head, as pairing decided; None keeps
+    vocab_size: the number of rows of embedding and LM head to keep, as pairing decided; None keeps
     all.
     """
     tensors = read_index(directory)
@@ -93,24 +93,25 @@ def open_source(directory: Path, vocab_size: int | None = None) -> Source:
                     " checkpoint is quantized",
                     where=tensors[name].file,
                     hint=(
-                        f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified form with its"
-                        " hf_quant_config.json"
+                        f"supported: {', '.join(FLOAT_DTYPES)}, or ModelOpt's unified format with"
+                        " its hf_quant_config.json"
                     ),
                 )
     if vocab_size is not None:
         if vocab_size > shape.vocab_size:
             raise CheckpointError(
-                f"has {shape.vocab_size} rows (vocab_size), {vocab_size} are asked for",
+                f"has {shape.vocab_size} rows (vocab_size), but {vocab_size} are wanted",
                 where=directory,
             )
         shape = replace(shape, vocab_size=vocab_size)
-    dtype = FLOAT_DTYPES[embedding.dtype if quant_algo is not None else _prevailing(tensors, shape)]
+    stored = embedding.dtype if quant_algo is not None else _prevailing_dtype(tensors, shape)
+    dtype = FLOAT_DTYPES[stored]
     return Source(directory, shape, tensors, dtype, quant_algo, kv_cache_quant_algo)
 
 
-def _prevailing(tensors: dict[str, TensorInfo], shape: ModelShape) -> str:
-    """The dtype of most weights. A few in a wider one (an embedding in F32) would else widen all
-    others, out of their files and into memory.
+def _prevailing_dtype(tensors: dict[str, TensorInfo], shape: ModelShape) -> str:
+    """The dtype of most weights. If a few wider tensors (an embedding in F32) decided, all others
+    would be widened, and so be copied from their files into memory.
     """
     counts: Counter[str] = Counter()
     for name in expected_shapes(shape):
@@ -125,8 +126,8 @@ def read_source(source: Source, name: str) -> Tensor:
 
 
 def check_weights(source: Source, progress: Progress) -> None:
-    """Look at every tensor once, memory-mapped. Raises CheckpointError with the tensor and what
-    was found in it.
+    """Read every tensor once, memory-mapped. Raises CheckpointError that names the tensor and its
+    fault.
     """
     tied: list[Tensor] = []
     for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
@@ -136,41 +137,39 @@ def check_weights(source: Source, progress: Progress) -> None:
                 raise CheckpointError(
                     f"{name} holds {fault}", where=source.tensors[name].file, hint=_FETCH_AGAIN
                 )
-        if source.shape.tie_word_embeddings and name in TIED:
+        if source.shape.tie_word_embeddings and name in TIED_NAMES:
             tied.append(tensor)
         progress(done, len(source.tensors), "checking weights, tensors")
-    if len(tied) == len(TIED) and not tied[0].equal(tied[1]):
+    if len(tied) == len(TIED_NAMES) and not tied[0].equal(tied[1]):
         raise CheckpointError(
-            f"config.json ties the embeddings, but {' and '.join(TIED)} differ",
+            f"config.json ties the embeddings, but {' and '.join(TIED_NAMES)} differ",
             where=source.path,
             hint=(
-                "set tie_word_embeddings: false in config.json, or remove the head, whichever the"
-                " model was trained with"
+                "if the model was trained with untied embeddings, set tie_word_embeddings: false in"
+                " config.json; otherwise remove the LM head"
             ),
         )
 
 
 def _fault_of(tensor: Tensor) -> str | None:
-    """What is wrong with the values of a float tensor. Looked at in parts, so that widening to
-    float32 takes little memory.
+    """What is wrong with the values of a float tensor, or None. The tensor is read in parts, so
+    that widening to float32 takes little memory.
     """
     import torch
 
-    bad, largest = 0, 0.0
+    not_finite, largest = 0, 0.0
     flat = tensor.reshape(-1)
-    for start in range(0, len(flat), PART):
-        values = flat[start : start + PART].float()
+    for start in range(0, len(flat), VALUES_AT_A_TIME):
+        values = flat[start : start + VALUES_AT_A_TIME].float()
         low, high = (float(value) for value in torch.aminmax(values))
         if not (math.isfinite(low) and math.isfinite(high)):
-            bad += int((~torch.isfinite(values)).sum())
+            not_finite += int((~torch.isfinite(values)).sum())
         largest = max(largest, -low, high)
-    if bad:
-        return f"{bad} values that are NaN or infinite"
-    return (
-        f"a value of magnitude {largest:.3g}; a bit of the file has flipped"
-        if largest > ABSURD
-        else None
-    )
+    if not_finite:
+        return f"{not_finite} values that are NaN or infinite"
+    if largest > MAX_MAGNITUDE:
+        return f"a value of magnitude {largest:.3g}; a bit of the file has flipped"
+    return None
 
 
 _FETCH_AGAIN = "fetch this shard again, or check the model where it was trained"

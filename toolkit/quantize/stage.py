@@ -1,8 +1,8 @@
-"""The quantize stage: a source checkpoint in; out comes a quantized one, measured, and checked as
-it was written.
+"""The quantize stage: take a source checkpoint, write a quantized one, measure its quality, and
+check the written files.
 
-The unified form is always made; TRT-LLM's form stands in a folder of its own beside it, where the
-engine flow needs it.
+The unified format is always written. If the engine flow needs the TRT-LLM format, that is written
+too, into a folder of its own inside the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoints.quantized import Quantization, other_than_asked
+from toolkit.checkpoints.quantized import Quantization, quantization_conflict
 from toolkit.checkpoints.reader import read_index
 from toolkit.config.schema import CalibrationConfig, QuantizationConfig
 from toolkit.errors import CheckpointError, StageError, UsageError
@@ -20,8 +20,8 @@ from toolkit.interfaces import Fingerprint, Progress
 from toolkit.pipeline.memory import freed_blocks_returned
 from toolkit.quantize.algorithms import Algorithm, algorithm_of
 from toolkit.quantize.calibrate import batches_of, encode, forward_loop, split_texts
-from toolkit.quantize.check import check_form
-from toolkit.quantize.checkpoint import copy_as_it_is, copy_code, finish, write_configs
+from toolkit.quantize.check import check_format
+from toolkit.quantize.checkpoint import copy_code, copy_unchanged, finish, write_configs
 from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
 from toolkit.records.build import QuantizationQuality, QuantizedCheckpoint, TrtllmForm
@@ -38,7 +38,7 @@ TRTLLM_FOLDER = "trtllm"
 
 
 def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
-    """What beside config and content decides the bytes that this stage writes."""
+    """The library versions that, beside config and content, decide the bytes this stage writes."""
     libraries = (
         ("tokenizers",)
         if quantization.quant_algo == "NO_QUANT"
@@ -60,36 +60,37 @@ def quantize(
     trtllm: Ranks | None = None,
     with_code: bool = False,
 ) -> QuantizedCheckpoint:
-    """Write the checkpoint `source`, quantized as asked, into `out_dir`. The same input gives the
-    same bytes.
+    """Quantize the checkpoint `source` and write it into `out_dir`. The same input gives the same
+    bytes.
 
-    vocab_size: rows of embedding and LM head to keep, where pairing found more of padding; None
-    keeps all. trtllm: write TRT-LLM's form as well, for these ranks, from the same calibration;
-    None: the unified form alone. with_code: take the source's Python modules along, for a runtime
-    that is told to trust them.
+    vocab_size: the number of rows of embedding and LM head to keep, if pairing found that the rest
+    is padding; None keeps all.
+    trtllm: also write the TRT-LLM format for these ranks, from the same calibration; None writes
+    the unified format only.
+    with_code: also copy the source's Python modules, for a runtime that is told to trust them.
 
-    A source that ModelOpt has quantized already is checked and used as it is. Raises
-    CheckpointError for a source that is damaged, contradicts itself or has another algorithm than
-    the one asked for, UsageError for calibration text that cannot be used and for ranks that do not
-    divide the model, and StageError when what was written fails a check.
+    A source that ModelOpt has already quantized is checked and copied. Raises CheckpointError if
+    the source is damaged, contradicts itself or is quantized with another algorithm than
+    `quantization` names; UsageError if the calibration text cannot be used or the ranks do not
+    divide the model; StageError if the written files fail a check.
     """
     opened = open_source(source, vocab_size)
     algorithm = algorithm_of(quantization.quant_algo)
-    _agree(opened, quantization)
+    _check_algorithm(opened, quantization)
     if trtllm is not None:
-        partition(opened.shape, trtllm)  # refuses what cannot be divided before time is spent
+        partition(opened.shape, trtllm)  # raises, before time is spent, if it cannot be divided
     check_weights(opened, progress)
     out_dir.mkdir(parents=True, exist_ok=True)
     quality: QuantizationQuality | None = None
     if algorithm is None or opened.is_quantized:
-        read = _take_over(opened, trtllm, out_dir, progress)
+        read_back_checks = _copy(opened, trtllm, out_dir, progress)
     else:
         if calibration is None:
             raise UsageError(
                 f"quantizing the {role} needs calibration text",
                 hint="add a `calibration` section with a `dataset`",
             )
-        quality, read = _quantize(
+        quality, read_back_checks = _quantize(
             opened,
             algorithm,
             quantization.kv_cache_quant_algo,
@@ -101,10 +102,12 @@ def quantize(
     if with_code:
         copy_code(source, out_dir)
     checks = (
-        check_form(out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo)
-        + read
+        *check_format(
+            out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo
+        ),
+        *read_back_checks,
     )
-    _refuse_errors(role, opened, checks)
+    _raise_on_errors(role, opened, checks)
     return QuantizedCheckpoint(
         role=role,
         path=out_dir,
@@ -121,11 +124,13 @@ def quantize(
     )
 
 
-def _take_over(
+def _copy(
     source: Source, trtllm: Ranks | None, out_dir: Path, progress: Progress
 ) -> tuple[Finding, ...]:
-    """A checkpoint that stays as it is: copied, and divided among ranks where that is asked for."""
-    copy_as_it_is(source, out_dir)
+    """Copy a checkpoint that is not to be quantized here, and divide it among ranks if `trtllm` is
+    given.
+    """
+    copy_unchanged(source, out_dir)
     if trtllm is None:
         return ()
     from toolkit.quantize.calibrated import calibrated_from_checkpoint
@@ -148,12 +153,15 @@ def _write_trtllm(
     return check_trtllm(folder, calibrated, ranks)
 
 
-def _agree(source: Source, quantization: QuantizationConfig) -> None:
-    """An already quantized checkpoint must have the algorithm that the YAML names."""
-    found = Quantization(source.quant_algo, source.kv_cache_quant_algo, ())
-    fault = other_than_asked(found, quantization.quant_algo, quantization.kv_cache_quant_algo)
-    if fault is not None:
-        raise CheckpointError(fault[0], where=source.path, hint=fault[1])
+def _check_algorithm(source: Source, quantization: QuantizationConfig) -> None:
+    """Raise CheckpointError if the source is already quantized, but not as the YAML says."""
+    stated = Quantization(source.quant_algo, source.kv_cache_quant_algo, ())
+    conflict = quantization_conflict(
+        stated, quantization.quant_algo, quantization.kv_cache_quant_algo
+    )
+    if conflict is not None:
+        message, hint = conflict
+        raise CheckpointError(message, where=source.path, hint=hint)
 
 
 def _quantize(
@@ -165,20 +173,18 @@ def _quantize(
     out_dir: Path,
     progress: Progress,
 ) -> tuple[QuantizationQuality, tuple[Finding, ...]]:
-    """Calibrate, measure, write and complete, read back. Every form comes from the one
-    calibration.
-    """
+    """Calibrate, measure quality, write, and read back. Both formats come from one calibration."""
     texts, heldout_texts = split_texts(calibration)
     length = min(calibration.calib_max_seq_length, source.shape.max_position_embeddings)
     samples = encode(texts, source.path, length, source.shape.vocab_size)
     heldout_samples = encode(heldout_texts, source.path, length, source.shape.vocab_size)
 
-    # Heavy, and not needed before the calibration text was found good.
+    # Heavy imports, not needed before the calibration text has been checked.
     from toolkit.quantize.calibrated import calibrated_from_model
     from toolkit.quantize.hf_format import write_hf_weights
     from toolkit.quantize.modelopt import (
         load_model,
-        loudly,
+        outside_quiet,
         quantization_configs,
         quantize_model,
         quiet,
@@ -187,7 +193,7 @@ def _quantize(
     from toolkit.quantize.readback import capture, read_back
     from toolkit.quantize.streaming import computing_on
 
-    report = loudly(progress)
+    report = outside_quiet(progress)
     with quiet():
         model = load_model(source)
         loop = forward_loop(batches_of(samples, calibration.batch_size), report)
@@ -201,34 +207,33 @@ def _quantize(
         write_configs(source, out_dir, *quantization_configs(model))
         finish(source, out_dir, algorithm.name, kv_cache_quant_algo)
         report(0, None, "reading back")
-        read = read_back(out_dir, calibrated, captured)
+        checks = read_back(out_dir, calibrated, captured)
         if trtllm is not None:
-            read += _write_trtllm(calibrated, trtllm, out_dir / TRTLLM_FOLDER, report)
+            checks += _write_trtllm(calibrated, trtllm, out_dir / TRTLLM_FOLDER, report)
     del model, calibrated
     gc.collect()  # ModelOpt's modules refer to one another in circles
-    return quality, read
+    return quality, checks
 
 
-def _device() -> Device:
-    """A GPU where there is one that torch can use: calibrating 70B on a CPU takes the better
-    part of a day.
-    """
+def _device() -> str:
+    """Use a GPU if torch can: to calibrate 70B on a CPU takes the better part of a day."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _refuse_errors(role: Role, source: Source, checks: tuple[Finding, ...]) -> None:
+def _raise_on_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:
+    """Raise CheckpointError if the source was already quantized, else StageError."""
     faults = [
         f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "error"
     ]
     if not faults:
         return
-    text = f"the {role}'s checkpoint fails {len(faults)} of {len(checks)} checks\n  " + "\n  ".join(
-        faults
+    message = "\n  ".join(
+        [f"the {role}'s checkpoint fails {len(faults)} of {len(checks)} checks", *faults]
     )
     if source.is_quantized:
         raise CheckpointError(
-            text, where=source.path, hint="export it again, or name the unquantized checkpoint"
+            message, where=source.path, hint="export it again, or name the unquantized checkpoint"
         )
-    raise StageError("quantize", text, where=source.path)
+    raise StageError("quantize", message, where=source.path)

@@ -1,12 +1,12 @@
-"""Computing on a GPU that the model does not fit into: decoder layers visit it one at a time.
+"""Compute on a GPU that the model does not fit into: move one decoder layer at a time to the GPU.
 
-Weights stay at home, mapped from files in the host's memory, so that whoever reads or rewrites them
-between two forwards need not know of any of this. What a forward takes on the GPU is one layer and
-the activations of one batch. Embedding and LM head stay on the host: one is a look-up, the other a
-small part of the work.
+Between two forwards all weights are on the host, mapped from files, so that code that reads or
+rewrites them then need not know about the GPU. A forward needs GPU memory for one layer and for the
+activations of one batch. Embedding and LM head stay on the host: the first is a look-up, the second
+a small part of the work.
 
-The price is that every batch carries all layers over the bus; larger batches
-(`calibration.batch_size`) share it.
+The price is that all layers cross the bus once per batch. Larger batches (`calibration.batch_size`)
+make that cheaper per text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["computing_on", "streamed"]
 Move = Callable[[Any], Any]
 
 
-def computing_on(model: Any, device: Device) -> contextlib.AbstractContextManager[None]:
-    """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"), and takes and returns
-    tensors on the host.
+def computing_on(model: Any, device: str) -> contextlib.AbstractContextManager[None]:
+    """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"). Its arguments and results
+    stay on the host.
     """
     if device == "cpu":
         return contextlib.nullcontext()
@@ -35,17 +35,17 @@ def computing_on(model: Any, device: Device) -> contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def streamed(model: Any, there: Move, back: Move) -> Iterator[None]:
-    """Within, layers are moved by `there` before they run, and what they gathered by `back`
-    afterwards.
+def streamed(model: Any, to_device: Move, to_host: Move) -> Iterator[None]:
+    """Within, `to_device` moves each layer before it runs, and `to_host` moves the statistics that
+    it has gathered back afterwards.
     """
     body = model.model
     handles = [
-        body.embed_tokens.register_forward_hook(lambda module, inputs, output: there(output)),
-        body.norm.register_forward_hook(lambda module, inputs, output: back(output)),
+        body.embed_tokens.register_forward_hook(lambda module, inputs, output: to_device(output)),
+        body.norm.register_forward_hook(lambda module, inputs, output: to_host(output)),
     ]
     for module in (*body.layers, body.norm):
-        visit = _Visit(module, there, back)
+        visit = _Visit(module, to_device, to_host)
         handles.append(module.register_forward_pre_hook(visit.arrive))
         handles.append(module.register_forward_hook(visit.leave, prepend=True))
     try:
@@ -56,31 +56,31 @@ def streamed(model: Any, there: Move, back: Move) -> Iterator[None]:
 
 
 class _Visit:
-    """One module's way there and back.
+    """Move one module to the device before its forward, and back to the host after it.
 
-    Parameters return to the very tensors that they were. Buffers and the statistics of ModelOpt's
-    calibrators, which the visit changes, are carried along.
+    Afterwards the parameters hold their original tensors again; nothing is copied back. Buffers and
+    the statistics of ModelOpt's calibrators may change in the forward, so they are copied back.
     """
 
-    def __init__(self, module: Any, there: Move, back: Move) -> None:
+    def __init__(self, module: Any, to_device: Move, to_host: Move) -> None:
         self._module = module
-        self._there = there
-        self._back = back
-        self._home: list[tuple[Any, Tensor]] = []
+        self._to_device = to_device
+        self._to_host = to_host
+        self._host_data: list[tuple[Any, Tensor]] = []
 
     def arrive(self, module: Any, inputs: Any) -> None:
-        self._home = [(parameter, parameter.data) for parameter in module.parameters()]
-        for parameter, data in self._home:
-            parameter.data = self._there(data)
-        self._carry(self._there)
+        self._host_data = [(parameter, parameter.data) for parameter in module.parameters()]
+        for parameter, data in self._host_data:
+            parameter.data = self._to_device(data)
+        self._move_buffers(self._to_device)
 
     def leave(self, module: Any, inputs: Any, output: Any) -> None:
-        for parameter, data in self._home:
+        for parameter, data in self._host_data:
             parameter.data = data
-        self._home = []
-        self._carry(self._back)
+        self._host_data = []
+        self._move_buffers(self._to_host)
 
-    def _carry(self, move: Move) -> None:
+    def _move_buffers(self, move: Move) -> None:
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

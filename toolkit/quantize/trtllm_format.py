@@ -1,11 +1,14 @@
-"""The TRT-LLM form: config.json and a file per rank, as `trtllm-build --checkpoint_dir` reads it.
+"""Write the TRT-LLM format: config.json and one file per rank, as `trtllm-build --checkpoint_dir`
+reads them.
 
-Tensors are equal to ModelOpt's own `export_tensorrt_llm_checkpoint` (which holds the whole model
-while it splits it, and ruins it for anything else), except that W8A16 weights stay float for the
-builder to quantize. config.json says more than ModelOpt's does where TensorRT-LLM cannot be
-imported: without RoPE's base and scaling the engine would compute with base 10000, without
-qwen_type and attn_bias a Qwen engine is another model or none at all. These are the fields that
-TensorRT-LLM's own `from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
+The tensors equal those of ModelOpt's own `export_tensorrt_llm_checkpoint`, with one exception:
+W8A16 weights stay float, and the builder quantizes them. (ModelOpt's export holds the whole model
+while it splits it, and leaves the model unusable.)
+
+config.json has fields that ModelOpt leaves out if TensorRT-LLM cannot be imported. Without RoPE's
+base and scaling the engine would compute with base 10000; without qwen_type and attn_bias a Qwen
+engine would be a different model or would not build. They are the fields that TensorRT-LLM's own
+`from_hugging_face` writes (tensorrt_llm/models/{llama,qwen}/config.py).
 """
 
 from __future__ import annotations
@@ -36,25 +39,26 @@ __all__ = [
     "LINEARS",
     "Linear",
     "member_slices",
+    "sliced_weight",
     "trtllm_config",
     "trtllm_dtype",
     "write_trtllm",
 ]
 
-KV_SCALE_FLOOR = (
-    1.0  # ModelOpt clamps FP8 KV scales to at least this in the TRT-LLM form, and only there
-)
-# TensorRT-LLM's default where the model's config has no seq_length; used by Qwen 1's logn attention
-QWEN_SEQ_LENGTH = 8192
+# ModelOpt raises smaller FP8 KV scales to this value, but only in the TRT-LLM format.
+KV_SCALE_FLOOR = 1.0
+# TensorRT-LLM's default if the model's config has no seq_length; used by Qwen 1's logn attention.
+QWEN_SEQ_LENGTH_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear of TensorRT-LLM and what it is made of. axis: 0 when ranks share its rows, 1 when
-    they share its columns.
+    """One linear of TensorRT-LLM.
 
-    shares_scales: sources whose FP8 scales must be one, since the engine may run them as one
-    product.
+    members: the linears of the source that it is made of.
+    axis: 0 if its rows are divided among the ranks, 1 if its columns are.
+    shares_scales: the linears of the source that must have one common FP8 scale, since the engine
+    may compute them as one product.
     """
 
     name: str
@@ -75,14 +79,16 @@ LINEARS = (
 
 
 def member_slices(linear: Linear, part: Part) -> tuple[slice, ...]:
-    """What `part` holds of each member, along the linear's axis."""
+    """The slice of each member that `part` holds, along the linear's axis."""
     if linear.name == "attention.qkv":
         return (part.q, part.kv, part.kv)
     return (part.q if linear.name == "attention.dense" else part.mlp,)
 
 
 def trtllm_dtype(source_dtype: str) -> str:
-    """TensorRT-LLM has engines of two dtypes; ModelOpt takes float16 for every other one."""
+    """The dtype of the engine: the source's if TensorRT-LLM has engines of it, otherwise float16,
+    as ModelOpt chooses.
+    """
     return source_dtype if source_dtype in ("float16", "bfloat16") else "float16"
 
 
@@ -91,8 +97,8 @@ def write_trtllm(
 ) -> None:
     """Write config.json and rank{N}.safetensors. done: called with the number of ranks written.
 
-    Raises UsageError for a model that does not divide among the ranks, CheckpointError for linears
-    that cannot be fused.
+    Raises UsageError if the model cannot be divided among the ranks, and CheckpointError if linears
+    cannot be fused.
     """
     parts = partition(calibrated.source.shape, ranks)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -104,9 +110,10 @@ def write_trtllm(
 
 
 def trtllm_config(calibrated: Calibrated, ranks: Ranks) -> dict[str, Any]:
+    """The contents of config.json."""
     shape, algorithm = calibrated.source.shape, calibrated.algorithm
     family = FAMILIES[shape.architecture].model_type
-    qwen = family.startswith("qwen")
+    is_qwen = family.startswith("qwen")
     dtype = trtllm_dtype(calibrated.source.dtype)
     scaling = shape.rope_scaling
     return {
@@ -132,7 +139,7 @@ def trtllm_config(calibrated: Calibrated, ranks: Ranks) -> dict[str, Any]:
         "bias": shape.o_bias,
         "rotary_pct": 1.0,
         "rank": ranks.world_size - 1,
-        "decoder": "qwen" if qwen else "llama",
+        "decoder": "qwen" if is_qwen else "llama",
         "rmsnorm": True,
         "lm_head_bias": False,
         "rotary_base": shape.rope_theta,
@@ -140,8 +147,12 @@ def trtllm_config(calibrated: Calibrated, ranks: Ranks) -> dict[str, Any]:
         "attn_bias": shape.qkv_bias,
         "mlp_bias": shape.mlp_bias,
         **(
-            {"qwen_type": family, "seq_length": QWEN_SEQ_LENGTH, "qk_layernorm": shape.qk_norm}
-            if qwen
+            {
+                "qwen_type": family,
+                "seq_length": QWEN_SEQ_LENGTH_TOKENS,
+                "qk_layernorm": shape.qk_norm,
+            }
+            if is_qwen
             else {}
         ),
         "mapping": {
@@ -176,18 +187,21 @@ def _plans(calibrated: Calibrated, part: Part) -> Iterator[TensorPlan]:
         yield plain("lm_head.weight", [head], [part.vocab], vocab_rows)
     for local, layer in enumerate(part.layers):
         ours, theirs = f"transformer.layers.{local}", f"model.layers.{layer}"
-        for norm, of in (
+        for norm, source_norm in (
             ("input_layernorm", "input_layernorm"),
             ("post_layernorm", "post_attention_layernorm"),
         ):
             yield plain(
-                f"{ours}.{norm}.weight", [f"{theirs}.{of}.weight"], [slice(None)], shape.hidden_size
+                f"{ours}.{norm}.weight",
+                [f"{theirs}.{source_norm}.weight"],
+                [slice(None)],
+                shape.hidden_size,
             )
         if shape.qk_norm:
-            for p in "qk":
+            for letter in "qk":
                 yield plain(
-                    f"{ours}.attention.{p}_layernorm.weight",
-                    [f"{theirs}.self_attn.{p}_norm.weight"],
+                    f"{ours}.attention.{letter}_layernorm.weight",
+                    [f"{theirs}.self_attn.{letter}_norm.weight"],
                     [slice(None)],
                     shape.head_dim,
                 )
@@ -199,21 +213,23 @@ def _plans(calibrated: Calibrated, part: Part) -> Iterator[TensorPlan]:
 def _plain_plan(
     calibrated: Calibrated, name: str, sources: list[str], slices: list[slice], rows: int
 ) -> TensorPlan:
-    """Rows of the source's tensors, one after another, in the engine's dtype; rows past their
-    end are zeros.
+    """The plan of an unquantized tensor: slices of the source's tensors, concatenated in the
+    engine's dtype and filled up with zeros to `rows` rows.
     """
     source, dtype = calibrated.source, trtllm_dtype(calibrated.source.dtype)
 
     def make() -> Tensor:
         import torch
 
-        found = [
-            read_source(source, of)[some].to(getattr(torch, dtype))
-            for of, some in zip(sources, slices, strict=True)
+        pieces = [
+            read_source(source, source_name)[source_rows].to(getattr(torch, dtype))
+            for source_name, source_rows in zip(sources, slices, strict=True)
         ]
-        whole = torch.cat(found) if len(found) > 1 else found[0]
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         missing = rows - len(whole)
-        return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+        if not missing:
+            return whole
+        return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
 
     return TensorPlan(
         name, SOURCE_DTYPES[dtype], (rows, *source.tensors[sources[0]].shape[1:]), make
@@ -223,22 +239,28 @@ def _plain_plan(
 def _linear_plans(
     calibrated: Calibrated, linear: Linear, part: Part, ours: str, theirs: str
 ) -> Iterator[TensorPlan]:
-    """The weight of one linear, its bias, and its scales."""
+    """The plans of one linear: its weight, its bias and its scales."""
     source, algorithm = calibrated.source, calibrated.algorithm
     members = [f"{theirs}.{member}" for member in linear.members]
     slices = member_slices(linear, part)
-    whole = [source.tensors[f"{member}.weight"].shape for member in members]
-    taken = [
-        len(range(*some.indices(extent[linear.axis])))
-        for some, extent in zip(slices, whole, strict=True)
+    whole_extents = [source.tensors[f"{member}.weight"].shape for member in members]
+    slice_lengths = [
+        len(range(*member_slice.indices(whole_extent[linear.axis])))
+        for member_slice, whole_extent in zip(slices, whole_extents, strict=True)
     ]
-    extent = (sum(taken), whole[0][1]) if linear.axis == 0 else (whole[0][0], taken[0])
+    if linear.axis == 0:
+        extent = (sum(slice_lengths), whole_extents[0][1])
+    else:
+        extent = (whole_extents[0][0], slice_lengths[0])
     if f"{members[0]}.bias" in source.tensors:
-        kept = (
-            list(slices) if linear.axis == 0 else [slice(None)]
-        )  # where columns are shared, every rank has the whole bias
+        # If the ranks divide the columns, every rank has the whole bias.
+        bias_slices = list(slices) if linear.axis == 0 else [slice(None)]
         yield _plain_plan(
-            calibrated, f"{ours}.bias", [f"{member}.bias" for member in members], kept, extent[0]
+            calibrated,
+            f"{ours}.bias",
+            [f"{member}.bias" for member in members],
+            bias_slices,
+            extent[0],
         )
     if algorithm is None or algorithm.builder_quantizes or members[0] not in calibrated.linears:
         make = partial(_float_weight, calibrated, members, linear.axis, slices)
@@ -252,9 +274,9 @@ def _linear_plans(
         partial(_codes, calibrated, algorithm, members, linear.axis, slices, scales),
     )
     yield fixed_plan(f"{ours}.weights_scaling_factor", _joined_scale(scales, linear.axis, slices))
-    inputs = _input_scale(calibrated, algorithm, linear, theirs)
-    if inputs is not None:
-        yield fixed_plan(f"{ours}.activation_scaling_factor", inputs)
+    input_scale = _input_scale(calibrated, algorithm, linear, theirs)
+    if input_scale is not None:
+        yield fixed_plan(f"{ours}.activation_scaling_factor", input_scale)
     smoothing = _smoothing(calibrated, members)
     if smoothing is not None:
         yield fixed_plan(
@@ -269,17 +291,25 @@ def _float_weight(
     import torch
 
     dtype = getattr(torch, trtllm_dtype(calibrated.source.dtype))
-    weights = zip((calibrated.weight(member) for member in members), slices, strict=True)
     return torch.cat(
-        [(weight[some] if axis == 0 else weight[:, some]).to(dtype) for weight, some in weights]
+        [
+            sliced_weight(calibrated, member, axis, member_slice).to(dtype)
+            for member, member_slice in zip(members, slices, strict=True)
+        ]
     )
+
+
+def sliced_weight(calibrated: Calibrated, member: str, axis: int, member_slice: slice) -> Tensor:
+    """The rows (axis 0) or columns (axis 1) `member_slice` of a member's weight."""
+    weight = calibrated.weight(member)
+    return weight[member_slice] if axis == 0 else weight[:, member_slice]
 
 
 def _weight_scale(
     calibrated: Calibrated, algorithm: Algorithm, linear: Linear, layer: str, member: str
 ) -> Tensor:
-    """float32: [out] of the member alone, or [1] that is shared with what the engine may fuse it
-    with.
+    """float32: [out] for the member alone, or [1] that it shares with all linears that the engine
+    may fuse it with.
     """
     import torch
 
@@ -296,12 +326,14 @@ def _input_scale(
 
     sharing = linear.members if algorithm.per_channel else linear.shares_scales
     shared = [calibrated.linears[f"{layer}.{name}"].input for name in sharing]
-    there = [one for one in shared if one is not None]
-    return torch.stack(there).max().reshape(1) if there else None
+    present = [scale for scale in shared if scale is not None]
+    return torch.stack(present).max().reshape(1) if present else None
 
 
 def _smoothing(calibrated: Calibrated, members: list[str]) -> Tensor | None:
-    """One vector for all members: they see one input."""
+    """The smoothing vector of all members; they have the same input. Raises CheckpointError if
+    their vectors differ.
+    """
     import torch
 
     vectors = [calibrated.linears[member].pre_quant for member in members]
@@ -309,9 +341,10 @@ def _smoothing(calibrated: Calibrated, members: list[str]) -> Tensor | None:
         return None
     if any(other is None or not torch.equal(other, vectors[0]) for other in vectors):
         raise CheckpointError(
-            f"{members[0]} and its siblings are smoothed differently, so that they cannot be fused",
+            f"{members[0]} and the linears of the same input are smoothed differently, so they"
+            " cannot be fused",
             where=calibrated.source.path,
-            hint="quantize the unquantized checkpoint here",
+            hint="name the unquantized checkpoint instead, and let this stage quantize it",
         )
     dtype = getattr(torch, trtllm_dtype(calibrated.source.dtype))
     return vectors[0].to(dtype)
@@ -320,13 +353,9 @@ def _smoothing(calibrated: Calibrated, members: list[str]) -> Tensor | None:
 def _joined_scale(scales: list[Tensor], axis: int, slices: tuple[slice, ...]) -> Tensor:
     import torch
 
-    if scales[0].numel() == 1:
+    if scales[0].numel() == 1 or axis == 1:
         return scales[0]
-    return (
-        torch.cat([scale[some] for scale, some in zip(scales, slices, strict=True)])
-        if axis == 0
-        else scales[0]
-    )
+    return torch.cat([scale[rows] for scale, rows in zip(scales, slices, strict=True)])
 
 
 def _codes(
@@ -339,18 +368,15 @@ def _codes(
 ) -> Tensor:
     import torch
 
-    found = []
-    for member, some, scale in zip(members, slices, scales, strict=True):
-        weight = calibrated.weight(member)
-        if axis == 0:
-            found.append(
-                encode_weight(weight[some], scale[some] if scale.numel() > 1 else scale, algorithm)
-            )
-        else:
-            found.append(encode_weight(weight[:, some], scale, algorithm))
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([codes.view(torch.uint8) for codes in found]).view(found[0].dtype)
+    pieces = []
+    for member, member_slice, scale in zip(members, slices, scales, strict=True):
+        weight = sliced_weight(calibrated, member, axis, member_slice)
+        has_sliced_scale = axis == 0 and scale.numel() > 1
+        piece_scale = scale[member_slice] if has_sliced_scale else scale
+        pieces.append(encode_weight(weight, piece_scale, algorithm))
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([codes.view(torch.uint8) for codes in pieces]).view(pieces[0].dtype)
 
 
 def _kv_plans(calibrated: Calibrated, layer: int, attention: str) -> Iterator[TensorPlan]:

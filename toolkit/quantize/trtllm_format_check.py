@@ -1,8 +1,8 @@
-"""Does a checkpoint in TRT-LLM's form hold what was quantized?
+"""Check that a checkpoint in the TRT-LLM format holds what was quantized.
 
-Read from its files alone and held against the calibration and the source, rank by rank. Codes are
-not compared with other codes but with the weights that they stand for: each must be the nearest one
-under the scale that the file gives.
+The files are read back, rank by rank, and compared with the calibration and the source. Codes are
+not compared with other codes but with the weights that they stand for: each must be the nearest
+code under the scale in the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.check import verdict
-from toolkit.quantize.codes import row_parts
+from toolkit.quantize.codes import row_slices
 from toolkit.quantize.partition import Part, Ranks, partition
 from toolkit.quantize.source import read_source
 from toolkit.quantize.trtllm_format import (
@@ -24,6 +24,7 @@ from toolkit.quantize.trtllm_format import (
     LINEARS,
     Linear,
     member_slices,
+    sliced_weight,
     trtllm_dtype,
 )
 from toolkit.records.measured import Finding
@@ -37,8 +38,8 @@ CHECKS = ("tensors", "codes", "scales", "unquantized")
 
 
 def check_trtllm(directory: Path, calibrated: Calibrated, ranks: Ranks) -> tuple[Finding, ...]:
-    """Judge every rank's file and config.json. The weights that `calibrated` refers to must
-    still be there.
+    """Check every rank's file and config.json. The weights that `calibrated` refers to must still
+    be readable.
     """
     try:
         config = read_json(directory / "config.json")
@@ -56,13 +57,13 @@ def check_trtllm(directory: Path, calibrated: Calibrated, ranks: Ranks) -> tuple
             weights += rank.weights
     except CheckpointError as exc:
         return (Finding("trtllm: readable", "error", str(exc)),)
-    fine = {
-        "tensors": f"{tensors} in {ranks.world_size} ranks, none missing and none besides",
+    details = {
+        "tensors": f"{tensors} in {ranks.world_size} ranks, none missing and none extra",
         "codes": f"{weights} codes, each the nearest to its weight",
         "scales": "as calibrated",
         "unquantized": "equal to the source's",
     }
-    findings += [verdict(f"trtllm: {check}", faults[check], fine[check]) for check in CHECKS]
+    findings += [verdict(f"trtllm: {check}", faults[check], details[check]) for check in CHECKS]
     return tuple(findings)
 
 
@@ -101,8 +102,8 @@ def _config(config: dict[str, Any], calibrated: Calibrated, ranks: Ranks) -> Fin
 
 
 def _rope(config: dict[str, Any], shape: ModelShape) -> Finding:
-    """An export by ModelOpt beside transformers 5.x has neither, and TensorRT-LLM then computes
-    with base 10000, unscaled.
+    """If transformers 5.x is installed, ModelOpt's export lacks both base and scaling, and
+    TensorRT-LLM then computes with base 10000, unscaled.
     """
     scaling = dict(config.get("rotary_scaling") or {})
     kind = scaling.pop("type", None)
@@ -140,8 +141,8 @@ def _quantization(config: dict[str, Any], calibrated: Calibrated) -> Finding:
 
 
 class _Rank:
-    """One rank's file. Faults are gathered under the name of their check; what was asked for is
-    noted, the rest is too much.
+    """The checks of one rank's file. Faults are gathered by the name of their check. Every tensor
+    that is expected is noted; any other tensor in the file is a fault.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class _Rank:
         self._part = part
         self._calibrated = calibrated
         self._faults = faults
-        self._asked: set[str] = set()
+        self._expected: set[str] = set()
 
     def check(self) -> None:
         part, source = self._part, self._calibrated.source
@@ -170,7 +171,7 @@ class _Rank:
             self._same("transformer.ln_f.weight", read_source(source, "model.norm.weight"))
         for local, layer in enumerate(part.layers):
             self._layer(f"transformer.layers.{local}", f"model.layers.{layer}", layer)
-        for name in sorted(self.tensors.keys() - self._asked):
+        for name in sorted(self.tensors.keys() - self._expected):
             self._fault("tensors", f"{name} does not belong there")
 
     def _layer(self, ours: str, theirs: str, layer: int) -> None:
@@ -178,22 +179,21 @@ class _Rank:
         norms = {"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"}
         if source.shape.qk_norm:
             norms |= {f"attention.{p}_layernorm": f"self_attn.{p}_norm" for p in "qk"}
-        for name, of in norms.items():
-            self._same(f"{ours}.{name}.weight", read_source(source, f"{theirs}.{of}.weight"))
+        for name, source_name in norms.items():
+            self._same(
+                f"{ours}.{name}.weight", read_source(source, f"{theirs}.{source_name}.weight")
+            )
         for linear in LINEARS:
             self._linear(linear, f"{ours}.{linear.name}", theirs)
         if self._calibrated.kv_scales:
             key, value = (
                 max(float(scale), KV_SCALE_FLOOR) for scale in self._calibrated.kv_scales[layer]
             )
-            for name, wanted in (("k_", key), ("v_", value), ("kv_", max(key, value))):
-                found = self._read(f"{ours}.attention.{name}cache_scaling_factor")
-                if found is not None and float(found) != wanted:
-                    self._fault(
-                        "scales",
-                        f"{ours}.attention.{name}cache_scaling_factor is {float(found):g}, must be"
-                        f" {wanted:g}",
-                    )
+            for prefix, wanted in (("k_", key), ("v_", value), ("kv_", max(key, value))):
+                name = f"{ours}.attention.{prefix}cache_scaling_factor"
+                written = self._read(name)
+                if written is not None and float(written) != wanted:
+                    self._fault("scales", f"{name} is {float(written):g}, must be {wanted:g}")
 
     def _linear(self, linear: Linear, ours: str, theirs: str) -> None:
         import torch
@@ -202,10 +202,10 @@ class _Rank:
         members = [f"{theirs}.{member}" for member in linear.members]
         slices = member_slices(linear, self._part)
         if f"{members[0]}.bias" in source.tensors:
-            kept = slices if linear.axis == 0 else (slice(None),)
+            bias_slices = slices if linear.axis == 0 else (slice(None),)
             bias = [
-                read_source(source, f"{member}.bias")[some]
-                for member, some in zip(members, kept, strict=True)
+                read_source(source, f"{member}.bias")[rows]
+                for member, rows in zip(members, bias_slices, strict=True)
             ]
             self._same(f"{ours}.bias", torch.cat(bias))
         if (
@@ -213,30 +213,21 @@ class _Rank:
             or algorithm.builder_quantizes
             or members[0] not in self._calibrated.linears
         ):
-            weights = zip(
-                (self._calibrated.weight(member) for member in members), slices, strict=True
-            )
-            self._same(
-                f"{ours}.weight",
-                torch.cat(
-                    [
-                        weight[some] if linear.axis == 0 else weight[:, some]
-                        for weight, some in weights
-                    ]
-                ),
-            )
+            weights = [
+                sliced_weight(self._calibrated, member, linear.axis, member_slice)
+                for member, member_slice in zip(members, slices, strict=True)
+            ]
+            self._same(f"{ours}.weight", torch.cat(weights))
             return
         codes, scale = self._read(f"{ours}.weight"), self._read(f"{ours}.weights_scaling_factor")
         if codes is None or scale is None:
             return
         row = 0
-        for member, some in zip(members, slices, strict=True):
-            weight = self._calibrated.weight(member)
-            weight = weight[some] if linear.axis == 0 else weight[:, some]
+        for member, member_slice in zip(members, slices, strict=True):
+            weight = sliced_weight(self._calibrated, member, linear.axis, member_slice)
             rows = slice(row, row + len(weight))
-            self._codes(
-                ours, codes[rows], scale[rows] if scale.numel() > 1 else scale, weight, algorithm
-            )
+            member_scale = scale[rows] if scale.numel() > 1 else scale
+            self._codes(ours, codes[rows], member_scale, weight, algorithm)
             row = rows.stop
         if row != len(codes):
             self._fault("codes", f"{ours}.weight has {len(codes)} rows, must have {row}")
@@ -262,7 +253,7 @@ class _Rank:
             _not_nearest(
                 codes[rows], scale[rows] if scale.numel() > 1 else scale, weight[rows], algorithm
             )
-            for rows in row_parts(weight)
+            for rows in row_slices(weight)
         )
         if wrong:
             self._fault(
@@ -270,54 +261,57 @@ class _Rank:
             )
         self.weights += codes.numel()
 
-    def _activations(self, ours: str, linear: Linear, members: list[str], some: slice) -> None:
-        """One scale for what all members see; none of theirs may be larger, or their inputs
-        would be cut off.
+    def _activations(self, ours: str, linear: Linear, members: list[str], columns: slice) -> None:
+        """All members share one input scale. It must not be smaller than the scale of any member,
+        or that member's inputs would be clipped.
         """
         import torch
 
         scales = [self._calibrated.linears[member] for member in members]
         if scales[0].input is not None:
-            found = self._read(f"{ours}.activation_scaling_factor")
-            if found is not None and not all(
-                one.input is not None and float(one.input) <= float(found) for one in scales
+            written = self._read(f"{ours}.activation_scaling_factor")
+            if written is not None and not all(
+                member.input is not None and float(member.input) <= float(written)
+                for member in scales
             ):
                 self._fault(
-                    "scales", f"{ours}.activation_scaling_factor is below what calibration saw"
+                    "scales", f"{ours}.activation_scaling_factor is below the calibrated scale"
                 )
         if scales[0].pre_quant is not None:
-            found = self._read(f"{ours}.prequant_scaling_factor")
-            wanted = scales[0].pre_quant.to(self._dtype())
-            if found is not None and not torch.equal(
-                found, wanted if linear.axis == 0 else wanted[some]
-            ):
+            written = self._read(f"{ours}.prequant_scaling_factor")
+            smoothing = scales[0].pre_quant.to(self._dtype())
+            wanted = smoothing if linear.axis == 0 else smoothing[columns]
+            if written is not None and not torch.equal(written, wanted):
                 self._fault(
-                    "scales", f"{ours}.prequant_scaling_factor is not what calibration decided"
+                    "scales",
+                    f"{ours}.prequant_scaling_factor is not the vector that calibration gave",
                 )
 
     def _vocabulary(self, name: str) -> Tensor:
-        """The rows of this rank; those past the vocabulary are zeros."""
+        """The rows of this rank. Rows past the vocabulary are zeros."""
         import torch
 
         rows = read_source(self._calibrated.source, name)[self._part.vocab]
         missing = self._part.vocab.stop - self._part.vocab.start - len(rows)
-        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+        if not missing:
+            return rows
+        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
 
     def _same(self, name: str, wanted: Tensor) -> None:
         import torch
 
-        found = self._read(name)
-        if found is None:
+        written = self._read(name)
+        if written is None:
             return
-        if found.dtype != self._dtype() or not torch.equal(found, wanted.to(self._dtype())):
+        if written.dtype != self._dtype() or not torch.equal(written, wanted.to(self._dtype())):
             self._fault("unquantized", f"{name} differs from the source")
-        elif not bool(torch.isfinite(found).all()):
+        elif not bool(torch.isfinite(written).all()):
             self._fault(
                 "unquantized", f"{name} does not fit into {self._dtype()}".replace("torch.", "")
             )
 
     def _read(self, name: str) -> Tensor | None:
-        self._asked.add(name)
+        self._expected.add(name)
         if name in self.tensors:
             return read_tensor(self.tensors[name])
         self._fault("tensors", f"{name} is missing")
@@ -333,20 +327,20 @@ class _Rank:
 
 
 def _not_nearest(codes: Tensor, scale: Tensor, weight: Tensor, algorithm: Algorithm) -> int:
-    """How many codes stand further from their weights than half a step, and the rounding of the
-    division, allow.
+    """How many codes are further from their weights than half a step plus the rounding of the
+    division.
 
     The step of INT8 is the scale. E4M3 has 3 bits after the leading one, so half a step is at most
-    2^-4 of the value, and below its smallest normal number, 2^-6, half of 2^-9.
+    2^-4 of the value; below E4M3's smallest normal number, 2^-6, it is half of 2^-9.
     """
     import torch
 
     scale = scale.reshape(-1, 1)
     wanted = weight.float()
-    away = (codes.float() * scale - wanted).abs()
-    half_step = (
-        scale * 0.5
-        if algorithm.weight_dtype == "I8"
-        else torch.maximum(wanted.abs() * 2**-4, scale * 2**-10)
-    )
-    return int((~(away <= half_step + wanted.abs() * 2 * torch.finfo(weight.dtype).eps)).sum())
+    distance = (codes.float() * scale - wanted).abs()
+    if algorithm.weight_dtype == "I8":
+        half_step = scale * 0.5
+    else:
+        half_step = torch.maximum(wanted.abs() * 2**-4, scale * 2**-10)
+    rounding = wanted.abs() * 2 * torch.finfo(weight.dtype).eps
+    return int((~(distance <= half_step + rounding)).sum())

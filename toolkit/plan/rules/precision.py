@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.checkpoints.quantized import other_than_asked
+from toolkit.checkpoints.quantized import quantization_conflict
 from toolkit.config.schema import ModelConfig
 from toolkit.facts.support import KV_SUPPORT, SMOOTHQUANT_FAMILIES, WEIGHT_SUPPORT, Status
 from toolkit.plan.rules.found import INT8, Check, Findings, Found, of_algo, refuse, unless_allowed
@@ -174,7 +174,7 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
 def _already_quantized(subject: Subject) -> Findings:
     for role, found in subject.quantized.items():
         asked = subject.models[role].quantization
-        fault = other_than_asked(found, asked.quant_algo, asked.kv_cache_quant_algo)
+        fault = quantization_conflict(found, asked.quant_algo, asked.kv_cache_quant_algo)
         if fault is not None:
             yield refuse(f"{role}.quantization", f"the checkpoint {fault[0]}", fault[1])
 

@@ -20,7 +20,7 @@ __all__ = ["quantize_stage"]
 
 def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> Stage:
     from toolkit.quantize import stage
-    from toolkit.quantize.checkpoint import CODE
+    from toolkit.quantize.checkpoint import CODE_PATTERNS
 
     model = config.models[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
@@ -37,7 +37,7 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
         }
         settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
         if model.trust_remote_code:
-            inputs["code"] = digest_tree(model.checkpoint, CODE, memo)
+            inputs["code"] = digest_tree(model.checkpoint, CODE_PATTERNS, memo)
         if calibration is not None:
             inputs["dataset"] = digest_file(calibration.dataset, memo)
             inputs["heldout"] = calibration.heldout and digest_file(calibration.heldout, memo)
