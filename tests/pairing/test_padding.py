@@ -1,4 +1,4 @@
-"""The common vocabulary size: what every trim must keep, for all sizes."""
+"""The common vocabulary size: no trim may cut a row in use, whatever the sizes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_equal_sizes_stay_as_they_are_even_if_tensor_parallelism_does_not_divide
     assert common_vocab_size({"target": 269, "draft": 269}, 258, 8) == 269
 
 
-def test_the_refusal_names_the_way_out() -> None:
+def test_the_refusal_has_a_hint() -> None:
     with pytest.raises(PairingError, match="choose a tp_size that divides 31"):
         common_vocab_size({"target": 33, "draft": 31}, 30, 8)

@@ -1,4 +1,4 @@
-"""Digests that came with a checkpoint: the only thing that finds a flipped bit which still looks
+"""Digests that came with a checkpoint: only they reveal a flipped bit in a weight that still looks
 like a weight.
 """
 
@@ -19,21 +19,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def record(source: Path, form: str) -> None:
+def record(source: Path, style: str) -> None:
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
-    if form == "hub":
+    if style == "hub":
         folder = source / ".cache/huggingface/download"
         folder.mkdir(parents=True)
         (folder / "model.safetensors.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
     else:
         (source / "SHA256SUMS").write_text(
-            f"{digest} {form}model.safetensors\n{'0' * 64}  elsewhere.bin\n\n"
+            f"{digest} {style}model.safetensors\n{'0' * 64}  elsewhere.bin\n\n"
         )
 
 
-@pytest.mark.parametrize("form", [" ", "*", "hub"])
-def test_any_flipped_bit_is_found(form: str, source: Path) -> None:
-    record(source, form)
+@pytest.mark.parametrize("style", [" ", "*", "hub"])
+def test_any_flipped_bit_is_found(style: str, source: Path) -> None:
+    record(source, style)
     check_recorded_digests(source)
     data = bytearray((source / "model.safetensors").read_bytes())
     data[-1] ^= 1

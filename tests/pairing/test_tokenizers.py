@@ -1,4 +1,4 @@
-"""Pairs that fit, and each way of not fitting: by content, whatever the files look like."""
+"""Pairs that fit, and every way in which a pair does not fit: content decides, not the files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_a_target_alone_is_proved(pair: tuple[Path, Path]) -> None:
 def test_a_tokenizer_that_makes_no_tokens_is_refused(pair: tuple[Path, Path]) -> None:
     for folder in pair:
         Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
-    with pytest.raises(PairingError, match="the target's tokenizer makes no token of any text"):
+    with pytest.raises(
+        PairingError, match="the target's tokenizer turns every text into no tokens"
+    ):
         prove_pair(*pair)
 
 
@@ -131,7 +133,7 @@ def add_token(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("wider", ["target", "draft"])
 def test_padding_alone_is_repaired_and_recorded(wider: str, tmp_path: Path) -> None:
-    """Qwen2.5's habit in the small: the same tokens under 151936 and 152064 rows."""
+    """Like Qwen2.5, which has 151936 and 152064 rows for the same tokens, but small."""
     plain, padded = (
         write_checkpoint(tmp_path / "plain", vocab_size=264),
         write_checkpoint(tmp_path / "padded", vocab_size=320),
@@ -142,13 +144,13 @@ def test_padding_alone_is_repaired_and_recorded(wider: str, tmp_path: Path) -> N
     assert (proof.target_vocab_size, proof.draft_vocab_size) == (
         (320, 264) if wider == "target" else (264, 320)
     )
-    found = {
+    warnings = {
         finding.check: finding.detail for finding in proof.findings if finding.severity == "warning"
     }
-    assert found == {
+    assert warnings == {
         "vocabulary": (
-            f"the {wider}'s 320 rows are trimmed to 264; those above id 257 are padding over the"
-            " same tokens"
+            f"the {wider}'s 320 rows are trimmed to 264; the rows above id 257 are padding, and the"
+            " tokens are the same"
         )
     }
 
@@ -170,7 +172,9 @@ def test_both_are_trimmed_where_tensor_parallelism_asks_for_it(tmp_path: Path) -
 
 
 def test_rows_of_a_token_that_only_one_has_are_no_padding(tmp_path: Path) -> None:
-    """Llama's habit in the small: 128000 tokens against 128256, the rest being special tokens."""
+    """Like Llama, which has 128000 and 128256 tokens, but small. The additional ones are special
+    tokens.
+    """
     target = write_checkpoint(tmp_path / "target", vocab_size=262)
     draft = write_checkpoint(tmp_path / "draft", vocab_size=258)
     add_token(target, "<|start_header|>", "<|end_header|>", "<|eot|>", "<|reserved|>")
@@ -190,7 +194,7 @@ def test_another_bos_habit_is_refused_with_the_first_text(pair: tuple[Path, Path
     write_byte_tokenizer(pair[1], bos=False)
     message = refusal(*pair)
     assert "encode text differently" in message
-    assert "their BOS/EOS habit differs" in message
+    assert "their BOS/EOS rule differs" in message
     assert "<|bos|>" in message
 
 
@@ -224,7 +228,7 @@ def test_special_tokens_in_one_anothers_place_are_named(pair: tuple[Path, Path])
 
 
 def test_another_bos_id_is_a_warning(pair: tuple[Path, Path]) -> None:
-    """The prompt is encoded once, by the target's tokenizer; the id in the draft's config is
+    """The prompt is encoded once, by the target's tokenizer. The BOS id in the draft's config is
     never used.
     """
     edit(pair[1] / "config.json", lambda config: config.update(bos_token_id=3))
@@ -251,10 +255,8 @@ def test_other_merges_are_refused(pair: tuple[Path, Path]) -> None:
 
         def merge(data: dict[str, Any], merges: list[list[str]] = merges) -> None:
             vocab = data["model"]["vocab"]
-            for low in (
-                "\u0100",
-                "\u0101",
-            ):  # two pieces of bytes that no probe holds together make room
+            # Make room in the vocabulary: drop two byte pieces that no probe has side by side.
+            for low in ("\u0100", "\u0101"):
                 del vocab[low]
             free = sorted(set(range(256)) - set(vocab.values()))
             vocab.update({"ab": free[0], "bc": free[1]})
@@ -277,16 +279,16 @@ def test_what_does_not_matter_to_ids_is_a_warning(pair: tuple[Path, Path]) -> No
     (draft / "chat_template.jinja").write_text("{{ other }}")
     edit(draft / "config.json", lambda config: config.update(max_position_embeddings=128))
     edit(draft / "generation_config.json", lambda config: config.update(eos_token_id=[257, 3]))
-    found = warnings_of(target, draft)
-    assert set(found) == {"chat template", "positions", "EOS ids"}
-    assert "128" in found["positions"]
+    warnings = warnings_of(target, draft)
+    assert set(warnings) == {"chat template", "positions", "EOS ids"}
+    assert "128" in warnings["positions"]
 
 
 def test_a_model_too_small_for_its_tokenizer_is_refused(tmp_path: Path) -> None:
     small = write_checkpoint(tmp_path / "small", vocab_size=200, bos_token_id=0, eos_token_id=1)
     with pytest.raises(
         PairingError,
-        match=r"the target's tokenizer makes id 257 \('<\|eos\|>'\), its model has 200 rows",
+        match=r"the target's tokenizer makes id 257 \('<\|eos\|>'\), but its model has 200 rows",
     ):
         prove_pair(small, None)
 
@@ -325,7 +327,7 @@ def test_a_sentencepiece_model_that_cannot_be_converted_says_how(pair: tuple[Pat
 
 
 def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
-    """A GPT-2 style tokenizer without tokenizer.json means the same as its converted form."""
+    """A GPT-2 style tokenizer without tokenizer.json is converted, and encodes the same."""
     from tokenizers import pre_tokenizers
 
     from toolkit.checkpoints.tokenizer import load_tokenizer

@@ -1,1 +1,1 @@
-"""Do draft and target belong together? Proved from their tokenizers and configs, not assumed."""
+"""Prove from tokenizers and configs that draft and target belong together."""

@@ -1,10 +1,10 @@
-"""Padding rows: how many rows of embedding and LM head draft and target keep, so that their
-distributions are equally wide.
+"""Decide how many rows of embedding and LM head draft and target keep, so that both have
+distributions over the same number of ids.
 
-Models of one family are often padded to different sizes over the same tokens (Qwen2.5: 151936 and
-152064 rows). The rows above the tokens mean nothing, so the larger vocabulary is trimmed; the
-smaller is never widened, since a row of zeros gives a logit of 0, and that can win. Nothing is cut
-that a token, a BOS id or an EOS id stands in.
+Models of one family often have the same tokens but different numbers of padding rows (Qwen2.5:
+151936 and 152064 rows). Padding rows have no meaning, so the larger vocabulary is trimmed. The
+smaller one is never widened, since a row of zeros gives a logit of 0, and that can be the largest.
+A row that belongs to a token, a BOS id or an EOS id is never cut.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ __all__ = ["common_vocab_size"]
 def common_vocab_size(rows: Mapping[str, int], needed: int, tp_size: int) -> int:
     """The largest size that every role has rows for and that tp_size divides.
 
-    rows: role -> rows of its embedding; equal ones are kept as they are, divisible or not, since
-    nothing differs. needed: rows below this are in use. Raises PairingError when no size that
-    tp_size divides lies between.
+    rows: role -> rows of its embedding. If all are equal, that number is returned, even if tp_size
+    does not divide it.
+    needed: the number of rows in use; all rows below it must be kept.
+    Raises PairingError if tp_size divides no size from `needed` to the smaller number of rows.
     """
     smallest = min(rows.values())
     if len(set(rows.values())) == 1:
@@ -32,6 +33,6 @@ def common_vocab_size(rows: Mapping[str, int], needed: int, tp_size: int) -> int
         raise PairingError(
             f"draft and target are padded differently ({described} rows), and no size from the"
             f" {needed} rows in use to {smallest} is divisible by tp_size {tp_size}",
-            hint=f"choose a tp_size that divides {smallest}, or models padded alike",
+            hint=f"choose a tp_size that divides {smallest}, or models with equally many rows",
         )
     return size

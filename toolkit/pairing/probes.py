@@ -1,5 +1,5 @@
-"""Awkward short texts that two equal tokenizers must encode equally: where normalizers,
-splitters and merges usually differ.
+"""Short, awkward texts that two equal tokenizers must encode equally. They cover the places where
+normalizers, splitters and merges usually differ.
 """
 
 from __future__ import annotations

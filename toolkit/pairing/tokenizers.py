@@ -1,10 +1,11 @@
-"""Proof that a draft's tokens mean what the target's do.
+"""Prove that a token id means the same to draft and target.
 
-Speculation hands token ids from one model to the other, so both tokenizers must be the same by
-content: id for id, step for step of encoding and decoding, and on a corpus of awkward texts.
-Whether the files are byte-equal says nothing either way. Vocabulary sizes are made to agree: a
-difference of padding rows alone is repaired at build time (`toolkit.pairing.padding`) and recorded,
-one of tokens is refused.
+Speculation passes token ids from one model to the other, so both tokenizers must have the same
+content: the same token for every id, the same steps of encoding and decoding, and the same results
+on a corpus of awkward texts. Whether the files are equal byte for byte proves nothing.
+
+The vocabularies must have equal sizes. If they differ in padding rows only, this is repaired at
+build time (`toolkit.pairing.padding`) and recorded; if they differ in tokens, the pair is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCE_PATTERNS", "Comparison", "compare_pair", "prove_pair"]
 
-SHOWN = 5  # ids that differ are listed up to this many
+MAX_LISTED_IDS = 5  # of the ids that differ, an error lists the first
 SOURCE_PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -43,7 +44,7 @@ TOKENIZER_PATTERNS = ("tokenizer.json", *SIDE_FILES)
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint as pairing sees it. tokens: id -> token, added ones included; parts: the
+    """What pairing reads of one checkpoint. tokens: id -> token, including added tokens. parts: the
     tokenizer's steps as JSON.
     """
 
@@ -56,7 +57,9 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """rows: of the embeddings as they are; vocab_size: what both are to be built with."""
+    """target_rows, draft_rows: the present rows of the embeddings. vocab_size: the number of rows
+    that both are to be built with.
+    """
 
     vocab_size: int
     target_rows: int
@@ -67,14 +70,14 @@ class Comparison:
 def prove_pair(
     target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1
 ) -> PairProof:
-    """Read both checkpoints' headers, configs and tokenizers, and compare them by content.
+    """Read the headers, configs and tokenizers of both checkpoints, and compare them by content.
 
-    The proof's vocab_size is what both are to be built with; where padding was repaired, tp_size
-    divides it. memo: digests of big files remembered from earlier runs. Without a draft the target
-    alone is read and digested.
+    The proof's vocab_size is the number of rows that both are to be built with; if padding was
+    repaired, tp_size divides it. memo: digests of big files, remembered from earlier runs. Without
+    a draft, only the target is read and digested.
 
-    Raises PairingError with the first ids that differ when they do not belong together,
-    CheckpointError for a damaged one.
+    Raises PairingError with the first ids that differ if the two do not belong together, and
+    CheckpointError if one of them is damaged.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
     compared = compare_pair(target, draft, tp_size=tp_size)
@@ -90,8 +93,8 @@ def prove_pair(
 
 
 def compare_pair(target: Path, draft: Path | None, *, tp_size: int = 1) -> Comparison:
-    """The same without a digest of the weights, which takes long where they are large; raises
-    the same.
+    """Like prove_pair, but without the digest of the weights, which takes long if they are large.
+    Raises the same errors.
     """
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
@@ -117,21 +120,23 @@ def _read(directory: Path) -> _Side:
     return _Side(directory, shape, tokenizer, tokens, parts)
 
 
-def _fits_its_model(side: _Side, role: Role) -> tuple[Finding, ...]:
-    """Every token needs a row; BOS and EOS ids need a token."""
+def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
+    """Check that every token has a row, and every BOS and EOS id has a row and a token. Raises
+    PairingError; an id without a token is only a warning.
+    """
     rows, largest = side.shape.vocab_size, max(side.tokens, default=-1)
     if not any(side.tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES):
         raise PairingError(
-            f"the {role}'s tokenizer makes no token of any text",
+            f"the {role}'s tokenizer turns every text into no tokens at all",
             where=side.path,
             hint="fetch its tokenizer.json again",
         )
     if largest >= rows:
         raise PairingError(
-            f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), its model has"
-            f" {rows} rows (vocab_size)",
+            f"the {role}'s tokenizer makes id {largest} ({side.tokens[largest]!r}), but its model"
+            f" has {rows} rows (vocab_size)",
             where=side.path,
-            hint="tokenizer and weights must come from the same model",
+            hint="use a tokenizer and weights of the same model",
         )
     special = _special_ids(side)
     outside = sorted(index for index in special if not 0 <= index < rows)
@@ -144,30 +149,30 @@ def _fits_its_model(side: _Side, role: Role) -> tuple[Finding, ...]:
     unnamed = sorted(special - set(side.tokens))
     if unnamed:
         findings.append(
-            Finding(f"{role} EOS/BOS", "warning", f"ids {unnamed} have a row and no token")
+            Finding(f"{role} EOS/BOS", "warning", f"ids {unnamed} have a row but no token")
         )
     if not side.shape.eos_token_ids:
         findings.append(
             Finding(
                 f"{role} EOS/BOS",
                 "warning",
-                "no EOS id is named: only max_tokens and stop words end a text",
+                "its configs name no EOS id, so only max_tokens and stop words end a text",
             )
         )
     return tuple(findings)
 
 
 def _special_ids(side: _Side) -> set[int]:
-    return {
-        *side.shape.eos_token_ids,
-        *(() if side.shape.bos_token_id is None else (side.shape.bos_token_id,)),
-    }
+    special_ids = set(side.shape.eos_token_ids)
+    if side.shape.bos_token_id is not None:
+        special_ids.add(side.shape.bos_token_id)
+    return special_ids
 
 
 def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], int]:
-    """Findings and the common vocabulary size where the pair fits, PairingError where it does not.
+    """Return findings and the common vocabulary size. Raises PairingError if the pair does not fit.
 
-    The order is from the cause to its symptoms.
+    Causes are checked before their symptoms, so that the error names the cause.
     """
     _same_tokens(target, draft)
     findings = [Finding("tokens", "ok", f"{len(target.tokens)} ids with the same tokens")]
@@ -175,11 +180,15 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
     findings.append(vocabulary)
     _same_added_tokens(target, draft)
     findings.append(
-        Finding("added tokens", "ok", f"{len(target.parts.get('added_tokens') or [])} the same")
+        Finding(
+            "added tokens", "ok", f"the same {len(target.parts.get('added_tokens') or [])} tokens"
+        )
     )
     encoded = _same_encodings(target, draft)
     findings.append(
-        Finding("encodings", "ok", f"{len(PROBES)} texts, {encoded} ids the same, there and back")
+        Finding(
+            "encodings", "ok", f"{len(PROBES)} texts give the same {encoded} ids, and decode alike"
+        )
     )
     findings += _same_steps(target, draft)
     findings += _same_ends(target, draft)
@@ -188,12 +197,17 @@ def _compare(target: _Side, draft: _Side, tp_size: int) -> tuple[list[Finding], 
     return findings, vocab_size
 
 
-def _refuse(
-    what: str, target: _Side, draft: _Side, lines: list[str], hint: str | None = None
+def _refusal(
+    difference: str, target: _Side, draft: _Side, lines: list[str], hint: str | None = None
 ) -> PairingError:
     return PairingError(
         "\n  ".join(
-            [f"draft and target {what}", f"target: {target.path}", f"draft:  {draft.path}", *lines]
+            [
+                f"draft and target {difference}",
+                f"target: {target.path}",
+                f"draft:  {draft.path}",
+                *lines,
+            ]
         ),
         hint=hint or "choose a draft of the target's own family, with the same tokenizer",
     )
@@ -210,14 +224,14 @@ def _same_tokens(target: _Side, draft: _Side) -> None:
     lines = [
         f"id {index}: target {_show(target.tokens.get(index))}, draft"
         f" {_show(draft.tokens.get(index))}"
-        for index in differing[:SHOWN]
+        for index in differing[:MAX_LISTED_IDS]
     ]
-    if len(differing) > SHOWN:
+    if len(differing) > MAX_LISTED_IDS:
         lines.append(
             f"... {len(differing)} ids differ in all, of {len(target.tokens)} and"
             f" {len(draft.tokens)}"
         )
-    raise _refuse(f"have different tokens at {len(differing)} ids", target, draft, lines)
+    raise _refusal(f"have different tokens at {len(differing)} ids", target, draft, lines)
 
 
 def _show(token: str | None) -> str:
@@ -225,7 +239,7 @@ def _show(token: str | None) -> str:
 
 
 def _vocabulary(target: _Side, draft: _Side, tp_size: int) -> tuple[Finding, int]:
-    """Rows above the tokens are padding, and the models may have different numbers of them."""
+    """Rows above the tokens are padding. The two models may have different numbers of them."""
     rows = {"target": target.shape.vocab_size, "draft": draft.shape.vocab_size}
     needed = 1 + max({*target.tokens, *_special_ids(target), *_special_ids(draft)})
     size = common_vocab_size(rows, needed, tp_size)
@@ -233,74 +247,79 @@ def _vocabulary(target: _Side, draft: _Side, tp_size: int) -> tuple[Finding, int
     if not trimmed:
         return Finding("vocabulary", "ok", f"{size} rows in both"), size
     detail = (
-        f"{' and '.join(trimmed)} are trimmed to {size}; those above id {needed - 1} are padding"
-        " over the same tokens"
+        f"{' and '.join(trimmed)} are trimmed to {size}; the rows above id {needed - 1} are"
+        " padding, and the tokens are the same"
     )
     return Finding("vocabulary", "warning", detail), size
 
 
 def _same_added_tokens(target: _Side, draft: _Side) -> None:
-    """Flags of added tokens (special, strip, normalized) decide how text is split around them."""
-    both = [
+    """Compare the added tokens, since their flags (special, strip, normalized) decide how text is
+    split around them.
+    """
+    target_entries, draft_entries = (
         {entry["id"]: entry for entry in side.parts.get("added_tokens") or []}
         for side in (target, draft)
-    ]
+    )
     differing = [
         index
-        for index in sorted(both[0].keys() | both[1].keys())
-        if both[0].get(index) != both[1].get(index)
+        for index in sorted(target_entries.keys() | draft_entries.keys())
+        if target_entries.get(index) != draft_entries.get(index)
     ]
     if not differing:
         return
     lines = []
-    for index in differing[:SHOWN]:
-        one, two = both[0].get(index), both[1].get(index)
-        if one is None or two is None:
+    for index in differing[:MAX_LISTED_IDS]:
+        of_target, of_draft = target_entries.get(index), draft_entries.get(index)
+        if of_target is None or of_draft is None:
+            role = "draft" if of_target is None else "target"
             lines.append(
-                f"id {index} ({target.tokens[index]!r}) is an added token of the"
-                f" {'draft' if one is None else 'target'} only"
+                f"id {index} ({target.tokens[index]!r}) is an added token of the {role} only"
             )
         else:
             flags = [
-                f"{key}: target {one[key]}, draft {two.get(key)}"
-                for key in one
-                if one[key] != two.get(key)
+                f"{key}: target {of_target[key]}, draft {of_draft.get(key)}"
+                for key in of_target
+                if of_target[key] != of_draft.get(key)
             ]
             lines.append(f"id {index} ({target.tokens[index]!r}): {'; '.join(flags)}")
-    raise _refuse(f"treat {len(differing)} added tokens differently", target, draft, lines)
+    raise _refusal(f"treat {len(differing)} added tokens differently", target, draft, lines)
 
 
 def _same_encodings(target: _Side, draft: _Side) -> int:
-    """Encode and decode the probe corpus with both. Returns how many ids were compared."""
+    """Encode and decode the probe texts with both tokenizers. Return how many ids were compared."""
     compared = 0
     for text in PROBES:
-        one, two = target.tokenizer.encode(text).ids, draft.tokenizer.encode(text).ids
-        if one != two:
+        ids, draft_ids = target.tokenizer.encode(text).ids, draft.tokenizer.encode(text).ids
+        if ids != draft_ids:
+            pairs = enumerate(zip(ids, draft_ids, strict=False))
             first = next(
-                (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
-                min(len(one), len(two)),
+                (position for position, (ours, theirs) in pairs if ours != theirs),
+                min(len(ids), len(draft_ids)),
             )
             lines = [
                 f"text {text!r}, from token {first} on:",
-                f"target {[target.tokens.get(index) for index in one[first : first + SHOWN]]}",
-                f"draft  {[draft.tokens.get(index) for index in two[first : first + SHOWN]]}",
+                f"target {_tokens_from(first, ids, target)}",
+                f"draft  {_tokens_from(first, draft_ids, draft)}",
                 *_differing_steps(target, draft),
             ]
-            raise _refuse("encode text differently", target, draft, lines)
-        if target.tokenizer.decode(one) != draft.tokenizer.decode(one):
-            lines = [
-                f"ids {one[:SHOWN]}...: {target.tokenizer.decode(one)!r} and"
-                f" {draft.tokenizer.decode(one)!r}"
-            ]
-            raise _refuse("decode ids differently", target, draft, lines)
-        compared += len(one)
+            raise _refusal("encode text differently", target, draft, lines)
+        target_text, draft_text = target.tokenizer.decode(ids), draft.tokenizer.decode(ids)
+        if target_text != draft_text:
+            lines = [f"ids {ids[:MAX_LISTED_IDS]}...: {target_text!r} and {draft_text!r}"]
+            raise _refusal("decode ids differently", target, draft, lines)
+        compared += len(ids)
     return compared
+
+
+def _tokens_from(first: int, ids: list[int], side: _Side) -> list[str | None]:
+    return [side.tokens.get(index) for index in ids[first : first + MAX_LISTED_IDS]]
 
 
 STEPS = {
     "normalizer": "normalizer",
     "pre_tokenizer": "pre-tokenizer",
-    "post_processor": "BOS/EOS habit",
+    "post_processor": "BOS/EOS rule",
     "decoder": "decoder",
 }
 
@@ -314,8 +333,8 @@ def _differing_steps(target: _Side, draft: _Side) -> list[str]:
 
 
 def _same_steps(target: _Side, draft: _Side) -> list[Finding]:
-    """The steps as configured. A difference here decides encodings that no corpus can cover, so
-    it is refused.
+    """Compare the configured steps. No corpus covers every text, so a difference here is refused
+    even if all probe texts encode alike.
     """
     differing = _differing_steps(target, draft)
     models = [dict(side.parts.get("model") or {}) for side in (target, draft)]
@@ -334,15 +353,15 @@ def _same_steps(target: _Side, draft: _Side) -> list[Finding]:
             f"their {models[0].get('type', 'model')} settings differ ({', '.join(sorted(keys))})"
         )
     if differing:
-        raise _refuse(
+        raise _refusal(
             "have the same tokens but split text by different rules", target, draft, differing
         )
-    return [Finding("steps", "ok", f"{', '.join(STEPS.values())} and merges the same")]
+    return [Finding("steps", "ok", f"the same {', '.join(STEPS.values())} and merges")]
 
 
 def _same_ends(target: _Side, draft: _Side) -> list[Finding]:
-    """BOS must be the same. EOS may differ: the target's decides when a text ends, the draft
-    merely proposes past its own.
+    """Warn if BOS or EOS ids differ. Neither is an error: prompts are encoded by the target's
+    tokenizer, and the target's EOS ids decide when a text ends.
     """
     bos = target.shape.bos_token_id, draft.shape.bos_token_id
     eos = target.shape.eos_token_ids, draft.shape.eos_token_ids
@@ -360,18 +379,19 @@ def _same_ends(target: _Side, draft: _Side) -> list[Finding]:
             Finding(
                 "EOS ids",
                 "warning",
-                f"target {list(eos[0])}, draft {list(eos[1])}; the target's end a text",
+                f"target {list(eos[0])}, draft {list(eos[1])}; the target's ids end a text",
             )
         )
     return findings or [Finding("BOS and EOS ids", "ok", f"BOS {bos[0]}, EOS {list(eos[0])}")]
 
 
 def _chat_template(target: _Side, draft: _Side) -> Finding:
-    if _template(target.path) != _template(draft.path):
+    template = _template(target.path)
+    if template != _template(draft.path):
         return Finding(
             "chat template", "warning", "differs; prompts are formatted with the target's"
         )
-    return Finding("chat template", "ok", "none" if _template(target.path) is None else "the same")
+    return Finding("chat template", "ok", "none" if template is None else "the same")
 
 
 def _template(directory: Path) -> Any:
@@ -388,7 +408,7 @@ def _positions(target: _Side, draft: _Side) -> Finding:
         return Finding(
             "positions",
             "warning",
-            f"target {limits[0]}, draft {limits[1]}: speculation works up to the draft's limit"
-            " only",
+            f"target {limits[0]}, draft {limits[1]}: speculation works only up to the draft's"
+            " limit",
         )
     return Finding("positions", "ok", f"target {limits[0]}, draft {limits[1]}")
