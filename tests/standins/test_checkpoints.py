@@ -1,4 +1,4 @@
-"""Stand-ins keep what makes a model of its kind, and lose only its size."""
+"""Stand-ins keep every feature of the real model and lose only its size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = (
 
 
 def scaled(name: str, tp_size: int = 1) -> tuple[ModelShape, ModelShape]:
-    """(real, stand-in)."""
+    """The shapes of the real model and of its stand-in."""
     real = parse_shape(CONFIGS[name], where=name)
     return real, parse_shape(scaled_config(CONFIGS[name], real, 384, tp_size, 1), where=name)
 
@@ -42,14 +42,16 @@ def test_everything_but_the_sizes_is_kept(name: str) -> None:
     }
     assert made.num_heads * real.num_kv_heads == real.num_heads * made.num_kv_heads
     assert made.num_layers == LAYERS and made.hidden_size <= 512 and made.vocab_size == 384
-    # Qwen3 has heads that are wider together than the hidden size; the others have not.
+    # The heads of Qwen3 together are wider than its hidden size; those of the others are not.
     assert (made.hidden_size == made.num_heads * made.head_dim) == (
         real.hidden_size == real.num_heads * real.head_dim
     )
 
 
 def test_the_heads_divide_the_hidden_size_where_they_divide_the_real_one() -> None:
-    """Six heads of the quickstart's target: transformers refuses a Llama whose heads do not."""
+    """The quickstart's target has six heads. transformers refuses a Llama whose number of heads
+    does not divide the hidden size.
+    """
     config = read_json(
         Path(__file__).parents[2] / "configs" / "quickstart" / "target" / "config.json"
     )

@@ -1,3 +1,3 @@
-"""Stand-ins for checkpoints that are not at hand, so that a deployment can be tried where its
-models do not fit.
+"""Make small stand-ins for checkpoints, so that a deployment can be tried on a machine that its
+models do not fit on.
 """

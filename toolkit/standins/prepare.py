@@ -1,8 +1,8 @@
-"""A deployment -> the same one with what is not at hand replaced, and the list of what was.
+"""Replace the parts of a deployment that this machine does not have, and list what was replaced.
 
-Two configs come out. `asked` is the YAML's own with stand-ins for its checkpoints: it decides what
-is quantized and for which ranks. `served` has the embedded engine in the engine's place, with small
-sizes: it is compiled, packaged and measured.
+The result has two configs. `requested` is the YAML's own with stand-ins for its checkpoints: it
+decides what is quantized and for which ranks. `served` has small sizes and the embedded engine in
+place of the YAML's engine: it is compiled, packaged and measured.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from toolkit.words import Layout, Role
 
 __all__ = ["SUFFIX", "Rehearsal", "prepare"]
 
-SUFFIX = "-rehearsal"  # of the name that results stand under
-ROWS = 64  # of a vocabulary: the least multiple that holds all tokens
-SIZES = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 192}  # at most
+SUFFIX = "-rehearsal"  # of the deployment's name, under which results are filed
+ROW_MULTIPLE = 64  # a vocabulary has a multiple of this many rows
+MAX_SIZES = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 192}
 DRAFT_LEN = 4
 MAX_TOKENS = 16
-PROMPTS = 16
+MAX_PROMPTS = 16
 PROMPT_CHARACTERS = 48
-CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}  # at most
-TIES = 0.5  # of the prompts may meet a near-tie: with 16 prompts no smaller rate can be bounded
-# at least: the controls of the test of sampled tokens see nothing where one token is certain
-TEMPERATURE = 1.0
-EFFECT, SECONDS = (
-    0.12,
-    180.0,
-)  # of the test of sampled tokens; drawing ends sooner where it has enough
+MAX_CALIBRATION = {"calib_size": 16, "calib_max_seq_length": 64}
+# Share of prompts that may meet a near-tie. With 16 prompts no smaller rate can be bounded.
+MAX_DIVERGENCE_RATE = 0.5
+# If one token were certain, the controls of the test of sampled tokens could not detect anything.
+MIN_TEMPERATURE = 1.0
+# The test of sampled tokens: total variation to detect, and the time limit. It ends earlier if it
+# has drawn enough.
+EFFECT, MAX_SECONDS = 0.12, 180.0
 LINES = (
     "def total(values):\n    return sum(value for value in values if value is not None)",
     "The server answers every request once, and closes the connection when the text is complete.",
@@ -57,9 +57,9 @@ LINES = (
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """replaced: in words, what stands in for what."""
+    """replaced: one line per replacement, for the reader of the report."""
 
-    asked: DeploymentConfig
+    requested: DeploymentConfig
     served: DeploymentConfig
     replaced: tuple[str, ...]
 
@@ -67,17 +67,18 @@ class Rehearsal:
 def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     """Write the stand-ins and the texts into `folder`. The same YAML gives the same bytes.
 
-    Raises CheckpointError for a model of which no config.json can be read.
+    Raises CheckpointError if the config.json of a model cannot be read.
     """
     replaced: list[str] = []
     models = _stand_ins(config, folder, replaced)
     calibration = config.calibration and _calibration(config.calibration, folder, replaced)
     validation = _validation(config.validation, folder, replaced)
-    can, speculation = config.capabilities, config.speculation
-    if speculation.is_measured:  # what pays here says nothing about the real pair
+    capabilities, speculation = config.capabilities, config.speculation
+    if speculation.is_measured:
+        # The best draft length of the stand-ins says nothing about that of the real pair.
         replaced.append(f"speculation.max_draft_len auto: {DRAFT_LEN}")
         speculation = speculation.model_copy(update={"max_draft_len": DRAFT_LEN})
-    asked = config.model_copy(
+    requested = config.model_copy(
         update={
             **models,
             "name": config.name + SUFFIX,
@@ -86,34 +87,36 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
             "validation": validation,
         }
     )
-    sizes = {name: min(getattr(config.engine, name), most) for name, most in SIZES.items()}
-    own = config.embedded_engine
-    settings = {} if own is None else own.model_dump(exclude=set(SIZES))
+    sizes = {name: min(getattr(config.engine, name), limit) for name, limit in MAX_SIZES.items()}
+    embedded = config.embedded_engine
+    settings = {} if embedded is None else embedded.model_dump(exclude=set(MAX_SIZES))
     engine = TorchEngineConfig(**{**settings, "mode": "eager", "threads": 1, **sizes})
-    what = "the same, eager" if can.in_process else "the embedded engine on this machine"
-    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    replaced.append(f"engine {can.kind}: {what}, {listed}")
-    triton = _triton(config.triton, can.layout)
-    served = asked.model_copy(update={"engine": engine, "triton": triton})
-    replaced += _rule(config)
-    return Rehearsal(asked, served, tuple(replaced))
+    substitute = "the embedded engine on this machine"
+    if capabilities.in_process:
+        substitute = "the same, eager"
+    described_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    replaced.append(f"engine {capabilities.kind}: {substitute}, {described_sizes}")
+    triton = _triton(config.triton, capabilities.layout)
+    served = requested.model_copy(update={"engine": engine, "triton": triton})
+    replaced += _accept_rule(config)
+    return Rehearsal(requested, served, tuple(replaced))
 
 
-def _rule(config: DeploymentConfig) -> list[str]:
-    """Where sampled tokens are accepted by another rule.
+def _accept_rule(config: DeploymentConfig) -> list[str]:
+    """The line that says that sampled tokens are accepted by another rule, if so.
 
-    The real one would be to no purpose here: of random weights two samples are hardly ever the same
-    (1 % of drafts were kept by it, and 32 % are by rejection), and what is never accepted is not
-    tested.
+    The real rule would test nothing here: two samples of random weights are hardly ever the same
+    (it accepted 1 % of the draft tokens, and rejection accepts 32 %), and the code for accepted
+    tokens would hardly run.
     """
-    can, speculation = config.capabilities, config.speculation
-    real, here = can.acceptance[0], EMBEDDED.acceptance[0]
-    if not speculation.is_enabled or speculation.acceptance != "auto" or real == here:
+    capabilities, speculation = config.capabilities, config.speculation
+    real, rehearsed = capabilities.acceptance[0], EMBEDDED.acceptance[0]
+    if not speculation.is_enabled or speculation.acceptance != "auto" or real == rehearsed:
         return []
-    how = ", over its draft's likeliest token" if can.drafts_greedily else ""
+    detail = ", over its draft's likeliest token" if capabilities.drafts_greedily else ""
     return [
-        f"accept rule of sampled tokens, {real} in {can.kind}{how}: {here}; the real rule is not"
-        " tested"
+        f"accept rule of sampled tokens, {real} in {capabilities.kind}{detail}: {rehearsed}; the"
+        " real rule is not tested"
     ]
 
 
@@ -127,30 +130,31 @@ def _stand_ins(
     config: DeploymentConfig, folder: Path, replaced: list[str]
 ) -> dict[str, ModelConfig]:
     models = config.models
-    stated = {role: _config_of(model) for role, model in models.items()}
+    model_configs = {role: _config_of(model) for role, model in models.items()}
     shapes = {
-        role: parse_shape(config, where=models[role].checkpoint) for role, config in stated.items()
+        role: parse_shape(model_config, where=models[role].checkpoint)
+        for role, model_config in model_configs.items()
     }
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
     ranks = config.engine.tp_size, config.engine.pp_size
-    found: dict[str, ModelConfig] = {}
+    stand_ins = {}
     for seed, (role, model) in enumerate(models.items()):
-        scaled = scaled_config(stated[role], shapes[role], rows[role], *ranks)
+        scaled = scaled_config(model_configs[role], shapes[role], rows[role], *ranks)
         directory = folder / "models" / role
         made = write_stand_in(directory, scaled, habits, seed=seed)
         name = model.hub_id or model.checkpoint.name
         replaced.append(f"{role} {name}: random weights, {_sizes(shapes[role], made)}")
-        found[role] = model.model_copy(update={"checkpoint": directory, "revision": None})
+        stand_ins[role] = model.model_copy(update={"checkpoint": directory, "revision": None})
     replaced.append(
         f"tokenizer: a byte-level one of {num_tokens(habits)} tokens for both, with the special"
-        " ones of its family; that the real ones agree is not shown by it"
+        " tokens of its family; it does not show that the real tokenizers agree"
     )
-    return found
+    return stand_ins
 
 
 def _config_of(model: ModelConfig) -> dict[str, Any]:
-    """config.json of a folder, of the shipped facts, or of the hub's cache."""
+    """The config.json of a folder, from the shipped facts, or from the hub's cache."""
     if model.hub_id is None:
         return read_json(model.checkpoint / "config.json")
     if model.hub_id in CONFIGS:
@@ -158,17 +162,17 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
     return read_json(fetch(model.hub_id, model.revision, download=False) / "config.json")
 
 
-def _rows(shapes: Mapping[Role, ModelShape], tokens: int) -> dict[Role, int]:
-    """Rows of each vocabulary: all tokens, padded, and as many more as the real one has over its
-    partner.
+def _rows(shapes: Mapping[str, ModelShape], tokens: int) -> dict[str, int]:
+    """The rows of each vocabulary: all tokens, padded, and as many more rows as the real vocabulary
+    has beyond the smaller one of the pair.
     """
-    least = min(shape.vocab_size for shape in shapes.values())
-    padded = -(-tokens // ROWS) * ROWS
-    return {role: padded + shape.vocab_size - least for role, shape in shapes.items()}
+    smallest = min(shape.vocab_size for shape in shapes.values())
+    padded = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    return {role: padded + shape.vocab_size - smallest for role, shape in shapes.items()}
 
 
 def _sizes(real: ModelShape, made: ModelShape) -> str:
-    """What was scaled down, from -> to."""
+    """The sizes that were scaled down, as "name from -> to"."""
     names = {
         "layers": "num_layers",
         "hidden": "hidden_size",
@@ -180,59 +184,63 @@ def _sizes(real: ModelShape, made: ModelShape) -> str:
     }
     pairs = {title: (getattr(real, name), getattr(made, name)) for title, name in names.items()}
     return ", ".join(
-        f"{title} {one} -> {other}" for title, (one, other) in pairs.items() if one != other
+        f"{title} {before} -> {after}"
+        for title, (before, after) in pairs.items()
+        if before != after
     )
 
 
 def _calibration(
     calibration: CalibrationConfig, folder: Path, replaced: list[str]
 ) -> CalibrationConfig:
-    least = {name: min(getattr(calibration, name), most) for name, most in CALIBRATION.items()}
+    sizes = {
+        name: min(getattr(calibration, name), limit) for name, limit in MAX_CALIBRATION.items()
+    }
     files: dict[str, Path | None] = {"dataset": calibration.dataset, "heldout": calibration.heldout}
     for name, file in files.items():
         if file is not None and not file.is_file():
             files[name] = folder / f"{name}.jsonl"
             _write_lines(folder / f"{name}.jsonl", "text", LINES * 4)
             replaced.append(
-                f"calibration.{name} {file.name}, which is not here: {len(LINES)} lines of text,"
+                f"calibration.{name} {file.name}, which is not here: {len(LINES)} made-up lines,"
                 " repeated"
             )
     replaced.append(
-        f"calibration: {least['calib_size']} lines of at most {least['calib_max_seq_length']}"
+        f"calibration: {sizes['calib_size']} lines of at most {sizes['calib_max_seq_length']}"
         f" tokens instead of {calibration.calib_size} of {calibration.calib_max_seq_length}"
     )
-    return calibration.model_copy(update={**least, **files})
+    return calibration.model_copy(update={**sizes, **files})
 
 
 def _validation(
     validation: ValidationConfig, folder: Path, replaced: list[str]
 ) -> ValidationConfig:
-    count, tokens = min(validation.max_prompts, PROMPTS), min(validation.max_tokens, MAX_TOKENS)
-    temperature = max(validation.temperature, TEMPERATURE)
+    count, tokens = min(validation.max_prompts, MAX_PROMPTS), min(validation.max_tokens, MAX_TOKENS)
+    temperature = max(validation.temperature, MIN_TEMPERATURE)
     if validation.prompts.is_file():
         prompts = [
             text[:PROMPT_CHARACTERS]
             for text in read_texts(validation.prompts, "prompt", "text", limit=count)
         ]
-        which = f"{len(prompts)} of its prompts, cut to {PROMPT_CHARACTERS} characters"
+        origin = f"{len(prompts)} of its prompts, cut to {PROMPT_CHARACTERS} characters"
     else:
         prompts = [
             line[: PROMPT_CHARACTERS - index]
-            for index in range(PROMPTS // len(LINES))
+            for index in range(MAX_PROMPTS // len(LINES))
             for line in LINES
         ][:count]
-        which = f"which is not here, {len(prompts)} made-up prompts"
+        origin = f"which is not here, {len(prompts)} made-up prompts"
     _write_lines(folder / "prompts.jsonl", "prompt", prompts)
     replaced.append(
-        f"validation.prompts {validation.prompts.name}: {which}, {tokens} tokens of output, one"
+        f"validation.prompts {validation.prompts.name}: {origin}, {tokens} tokens of output, one"
         " round"
     )
     if validation.latency.concurrency:
         replaced.append("validation.latency.concurrency: one request at a time")
     replaced.append(
-        f"validation: as few prompts allow, near-ties in {TIES:.0%} of them may end in another"
-        f" text, and tokens are sampled at temperature {temperature:g} and tested for a total"
-        f" variation of {EFFECT:g}"
+        f"validation: because the prompts are few, {MAX_DIVERGENCE_RATE:.0%} of them may meet a"
+        " near-tie and end in another text; tokens are sampled at temperature"
+        f" {temperature:g} and tested for a total variation of {EFFECT:g}"
     )
     return validation.model_copy(
         update={
@@ -242,10 +250,12 @@ def _validation(
             "temperature": temperature,
             "rounds": 1,
             "max_rounds": 1,
-            "parity": validation.parity.model_copy(update={"max_divergence_rate": TIES}),
+            "parity": validation.parity.model_copy(
+                update={"max_divergence_rate": MAX_DIVERGENCE_RATE}
+            ),
             "latency": validation.latency.model_copy(update={"concurrency": ()}),
             "distribution": validation.distribution.model_copy(
-                update={"effect": EFFECT, "max_seconds": SECONDS}
+                update={"effect": EFFECT, "max_seconds": MAX_SECONDS}
             ),
         }
     )

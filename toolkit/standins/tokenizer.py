@@ -1,8 +1,7 @@
-"""A small byte-level tokenizer with the habits of a family: its special tokens, and whether a text
-begins with one.
+"""Write a small byte-level tokenizer with the special tokens of a model family.
 
-It is a real one: any text encodes, and decodes to itself. Target and draft get the same file, as
-real pairs do.
+It is a real tokenizer: any text encodes, and decodes to itself. Target and draft get the same file,
+as in real pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 __all__ = ["Habits", "habits_of", "merges", "num_tokens", "write_tokenizer"]
 
 # Frequent neighbours in English and Python; "Ġ" is how byte-level alphabets write a space.
-MERGED = """
+MERGED_PIECES = """
 th er in on re an en at es or st ar se al le de te it ro ri nt ed me ou is co li ra ne ti lo ur
 Ġa Ġt Ġi Ġs Ġf Ġr Ġd Ġp Ġn Ġm Ġc Ġw Ġb Ġo Ġ= Ġ( ĠĠ
 Ġth Ġthe Ġin ing ion ent sel self def tur turn retu return imp import Ġre Ġco Ġan Ġand Ġof Ġto
@@ -23,8 +22,8 @@ th er in on re an en at es or st ar se al le de te it ro ri nt ed me ou is co li
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """special: tokens after the ordinary ones. bos: what encoding puts first, None for nothing.
-    eos: what ends a text.
+    """How a family uses special tokens. special: the tokens after the ordinary ones. bos: the token
+    that encoding puts first, if any. eos: the tokens that end a text.
     """
 
     special: tuple[str, ...]
@@ -32,7 +31,7 @@ class Habits:
     eos: tuple[str, ...]
 
 
-# Of each family's tokenizer_config.json and generation_config.json.
+# Source: each family's tokenizer_config.json and generation_config.json.
 FAMILIES = {
     "LlamaForCausalLM": Habits(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
@@ -54,20 +53,20 @@ def habits_of(architecture: str) -> Habits:
 
 
 def merges() -> list[tuple[str, str]]:
-    """Pairs that are put together, in the order of their rank; each of pieces that are there by
-    then.
+    """The pairs of pieces that are merged, in the order of their rank. Both pieces of a pair are
+    single characters or results of earlier merges.
     """
-    known, found = set[str](), []
-    for piece in sorted(MERGED.split(), key=len):
+    known, pairs = set[str](), []
+    for piece in sorted(MERGED_PIECES.split(), key=len):
         cuts = [
             cut
             for cut in range(1, len(piece))
             if all(len(part) == 1 or part in known for part in (piece[:cut], piece[cut:]))
         ]
         if cuts:
-            found.append((piece[: cuts[-1]], piece[cuts[-1] :]))
+            pairs.append((piece[: cuts[-1]], piece[cuts[-1] :]))
             known.add(piece)
-    return found
+    return pairs
 
 
 def num_tokens(habits: Habits) -> int:
@@ -75,7 +74,7 @@ def num_tokens(habits: Habits) -> int:
 
 
 def write_tokenizer(directory: Path, habits: Habits) -> dict[str, int]:
-    """Write tokenizer.json and tokenizer_config.json: special token -> id."""
+    """Write tokenizer.json and tokenizer_config.json. Return special token -> id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     pairs = merges()

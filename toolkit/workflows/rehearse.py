@@ -40,7 +40,7 @@ def rehearse(
 ) -> Built:
     """Build what `ready` has made, up to `until`. Raises what the stages raise."""
     stages = rehearsal_stages(
-        rehearsal.asked, rehearsal.served, workplace, store.memo, rehearsal.replaced
+        rehearsal.requested, rehearsal.served, workplace, store.memo, rehearsal.replaced
     )
     return build(
         rehearsal.served, workplace, observer, store, until=until, fresh=fresh, stages=stages
