@@ -1,5 +1,5 @@
-"""Every fault at once, each with its place and its fix; and a sound file becomes a config with
-resolved paths.
+"""All faults are reported at once, each with its place and a hint. A valid file becomes a config
+with resolved paths.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ validation:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with all that GOOD names."""
+    """A folder with all files and folders that GOOD names."""
     home = tmp_path / "home"
     for name in ("target", "draft"):
         (home / "models" / name).mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_every_fault_is_reported_at_once(
     assert all(fault.hint for fault in caught.value.faults)
 
 
-def test_numbers_in_exponent_form_are_numbers(folder: Path) -> None:
+def test_numbers_with_an_exponent_are_numbers(folder: Path) -> None:
     file = with_line(
         folder,
         "  prompts: prompts.jsonl",
@@ -179,7 +179,7 @@ def test_a_wrong_algorithm_gets_a_suggestion(folder: Path, value: str, hint: str
         ("engine.kind=trt-engine", "engine.kind", "did you mean 'trt_engine'?"),
         ("engine.kind=[a]", "engine.kind", "known: torch"),
         ("engine.kind=", "engine.kind", "known: torch"),
-        ("engine=torch", "engine", "Write keys beneath it"),
+        ("engine=torch", "engine", "Write keys below it"),
         ("engine.tp_size=2", "engine.tp_size", "It belongs to trt_engine and trtllm_pytorch"),
         ("engine.cuda_graph=true", "engine.cuda_graph", "It belongs to trtllm_pytorch"),
         ("engine.tpsize=2", "engine.tpsize", "known in `engine`: max_batch_size"),
@@ -208,7 +208,7 @@ def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> 
     assert isinstance(engine, TensorRtLlmConfig)
     assert (engine.kind, engine.tensorrt_llm, engine.world_size) == (kind, "1.1", 8)
     (fault,) = faults_of(file, "engine.threads=2")
-    assert fault.message == f"is no key of kind {kind}"
+    assert fault.message == f"is not a key of kind {kind}"
     (fault,) = faults_of(file, "engine.tensorrt_llm=1.4")
     assert fault.hint is not None and "1.2.1, 1.3" in fault.hint
     (fault,) = faults_of(file, 'engine.tensorrt_llm="1.4"')
@@ -229,7 +229,7 @@ def test_an_engine_of_tensorrt_llm_has_its_own_keys(folder: Path, kind: str) -> 
 def test_a_number_on_the_command_line_is_text_where_only_text_can_stand(
     folder: Path, override: str, read: str | None
 ) -> None:
-    """No shell hands quotes on."""
+    """A shell removes quotes."""
     file = with_line(folder, "engine: {max_seq_len: 640}", "engine: {kind: trtllm_pytorch}")
     config: typing.Any = load_config(file, [override, "draft.checkpoint=meta-llama/Llama-3.2-1B"])
     for part in override.partition("=")[0].split("."):
@@ -271,12 +271,9 @@ def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
     "written, meant",
     [
         ("models/drfat", "models/draft"),  # the first part is a folder here
-        (
-            "model/draft",
-            "models/draft",
-        ),  # what a hub id looks like, and a folder is spelt nearly so
+        ("model/draft", "models/draft"),  # could be a hub id, but a folder has a similar spelling
         ("Models/Drafts", "models/draft"),
-        ("home/models/draft", "models/draft"),  # as seen from the folder above
+        ("home/models/draft", "models/draft"),  # the path from the folder above
         ("elsewhere/small", "../elsewhere/small"),
         ("./meta-llama/Llama", None),
         ("../meta/Llama", None),
@@ -309,7 +306,7 @@ def test_a_folder_without_config_json_is_a_fault_with_its_line(folder: Path) -> 
     (fault,) = faults_of(with_line(folder, "models/draft", "models"))
     assert (fault.path, fault.line, fault.column) == ("draft.checkpoint", 6, 15)
     assert fault.message == "models holds no config.json"
-    assert fault.hint is not None and fault.hint.endswith("In this one lie: draft, target.")
+    assert fault.hint is not None and fault.hint.endswith("This one contains: draft, target.")
 
 
 def test_a_folder_has_no_revisions(folder: Path) -> None:
@@ -364,13 +361,13 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
             "engine:",
             SCHEDULE.format("auto", "{1: 4}"),
             "speculation.draft_len_schedule",
-            "is measured where",
+            "is measured if",
         ),
         (
             "engine:",
             SCHEDULE.format("4", "{2: 4}"),
             "speculation.draft_len_schedule",
-            "has to begin with 1: 4",
+            "must begin with 1: 4",
         ),
         (
             "engine:",
@@ -388,9 +385,9 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
             "engine:",
             LIMITED.format(4, "draft_len_schedule: {1: 4}, "),
             "speculation.max_concurrency",
-            "says when to stop, too",
+            "also says when to stop",
         ),
-        ("engine:", LIMITED.format("auto", ""), "speculation.max_concurrency", "is measured where"),
+        ("engine:", LIMITED.format("auto", ""), "speculation.max_concurrency", "is measured if"),
         (
             "engine:",
             SCHEDULE.format("4.5", "{1: 4}"),
@@ -416,16 +413,16 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
             "  prompts: prompts.jsonl",
             "  prompts: prompts.jsonl\n  rounds: 90",
             "validation.max_rounds",
-            "above max_rounds",
+            "greater than max_rounds",
         ),
         ("  prompts: prompts.jsonl", "  max_tokens: 8", "validation.prompts", "is missing"),
         (
             "engine:",
             "triton: {http_port: 8000, grpc_port: 8000}\nengine:",
             "triton.grpc_port",
-            "8000 is http_port, too",
+            "8000 is also http_port",
         ),
-        ("name: tiny", "name: ../tiny", "name", "cannot name folders"),
+        ("name: tiny", "name: ../tiny", "name", "cannot be the name of a folder"),
         ("name: tiny", "name: a..b", "name", "must not contain"),
     ],
 )
@@ -451,7 +448,7 @@ def test_a_file_without_permission_says_so(folder: Path) -> None:
 
 
 def test_every_key_has_a_default_that_the_strict_schema_accepts() -> None:
-    """Defaults are not validated by pydantic unless they are asked to be."""
+    """pydantic does not validate defaults by itself."""
 
     def check(model: type) -> None:
         for name, info in model.model_fields.items():  # type: ignore[attr-defined]

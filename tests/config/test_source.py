@@ -1,4 +1,4 @@
-"""Text to data: every key and value keeps its place, and what a parser would pass over is a
+"""Text to data: every key and value has its place, and what a parser would silently accept is a
 fault.
 """
 
@@ -51,7 +51,9 @@ trees = st.dictionaries(
 
 
 class Quoting(yaml.SafeDumper):
-    """Text in quotes: what YAML 1.1 writes plainly, such as 1e5, YAML 1.2 may read as a number."""
+    """Put text in quotes: YAML 1.1 writes text such as 1e5 without them, and YAML 1.2 would read a
+    number.
+    """
 
 
 Quoting.add_representer(
@@ -98,9 +100,9 @@ def test_what_was_written_is_read_and_every_path_maps_to_its_line(
     ],
 )
 def test_scalars_are_read_as_yaml_1_2_says(tmp_path: Path, text: str, value: Any) -> None:
-    found = source_of(tmp_path, f"a: {text}\n").data["a"]
-    assert found == value
-    assert type(found) is type(value)
+    read = source_of(tmp_path, f"a: {text}\n").data["a"]
+    assert read == value
+    assert type(read) is type(value)
 
 
 def test_places_are_those_of_an_editor(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
         ("a: &a {b: 1}\nc: {<<: *a}\n", "merge keys"),
         ("1: x\n", "not a name"),
         ("? [a]\n: x\n", "not a name"),
-        ("a: &a\n  b: *a\n", "holds itself"),
+        ("a: &a\n  b: *a\n", "contains itself"),
         ("a: " + "9" * 5000 + "\n", "not a value of type int"),
     ],
 )
@@ -160,7 +162,7 @@ def test_aliases_are_read_and_cannot_unfold_without_end(tmp_path: Path) -> None:
     )
     faults = source_of(tmp_path, bomb).faults
     assert len(faults) == 1
-    assert "unfolds without end" in faults[0].message
+    assert "its aliases unfold to too many values" in faults[0].message
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,8 @@ def test_aliases_are_read_and_cannot_unfold_without_end(tmp_path: Path) -> None:
     [
         (b"", "x.yaml:1:1: the file is empty"),
         (b"# only a comment\n", "x.yaml:1:1: the file is empty"),
-        (b"- a\n", "x.yaml:1:1: holds a list, not a mapping"),
-        (b"just words\n", "x.yaml:1:1: holds the text 'just words', not a mapping"),
+        (b"- a\n", "x.yaml:1:1: holds a list instead of a mapping"),
+        (b"just words\n", "x.yaml:1:1: holds text 'just words' instead of a mapping"),
         (b"a: 1\n\tb: 2\n", "x.yaml:2:1: not valid YAML"),
         (b"a:\n  - b\n c: 1\n", "x.yaml:3:2: not valid YAML"),
         (b"a: b: c\n", "x.yaml:1:5: not valid YAML"),
@@ -195,8 +197,8 @@ def test_tabs_get_their_own_hint(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_or_a_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_source(tmp_path / "gone.yaml")
-    (tmp_path / "one.yaml").write_text("a: 1")
-    with pytest.raises(ConfigError, match=r"is a folder(.|\n)*one\.yaml"):
+    (tmp_path / "tiny.yaml").write_text("a: 1")
+    with pytest.raises(ConfigError, match=r"is a folder(.|\n)*tiny\.yaml"):
         read_source(tmp_path)
 
 
@@ -206,7 +208,7 @@ def test_windows_text_is_read(tmp_path: Path) -> None:
     assert source.values[("b", "c")].excerpt == "  c: x"
 
 
-def test_set_lays_values_over_the_file(tmp_path: Path) -> None:
+def test_set_replaces_values_of_the_file(tmp_path: Path) -> None:
     text = "a: {b: 1, c: 2}\nd:\n"
     source = source_of(tmp_path, text, "a.b=[1, x]", "d.e.f=1e-5", "g=", "h= yes = no ")
     assert source.data == {

@@ -73,13 +73,13 @@ def init(
 
 def _checkpoint(written: str) -> Path:
     """A folder that exists, resolved; else OWNER/NAME as it is."""
-    from toolkit.config.folders import meant_folder, names_a_model
+    from toolkit.config.folders import is_hub_id, similar_folder
 
     path = Path(written).expanduser()
     if path.exists():
         return path.resolve()
-    if not names_a_model(Path.cwd(), written):
-        near = meant_folder(Path.cwd(), written)
+    if not is_hub_id(Path.cwd(), written):
+        near = similar_folder(Path.cwd(), written)
         hint = "" if near is None else f"did you mean {near!r}? "
         raise UsageError(
             f"no such folder, and no hub id: {written}",

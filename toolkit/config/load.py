@@ -1,9 +1,9 @@
-"""A YAML file -> DeploymentConfig with resolved paths, or a ConfigError that holds every fault with
-its place and its fix.
+"""Load a YAML file into a DeploymentConfig with resolved paths, or raise a ConfigError with every
+fault, its place and a hint.
 
-Faults come from three readers that do not stop at the first: the text (`source`), the schema
-(pydantic), and the file system, which has to hold what the paths name. This module puts pydantic's
-verdicts into the words of the file.
+Three checks find faults, and none stops at the first: the text (`source`), the schema (pydantic),
+and the file system, which must have the files that the paths name. This module also rewords
+pydantic's errors in the terms of the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from toolkit.config.folders import meant_folder, names_a_model
+from toolkit.config.folders import is_hub_id, similar_folder
 from toolkit.config.schema import DeploymentConfig
 from toolkit.config.source import KeyPath, Source, dotted, read_source
 from toolkit.errors import ConfigError, Fault
@@ -31,33 +31,35 @@ FILES: tuple[KeyPath, ...] = (
     ("validation", "prompts"),
 )
 
-INT8 = (
-    "INT8 has two forms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant) and W8A16"
-    " (weights only)."
+INT8_HINT = (
+    "INT8 is the name of two algorithms: W8A8_SQ_PER_CHANNEL (weights and activations, SmoothQuant)"
+    " and W8A16 (weights only)."
 )
-SPELLINGS = {
-    "INT8": INT8,
-    "INT8_SQ": INT8,
-    "W8A8": INT8,
-    "SMOOTHQUANT": INT8,
+QUANT_ALGO_HINTS = {
+    "INT8": INT8_HINT,
+    "INT8_SQ": INT8_HINT,
+    "W8A8": INT8_HINT,
+    "SMOOTHQUANT": INT8_HINT,
     "NONE": "did you mean 'NO_QUANT'?",
     "NULL": "did you mean 'NO_QUANT'?",
 }
 NOUNS = {
-    "quant_algo": "a quantization algorithm that is known here",
-    "kv_cache_quant_algo": "a KV-cache algorithm",
-    "kind": "a kind that is known here",
+    "quant_algo": "a known quantization algorithm",
+    "kv_cache_quant_algo": "a known KV-cache algorithm",
+    "kind": "a known kind",
     "acceptance": "an acceptance rule",
     "device": "a device",
     "mode": "a mode",
     "dtype": "a dtype",
     "layout": "a layout",
 }
-KEEP_KV = "To keep the cache in the model's dtype, remove this line."
-WORDS: dict[KeyPath, str] = {("speculation", "max_draft_len"): "auto"}  # beside a number
+KV_HINT = "To keep the cache in the model's dtype, remove this line."
+# keys that take this word as well as a number
+WORD_INSTEAD_OF_NUMBER: dict[KeyPath, str] = {("speculation", "max_draft_len"): "auto"}
+# pydantic's error type -> (noun, hint)
 TYPES = {
     "int_type": ("a whole number", "Write digits without quotes, for example 4."),
-    "int_from_float": ("a whole number", "Write it without a fraction."),
+    "int_from_float": ("a whole number", "Write the number without a fraction."),
     "float_type": ("a number", "Write a number without quotes, for example 1.5."),
     "finite_number": ("a finite number", "Write a number, or remove the line."),
     "bool_type": ("true or false", "Write true or false, without quotes."),
@@ -69,24 +71,24 @@ TYPES = {
 def load_config(
     file: Path, overrides: Sequence[str] = (), *, texts: bool = True
 ) -> DeploymentConfig:
-    """Read, check and resolve a deployment file; `overrides` are `a.b=c` texts that win over it.
+    """Read, check and resolve a deployment file. `overrides` are texts `a.b=c` that replace values
+    of the file.
 
-    Every path in the result is absolute; a relative one in the file starts at the file's folder.
-    texts False: calibration and prompt files need not be there. Raises ConfigError with all faults,
-    in the order of their lines.
+    Every path in the result is absolute; a relative path in the file starts at the file's folder.
+    texts False: calibration and prompt files need not exist. Raises ConfigError with all faults, in
+    the order of their lines.
     """
     source = read_source(file, overrides)
-    _as_meant(source)
+    _interpret_overrides(source)
     faults = list(source.faults)
     config: DeploymentConfig | None = None
     try:
         config = DeploymentConfig.model_validate(source.data)
     except ValidationError as error:
-        known = {fault.path for fault in faults}
+        faulty_paths = {fault.path for fault in faults}
         for detail in error.errors():
-            if str(detail["loc"][-1]).startswith(
-                "literal["
-            ):  # the word beside a number; the number's own fault says it all
+            # This is the word that may replace a number; the fault about the number says it all.
+            if str(detail["loc"][-1]).startswith("literal["):
                 continue
             fault = _fault(
                 source,
@@ -96,36 +98,32 @@ def load_config(
                 detail["input"],
                 detail["msg"],
             )
-            if fault.path not in known:  # the text had said what is wrong with it
+            if fault.path not in faulty_paths:  # otherwise a fault of the text explains it already
                 faults.append(fault)
     faults.extend(_missing_files(source, FOLDERS + FILES if texts else FOLDERS))
     if faults or config is None:
-        raise ConfigError(
-            file,
-            sorted(
-                faults,
-                key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0),
-            ),
-        )
+        raise ConfigError(file, sorted(faults, key=_position))
     return _resolved(config, file.absolute().parent)
 
 
-def _as_meant(source: Source) -> None:
-    """What `--set` leaves no doubt about: a number where only text can stand (a shell takes the
-    quotes away), and a kind of speculation that has no use for the draft of the file.
+def _position(fault: Fault) -> tuple[bool, int, int]:
+    """The order of faults: by line and column, then those of arguments."""
+    return fault.origin is not None, fault.line or 0, fault.column or 0
+
+
+def _interpret_overrides(source: Source) -> None:
+    """Read a number of `--set` as text if its key takes only text, since the shell removes quotes.
+    If `--set` chooses a kind of speculation without a draft model, drop the file's `draft` section.
     """
     for path, text in source.overridden.items():
         section = _section(source.data, path[:-1])
-        if isinstance(section.get(path[-1]), (int, float)) and _only_text(path):
+        if isinstance(section.get(path[-1]), (int, float)) and _takes_only_text(path):
             section[path[-1]] = text
     speculation = source.data.get("speculation")
     kind = speculation.get("kind") if isinstance(speculation, dict) else None
-    asked = {("speculation",), ("speculation", "kind")} & source.overridden.keys()
-    if (
-        asked
-        and kind in ("none", "ngram")
-        and not any(path[0] == "draft" for path in source.overridden)
-    ):
+    sets_kind = {("speculation",), ("speculation", "kind")} & source.overridden.keys()
+    sets_draft = any(path[0] == "draft" for path in source.overridden)
+    if sets_kind and kind in ("none", "ngram") and not sets_draft:
         source.data.pop("draft", None)
 
 
@@ -136,8 +134,8 @@ def _section(data: Any, path: KeyPath) -> Any:
 
 
 def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> list[Fault]:
-    """Faults that were found after loading, with the places of their keys in the file, in its
-    order.
+    """Faults that were found after loading, with the places of their keys in the file, sorted by
+    place.
     """
     source = read_source(file, overrides)
     paths = [tuple(fault.path.split(".")) for fault in faults]
@@ -145,33 +143,27 @@ def located(file: Path, overrides: Sequence[str], faults: Sequence[Fault]) -> li
         source.place(path).fault(path, fault.message, fault.hint)
         for path, fault in zip(paths, faults, strict=True)
     ]
-    return sorted(
-        placed, key=lambda fault: (fault.origin is not None, fault.line or 0, fault.column or 0)
-    )
+    return sorted(placed, key=_position)
 
 
 def _fault(
     source: Source, path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str
 ) -> Fault:
-    """One of pydantic's errors, in our words and at its place."""
+    """One of pydantic's errors as a fault in our words, at its place in the file."""
     path, variant = _without_tag(path)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path, kind, value = (*path, "kind"), "literal_error", value["kind"]
     if kind == "extra_forbidden":
         return source.place(path, of_key=True).fault(path, *_unknown_key(path, variant))
     if kind == "missing":
-        message = "is missing"
-        hint = (
-            f"Add `{path[-1]}:` to the section `{dotted(path[:-1])}`."
-            if path[:-1]
-            else f"Add `{path[-1]}:` to the file."
-        )
-        return source.place(path[:-1], of_key=True).fault(path, message, hint)
+        parent = f"section `{dotted(path[:-1])}`" if path[:-1] else "file"
+        hint = f"Add `{path[-1]}:` to the {parent}."
+        return source.place(path[:-1], of_key=True).fault(path, "is missing", hint)
     return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
 
 
 def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
-    name, here = str(path[-1]), _known_keys(variant).get(path[:-1], ())
+    name, known = str(path[-1]), _known_keys(variant).get(path[:-1], ())
     kinds = [
         kind
         for kind in _variants()
@@ -179,19 +171,19 @@ def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
     ]
     if kinds:
         return (
-            f"is no key of kind {variant}",
+            f"is not a key of kind {variant}",
             f"It belongs to {' and '.join(kinds)}; set {path[0]}.kind, or remove this line.",
         )
-    near = difflib.get_close_matches(name, here, n=1, cutoff=0.6)
-    if near:
-        return "unknown key", f"did you mean {near[0]!r}?"
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if matches:
+        return "unknown key", f"did you mean {matches[0]!r}?"
     elsewhere = [
         dotted((*section, name)) for section, keys in _known_keys().items() if name in keys
     ]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:3])}?"
     section = f"in `{dotted(path[:-1])}`" if path[:-1] else "at the top level"
-    return "unknown key", f"known {section}: {', '.join(here)}"
+    return "unknown key", f"known {section}: {', '.join(known)}"
 
 
 def _wrong_value(
@@ -205,21 +197,20 @@ def _wrong_value(
         return f"{shown} is not {NOUNS.get(str(path[-1]), 'allowed here')}", _choices(path, value)
     if kind == "model_type":
         keys = ", ".join(_known_keys().get(path, ())[:4])
-        return (
-            "is empty" if value is None else f"{shown} is not a section"
-        ), f"Write keys beneath it: {keys}, ..."
+        message = "is empty" if value is None else f"{shown} is not a section"
+        return message, f"Write keys below it: {keys}, ..."
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         (bound,) = (context[name] for name in ("gt", "ge", "lt", "le") if name in context)
         relation = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[
             next(iter(set(context) & {"gt", "ge", "lt", "le"}))
         ]
-        return f"{shown} is out of range", f"It has to be {relation} {bound:g}."
+        return f"{shown} is out of range", f"It must be {relation} {bound:g}."
     if kind == "invalid_key":
-        return "is not a name", "Keys are words here."
+        return "is not a name", "A key must be a word."
     if kind == "string_pattern_mismatch":
         return (
-            f"{shown} cannot name folders",
-            "Use letters, digits, '.', '_' and '-', beginning with a letter or digit.",
+            f"{shown} cannot be the name of a folder",
+            "Use letters, digits, '.', '_' and '-', and begin with a letter or digit.",
         )
     if kind == "string_too_long":
         return (
@@ -227,32 +218,32 @@ def _wrong_value(
             f"At most {context['max_length']} are allowed.",
         )
     if kind in TYPES:
-        wanted, hint = TYPES[kind]
-        hint += f" Or write {WORDS[path]}." if path in WORDS else ""
-        return ("is empty" if value is None else f"{shown} is not {wanted}"), hint
+        noun, hint = TYPES[kind]
+        if path in WORD_INSTEAD_OF_NUMBER:
+            hint += f" Or write {WORD_INSTEAD_OF_NUMBER[path]}."
+        return ("is empty" if value is None else f"{shown} is not {noun}"), hint
     return f"{shown}: {text[:1].lower()}{text[1:]}", None
 
 
 def _choices(path: KeyPath, value: Any) -> str:
     allowed = _literals(path)
     listed = f"known: {', '.join(allowed)}."
-    if (
-        isinstance(value, (int, float)) and allowed[0][:1].isdigit()
-    ):  # YAML takes a version for a number
+    # YAML reads a version such as 1.2 as a number.
+    if isinstance(value, (int, float)) and allowed[0][:1].isdigit():
         return f"Put it in quotes; {listed}"
     if isinstance(value, str):
-        if path[-1] == "quant_algo" and value.upper() in SPELLINGS:
-            return f"{SPELLINGS[value.upper()]}\n  {listed}"
-        by_case = {name.lower(): name for name in allowed}
-        near = difflib.get_close_matches(value.lower(), by_case, n=1, cutoff=0.6)
-        if near:
-            return f"did you mean {by_case[near[0]]!r}? {listed}"
-    return f"{listed} {KEEP_KV}" if path[-1] == "kv_cache_quant_algo" else listed
+        if path[-1] == "quant_algo" and value.upper() in QUANT_ALGO_HINTS:
+            return f"{QUANT_ALGO_HINTS[value.upper()]}\n  {listed}"
+        by_lower_case = {name.lower(): name for name in allowed}
+        matches = difflib.get_close_matches(value.lower(), by_lower_case, n=1, cutoff=0.6)
+        if matches:
+            return f"did you mean {by_lower_case[matches[0]]!r}? {listed}"
+    return f"{listed} {KV_HINT}" if path[-1] == "kv_cache_quant_algo" else listed
 
 
 def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
-    """Paths that are written down and lead nowhere; judged even when the schema finds other
-    faults.
+    """The faults of paths in the file that lead to nothing usable. They are found even if the
+    schema finds other faults.
     """
     base = source.file.absolute().parent
     for path in paths:
@@ -260,20 +251,15 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
         written = section.get(path[1]) if isinstance(section, dict) else None
         if not isinstance(written, str):
             continue
-        folder = path in FOLDERS
+        is_folder = path in FOLDERS
         try:
-            found = _resolve(base, Path(written))
-            there = found.exists()
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # too long, a loop of links, an unknown user, a NUL
-            reason = (
-                error.strerror
-                if isinstance(error, OSError) and error.strerror
-                else str(error).partition(": ")[0]
-            )
+            resolved = _resolve(base, Path(written))
+            exists = resolved.exists()
+        except (OSError, RuntimeError, ValueError) as error:
+            # The path is too long or has a NUL, links form a loop, or `~user` is unknown.
+            reason = str(error).partition(": ")[0]
+            if isinstance(error, OSError) and error.strerror:
+                reason = error.strerror
             yield source.place(path).fault(
                 path, f"cannot be followed: {reason}", "Write the path of a folder or file."
             )
@@ -282,41 +268,43 @@ def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:
             yield source.place(path).fault(
                 path, "is empty", "Write a path; a relative one starts at this file's folder."
             )
-        elif not there:
-            if folder and names_a_model(base, written):
+        elif not exists:
+            if is_folder and is_hub_id(base, written):
                 continue
-            near = meant_folder(base, written) if folder else None
-            hint = "" if near is None else f"did you mean {near!r}? "
-            hint += f"A relative path starts at the folder of this file: {found}"
+            similar = similar_folder(base, written) if is_folder else None
+            hint = "" if similar is None else f"did you mean {similar!r}? "
+            hint += f"A relative path starts at the folder of this file: {resolved}"
             yield source.place(path).fault(
-                path, f"no such {'folder' if folder else 'file'}: {written}", hint
+                path, f"no such {'folder' if is_folder else 'file'}: {written}", hint
             )
-        elif folder and not found.is_dir():
+        elif is_folder and not resolved.is_dir():
             yield source.place(path).fault(
                 path, f"{written} is a file", "Name the folder that holds it."
             )
-        elif not folder and not found.is_file():
+        elif not is_folder and not resolved.is_file():
             yield source.place(path).fault(
                 path, f"{written} is not a file", "Name a JSON Lines file."
             )
-        elif folder and not (found / "config.json").is_file():
+        elif is_folder and not (resolved / "config.json").is_file():
             yield source.place(path).fault(
-                path, f"{written} holds no config.json", _checkpoints_in(found)
+                path, f"{written} holds no config.json", _checkpoint_hint(resolved)
             )
-        elif folder and section.get("revision") is not None:  # type: ignore[union-attr]
-            of = (path[0], "revision")
-            yield source.place(of).fault(
-                of, f"{written} is a folder, which has no revisions", "Remove this line."
+        elif is_folder and section.get("revision") is not None:  # type: ignore[union-attr]
+            revision = (path[0], "revision")
+            yield source.place(revision).fault(
+                revision,
+                f"{written} is a folder, and a folder has no revisions",
+                "Remove this line.",
             )
 
 
-def _checkpoints_in(folder: Path) -> str:
-    """The fix for a folder that is no checkpoint; often it holds one, or several."""
-    inside = sorted(one.parent.name for one in folder.glob("*/config.json"))
-    needed = (
-        "Name a folder in Hugging Face form: config.json, safetensors and the tokenizer's files."
+def _checkpoint_hint(folder: Path) -> str:
+    """The hint for a folder that is not a checkpoint. Often checkpoints are inside it."""
+    checkpoints = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    hint = (
+        "Name a folder in Hugging Face format: config.json, safetensors and the tokenizer's files."
     )
-    return needed if not inside else f"{needed} In this one lie: {', '.join(inside[:5])}."
+    return f"{hint} This one contains: {', '.join(checkpoints[:5])}." if checkpoints else hint
 
 
 def _resolve(base: Path, path: Path) -> Path:
@@ -324,7 +312,7 @@ def _resolve(base: Path, path: Path) -> Path:
 
 
 def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
-    """The same config with absolute paths."""
+    """The config with absolute paths; hub ids stay as they are."""
 
     def at(section: Any, **paths: Path | None) -> Any:
         return section.model_copy(
@@ -332,8 +320,8 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
         )
 
     def model(section: Any) -> Any:
-        found = _resolve(base, section.checkpoint)
-        return section if not found.exists() else at(section, checkpoint=section.checkpoint)
+        is_folder = _resolve(base, section.checkpoint).exists()
+        return at(section, checkpoint=section.checkpoint) if is_folder else section
 
     sections = {
         "target": model(config.target),
@@ -352,8 +340,8 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
 
 
 def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
-    """pydantic's path through a union holds the tag or the branch, the file does not: (path as
-    in the file, tag).
+    """Split pydantic's path into the path in the file and the tag. pydantic's path through a union
+    has the tag or the branch in it; the file has not.
     """
     if path[-1] == "constrained-int":
         path = path[:-1]
@@ -363,19 +351,19 @@ def _without_tag(path: KeyPath) -> tuple[KeyPath, str | None]:
 
 
 def _variants() -> dict[str, type[BaseModel]]:
-    """Tag -> member of the union that `engine` is."""
+    """Tag -> member of the union of `engine`."""
     members = _models(DeploymentConfig.model_fields["engine"].annotation)
     return {str(member.model_fields["kind"].default): member for member in members}
 
 
 def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
-    """Section -> its keys, for every section of the schema; of `engine`, those of one kind, or
-    of all.
+    """Section -> its keys, for every section of the schema. `engine` has the keys of the kind
+    `variant`, or of all kinds.
     """
-    found: dict[KeyPath, tuple[str, ...]] = {}
+    keys: dict[KeyPath, tuple[str, ...]] = {}
 
     def visit(model: type[BaseModel], path: KeyPath) -> None:
-        found[path] = tuple(dict.fromkeys((*found.get(path, ()), *model.model_fields)))
+        keys[path] = tuple(dict.fromkeys((*keys.get(path, ()), *model.model_fields)))
         for name, info in model.model_fields.items():
             models = _models(info.annotation)
             for inner in models:
@@ -383,11 +371,11 @@ def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
                     visit(inner, (*path, name))
 
     visit(DeploymentConfig, ())
-    return found
+    return keys
 
 
 def _literals(path: KeyPath) -> tuple[str, ...]:
-    """The words that a key may have; `kind` of a union has those of all its members."""
+    """The words that a key accepts; the `kind` of a union accepts those of all its members."""
     members = _members_at(path)
     words = [
         str(word)
@@ -398,8 +386,8 @@ def _literals(path: KeyPath) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def _only_text(path: KeyPath) -> bool:
-    """Whether nothing but text can stand at a key."""
+def _takes_only_text(path: KeyPath) -> bool:
+    """Whether a key accepts nothing but text."""
     members = [member for member in _members_at(path) if member is not type(None)]
     return bool(members) and all(
         member in (str, Path) or typing.get_origin(member) is Literal for member in members
@@ -407,7 +395,9 @@ def _only_text(path: KeyPath) -> bool:
 
 
 def _members_at(path: KeyPath) -> list[Any]:
-    """Members of the annotations of a key, of every model that has it; none for an unknown key."""
+    """The members of the annotations of a key, from every model that has it. An unknown key has
+    none.
+    """
     models: tuple[type[BaseModel], ...] = (DeploymentConfig,)
     for part in path[:-1]:
         fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
@@ -430,12 +420,11 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """X | None -> (X, NoneType); anything else -> itself; without what Annotated adds."""
-    members = (
-        typing.get_args(annotation)
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        else (annotation,)
-    )
+    """The members of a union, X | None -> (X, NoneType), or the annotation itself. What Annotated
+    adds is removed.
+    """
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
     return tuple(
         typing.get_args(member)[0] if typing.get_origin(member) is typing.Annotated else member
         for member in members
@@ -451,5 +440,5 @@ def _shown(value: Any) -> str:
 
 
 def _capital(text: str) -> str:
-    """As a sentence begins, unless it begins with the name of a key."""
+    """Begin with a capital letter, unless the text begins with the name of a key."""
     return text if "_" in text.split(" ", 1)[0] else text[:1].upper() + text[1:]

@@ -1,11 +1,10 @@
-"""What a deployment YAML may say: frozen pydantic models that refuse unknown keys.
+"""The schema of a deployment YAML: frozen pydantic models that refuse unknown keys.
 
-Field names are TensorRT-LLM's own wherever it has one. Cross-field rules stand on the smallest
-model that sees both fields, and raise ValueError with a text of the form "what is wrong; how to
-fix it". Where two fields disagree, the rule belongs to the later one and looks at the earlier one
-in `info.data`, so that it is judged even when other fields are at fault. Positions in the file are
-added by `toolkit.config.load`. Paths stay as written here; `load` resolves them against the folder
-of the YAML.
+If TensorRT-LLM has a name for a field, the field has that name. A rule about two fields is a
+validator on the smallest model that has both, and raises ValueError with a text "message; hint".
+The validator belongs to the later field and reads the earlier one from `info.data`, so that it runs
+even if other fields have faults. `toolkit.config.load` adds positions in the file. Paths stay as
+written here; `load` resolves them against the folder of the YAML.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ __all__ = [
     "engine_kind",
 ]
 
-AUTO_MAX_DRAFT_LEN = 8  # the longest draft that is tried where max_draft_len is auto
+AUTO_MAX_DRAFT_LEN = 8  # the longest draft, in tokens, that is tried if max_draft_len is auto
+QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
 GpuName = Literal[
     "auto",
@@ -82,11 +82,13 @@ GpuName = Literal[
 ]
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
-AnyPath = Annotated[Path, Field(strict=False)]  # text in the YAML
+AnyPath = Annotated[Path, Field(strict=False)]  # not strict, since it is text in the YAML
 
 
 class Section(BaseModel):
-    """Strict: "4" and true are no numbers, and "yes" is no truth value."""
+    """The base of all sections. Types are strict: "4" and true are not numbers, and "yes" is not a
+    truth value.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -97,18 +99,17 @@ class QuantizationConfig(Section):
     """
 
     quant_algo: QuantAlgo = "NO_QUANT"
-    kv_cache_quant_algo: KvCacheQuantAlgo | None = None
-    allow_unsupported: bool = (
-        False  # go on where nobody vouches for it; never where it is known to fail
-    )
+    kv_cache_quant_algo: Literal["FP8", "INT8"] | None = None
+    # Continue if the support of the combination is unknown. A known failure is refused anyway.
+    allow_unsupported: bool = False
 
 
 class ModelConfig(Section):
-    """One checkpoint: a directory in Hugging Face form, or a hub id
+    """One checkpoint: a directory in Hugging Face format, or a hub id
     (`meta-llama/Llama-3.2-1B-Instruct`).
 
-    A relative path starts at the folder of the YAML. Once it is loaded, directories are absolute;
-    what is relative is a hub id.
+    A relative path starts at the folder of the YAML. After loading, directories are absolute paths,
+    and hub ids are relative.
     """
 
     checkpoint: AnyPath
@@ -122,37 +123,36 @@ class ModelConfig(Section):
 
 
 class CalibrationConfig(Section):
-    """Text that calibration runs through the models, and text held out from it that quality is
+    """The text that calibration runs through the models, and the held-out text that quality is
     measured on.
 
     Files are JSON Lines with a `text` (or `prompt`) string per line.
     """
 
     dataset: AnyPath
-    heldout: AnyPath | None = (
-        None  # None: the last tenth of the dataset is kept apart and not calibrated on
-    )
+    heldout: AnyPath | None = None  # None: the last tenth of the dataset is held out
     calib_size: Count = 128
     calib_max_seq_length: Count = 512
     batch_size: Count = 4
 
 
 class SpeculationConfig(Section):
-    """Who drafts and how much. max_draft_len auto: the build measures acceptance and cost, and
-    takes what pays, or nothing.
+    """Which drafter is used and how many tokens it drafts.
 
-    draft_len_schedule: number of running requests -> draft length from that many on, `{1: 4, 4: 2,
-    8: 0}`. max_concurrency: with more running requests than that, nothing is drafted.
+    max_draft_len auto: the build measures acceptance and cost and chooses the fastest length, which
+    may be none.
+    draft_len_schedule: number of running requests -> draft length from that number on, such as
+    `{1: 4, 4: 2, 8: 0}`.
+    max_concurrency: with more running requests than this, nothing is drafted.
+    max_matching_ngram_size: for ngram, the longest end of the text that is looked up.
     """
 
     kind: SpeculationKind = "draft_target"
     max_draft_len: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 4
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
     max_concurrency: Count | None = None
-    max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = (
-        4  # ngram: the longest end of the text that is looked up
-    )
-    acceptance: AcceptanceChoice = "auto"
+    max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4
+    acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
 
     @property
     def is_enabled(self) -> bool:
@@ -174,8 +174,8 @@ class SpeculationConfig(Section):
 
     @property
     def longest_draft(self) -> int:
-        """What engines are built for: an upper bound where the length is still to be measured, 0
-        without speculation.
+        """The draft length that engines are built for: an upper bound if the length is still to be
+        measured, 0 without speculation.
         """
         if not self.is_enabled:
             return 0
@@ -183,8 +183,8 @@ class SpeculationConfig(Section):
 
     @property
     def draft_len_by_load(self) -> dict[int, int]:
-        """The schedule, also of a max_concurrency; empty where the length is the same for every
-        load.
+        """The draft_len_schedule, or the schedule that max_concurrency means. Empty if the length
+        is the same for every load.
         """
         if self.max_concurrency is not None and self.max_draft_len != "auto":
             return {1: self.max_draft_len, self.max_concurrency + 1: 0}
@@ -200,37 +200,39 @@ class SpeculationConfig(Section):
             return schedule
         if longest == "auto":
             raise ValueError(
-                "draft_len_schedule is measured where max_draft_len is auto; remove one of the two"
+                "draft_len_schedule is measured if max_draft_len is auto; remove one of the two"
             )
         ordered = sorted(schedule.items())
         if ordered[:1] != [(1, longest)]:
             raise ValueError(
-                f"draft_len_schedule has to begin with 1: {longest}, which is max_draft_len; add it"
+                f"draft_len_schedule must begin with 1: {longest}, which is max_draft_len; add it"
             )
         if any(later > earlier for (_, earlier), (_, later) in itertools.pairwise(ordered)):
             raise ValueError(
-                "draft_len_schedule grows; more requests at once never pay for longer drafts, so"
-                " let it fall"
+                "draft_len_schedule grows; let it fall, since longer drafts never pay when more"
+                " requests run at once"
             )
         return dict(ordered)
 
     @field_validator("max_concurrency")
     @classmethod
-    def _load_is_limited_once(cls, most: int | None, info: ValidationInfo) -> int | None:
-        if most is not None and info.data.get("draft_len_schedule") is not None:
+    def _load_is_limited_once(cls, max_concurrency: int | None, info: ValidationInfo) -> int | None:
+        if max_concurrency is None:
+            return None
+        if info.data.get("draft_len_schedule") is not None:
             raise ValueError(
-                "draft_len_schedule says when to stop, too; remove one of the two, or add"
-                f" {most + 1}: 0 to it"
+                "draft_len_schedule also says when to stop drafting; remove max_concurrency, and"
+                f" add {max_concurrency + 1}: 0 to draft_len_schedule if you need it"
             )
-        if most is not None and info.data.get("max_draft_len") == "auto":
+        if info.data.get("max_draft_len") == "auto":
             raise ValueError(
-                "max_concurrency is measured where max_draft_len is auto; remove one of the two"
+                "max_concurrency is measured if max_draft_len is auto; remove one of the two"
             )
-        return most
+        return max_concurrency
 
 
 class EngineLengths(Section):
-    """What every engine is sized for. max_seq_len counts prompt and output together."""
+    """The sizes of every engine. max_seq_len counts prompt and output together."""
 
     max_batch_size: Count = 8
     max_input_len: Count = 512
@@ -274,21 +276,19 @@ class TorchEngineConfig(EngineLengths):
 
 
 class TensorRtLlmConfig(EngineLengths):
-    """What both flows of TensorRT-LLM have in common, under its own names. What is possible
-    where: `toolkit.plan.resolve`.
+    """The keys that both flows of TensorRT-LLM have, under its own names. `toolkit.plan.resolve`
+    knows what is possible in which version.
     """
 
     tensorrt_llm: TensorRtLlmVersion = "1.2.1"
     tp_size: Count = 1
     pp_size: Count = 1
     gpus_per_node: Count = 8
-    max_num_tokens: Count | None = (
-        None  # tokens of one forward over all requests; None: 8192, as TensorRT-LLM does
-    )
+    # tokens of one forward over all requests; None: 8192, TensorRT-LLM's default
+    max_num_tokens: Count | None = None
     tokens_per_block: Count = 32
-    free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = (
-        0.9  # of what the weights leave free, for both KV caches
-    )
+    # for both KV caches, of the memory that the weights leave free
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     enable_block_reuse: bool = True
 
     @property
@@ -301,18 +301,19 @@ class TensorRtLlmConfig(EngineLengths):
 
 
 class TrtEngineConfig(TensorRtLlmConfig):
-    """The engine flow: TRT-LLM checkpoint -> trtllm-build -> rank{N}.engine. Ends with
-    TensorRT-LLM 1.2.1.
+    """The engine flow: TRT-LLM checkpoint -> trtllm-build -> rank{N}.engine. TensorRT-LLM 1.2.1 is
+    the last version that has it.
     """
 
     kind: Literal["trt_engine"] = "trt_engine"
     multiple_profiles: bool = False
     opt_num_tokens: Count | None = None
-    builder: BuilderChoice = "auto"  # auto: where trtllm-build is on the PATH, else its container
+    # auto: local if trtllm-build is on the PATH, else its container
+    builder: Literal["auto", "local", "container"] = "auto"
 
 
 class TrtllmPytorchConfig(TensorRtLlmConfig):
-    """The PyTorch flow: a quantized checkpoint in Hugging Face form, no compile step."""
+    """The PyTorch flow: a quantized checkpoint in Hugging Face format, without a compile step."""
 
     kind: Literal["trtllm_pytorch"] = "trtllm_pytorch"
     cuda_graph: bool = True
@@ -320,12 +321,10 @@ class TrtllmPytorchConfig(TensorRtLlmConfig):
 
 
 def engine_kind(engine: Any) -> Any:
-    """The tag of the union: `kind`, and `torch` where none is written."""
-    return (
-        engine.get("kind", "torch")
-        if isinstance(engine, dict)
-        else getattr(engine, "kind", "torch")
-    )
+    """The tag of the union: `kind`, or `torch` if there is none."""
+    if isinstance(engine, dict):
+        return engine.get("kind", "torch")
+    return getattr(engine, "kind", "torch")
 
 
 EngineConfig = Annotated[
@@ -337,8 +336,8 @@ EngineConfig = Annotated[
 
 
 class HardwareConfig(Section):
-    """Where it will be served. gpu auto: the GPUs of this machine. count: in each node; None: as
-    many as the engine takes.
+    """The hardware that serves the deployment. gpu auto: the GPUs of this machine. count: GPUs per
+    node; None: as many as the engine needs.
     """
 
     gpu: GpuName = "auto"
@@ -351,18 +350,13 @@ class TritonConfig(Section):
     decoupled: bool = True
     max_queue_size: Count = 256  # requests beyond this are refused at once
     default_max_tokens: Count = 128
-    request_timeout_s: Annotated[float, Field(gt=0)] = (
-        120.0  # deadline of a request that states none
-    )
-    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = (
-        10.0  # chunks of a stream are this far apart; 0: one per step
-    )
-    model_py: ModelPy = (
-        "ours"  # llmapi over TensorRT-LLM: who answers requests inside the container
-    )
-    on_draft_failure: Literal["error", "plain"] = (
-        "error"  # bls: what becomes of a request whose draft model does not answer
-    )
+    request_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for requests without a deadline
+    # least time between two chunks of a stream; 0: one chunk per step
+    stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
+    # llmapi with TensorRT-LLM: whose model.py answers requests in the container
+    model_py: Literal["ours", "container"] = "ours"
+    # bls: the result of a request if the draft model does not answer
+    on_draft_failure: Literal["error", "plain"] = "error"
     host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free port
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -374,51 +368,51 @@ class TritonConfig(Section):
     def _a_port_is_used_once(cls, port: int, info: ValidationInfo) -> int:
         for name in ("http_port", "grpc_port"):
             if port and port == info.data.get(name):
-                raise ValueError(f"{port} is {name}, too; choose another, or 0 for a free one")
+                raise ValueError(f"{port} is also {name}; choose another port, or 0 for a free one")
         return port
 
     @property
     def on_free_ports(self) -> TritonConfig:
-        """The same beside whatever else is served on this machine."""
+        """The same section with free ports, so that it does not collide with other servers on this
+        machine.
+        """
         return self.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
 
 
 class ParityGates(Section):
-    """max_divergence_rate: of prompts, judged by its upper confidence bound.
+    """max_divergence_rate: share of prompts, judged by its upper confidence bound.
 
-    A divergence is numerically equivalent where the reference scores both chosen tokens within
-    near_tie_margin (logits) of its best one, so that its top-1 and top-2 are that close too; any
-    other one fails.
+    A divergence is numerically equivalent if the reference scores both chosen tokens within
+    near_tie_margin (in logits) of its best token; then its top-1 and top-2 are also that close. Any
+    other divergence fails.
     """
 
     max_divergence_rate: Ratio = 0.05
     near_tie_margin: Annotated[float, Field(ge=0.0)] = 0.05
-    # Compared beside speculation.max_draft_len; None: 1 and half of it. Longer ones than that are
-    # left out.
+    # Draft lengths that are compared in addition to speculation.max_draft_len. Longer ones are left
+    # out. None: 1 and half of max_draft_len.
     draft_lens: tuple[Count, ...] | None = None
-    # The unquantized checkpoint in float32 as a second reference; auto: where it takes less than
+    # Use the unquantized checkpoint in float32 as a second reference; auto: if it takes less than
     # half of the free memory.
     source: Literal["auto", "always", "never"] = "auto"
 
 
 class DistributionGates(Section):
-    """Whether sampled tokens come from the target's distribution. effect: the total variation that
-    is to be seen with `power`.
+    """The test whether sampled tokens come from the target's distribution. effect: the total
+    variation that must be detected with probability `power`.
     """
 
     enabled: bool = True
     effect: Annotated[float, Field(gt=0.0, lt=0.2)] = 0.05
     power: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.99
-    false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = (
-        0.001  # chance that a sound deployment fails, over all tests
-    )
-    max_seconds: Annotated[float, Field(gt=0.0)] = (
-        60.0  # fewer tokens are drawn, and the gate is INCONCLUSIVE, beyond this
-    )
+    # probability that a correct deployment fails, over all tests
+    false_alarm: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001
+    # If this time is not enough, fewer tokens are drawn, and the gate is INCONCLUSIVE.
+    max_seconds: Annotated[float, Field(gt=0.0)] = 60.0
 
 
 class QualityGates(Section):
-    """Quantized target against its source on held-out text; KL in nats per token."""
+    """The quantized target is compared with its source on held-out text. KL in nats per token."""
 
     max_kl: Annotated[float, Field(gt=0.0)] = 0.05
     min_top1_agreement: Ratio | None = None
@@ -434,13 +428,14 @@ LatencyPercentile = Literal[
 
 
 class LatencyGates(Section):
-    """None: not a gate. Speed-up is speculative / plain output tokens per second, judged by its
-    bootstrap interval.
+    """A limit that is None is not a gate. The speed-up is the ratio speculative / plain of output
+    tokens per second, judged by its bootstrap interval.
 
-    precision: rounds are added up to max_rounds until the interval of the speed-up is this narrow
-    (half its width, as a share). concurrency: both arms are also measured at these many requests at
-    a time, to find where speculation stops paying. max_ratios: speculative / plain, per latency and
-    percentile: {ttft_p90: 1.1}.
+    precision: rounds are added, up to max_rounds, until the interval of the speed-up is this narrow
+    (half its width, as a share).
+    concurrency: both arms are also measured with these numbers of requests at a time, to find where
+    speculation stops paying.
+    max_ratios: limits of speculative / plain per latency and percentile, such as {ttft_p90: 1.1}.
     """
 
     min_speedup: Annotated[float, Field(gt=0.0)] | None = 1.15
@@ -457,13 +452,13 @@ class ValidationConfig(Section):
     """How the served deployment is judged. prompts: JSON Lines with a `prompt` string per line."""
 
     prompts: AnyPath
-    max_prompts: Count = 64  # the first lines of the file; below 59 no rate can be bounded by 0.05
+    # The first lines of the file are used. With fewer than 59 no rate can be bounded by 0.05.
+    max_prompts: Count = 64
     max_tokens: Count = 64
-    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = (
-        0.8  # of the sampled runs; greedy is always run too
-    )
-    rounds: Count = 3  # interleaved plain/speculative passes at least
-    # More rounds are added up to this while the interval straddles the gate.
+    # of the sampled runs; greedy runs are always made, too
+    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 0.8
+    rounds: Count = 3  # the least number of interleaved plain and speculative passes
+    # Rounds are added up to this number while the interval contains the gate.
     max_rounds: Annotated[Count, Field(validate_default=True)] = 8
     seed: int = 0
     parity: ParityGates = ParityGates()
@@ -476,7 +471,9 @@ class ValidationConfig(Section):
     def _rounds_are_ordered(cls, max_rounds: int, info: ValidationInfo) -> int:
         rounds = info.data.get("rounds", 0)
         if rounds > max_rounds:
-            raise ValueError(f"rounds {rounds} is above max_rounds {max_rounds}; raise max_rounds")
+            raise ValueError(
+                f"rounds {rounds} is greater than max_rounds {max_rounds}; raise max_rounds"
+            )
         return max_rounds
 
 
@@ -530,26 +527,26 @@ class DeploymentConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _name_is_no_path(cls, name: str) -> str:
+    def _name_is_not_a_path(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError("must not contain '..'; folders are named after it")
+            raise ValueError("must not contain '..'; choose another name, since it names folders")
         return name
 
     @field_validator("calibration")
     @classmethod
-    def _calibration_is_there_where_needed(
+    def _has_calibration_if_needed(
         cls, calibration: CalibrationConfig | None, info: ValidationInfo
     ) -> CalibrationConfig | None:
         models = {role: info.data.get(role) for role in ("target", "draft")}
-        needing = [
+        quantized = [
             role
             for role, model in models.items()
             if model and model.quantization.quant_algo != "NO_QUANT"
         ]
-        if needing and calibration is None:
+        if quantized and calibration is None:
             raise ValueError(
-                f"quantizing {' and '.join(needing)} needs a `calibration` section; add one with a"
-                " `dataset`"
+                f"quantizing {' and '.join(quantized)} needs a `calibration` section; add one with"
+                " a `dataset`"
             )
         return calibration
 
@@ -558,7 +555,7 @@ class DeploymentConfig(Section):
     def _speculation_has_its_draft(
         cls, speculation: SpeculationConfig, info: ValidationInfo
     ) -> SpeculationConfig:
-        if "draft" not in info.data:  # it has faults of its own
+        if "draft" not in info.data:  # the draft section has faults, which are reported
             return speculation
         if speculation.has_draft_model and info.data["draft"] is None:
             raise ValueError(
@@ -580,6 +577,7 @@ class DeploymentConfig(Section):
         if engine is not None and validation.max_tokens >= engine.max_seq_len:
             raise ValueError(
                 f"max_tokens {validation.max_tokens} does not fit engine.max_seq_len"
-                f" {engine.max_seq_len}; max_seq_len counts prompt and output together"
+                f" {engine.max_seq_len}; max_seq_len counts prompt and output together, so lower"
+                " max_tokens or raise max_seq_len"
             )
         return validation

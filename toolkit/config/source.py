@@ -1,11 +1,11 @@
-"""YAML text -> plain data, with the place of every key and value.
+"""Read YAML text into plain data, with the place of every key and value.
 
-Composed nodes keep their marks, so places are exact for keys and scalars alike. Scalars are read as
-YAML 1.2 says: `1e-5` is a number, and `no`, `010` and `12:30` are not silently something else. What
-the parser would pass over is a fault here: a key that stands twice, a tag, a merge key, a second
-document.
+The nodes that PyYAML composes know their positions, so places are exact for keys and scalars alike.
+Scalars are read by the rules of YAML 1.2: `1e-5` is a number, and `no`, `010` and `12:30` are not
+silently converted. Things that the parser would silently accept are faults here: a duplicate key, a
+tag, a merge key, a second document.
 
-Values of `--set a.b=c` are laid over the data afterwards, and have that argument as their place.
+Values of `--set a.b=c` replace values of the file afterwards; their place is that argument.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["KeyPath", "Place", "Source", "dotted", "read_source"]
 KeyPath = tuple[str | int, ...]
 MAX_NODES = 20_000  # aliases of aliases can unfold to any size
 TAG = "tag:yaml.org,2002:"
-NOT_A_CONFIG = (
+CONFIG_HINT = (
     "a deployment file is a mapping: `name: ...`, `target: ...`; see configs/quickstart.yaml"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands: line and column from 1, the source line, the caret's length.
-    origin: the argument, if no file.
+    """Where a key or value is. line and column count from 1; width: the length of the caret line;
+    excerpt: the source line. origin: the command-line argument, if it is not in the file.
     """
 
     line: int | None
@@ -57,10 +57,8 @@ class Place:
 
 @dataclass(slots=True)
 class Source:
-    """What a file says. keys and values: path -> place of that key, of that value. faults: what the
-    text alone gets wrong.
-
-    overridden: path -> the text that `--set` gave it, as it was typed.
+    """The content of a file. keys, values: path -> place of the key, of the value. faults: the
+    faults of the text. overridden: path -> the text of `--set`, as it was typed.
     """
 
     file: Path
@@ -71,12 +69,12 @@ class Source:
     overridden: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath, *, of_key: bool = False) -> Place:
-        """The place of a value (or its key); of the nearest section around it where it is not
-        written down at all.
+        """The place of a value or its key. If it is not in the file, the place of the nearest
+        section around it.
         """
-        chosen = self.keys if of_key else self.values
-        if path in chosen:
-            return chosen[path]
+        places = self.keys if of_key else self.values
+        if path in places:
+            return places[path]
         while path and path not in self.keys:
             path = path[:-1]
         return self.keys.get(path, Place(1, 1, 1, None))
@@ -87,25 +85,21 @@ def dotted(path: KeyPath) -> str:
 
 
 def read_source(file: Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a YAML file, then lay `a.b=c` texts over it.
+    """Read a YAML file, then replace values by the overrides `a.b=c`.
 
-    Raises ConfigError for a file that cannot be read as one mapping at all; other faults are
-    collected in the result.
+    Raises ConfigError for a file that cannot be read as a mapping; other faults are collected in
+    the result.
     """
     text = _read_text(file)
     root = _compose(file, text, None)
     if root is None:
-        raise ConfigError(file, [Place(1, 1, 1, None).fault((), "the file is empty", NOT_A_CONFIG)])
+        raise ConfigError(file, [Place(1, 1, 1, None).fault((), "the file is empty", CONFIG_HINT)])
     source = Source(file, {})
     if not isinstance(root, yaml.MappingNode):
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r:.60}"
+        content = "a list" if isinstance(root, yaml.SequenceNode) else f"text {root.value!r:.60}"
+        place = _Reader(source, text, None).place(root)
         raise ConfigError(
-            file,
-            [
-                _Reader(source, text, None)
-                .place(root)
-                .fault((), f"holds {kind}, not a mapping", NOT_A_CONFIG)
-            ],
+            file, [place.fault((), f"holds {content} instead of a mapping", CONFIG_HINT)]
         )
     source.data = _Reader(source, text, None).build(root, ())
     for override in overrides:
@@ -119,8 +113,8 @@ def _read_text(file: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(file, [Fault("", "no such file", hint="Check the path.")]) from None
     except IsADirectoryError:
-        found = sorted(path.name for path in file.glob("*.y*ml"))
-        hint = f"Name a file in it: {', '.join(found[:5])}" if found else "Name a YAML file."
+        names = sorted(path.name for path in file.glob("*.y*ml"))
+        hint = f"Name a file in it: {', '.join(names[:5])}" if names else "Name a YAML file."
         raise ConfigError(file, [Fault("", "is a folder, not a file", hint=hint)]) from None
     except OSError as error:
         raise ConfigError(
@@ -141,9 +135,7 @@ def _read_text(file: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the implicit types of YAML 1.2 (core schema) in place of those of
-    1.1.
-    """
+    """PyYAML's parser with the implicit types of YAML 1.2 (core schema) instead of 1.1."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute
 
@@ -162,17 +154,15 @@ for _name, _pattern, _first in (
 
 
 def _compose(file: Path, text: str, origin: str | None) -> Any:
-    """The root node, None for an empty text. Raises ConfigError with the place of a syntax
+    """The root node, or None for an empty text. Raises ConfigError with the place of a syntax
     error.
     """
     lines = _lines(text)
 
     def fault(line: int, column: int, message: str, hint: str | None) -> ConfigError:
-        place = (
-            Place(line, column, 1, _shown(lines, line))
-            if origin is None
-            else Place(None, None, 1, None, origin)
-        )
+        place = Place(None, None, 1, None, origin)
+        if origin is None:
+            place = Place(line, column, 1, _excerpt(lines, line))
         return ConfigError(file, [place.fault((), message, hint)])
 
     try:
@@ -181,12 +171,8 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
         mark = error.problem_mark or error.context_mark
         line, column = (1, 1) if mark is None else (mark.line + 1, mark.column + 1)
         problem = error.problem or "bad syntax"
-        context = (
-            f" ({error.context}"
-            + (f", line {error.context_mark.line + 1})" if error.context_mark else ")")
-            if error.context
-            else ""
-        )
+        context_line = f", line {error.context_mark.line + 1}" if error.context_mark else ""
+        context = f" ({error.context}{context_line})" if error.context else ""
         raise fault(
             line, column, f"not valid YAML: {problem}{context}", _syntax_hint(problem, lines, line)
         ) from error
@@ -200,48 +186,47 @@ def _compose(file: Path, text: str, origin: str | None) -> Any:
             "Remove it.",
         ) from error
     except RecursionError as error:
-        raise fault(1, 1, "is nested too deeply", NOT_A_CONFIG) from error
+        raise fault(1, 1, "is nested too deeply", CONFIG_HINT) from error
 
 
 def _syntax_hint(problem: str, lines: list[str], line: int) -> str | None:
     if "'\\t'" in problem or "\t" in lines[min(line, len(lines)) - 1].partition("#")[0]:
         return "YAML is indented with spaces, not tabs."
     if "mapping values are not allowed" in problem:
-        return 'Text that holds ": " is written in quotes; otherwise check the indentation.'
+        return 'Put text that contains ": " in quotes; otherwise check the indentation.'
     if "single document" in problem:
         return "One file holds one deployment: remove the `---` between documents."
     return None
 
 
 def _lines(text: str) -> list[str]:
-    """As the parser counts them: YAML breaks lines at fewer characters than str.splitlines does."""
+    """The lines as the parser counts them: YAML breaks lines at fewer characters than
+    str.splitlines does.
+    """
     return re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
 
 
-def _shown(lines: list[str], line: int) -> str:
+def _excerpt(lines: list[str], line: int) -> str:
     return lines[line - 1].replace("\t", " ") if line <= len(lines) else ""
 
 
 class _Reader:
-    """Nodes -> data, noting places and faults in `source`."""
+    """Turn nodes into data, and note places and faults in `source`."""
 
     def __init__(self, source: Source, text: str, origin: str | None) -> None:
         self.source = source
         self.lines = _lines(text)
         self.origin = origin
         self.nodes = 0
-        self.above: list[int] = []
+        self.ancestors: list[int] = []
 
     def place(self, node: Any) -> Place:
         if self.origin is not None:
             return Place(None, None, 1, None, self.origin)
         start, end = node.start_mark, node.end_mark
-        excerpt = _shown(self.lines, start.line + 1)
-        width = (
-            end.column - start.column
-            if end.line == start.line
-            else len(excerpt.rstrip()) - start.column
-        )
+        excerpt = _excerpt(self.lines, start.line + 1)
+        end_column = end.column if end.line == start.line else len(excerpt.rstrip())
+        width = end_column - start.column
         return Place(start.line + 1, start.column + 1, max(1, width), excerpt)
 
     def fault(self, node: Any, path: KeyPath, message: str, hint: str) -> None:
@@ -249,13 +234,13 @@ class _Reader:
 
     def build(self, node: Any, path: KeyPath) -> Any:
         self.nodes += 1
-        if self.nodes > MAX_NODES or id(node) in self.above:
+        if self.nodes > MAX_NODES or id(node) in self.ancestors:
             if self.nodes <= MAX_NODES + 1:
                 self.fault(
                     node,
                     path,
-                    "holds itself, or unfolds without end",
-                    "Write it out without the alias.",
+                    "contains itself, or its aliases unfold to too many values",
+                    "Write the value out without the alias.",
                 )
             return None
         self.source.values[path] = self.place(node)
@@ -263,11 +248,11 @@ class _Reader:
             self.fault(
                 node,
                 path,
-                f"the tag {node.tag!r} is not read",
-                "Remove it: keys, text and numbers are all there is.",
+                f"the tag {node.tag!r} is not supported",
+                "Remove the tag: values are text, numbers, lists or sections.",
             )
             return None
-        self.above.append(id(node))
+        self.ancestors.append(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
@@ -275,22 +260,20 @@ class _Reader:
                 return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
             return self._scalar(node, path)
         finally:
-            self.above.pop()
+            self.ancestors.pop()
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str | int, Any]:
         data: dict[str | int, Any] = {}
-        # Beneath a section, numbers may stand as keys; which section is such a table the schema
-        # says.
-        numbered = bool(path) and all(key.tag == TAG + "int" for key, _ in node.value)
+        # Below the top level all keys may be numbers; the schema says where that is allowed.
+        has_number_keys = bool(path) and all(key.tag == TAG + "int" for key, _ in node.value)
+        key_tag = TAG + ("int" if has_number_keys else "str")
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag != TAG + (
-                "int" if numbered else "str"
-            ):
+            if not isinstance(key, yaml.ScalarNode) or key.tag != key_tag:
                 self.fault(
                     key,
                     path,
                     f"the key {key.value!r:.40} is not a name",
-                    "Keys are words; write text keys in quotes.",
+                    "A key must be a word; put it in quotes if it looks like something else.",
                 )
                 continue
             name = self._scalar(key, path)
@@ -298,8 +281,8 @@ class _Reader:
                 self.fault(
                     key,
                     path,
-                    "merge keys (`<<`) are not read",
-                    "Write the keys out, or alias each value.",
+                    "merge keys (`<<`) are not supported",
+                    "Write the keys out, or use an alias for each value.",
                 )
             elif name in data:
                 first = self.source.keys[(*path, name)]
@@ -307,8 +290,8 @@ class _Reader:
                 self.fault(
                     key,
                     (*path, name),
-                    f"stands twice; it is also {where}",
-                    "Keep one: a parser would take the last in silence.",
+                    f"is a duplicate key; it is also {where}",
+                    "Keep only one of the two lines.",
                 )
             else:
                 self.source.keys[(*path, name)] = self.place(key)
@@ -326,9 +309,8 @@ class _Reader:
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
             if kind == "float":
                 number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-                return (
-                    int(number) if "e" in text.lower() and number.is_integer() else number
-                )  # 1e3 is a whole number
+                is_whole = "e" in text.lower() and number.is_integer()  # such as 1e3
+                return int(number) if is_whole else number
         except (KeyError, ValueError):
             self.fault(
                 node,
@@ -341,28 +323,30 @@ class _Reader:
 
 
 def _override(source: Source, override: str) -> None:
-    """Lay one `a.b=c` over the data."""
+    """Replace or add one value by an override `a.b=c`."""
     origin = f"--set {override}"
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
-    whole = Place(None, None, 1, None, origin)
+    place = Place(None, None, 1, None, origin)
     if not equals or not all(path):
         source.faults.append(
-            whole.fault(
-                (), "is not of the form key.key=value", "For example: --set engine.max_batch_size=4"
+            place.fault(
+                (),
+                "does not have the format key.key=value",
+                "For example: --set engine.max_batch_size=4",
             )
         )
         return
     inner: Any = source.data
     for depth, part in enumerate(path[:-1], 1):
-        if inner.get(part) is None:  # absent, or a section left empty
+        if inner.get(part) is None:  # the section is missing or empty
             inner[part] = {}
-            source.keys[path[:depth]] = source.values[path[:depth]] = whole
+            source.keys[path[:depth]] = source.values[path[:depth]] = place
         inner = inner[part]
         if not isinstance(inner, dict):
             source.faults.append(
-                whole.fault(
-                    path[:depth], "is a value, not a section with keys", "Set it as a whole."
+                place.fault(
+                    path[:depth], "is a value, not a section with keys", "Set the whole value."
                 )
             )
             return
@@ -374,7 +358,7 @@ def _override(source: Source, override: str) -> None:
     except ConfigError as error:
         source.faults.extend(error.faults)
         return
-    source.keys[path] = whole
+    source.keys[path] = place
     source.overridden[path] = text.strip()
     inner[path[-1]] = None if node is None else _Reader(source, text, origin).build(node, path)
-    source.values.setdefault(path, whole)
+    source.values.setdefault(path, place)
