@@ -1,5 +1,5 @@
-"""The table of trtllm-build's flags against a second one, made from the same contract by itself;
-and the failures' patterns.
+"""The table of trtllm-build's flags is compared with a second table, made independently from the
+same contract; and the patterns of the failures are tested.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def test_facts_have_a_confidence_and_versions_that_exist() -> None:
     assert flags_of("1.3") == {}
 
 
-# Lines as they stand in public logs and sources (see the sources of FAILURES), one for each way to
-# fail.
+# Lines from public logs and sources (see the sources of FAILURES), one for each failure.
 LINES = {
     "unknown-flag": "trtllm-build: error: unrecognized arguments: --auto_parallel 1",
     "disk-full": "OSError: [Errno 28] No space left on device",

@@ -1,3 +1,3 @@
-"""Tables of facts, each with its source and how sure it is. No logic: what follows from them
-stands in `toolkit.plan`.
+"""Tables of facts, each with its source and confidence. They have no logic: `toolkit.plan` draws
+the conclusions.
 """

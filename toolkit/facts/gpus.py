@@ -1,8 +1,8 @@
 """GPUs: memory, bandwidth and dense tensor-core rates, as their vendor states them.
 
-Sheets advertise rates with 2:4 sparsity; the ones here are without. `memory_mib` is what the driver
-leaves to a program, a bit less than advertised. FP8 and INT8 rates are None where there is no such
-unit.
+Datasheets advertise rates with 2:4 sparsity; the rates here are without it. `memory_mib` is the
+memory that the driver leaves to a program, a bit less than advertised. The FP8 or INT8 rate is None
+if the GPU has no such unit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["DRIVER_NAMES", "GPUS", "PUBLISHED", "Gpu", "Published"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """sm: compute capability times ten. bandwidth in GB/s, rates in dense TFLOP/s (TOP/s), all
-    decimal.
+    """sm: compute capability times ten. Bandwidth in GB/s, rates in dense TFLOP/s or TOP/s, with
+    decimal prefixes.
     """
 
     name: str
@@ -97,7 +97,9 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A served speed that a vendor states, at batch 1. share: of the bound that bandwidth sets."""
+    """A serving speed that a vendor states, at batch size 1. share: its ratio to the upper bound
+    that bandwidth sets.
+    """
 
     model: str
     quant_algo: str
@@ -108,11 +110,12 @@ class Published:
 
     @property
     def detail(self) -> str:
-        what = (
+        """The end of a sentence about the bound: it refers to the bound as "it"."""
+        speed = (
             f"{self.tokens_per_s:.0f} tokens/s for {self.model} in {self.quant_algo} on one"
             f" {self.gpu}"
         )
-        return f"NVIDIA's {what} are {self.share:.0%} of it"
+        return f"NVIDIA's {speed} are {self.share:.0%} of it"
 
 
 PUBLISHED = Published(
@@ -128,7 +131,7 @@ PUBLISHED = Published(
     ),
 )
 
-# Words of the driver's name -> row; the first that matches, so the narrower stand first.
+# Words of the driver's name -> row. The first match counts, so narrower names come first.
 DRIVER_NAMES = {
     "GH200": "GH200",
     "B300": "B300",

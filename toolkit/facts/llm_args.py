@@ -1,13 +1,13 @@
-"""The arguments of TensorRT-LLM's `LLM()` in the PyTorch flow, which are also the keys of its YAML
+"""The arguments of TensorRT-LLM's `LLM()` in the PyTorch flow. They are also the keys of its YAML
 files. Data only.
 
 Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/llmapi/llm_args.py` (excerpts of 1.2.1; full revisions of
 late 2025, 1.2.0rc, and early 2026, 1.3.0rc), `docs/source/features/speculative-decoding.md`; a
-schema dump of 0.21.0 (henrycgbaker/llenergymeasure `discovered_schemas/tensorrt.json`). Unknown
-keys are refused there (`extra="forbid"`).
+schema dump of 0.21.0 (henrycgbaker/llenergymeasure `discovered_schemas/tensorrt.json`).
+TensorRT-LLM refuses unknown keys (`extra="forbid"`).
 
-Confidence: A read in 1.2.1 itself; B the same just before and after; C seen in one neighbouring
-revision; I inferred. Versions other than 1.2.x are C at best, field by field.
+Confidence: A: read in 1.2.1 itself; B: the same just before and after; C: seen in one neighbouring
+revision; I: inferred. For versions other than 1.2.x, no field is better than C.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ REQUIRED = "(required)"
 @dataclass(frozen=True, slots=True)
 class Field:
     """type: bool | int | float | str | path | enum | object | list[...] | dict[int,int] | a class
-    of NESTED; `|null`: or none.
+    of NESTED; with `|null`, None is also allowed.
 
-    default None: none, or the nested class with its own defaults. bounds: both ends allowed.
+    default None: no value, or the nested class with its own defaults. bounds: both ends are
+    allowed.
     """
 
     name: str
@@ -222,9 +223,8 @@ COMMON = (
     Field("max_draft_len", "int|null", None, confidence="A"),
     Field("max_total_draft_tokens", "int|null", None, confidence="A"),
     Field("speculative_model", "str|path|null", None, versions=SINCE_1_2, confidence="A"),
-    Field(
-        "speculative_model_dir", "str|path|null", None, confidence="A"
-    ),  # 1.2 and later still read it
+    # 1.2 and later still read it
+    Field("speculative_model_dir", "str|path|null", None, confidence="A"),
     Field("max_concurrency", "int|null", None, confidence="A"),
     Field("draft_len_schedule", "dict[int,int]|null", None, versions=SINCE_1_2, confidence="A"),
     Field("load_format", "str|null", None, confidence="A"),
@@ -235,8 +235,8 @@ COMMON = (
     Field("allow_advanced_sampling", "bool", False, confidence="C"),
 )
 
-# decoding_type -> fields of its class. The spelling of draft-target moved: `facts.versions` has it
-# by version.
+# decoding_type -> fields of its class. The spelling of draft-target changed: `facts.versions` has
+# it by version.
 SPECULATIVE = {
     "DraftTarget": COMMON,
     "Draft_Target": COMMON,
@@ -280,9 +280,9 @@ SPECULATIVE = {
     ),
 }
 
-# What people write here and what is refused, with where it belongs.
+# Keys that people often write and that are refused, with the reason.
 NOT_FIELDS = {
-    "quant_config": "the checkpoint decides the precision; only kv_cache_config.dtype overrides",
+    "quant_config": "the checkpoint decides the precision; only kv_cache_config.dtype overrides it",
     "build_config": "there is nothing to build in this flow",
-    "decoding_config": "it is speculative_config now",
+    "decoding_config": "its name is speculative_config now",
 }

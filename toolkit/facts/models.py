@@ -1,7 +1,7 @@
-"""What the config.json of public models says, so that a plan can be made before anything is
-downloaded.
+"""The config.json of public models, so that a plan can be made before anything is downloaded.
 
-Only the keys that a plan needs, in Hugging Face's own spelling. A folder is read instead, always.
+Only the keys that a plan needs are here, in Hugging Face's own spelling. If the YAML names a
+folder, the folder's config.json is read instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ __all__ = ["CONFIGS", "SOURCES"]
 def _model(
     architecture: str, vocab_size: int, sizes: tuple[int, ...], length: int, **rest: Any
 ) -> dict[str, Any]:
-    """sizes: hidden, layers, heads, KV heads, head_dim, inner size of the MLP."""
+    """sizes: hidden size, layers, heads, KV heads, head_dim, intermediate size of the MLP.
+    length: max_position_embeddings.
+    """
     hidden, layers, heads, kv_heads, head_dim, inner = sizes
     return {
         "architectures": [architecture],

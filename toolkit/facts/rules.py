@@ -1,7 +1,7 @@
-"""Every rule that a plan is judged by: what upstream does, and where that is known from.
+"""Every rule that a plan is judged by: what upstream does, and the source of that knowledge.
 
-`toolkit.plan.rules` holds the code of each rule under the same id. All are upstream behaviour, but
-for those that begin with `toolkit-`: they are this project's own limits.
+`toolkit.plan.rules` has the code of each rule under the same id. Rules whose id begins with
+`toolkit-` are limits of this project; all others are behaviour of upstream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(BUILDER, "B"),
     ),
     "int8-on-sm120": (
-        "INT8 on SM 120 was seen working in one public project and is documented nowhere",
+        "INT8 on SM 120 was seen working in one public project, but is documented nowhere",
         Source(BUILDER, "I"),
     ),
     # trtllm-build: silent adjustments
@@ -49,7 +49,7 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "fp8-kv-needs-fp8-weights-for-paged-fmha": (
         (
-            "paged context FMHA is switched off for an FP8 KV cache under other weights, and with"
+            "an FP8 KV cache with weights other than FP8 switches paged context FMHA off, and with"
             " it KV block reuse"
         ),
         Source(BUILDER, "B"),
@@ -59,7 +59,7 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(BUILDER, "B"),
     ),
     "fp8-fmha-needs-sm89": (
-        "below SM 89 FP8 FMHA is off, and with an FP8 KV cache paged FMHA too",
+        "below SM 89 FP8 FMHA is off; with an FP8 KV cache paged FMHA is also off",
         Source(BUILDER, "B"),
     ),
     "fp8-fmha-needs-fp8-kv": (
@@ -71,7 +71,7 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(BUILDER, "B"),
     ),
     "fused-mlp-scope": (
-        "use_fused_mlp is switched off for algorithms other than FP8",
+        "algorithms other than FP8 switch use_fused_mlp off",
         Source(BUILDER, "B"),
     ),
     "nccl-single-rank": ("the NCCL plugin is dropped for a single rank", Source(BUILDER, "B")),
@@ -110,19 +110,19 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(f"{SPECULATION}, examples/draft_target_model/README.md", "B"),
     ),
     "length-within-model": (
-        "positions beyond the model's own are not trained and not encoded",
+        "the model was not trained for positions beyond its own limit, and does not encode them",
         Source(BUILDER, "B"),
     ),
     "draft-seq-len": (
-        "the draft has to reach as far as the target's longest prompt plus output",
+        "the draft must support the length of the target's longest prompt plus output",
         Source("TB issues 473, 2709; checks derived from trtllm-build's rules", "I"),
     ),
     "same-vocab": (
-        "draft and target need one vocabulary",
+        "draft and target need the same vocabulary",
         Source("TRT issue 2789, examples/draft_target_model/README.md", "B"),
     ),
     "input-within-num-tokens": (
-        "without chunked prefill a prompt is one forward, of at most max_num_tokens tokens",
+        "without chunked prefill a prompt is one forward of at most max_num_tokens tokens",
         Source(LLM_ARGS, "B"),
     ),
     "draft-within-num-tokens": (
@@ -135,11 +135,11 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     # PyTorch flow
     "no-w8a8-in-pytorch": (
-        "linears of W8A8_SQ_* raise ValueError, unsupported quant mode",
+        "W8A8_SQ_* linears raise ValueError: unsupported quant mode",
         Source("TRT tensorrt_llm/_torch/modules/linear.py, issue 3701", "B"),
     ),
     "w8a16-not-established": (
-        "W8A16 linears exist, and no supported hardware lists them",
+        "W8A16 linears exist, but no list of supported hardware has them",
         Source(
             "TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md", "I"
         ),
@@ -157,7 +157,7 @@ RULES: dict[str, tuple[str, Source]] = {
         Source(LLM_ARGS, "B"),
     ),
     "attention-backend": (
-        "FLASHINFER turns KV block reuse off; TRTLLM is the tested one",
+        "FLASHINFER turns KV block reuse off; TRTLLM is the tested backend",
         Source(LLM_ARGS, "B"),
     ),
     "acceptance-rule": (
@@ -169,13 +169,13 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "draft-len-schedule": (
         (
-            "draft_len_schedule exists from 1.2 on; its keys are least batch sizes in 1.2 and"
-            " greatest ones in 1.3"
+            "draft_len_schedule exists from 1.2 on; its keys are the least batch sizes in 1.2 and"
+            " the greatest in 1.3"
         ),
         Source(LLM_ARGS, "A"),
     ),
     # engine flow
-    "ngram-of-flow": ("NGram is a decoding type of the PyTorch flow alone", Source(LLM_ARGS, "B")),
+    "ngram-of-flow": ("only the PyTorch flow has the decoding type NGram", Source(LLM_ARGS, "B")),
     "block-reuse-for-drafts": (
         "external drafts need paged KV with block reuse",
         Source("TRT examples/draft_target_model/README.md", "B"),
@@ -197,29 +197,26 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     # layouts, hardware
     "layout-of-flow": (
-        (
-            "the llmapi layout serves LLM(), the BLS layout serves two engines; neither serves the"
-            " other"
-        ),
+        ("the llmapi layout serves only LLM(), and the BLS layout serves only two engines"),
         Source("TRT triton_backend/all_models, docs/source/release-notes.md 1.0", "B"),
     ),
     "world-size": ("every rank has a GPU of its own", Source("TRT tensorrt_llm/mapping.py", "B")),
     "ranks-per-node": (
-        "gpus_per_node is what the launcher places on one machine",
+        "gpus_per_node is the number of ranks that the launcher places on one machine",
         Source("TRT tensorrt_llm/mapping.py", "B"),
     ),
     "serving-container": (
-        "no Triton container holds this version",
+        "no Triton container has this version",
         Source("TS docs/introduction/compatibility.md", "A"),
     ),
     "mixed-precision-pair": (
         "no published recipe pairs these two precisions",
         Source("not established", "I"),
     ),
-    "shape-needed": ("a plan is made of the models' shapes", OWN),
+    "shape-needed": ("a plan is computed from the models' shapes", OWN),
     "hardware-needed": ("precision, memory and speed depend on the GPU", OWN),
     "memory": (
-        "weights, KV caches and activations have to fit",
+        "weights, KV caches and activations must fit",
         Source("formulas in docs/planning.md", "I"),
     ),
     "batch-fits": (
@@ -229,37 +226,37 @@ RULES: dict[str, tuple[str, Source]] = {
     # this toolkit
     "toolkit-one-device": ("the embedded engine runs on one device", OWN),
     "toolkit-remote-code": (
-        "a checkpoint's own Python code runs nowhere but in LLM(), and there where it is stated",
+        "a checkpoint's own Python code runs only in LLM(), and only if the YAML allows it",
         OWN,
     ),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
     "toolkit-parity-prompts": (
-        "a rate is bounded by its upper confidence limit, which falls with the prompts",
+        "a rate is bounded by its upper confidence limit, which falls with more prompts",
         OWN,
     ),
     "toolkit-draft-is-target": (
-        "speculation pays where a draft forward is cheaper than the target's",
+        "speculation pays only if a draft forward is cheaper than a target forward",
         OWN,
     ),
     "toolkit-even-pipeline": (
-        "TRT-LLM's form is written with equally many layers on each pipeline rank",
+        "the TRT-LLM format is written with the same number of layers on each pipeline rank",
         OWN,
     ),
     "toolkit-already-quantized": (
-        "a checkpoint that is quantized already is used as it is, and never quantized again",
+        "a checkpoint that is already quantized is used as it is, and never quantized again",
         OWN,
     ),
     "toolkit-auto-draft-len": (
-        "max_draft_len auto is found before TensorRT-LLM's engines are made, with predicted costs",
+        "max_draft_len auto is chosen by predicted costs, before TensorRT-LLM's engines are built",
         OWN,
     ),
     "toolkit-engine-flow-load": (
-        "the engine flow's BLS model drafts whatever the load; only LLM() and ours look at it",
+        "the engine flow's BLS model drafts at every load; only LLM() and our runtime adapt to it",
         OWN,
     ),
     "toolkit-bls-drafts": (
-        "the BLS model asks a draft model, for as many tokens whatever the load",
+        "the BLS model asks a draft model for the same number of tokens at every load",
         OWN,
     ),
-    "toolkit-fp8-kv": ("the embedded engine reads an FP8 KV cache with FP8 weights only", OWN),
+    "toolkit-fp8-kv": ("the embedded engine has an FP8 KV cache only with FP8 weights", OWN),
 }

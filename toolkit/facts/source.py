@@ -1,8 +1,13 @@
 """Where a fact comes from, and how sure it is.
 
-Confidence: M measured by running it; A read in the published text of the named version; B the same
-in the published revisions just before and after it; C seen in one neighbouring revision only; I
-inferred. Short names in sources: TRT is github.com/NVIDIA/TensorRT-LLM, TB
+Confidence:
+- M: measured by running it
+- A: read in the published text of the named version
+- B: the same in the published revisions just before and after that version
+- C: seen in one neighbouring revision only
+- I: inferred
+
+Short names in sources: TRT is github.com/NVIDIA/TensorRT-LLM, TB
 triton-inference-server/tensorrtllm_backend, TS triton-inference-server/server, MO
 NVIDIA/Model-Optimizer.
 """

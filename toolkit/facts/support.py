@@ -1,9 +1,10 @@
-"""Which precision works where: algorithm x KV algorithm x compute capability x flow, and which
-families.
+"""Which precision works with which flow, compute capability and model family.
 
-A key that is absent is not established. Words of the table: `yes` documented; `seen` observed once,
-in a public project, and documented nowhere; `listed` in the code, and on no list of supported
-hardware; `no` known to fail.
+If a key is missing, nothing is known. The values:
+- `yes`: documented
+- `seen`: observed once, in a public project, but documented nowhere
+- `listed`: listed in the code, but in no list of supported hardware
+- `no`: known to fail
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = [
 
 Status = Literal["yes", "seen", "listed", "no"]
 
-# Least SM of each column; a GPU belongs to the greatest one that is not above it.
+# The least SM of each column. A GPU belongs to the last column whose least SM it reaches.
 MIN_SM = (80, 89, 90, 100, 120)
 
 WEIGHT_SUPPORT: dict[str, dict[str, dict[int, Status]]] = {
@@ -53,26 +54,24 @@ SMOOTHQUANT_FAMILIES: dict[str, Status] = {
     "Llama 2": "yes",
     "Mistral": "yes",
     "Qwen 2 / 2.5": "yes",
-    # on its list as not supported; the export itself runs, so it is somebody's risk and not
-    # impossible
+    # ModelOpt lists it as not supported. The export itself runs, so it is possible at the user's
+    # own risk.
     "Llama 3": "no",
 }
 
-# Rules of acceptance at temperature > 0 that each kind of engine has, its default first, and
-# whether the draft samples.
-ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
+# The accept rules at temperature > 0 of each kind of engine, its default first.
+ACCEPTANCE: dict[str, tuple[str, ...]] = {
     "torch": ("rejection", "coupled", "sample_match"),
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
-    "trtllm_pytorch": (
-        "sample_match",
-    ),  # the two-model engine drafts greedily: acceptance is p(argmax q)
+    # the two-model engine drafts greedily: acceptance is p(argmax q)
+    "trtllm_pytorch": ("sample_match",),
 }
 
-# How many log-probabilities a place a request of a speculating deployment gets, by version: 2 is
-# the chosen token's and the next best one's, 1 the chosen one's alone, 0 none. They are the
-# target's own, before temperature and filters, also of accepted drafts. trt_engine: out of the
-# target's generation logits; the decoder of an engine for external drafts writes no
-# log-probabilities.
+# How many log-probabilities per position a request of a speculating deployment gets, by version:
+# 2: of the chosen token and of the next best; 1: of the chosen token only; 0: none. They are the
+# target's own, before temperature and filters, also for accepted draft tokens. trt_engine: they are
+# computed from the target's generation logits; the decoder of an engine for external drafts writes
+# no log-probabilities.
 LOG_PROBS: dict[str, dict[str, int]] = {
     "trt_engine": {"0.21": 2, "1.0": 2, "1.1": 2, "1.2.0": 2, "1.2.1": 2},
     "trtllm_pytorch": {"1.0": 1, "1.1": 1, "1.2.0": 2, "1.2.1": 2, "1.3": 0},

@@ -1,8 +1,8 @@
 """Tensors and parameters of TensorRT-LLM's Triton templates, 1.2.1: what a client of either layout
-may send and read back.
+may send and receive.
 
-Data only. Confidence: A read in published text of 1.2.1 itself, B the same in published revisions
-just before and just after, C seen in one neighbouring revision only, I inferred.
+Data only. Confidence: A: read in published text of 1.2.1 itself; B: the same in published revisions
+just before and just after; C: seen in one neighbouring revision only; I: inferred.
 
 Sources
 - triton-inference-server/tensorrtllm_backend v0.19.0,
@@ -12,8 +12,8 @@ Sources
   triton_backend/all_models/llmapi
 - the renaming min_length -> min_tokens, random_seed -> seed happened after 0.19 (B)
 
-A dtype of the form ${key} is chosen by a template key of that name. A parameter that is not set is
-written as the template's own placeholder, ${key}, which the backend reads as unset.
+A dtype written as ${key} is filled in by the template key of that name. A parameter that is not set
+keeps the template's placeholder, ${key}, which the backend reads as unset.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorFact:
-    """dims as in config.pbtxt, without the batch. ragged: allow_ragged_batch. scalar: reshaped
-    to a value per batch entry.
+    """dims: as in config.pbtxt, without the batch dimension. ragged: allow_ragged_batch. scalar:
+    reshaped to one value per batch entry.
     """
 
     name: str
@@ -56,13 +56,13 @@ ParameterForm: TypeAlias = Literal["str", "int", "float", "bool", "path", "enum"
 
 @dataclass(frozen=True, slots=True)
 class ParameterFact:
-    """key: the template key that fills it; None with `fixed`, or where it is read but stands in
-    no template.
+    """key: the template key that fills it in; None if the value is `fixed`, or if the backend reads
+    it but no template has it.
     """
 
     name: str
     key: str | None = None
-    form: ParameterForm = "str"
+    type: str = "str"  # str | int | float | bool | path | enum | list (comma-separated) | url
     choices: tuple[str, ...] = ()
     required: bool = False
     fixed: str | None = None
@@ -116,11 +116,11 @@ PREPROCESSING = ModelFacts(
         TensorFact("VISION_INPUT_ID", "TYPE_INT32", (-1,)),
     ),
     parameters=(
-        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path", required=True),
-        ParameterFact("add_special_tokens", key="add_special_tokens", form="bool"),
-        ParameterFact("multimodal_model_path", key="multimodal_model_path", form="path"),
-        ParameterFact("gpt_model_path", key="engine_dir", form="path"),
-        ParameterFact("max_num_images", key="max_num_images", form="int"),
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", type="path", required=True),
+        ParameterFact("add_special_tokens", key="add_special_tokens", type="bool"),
+        ParameterFact("multimodal_model_path", key="multimodal_model_path", type="path"),
+        ParameterFact("gpt_model_path", key="engine_dir", type="path"),
+        ParameterFact("max_num_images", key="max_num_images", type="int"),
     ),
 )
 
@@ -131,12 +131,12 @@ POSTPROCESSING = ModelFacts(
     ),
     outputs=(TensorFact("OUTPUT", "TYPE_STRING", (-1,)),),
     parameters=(
-        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path", required=True),
-        ParameterFact("skip_special_tokens", key="skip_special_tokens", form="bool"),
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", type="path", required=True),
+        ParameterFact("skip_special_tokens", key="skip_special_tokens", type="bool"),
     ),
 )
 
-# What the engine model and the BLS model both return.
+# Outputs of both the engine model and the BLS model.
 SCORE_OUTPUTS = (
     TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
     TensorFact("output_log_probs", "TYPE_FP32", (-1, -1)),
@@ -251,64 +251,64 @@ ENGINE = ModelFacts(
         *USAGE_OUTPUTS,
     ),
     parameters=(
-        ParameterFact("max_beam_width", key="max_beam_width", form="int", required=True),
+        ParameterFact("max_beam_width", key="max_beam_width", type="int", required=True),
         ParameterFact("FORCE_CPU_ONLY_INPUT_TENSORS", fixed="no"),
         ParameterFact(
             "gpt_model_type",
             key="batching_strategy",
-            form="enum",
+            type="enum",
             choices=("inflight_fused_batching", "V1"),
             required=True,
         ),
-        ParameterFact("gpt_model_path", key="engine_dir", form="path", required=True),
-        ParameterFact("encoder_model_path", key="encoder_engine_dir", form="path"),
+        ParameterFact("gpt_model_path", key="engine_dir", type="path", required=True),
+        ParameterFact("encoder_model_path", key="encoder_engine_dir", type="path"),
         ParameterFact(
-            "max_tokens_in_paged_kv_cache", key="max_tokens_in_paged_kv_cache", form="int"
+            "max_tokens_in_paged_kv_cache", key="max_tokens_in_paged_kv_cache", type="int"
         ),
-        ParameterFact("max_attention_window_size", key="max_attention_window_size", form="list"),
-        ParameterFact("sink_token_length", key="sink_token_length", form="int"),
+        ParameterFact("max_attention_window_size", key="max_attention_window_size", type="list"),
+        ParameterFact("sink_token_length", key="sink_token_length", type="int"),
         ParameterFact(
             "batch_scheduler_policy",
             key="batch_scheduler_policy",
-            form="enum",
+            type="enum",
             choices=("guaranteed_no_evict", "max_utilization"),
         ),
         ParameterFact(
-            "kv_cache_free_gpu_mem_fraction", key="kv_cache_free_gpu_mem_fraction", form="float"
+            "kv_cache_free_gpu_mem_fraction", key="kv_cache_free_gpu_mem_fraction", type="float"
         ),
-        ParameterFact("cross_kv_cache_fraction", key="cross_kv_cache_fraction", form="float"),
-        ParameterFact("kv_cache_host_memory_bytes", key="kv_cache_host_memory_bytes", form="int"),
-        ParameterFact("kv_cache_onboard_blocks", key="kv_cache_onboard_blocks", form="bool"),
-        ParameterFact("exclude_input_in_output", key="exclude_input_in_output", form="bool"),
+        ParameterFact("cross_kv_cache_fraction", key="cross_kv_cache_fraction", type="float"),
+        ParameterFact("kv_cache_host_memory_bytes", key="kv_cache_host_memory_bytes", type="int"),
+        ParameterFact("kv_cache_onboard_blocks", key="kv_cache_onboard_blocks", type="bool"),
+        ParameterFact("exclude_input_in_output", key="exclude_input_in_output", type="bool"),
         ParameterFact(
-            "cancellation_check_period_ms", key="cancellation_check_period_ms", form="int"
+            "cancellation_check_period_ms", key="cancellation_check_period_ms", type="int"
         ),
-        ParameterFact("stats_check_period_ms", key="stats_check_period_ms", form="int"),
-        ParameterFact("iter_stats_max_iterations", key="iter_stats_max_iterations", form="int"),
+        ParameterFact("stats_check_period_ms", key="stats_check_period_ms", type="int"),
+        ParameterFact("iter_stats_max_iterations", key="iter_stats_max_iterations", type="int"),
         ParameterFact(
-            "request_stats_max_iterations", key="request_stats_max_iterations", form="int"
+            "request_stats_max_iterations", key="request_stats_max_iterations", type="int"
         ),
-        ParameterFact("enable_kv_cache_reuse", key="enable_kv_cache_reuse", form="bool"),
-        ParameterFact("normalize_log_probs", key="normalize_log_probs", form="bool"),
-        ParameterFact("enable_chunked_context", key="enable_chunked_context", form="bool"),
-        ParameterFact("gpu_device_ids", key="gpu_device_ids", form="list"),
-        ParameterFact("participant_ids", key="participant_ids", form="list"),
-        ParameterFact("num_nodes", key="num_nodes", form="int"),
+        ParameterFact("enable_kv_cache_reuse", key="enable_kv_cache_reuse", type="bool"),
+        ParameterFact("normalize_log_probs", key="normalize_log_probs", type="bool"),
+        ParameterFact("enable_chunked_context", key="enable_chunked_context", type="bool"),
+        ParameterFact("gpu_device_ids", key="gpu_device_ids", type="list"),
+        ParameterFact("participant_ids", key="participant_ids", type="list"),
+        ParameterFact("num_nodes", key="num_nodes", type="int"),
         ParameterFact(
-            "lora_cache_optimal_adapter_size", key="lora_cache_optimal_adapter_size", form="int"
+            "lora_cache_optimal_adapter_size", key="lora_cache_optimal_adapter_size", type="int"
         ),
-        ParameterFact("lora_cache_max_adapter_size", key="lora_cache_max_adapter_size", form="int"),
+        ParameterFact("lora_cache_max_adapter_size", key="lora_cache_max_adapter_size", type="int"),
         ParameterFact(
-            "lora_cache_gpu_memory_fraction", key="lora_cache_gpu_memory_fraction", form="float"
+            "lora_cache_gpu_memory_fraction", key="lora_cache_gpu_memory_fraction", type="float"
         ),
         ParameterFact(
-            "lora_cache_host_memory_bytes", key="lora_cache_host_memory_bytes", form="int"
+            "lora_cache_host_memory_bytes", key="lora_cache_host_memory_bytes", type="int"
         ),
-        ParameterFact("lora_prefetch_dir", key="lora_prefetch_dir", form="path"),
+        ParameterFact("lora_prefetch_dir", key="lora_prefetch_dir", type="path"),
         ParameterFact(
             "decoding_mode",
             key="decoding_mode",
-            form="enum",
+            type="enum",
             choices=(
                 "top_k",
                 "top_p",
@@ -324,35 +324,35 @@ ENGINE = ModelFacts(
             "executor_worker_path",
             fixed="/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
         ),
-        ParameterFact("lookahead_window_size", key="lookahead_window_size", form="int"),
-        ParameterFact("lookahead_ngram_size", key="lookahead_ngram_size", form="int"),
+        ParameterFact("lookahead_window_size", key="lookahead_window_size", type="int"),
+        ParameterFact("lookahead_ngram_size", key="lookahead_ngram_size", type="int"),
         ParameterFact(
-            "lookahead_verification_set_size", key="lookahead_verification_set_size", form="int"
+            "lookahead_verification_set_size", key="lookahead_verification_set_size", type="int"
         ),
         ParameterFact("medusa_choices", key="medusa_choices"),
         ParameterFact("eagle_choices", key="eagle_choices"),
-        ParameterFact("gpu_weights_percent", key="gpu_weights_percent", form="float"),
+        ParameterFact("gpu_weights_percent", key="gpu_weights_percent", type="float"),
         ParameterFact(
-            "enable_context_fmha_fp32_acc", key="enable_context_fmha_fp32_acc", form="bool"
+            "enable_context_fmha_fp32_acc", key="enable_context_fmha_fp32_acc", type="bool"
         ),
-        ParameterFact("multi_block_mode", key="multi_block_mode", form="bool"),
-        ParameterFact("cuda_graph_mode", key="cuda_graph_mode", form="bool"),
-        ParameterFact("cuda_graph_cache_size", key="cuda_graph_cache_size", form="int"),
+        ParameterFact("multi_block_mode", key="multi_block_mode", type="bool"),
+        ParameterFact("cuda_graph_mode", key="cuda_graph_mode", type="bool"),
+        ParameterFact("cuda_graph_cache_size", key="cuda_graph_cache_size", type="int"),
         ParameterFact(
-            "speculative_decoding_fast_logits", key="speculative_decoding_fast_logits", form="bool"
+            "speculative_decoding_fast_logits", key="speculative_decoding_fast_logits", type="bool"
         ),
-        ParameterFact("tokenizer_dir", key="tokenizer_dir", form="path"),
+        ParameterFact("tokenizer_dir", key="tokenizer_dir", type="path"),
         ParameterFact(
             "guided_decoding_backend",
             key="guided_decoding_backend",
-            form="enum",
+            type="enum",
             choices=("xgrammar",),
         ),
         ParameterFact(
-            "xgrammar_tokenizer_info_path", key="xgrammar_tokenizer_info_path", form="path"
+            "xgrammar_tokenizer_info_path", key="xgrammar_tokenizer_info_path", type="path"
         ),
-        ParameterFact("recv_poll_period_ms", form="int", in_template=False),
-        ParameterFact("enable_trt_overlap", key="enable_trt_overlap", form="bool", confidence="C"),
+        ParameterFact("recv_poll_period_ms", type="int", in_template=False),
+        ParameterFact("enable_trt_overlap", key="enable_trt_overlap", type="bool", confidence="C"),
     ),
 )
 
@@ -409,12 +409,12 @@ BLS = ModelFacts(
         *USAGE_OUTPUTS,
     ),
     parameters=(
-        ParameterFact("accumulate_tokens", key="accumulate_tokens", form="bool"),
+        ParameterFact("accumulate_tokens", key="accumulate_tokens", type="bool"),
         ParameterFact("tensorrt_llm_model_name", key="tensorrt_llm_model_name"),
         ParameterFact("tensorrt_llm_draft_model_name", key="tensorrt_llm_draft_model_name"),
         ParameterFact("multimodal_encoders_name", key="multimodal_encoders_name"),
-        ParameterFact("target_model_config_api_url", form="url", in_template=False, confidence="C"),
-        ParameterFact("draft_model_config_api_url", form="url", in_template=False, confidence="C"),
+        ParameterFact("target_model_config_api_url", type="url", in_template=False, confidence="C"),
+        ParameterFact("draft_model_config_api_url", type="url", in_template=False, confidence="C"),
     ),
 )
 
@@ -456,5 +456,5 @@ LLMAPI = ModelFacts(
         TensorFact("total_accepted_draft_tokens", "TYPE_INT32", (-1,), confidence="C"),
         TensorFact("total_draft_tokens", "TYPE_INT32", (-1,), confidence="C"),
     ),
-    parameters=(ParameterFact("gpu_device_ids", form="list", in_template=False),),
+    parameters=(ParameterFact("gpu_device_ids", type="list", in_template=False),),
 )

@@ -1,15 +1,15 @@
 """The command line of `trtllm-build`: flags, types, defaults, choices, and how it fails. Data only.
 
-What it changes or refuses on its own stands in `facts.rules`.
+`facts.rules` has the rules by which it changes or refuses settings.
 
 Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/build.py` (65f1d1536e18, of the 1.1-1.2 line;
 008b2b8d23af, of the 0.x line), `plugin/plugin.py`, `builder.py`;
 `examples/draft_target_model/README.md` (0.18-1.2); the performance guide's pages "Useful build-time
 flags" and "FP8 quantization". The command is gone in 1.3 (pull requests 15918, 16369).
 
-Confidence: A read in the version itself; B the same in published revisions just before and after; C
-seen in one neighbouring revision; I inferred. For 0.21, whose plugin flags were not read one by
-one, every row is C at best.
+Confidence: A: read in the version itself; B: the same in published revisions just before and after;
+C: seen in one neighbouring revision; I: inferred. For 0.21 no row is better than C, since its
+plugin flags were not read one by one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ FlagType: TypeAlias = Literal["path", "str", "int", "enum", "flag", "list[path]"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """type: what it takes; flag: nothing. versions: where it exists."""
+    """type: path | str | int | enum | flag (takes no value) | list[path] | list[str]. versions: the
+    versions that have the flag.
+    """
 
     name: str
     type: FlagType
@@ -60,11 +62,11 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A way in which builds are known to fail. pattern: a regular expression, searched in the log,
+    """A known way in which builds fail. pattern: a regular expression that is searched in the log,
     last lines first.
 
-    source: where the text was seen: issues of NVIDIA/TensorRT-LLM, its source, or the messages of
-    CUDA, Docker and Linux.
+    source: where the text was seen: issues of NVIDIA/TensorRT-LLM, its source, or messages of CUDA,
+    Docker and Linux.
     """
 
     id: str
@@ -231,8 +233,8 @@ FLAGS = (
 
 DRAFT_TOKENS_EXTERNAL = "draft_tokens_external"
 
-# build_config.speculative_decoding_mode in an engine's config.json. That it is stored as a number
-# is I: read both forms.
+# build_config.speculative_decoding_mode in an engine's config.json. It is inferred (I) that it is
+# stored as a number, so the reader must accept number and name.
 SPECULATIVE_MODES = {
     "NONE": 1,
     "DRAFT_TOKENS_EXTERNAL": 2,
@@ -246,14 +248,14 @@ SPECULATIVE_MODES = {
     "AUTO": 512,
 }
 
-# quant_algo -> --gemm_plugin. NVIDIA's guide: on for FP16 and BF16 products, off for FP8 ones,
-# which TensorRT's own kernels do better except at the smallest batches (C). SmoothQuant and
-# weight-only matrices have plugins of their own; LM head and embeddings stay in 16 bits there, so
-# it is on.
+# quant_algo -> --gemm_plugin. NVIDIA's guide: on for FP16 and BF16 products; off for FP8 products,
+# since TensorRT's own kernels are faster except at the smallest batches (C). SmoothQuant and
+# weight-only matrices have their own plugins, but LM head and embeddings stay in 16 bits, so it is
+# on for them.
 GEMM_PLUGIN = {"FP8": "disable", "W8A8_SQ_PER_CHANNEL": "auto", "W8A16": "auto", "NO_QUANT": "auto"}
 
-# What the build log says when a step is done, in order, once per rank (public logs of 0.10-1.2,
-# issues 2451, 1543, 346).
+# Text in the build log -> the step that is done. The steps come in this order, once per rank
+# (public logs of 0.10-1.2, issues 2451, 1543, 346).
 MILESTONES = (
     ("Total time of constructing network from module object", "network constructed"),
     ("Build TensorRT engine", "choosing kernels"),
@@ -262,14 +264,14 @@ MILESTONES = (
     ("Engine serialized. Total time", "engine written"),
 )
 
-# The first that matches is told; so causes stand before what follows from them.
+# The first match is reported, so causes come before their consequences.
 FAILURES = (
     Failure(
         "unknown-flag",
         r"unrecognized arguments: .+|argument --\w+: invalid choice: .+",
-        "the installed trtllm-build does not take a flag that this version has",
-        "Build in the container of the version that the YAML names (engine.builder: container), or"
-        " name the installed one.",
+        "the installed trtllm-build refuses a flag of the version that the YAML names",
+        "Build in the container of that version (engine.builder: container), or name the installed"
+        " version.",
         "argparse",
     ),
     Failure(
@@ -293,7 +295,8 @@ FAILURES = (
         r"(?i)unsupported SM|no kernel image is available for execution|sm_?\d+ is not (currently"
         r" )?supported",
         "this TensorRT-LLM has no kernels for this GPU",
-        "Take a version that knows the GPU (engine.tensorrt_llm), or a GPU that the version knows.",
+        "Choose a version that supports the GPU (engine.tensorrt_llm), or a GPU that the version"
+        " supports.",
         "CUDA; TensorRT's myelin and cask messages",
         "C",
     ),
@@ -302,9 +305,9 @@ FAILURES = (
         r"engine plan file is not compatible|expecting library version|has a different version of"
         r" TensorRT"
         r"|undefined symbol: \w*nvinfer|does not match .*TensorRT",
-        "TensorRT and TensorRT-LLM are of different versions",
-        "Build in the container of the version that serves (engine.builder: container); a row of"
-        " versions belongs together.",
+        "the versions of TensorRT and TensorRT-LLM do not match",
+        "Build in the container of the version that serves (engine.builder: container): it has"
+        " matching versions.",
         "issue 1695; triton_cli pull request 59",
     ),
     Failure(
@@ -313,8 +316,8 @@ FAILURES = (
         r" memory"
         r"|GPU memory \(\d+ bytes\) could not be allocated",
         "the GPU ran out of memory while building",
-        "Lower max_batch_size, max_seq_len or max_num_tokens, raise tp_size, or free the GPU of"
-        " other programs.",
+        "Lower max_batch_size, max_seq_len or max_num_tokens, raise tp_size, or stop other programs"
+        " on the GPU.",
         "issues 346, 1543, 2451",
     ),
     Failure(
@@ -322,9 +325,9 @@ FAILURES = (
         r"Found no NVIDIA driver|no CUDA-capable device|CUDA driver version is"
         r" insufficient|libcuda\.so\.1: cannot open"
         r"|max_workers must be greater than 0|could not select device driver",
-        "no NVIDIA GPU or no fitting driver was found",
-        "Engines are built on a GPU of the kind they run on: build there, with its driver and the"
-        " NVIDIA container toolkit.",
+        "no NVIDIA GPU or no matching driver was found",
+        "Build on a machine with a GPU of the kind that will serve, its driver, and the NVIDIA"
+        " container toolkit.",
         "CUDA; Docker; build.py cuts the workers down to the number of devices",
         "C",
     ),
@@ -332,7 +335,7 @@ FAILURES = (
         "no-image",
         r"manifest unknown|manifest for .* not found|pull access denied|unauthorized: |Unable to"
         r" find image .*(?s:.)*denied",
-        "the build container's image could not be had",
+        "the image of the build container could not be fetched",
         "Log in (docker login nvcr.io), or load the image by hand; `docker pull IMAGE` shows why.",
         "Docker",
         "I",
@@ -342,7 +345,7 @@ FAILURES = (
         r"Cannot connect to the Docker daemon|permission denied while trying to connect to the"
         r" Docker daemon",
         "docker does not answer",
-        "Start the daemon, and let this user use it; or build inside the container with"
+        "Start the daemon and give this user access to it, or build inside the container with"
         " engine.builder: local.",
         "Docker",
     ),
@@ -350,7 +353,7 @@ FAILURES = (
         "shared-memory",
         r"(?i)insufficient shared memory|bus error",
         "shared memory is too small for the workers",
-        "Run the container with --ipc=host, or --shm-size=16g.",
+        "Run the container with --ipc=host or --shm-size=16g.",
         "PyTorch",
         "C",
     ),
@@ -359,20 +362,20 @@ FAILURES = (
         r"error while loading shared libraries: .+|ImportError: .+\.so[.\d]*: cannot open shared"
         r" object file",
         "a library that trtllm-build needs is missing",
-        "Build in the container (engine.builder: container), which has them all.",
+        "Build in the container (engine.builder: container), which has all libraries.",
         "Linux",
     ),
     Failure(
         "unknown-architecture",
         r"Unsupported model architecture: \S+",
         "the engine flow does not know this architecture",
-        "Take engine.kind: trtllm_pytorch, or a model of a family that the engine flow has.",
+        "Choose engine.kind: trtllm_pytorch, or a model of a family that the engine flow supports.",
         "build.py",
     ),
     Failure(
         "tensors",
         r"Required but not provided tensors: ?.+|Provided but not expected tensors: ?.+",
-        "the checkpoint's tensors are not those that this version expects",
+        "the checkpoint does not have the tensors that this version expects",
         "Write the checkpoint again for this version and tp_size: `toolkit build --fresh"
         " quantize`.",
         "models/modeling_utils.py",
@@ -381,23 +384,24 @@ FAILURES = (
     Failure(
         "no-implementation",
         r"Could not find any implementation for node \S+",
-        "TensorRT has no kernel for a layer with these sizes, precisions or this much memory",
-        "Lower max_num_tokens and max_seq_len first: most often memory for the kernel was short.",
+        "TensorRT has no kernel for a layer with these sizes, this precision or this much memory",
+        "Lower max_num_tokens and max_seq_len first: the most frequent cause is too little memory"
+        " for the kernel.",
         "issues 54, 619; TensorRT issue 2918",
     ),
     Failure(
         "killed",
         r"(?m)^(.*: line \d+: +\d+ )?Killed\b|terminated abruptly while the future was running",
         "the build was killed, most often because the machine ran out of main memory",
-        "Building takes about twice the rank's checkpoint in main memory, for each worker: lower"
-        " the workers, or add memory.",
+        "Each worker needs main memory of about twice its rank's checkpoint: use fewer workers, or"
+        " add memory.",
         "issues 102, 191, 743",
     ),
 )
 
-# Tensors of a paged-attention decoder engine, by name (models/generation_mixin.py of the 1.1-1.2
-# line, C). Only those that every such engine has are listed: a missing one means that the runtime
-# will refuse the engine.
+# The names of the tensors that every paged-attention decoder engine has
+# (models/generation_mixin.py of the 1.1-1.2 line, C). If one is missing, the runtime will refuse
+# the engine.
 ENGINE_INPUTS = (
     "input_ids",
     "position_ids",

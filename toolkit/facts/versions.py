@@ -1,7 +1,8 @@
-"""TensorRT-LLM by version: which flows it has, how it spells things, and which containers hold it.
+"""TensorRT-LLM by version: which flows it has, how it spells names, and which containers have it.
 
-Names moved between releases, so whatever is generated takes its spelling from here. Engines are tied to the exact version: the
-image that builds and the image that serves come from one row.
+Names changed between releases, so everything that is generated takes its spelling from here. An
+engine runs only with the exact version that built it: the image that builds and the image that
+serves come from one row.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ BUILD_IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:{release}"
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One row. release: the exact one inside the containers.
+    """One row.
 
-    draft_len_schedule: whether its keys are the least batch sizes of a draft length (`lower`) or the greatest ones (`upper`);
-    None where the option does not exist. triton_names: the BLS layout's tensors for least tokens and seed.
+    release: the exact release inside the containers.
+    draft_len_schedule: whether its keys are the least batch size of a draft length (`lower`) or the
+    greatest (`upper`); None if the option does not exist.
+    triton_names: the names of the BLS layout's tensors for the least number of tokens and the seed.
     """
 
     name: str
@@ -30,20 +33,21 @@ class Version:
     engine_flow: bool
     pytorch_draft_target: bool
     qwen3_engine: bool
-    unified_checkpoints: bool  # those of the current ModelOpt are documented for it
+    unified_checkpoints: bool  # documented to read the checkpoints of the current ModelOpt
     decoding_type: str
     draft_model_key: str
     acceptance_window: str | None
     acceptance_threshold: str | None
     draft_len_schedule: Literal["lower", "upper"] | None
-    options_flag: str  # of trtllm-serve, for a YAML of LLM() arguments
+    options_flag: str  # flag of trtllm-serve for a YAML of LLM() arguments
     triton_names: tuple[str, str]
     serving_tags: tuple[str, ...]  # newest first
     tensorrt: str | None
     cuda: str | None
 
 
-OLD_NAMES, NEW_NAMES = ("min_length", "random_seed"), ("min_tokens", "seed")
+OLD_NAMES = ("min_length", "random_seed")
+NEW_NAMES = ("min_tokens", "seed")
 EXTRA, CONFIG = "--extra_llm_api_options", "--config"
 
 VERSIONS = {
@@ -83,7 +87,8 @@ SOURCES = {
     "draft_len_schedule": Source("TRT tensorrt_llm/llmapi/llm_args.py", "A"),
     "options_flag": Source("TRT tensorrt_llm/commands/serve.py", "B"),
     "triton_names": Source(
-        "TB v0.19.0 against TRT triton_backend/all_models 1.x; 0.21 stands between and is taken as old",
+        "TB v0.19.0 against TRT triton_backend/all_models 1.x; 0.21 is between them and is taken as"
+        " old",
         "C",
     ),
     "serving_tags": Source("TS docs/introduction/compatibility.md", "A"),
