@@ -1,4 +1,4 @@
-"""Digests: equal for equal content, different for different content, and the same on every
+"""Digests are equal for equal content, different for different content, and the same on every
 machine and in every release.
 """
 
@@ -39,9 +39,7 @@ values = st.recursive(
 
 
 def typed(value: Any) -> Any:
-    """The value with its types spelled out, in a form whose equality is what a digest has to
-    mirror.
-    """
+    """The value with explicit types. Two digests must be equal exactly if these are equal."""
     if isinstance(value, dict):
         return ("dict", frozenset((key, typed(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -52,8 +50,8 @@ def typed(value: Any) -> Any:
 
 
 @given(values, values)
-def test_digests_are_equal_exactly_when_the_values_are(one: Any, other: Any) -> None:
-    assert (digest_value(one) == digest_value(other)) == (typed(one) == typed(other))
+def test_digests_are_equal_exactly_when_the_values_are(first: Any, second: Any) -> None:
+    assert (digest_value(first) == digest_value(second)) == (typed(first) == typed(second))
 
 
 @given(st.dictionaries(st.text(max_size=4), values, min_size=2, max_size=5), st.randoms())
@@ -72,16 +70,16 @@ def test_the_order_and_nesting_of_items_do_matter(items: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "one, other",
+    "first, second",
     [(1, 1.0), (1, True), (0, False), ("1", 1), ("a", b"a"), (None, ""), ([], {}), (0.0, -0.0)],
 )
-def test_types_are_told_apart(one: Any, other: Any) -> None:
-    assert digest_value(one) != digest_value(other)
+def test_types_are_told_apart(first: Any, second: Any) -> None:
+    assert digest_value(first) != digest_value(second)
 
 
 def test_the_digest_of_a_structure_is_pinned() -> None:
-    """Keys of finished work depend on this encoding: changing it rebuilds everybody's store, so
-    it is a choice.
+    """The keys of finished work depend on this encoding. A change here rebuilds everybody's store,
+    so it must be deliberate.
     """
     structure = {
         "stage": "quantize/target",
@@ -112,19 +110,19 @@ def write_tree(folder: Path) -> Path:
 
 
 def test_a_tree_is_its_names_and_contents(tmp_path: Path) -> None:
-    one, other = write_tree(tmp_path / "one"), write_tree(tmp_path / "other")
+    tree, other = write_tree(tmp_path / "tree"), write_tree(tmp_path / "other")
     os.utime(other / "a.json", (1, 1))
     (other / "a.json").chmod(0o600)
     assert (
-        digest_tree(one)
+        digest_tree(tree)
         == digest_tree(other)
         == "sha256:ad3e0e45b36fbe0c354ae53479bacabbc16c79a94770dbcbcd932db21be456a3"
     )
     (other / "a.json").rename(other / "c.json")
-    assert digest_tree(one) != digest_tree(other)
+    assert digest_tree(tree) != digest_tree(other)
     (other / "c.json").rename(other / "a.json")
     (other / "sub" / "b.bin").write_bytes(b"\x00\x02")
-    assert digest_tree(one) != digest_tree(other)
+    assert digest_tree(tree) != digest_tree(other)
 
 
 def test_patterns_choose_files_and_links_are_followed(tmp_path: Path) -> None:

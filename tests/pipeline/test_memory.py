@@ -1,4 +1,4 @@
-"""Freed memory really leaves the process. Looked at in a process of its own, since it is about
+"""Freed memory really leaves the process. This is measured in a separate process, since it concerns
 the C library's heap.
 """
 
@@ -51,7 +51,7 @@ def test_freed_blocks_leave_the_process() -> None:
 
 
 def test_a_short_peak_is_seen_beside_a_child_that_holds_more() -> None:
-    """Such a one as a server that runs all the while: the peak counts on top of what it holds."""
+    """The child is like a server that runs all the time: the peak comes on top of its memory."""
     holding = "import sys; held = bytearray(300_000_000); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -59,11 +59,11 @@ def test_a_short_peak_is_seen_beside_a_child_that_holds_more() -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
-        with PeakMemory() as still:
+        with PeakMemory() as idle:
             pass
         with PeakMemory() as short:
             bytearray(200_000_000)
         child.stdin.close()
-    assert still.own is None
-    assert short.own is not None
-    assert short.own > still.bytes + 150_000_000
+    assert idle.of_this_work is None
+    assert short.of_this_work is not None
+    assert short.of_this_work > idle.bytes + 150_000_000

@@ -1,4 +1,4 @@
-"""The loop: reuse, resume after a kill, two at once, and why a stage would run."""
+"""The loop: reuse, resuming after a kill, two builds at once, and why a stage would run."""
 
 from __future__ import annotations
 
@@ -47,10 +47,8 @@ def test_a_change_runs_what_depends_on_it_and_stops_where_content_is_the_same(st
     ran: list[str] = []
     run(store, small_stages("a b"))
     run(store, small_stages("A b", ran))
-    assert ran == [
-        "words",
-        "upper/target",
-    ]  # the upper-cased text is the same again, so counting is not repeated
+    # The upper-cased text is the same again, so counting is not repeated.
+    assert ran == ["words", "upper/target"]
 
 
 def test_a_new_version_runs_the_stage(store: Store) -> None:
@@ -78,7 +76,7 @@ def test_what_is_undecided_is_never_reused(store: Store) -> None:
     assert ran.count("count") == 2
     first = explain(small_stages("a b", layout="undecided"), store, "small")[0]
     assert not first.reused
-    assert first.reasons == ("its stored result is undecided, and is measured again",)
+    assert first.reasons == ("its stored result is undecided, so it is measured again",)
 
 
 def test_upto_takes_a_stage_or_a_group_with_what_it_needs() -> None:
@@ -112,15 +110,14 @@ def test_provenance_is_measured_and_not_part_of_the_key(store: Store) -> None:
     provenance = first["words"].entry.provenance
     assert first["words"].seconds >= 0.05
     assert provenance["peak_memory_bytes"] > 400_000_000
-    assert (
-        first["count"].peak_memory_bytes is None
-    )  # what this process held before is no peak of a stage that takes nothing
+    # The stage takes no memory, and the memory that the process held before does not count.
+    assert first["count"].peak_memory_bytes is None
     assert {"command", "python", "toolkit", "git_commit", "machine", "started"} <= set(provenance)
 
 
 def test_the_key_of_a_stage_is_pinned() -> None:
-    """All finished work is found by these keys: a change here rebuilds everybody's store, so it
-    is a choice.
+    """All finished work is found by these keys. A change here rebuilds everybody's store, so it
+    must be deliberate.
     """
     stage = small_stages("a b")[0]
     parts = {
@@ -225,8 +222,11 @@ def test_a_build_takes_over_from_one_that_dies_while_it_waits(store: Store) -> N
 
 def test_explain_says_what_would_run_and_why(store: Store) -> None:
     def explained(words: str, version: int = 1) -> dict[str, tuple[bool, str]]:
-        found = explain(small_stages(words, version=version), store, "small")
-        return {one.stage: (one.reused, "; ".join(one.reasons)) for one in found}
+        explanations = explain(small_stages(words, version=version), store, "small")
+        return {
+            explanation.stage: (explanation.reused, "; ".join(explanation.reasons))
+            for explanation in explanations
+        }
 
     assert explained("a b")["words"] == (False, "never built under this name")
     assert "words would run first" in explained("a b")["upper/target"][1]
@@ -235,7 +235,7 @@ def test_explain_says_what_would_run_and_why(store: Store) -> None:
     assert explained("c d")["words"] == (False, "config.words: a b -> c d")
     assert explained("a b", version=2)["words"] == (
         False,
-        "version 2 of this stage works differently",
+        "this stage has changed: it has version 2 now",
     )
     run(store, small_stages("A b"))
     assert explained("a b")["words"][0]  # its entry is still there

@@ -16,8 +16,8 @@ def test_an_object_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "no JSON object"),
-        (b"[1]", "no JSON object"),
+        (b"", "not a JSON object"),
+        (b"[1]", "not a JSON object"),
         (b'{"cut": ', "Expecting value"),
         (b'{"a": "\xff"}', "can't decode byte"),
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -32,14 +32,14 @@ def test_what_is_none_is_refused_with_the_reason(tmp_path: Path, content: bytes,
 def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(2**40)  # a hole; nobody has the memory for it
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         read_saved(tmp_path / "file")
 
 
 def test_what_may_never_end_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for endless in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             read_saved(endless)
     with pytest.raises(FileNotFoundError):
         read_saved(tmp_path / "nothing")

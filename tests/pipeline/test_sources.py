@@ -1,6 +1,4 @@
-"""What of our own code a key holds: everything that a module can reach by its imports, and
-nothing else.
-"""
+"""The sources in a key: everything that a module can reach by its imports, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def write(root: Path, **files: str) -> Path:
 
 
 def parsed_imports(file: Path) -> set[str]:
-    """The same as `imported_modules` from the syntax tree, without what is for the type checker
-    alone.
+    """Like `imported_modules`, but from the syntax tree. Imports for the type checker only are left
+    out.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     blocks = [
@@ -115,8 +113,8 @@ def test_a_name_that_matches_nothing_is_an_error() -> None:
 def test_a_changed_source_changes_the_keys_of_the_stages_that_depend_on_it(
     tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
-    """Every file of ours in turn. The golden file says which stages run again: a choice that
-    somebody reviewed.
+    """Change every file of ours in turn. The golden file says which stages run again; somebody has
+    reviewed it.
     """
     root = tmp_path / "toolkit"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Entries are there whole or not at all; a damaged one is noticed; nothing is left behind."""
+"""Entries exist whole or not at all; a damaged one is noticed; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_an_entry_is_found_again_and_its_record_points_into_it(store: Store) -> 
 def test_the_store_can_be_moved(store: Store, tmp_path: Path) -> None:
     entry_in(store)
     store.root.rename(tmp_path / "moved")
-    found = Store(tmp_path / "moved").find("s/one", KEY)
-    assert found is not None
-    assert found.record["path"] == str(tmp_path / "moved" / "s" / "one" / KEY / "content")
+    entry = Store(tmp_path / "moved").find("s/one", KEY)
+    assert entry is not None
+    assert entry.record["path"] == str(tmp_path / "moved" / "s" / "one" / KEY / "content")
 
 
 def test_the_digest_is_of_content_alone(store: Store) -> None:
@@ -133,7 +133,7 @@ def test_an_entry_that_may_not_be_used_is_replaced(store: Store) -> None:
         (content / "c").write_text("gamma")
         return Written({}, {"seconds": 2.0})
 
-    replaced, reused = store.build("s/one", KEY, {}, other, usable=lambda entry: False)
+    replaced, reused = store.build("s/one", KEY, {}, other, is_usable=lambda entry: False)
     assert not reused
     assert set(replaced.files) == {"c"}
     assert not (replaced.path / "a").exists()
@@ -166,7 +166,7 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_fix(
 
 
 @pytest.mark.parametrize(
-    ("told", "hint"),
+    ("message", "hint"),
     [
         (
             "Error while serializing: IoError: No space left on device (os error 28)",
@@ -183,10 +183,10 @@ def test_what_the_file_system_refuses_says_what_where_and_how_to_fix(
     ],
 )
 def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(
-    told: str, hint: str, store: Store
+    message: str, hint: str, store: Store
 ) -> None:
     def refuse(content: Path) -> Written:
-        raise RuntimeError(told)
+        raise RuntimeError(message)
 
     with pytest.raises(StoreError, match=hint):
         store.build("s/one", KEY, {}, refuse)
@@ -228,9 +228,7 @@ def no_big_files() -> Iterator[None]:
 
 
 def test_a_real_refusal_by_the_kernel_leaves_nothing(store: Store) -> None:
-    """A file-size limit stands in for a full disk, which a test cannot make: the write fails
-    half-way in the same manner.
-    """
+    """A test cannot fill a disk. A file-size limit makes a write fail half-way in the same way."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -269,20 +267,20 @@ def test_a_store_below_a_file_is_an_error_with_its_place(tmp_path: Path) -> None
         blocked.find("s", KEY)
 
 
-@pytest.mark.parametrize("form", ["file", "link", "link to nowhere", "file above"])
+@pytest.mark.parametrize("obstacle", ["file", "link", "link to nowhere", "file above"])
 def test_nothing_of_other_peoples_is_replaced_by_what_is_published(
-    form: str, store: Store, tmp_path: Path
+    obstacle: str, store: Store, tmp_path: Path
 ) -> None:
     entry, theirs, destination = entry_in(store), tmp_path / "theirs", tmp_path / "out" / "name"
-    if form == "file above":
+    if obstacle == "file above":
         destination.parent.write_text("theirs")
     else:
         destination.parent.mkdir()
-        if form == "file":
+        if obstacle == "file":
             destination.write_text("theirs")
         else:
             destination.symlink_to(theirs)
-            if form == "link":
+            if obstacle == "link":
                 theirs.mkdir()
     with pytest.raises(
         StoreError,
@@ -292,7 +290,7 @@ def test_nothing_of_other_peoples_is_replaced_by_what_is_published(
     assert destination.parent.is_file() or [path.name for path in destination.parent.iterdir()] == [
         "name"
     ]
-    assert destination.is_symlink() == form.startswith("link")
+    assert destination.is_symlink() == obstacle.startswith("link")
     assert not theirs.exists() or list(theirs.iterdir()) == []
 
 
@@ -321,8 +319,8 @@ def test_a_published_file_that_was_edited_is_put_right(store: Store, tmp_path: P
     (destination / "a").write_text("other")
     assert store.publish({"": entry_in(store)}, destination)
     assert (destination / "a").read_text() == "alpha"
-    # Written in place: the link's other end, the stored file, is hit as well, and both are put
-    # right.
+    # A write in place also changes the stored file, which is the other end of the hard link. Both
+    # are restored.
     (destination / "a").write_text("hurt!")
     assert store.publish({"": entry_in(store)}, destination)
     assert (destination / "a").read_text() == "alpha"
@@ -353,7 +351,7 @@ def test_files_are_copied_where_links_are_not_to_be_had(
 def test_folders_are_replaced_where_names_cannot_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.pipeline.files._exchange", lambda one, other: False)
+    monkeypatch.setattr("toolkit.pipeline.files._exchange", lambda new, destination: False)
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

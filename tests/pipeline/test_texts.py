@@ -1,4 +1,4 @@
-"""Files of calibration texts and prompts: good ones, and each way of being bad."""
+"""Files of calibration texts and prompts: valid ones, and every fault."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_byte_order_mark_windows_line_ends_and_foreign_separators_do_no_harm(
         ('["text"]', "line 2 has no `text` or `prompt` string .it is list"),
         ('{"txt": "a"}', "line 2 has no `text` or `prompt` string .it is an object with 'txt'"),
         ('{"text": 3}', "line 2 has no `text`"),
-        ('{"text": "  "}', "line 2 holds an empty text"),
-        ('{"text": "\\ud800"}', "line 2 holds half of a surrogate pair"),
+        ('{"text": "  "}', "line 2 has an empty text"),
+        ('{"text": "\\ud800"}', "line 2 has half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_json_has_the_promised_keys(failing: ValidationReport) -> None:
     [
         ("", "cannot be read"),
         ("{}", "is no report"),
-        ("[1]", "no JSON object"),
-        ("null", "no JSON object"),
+        ("[1]", "not a JSON object"),
+        ("null", "not a JSON object"),
         (f'{{"schema_version": {REPORT_SCHEMA_VERSION}}}', "is damaged"),
         (
             f'{{"schema_version": {REPORT_SCHEMA_VERSION - 1}}}',

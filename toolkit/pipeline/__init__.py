@@ -1,1 +1,1 @@
-"""Content-addressed stages: keys, the store, the loop."""
+"""Run stages in order and reuse finished ones: keys, the store, the loop."""

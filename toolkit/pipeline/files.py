@@ -1,4 +1,4 @@
-"""Folders and files that appear whole or not at all, and what an OSError means to a person."""
+"""Write files and folders so that they appear whole or not at all, and explain an OSError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["link_or_copy", "os_error_in", "replace_folder", "store_error", "writ
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+EXCHANGE_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 HINTS = {
     errno.ENOSPC: "Free some space there and run the same command again: finished stages are kept.",
     errno.EDQUOT: (
@@ -33,7 +33,7 @@ HINTS = {
 
 
 def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | None:
-    """The error as one that says how to fix it; None if it is not one of the file system's own
+    """The error with a hint that says how to fix it; None if the error is not about the file system
     (space, permission, limits).
     """
     if error.errno not in HINTS:
@@ -47,8 +47,8 @@ def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | N
 
 
 def link_or_copy(source: str | Path, copy: str | Path) -> str:
-    """A hard link where the file system has them, which costs no space; else a copy. For files
-    that nobody changes in place.
+    """Make a hard link, which takes no space, or a copy if the file system has no hard links. For
+    files that nobody changes in place.
     """
     try:
         os.link(source, copy)
@@ -58,8 +58,8 @@ def link_or_copy(source: str | Path, copy: str | Path) -> str:
 
 
 def os_error_in(error: Exception) -> OSError | None:
-    """The OSError of the above that a library tells of in words of its own, as safetensors and
-    torch do.
+    """The OSError, out of those in HINTS, that the text of a library's own exception reports; None
+    if there is none. safetensors and torch report a full disk this way.
     """
     text = str(error)
     for number in HINTS:
@@ -69,7 +69,7 @@ def os_error_in(error: Exception) -> OSError | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new one, never a part."""
+    """Write a small file so that a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
@@ -84,12 +84,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def replace_folder(new: Path, destination: Path) -> None:
-    """Put the folder `new` in the place of `destination`, whose present content is removed. Both
-    lie on one file system.
+    """Replace the folder `destination` by the folder `new`. The old content is removed. Both must
+    be on one file system.
 
-    Where the file system can exchange two names there is no moment without a whole folder at
-    `destination`. Raises FileExistsError for a `destination` that is a file or a link, which
-    somebody put there.
+    If the file system can exchange two names, there is a whole folder at `destination` at every
+    moment. Raises FileExistsError if `destination` is a file or a link, since only a person can
+    have put it there.
     """
     if destination.is_symlink() or destination.is_file():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
@@ -105,19 +105,19 @@ def replace_folder(new: Path, destination: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """renameat2(2) with RENAME_EXCHANGE, which Python does not offer. False where it is not
-    supported.
+def _exchange(new: Path, destination: Path) -> bool:
+    """Exchange two names with renameat2(2) and RENAME_EXCHANGE, which Python does not offer. Return
+    False if that is not supported.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if (
-        libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
-        == 0
-    ):
+    status = libc.renameat2(
+        AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(destination), RENAME_EXCHANGE
+    )
+    if status == 0:
         return True
     number = ctypes.get_errno()
-    if number in NO_EXCHANGE:
+    if number in EXCHANGE_UNSUPPORTED:
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(destination))

@@ -1,14 +1,12 @@
-"""Canonical digests of values, files and folders: what stage keys are made of.
+"""Canonical digests of values, files and folders. Stage keys are made of them.
 
-A value is written in a tagged, length-prefixed form before it is hashed, so that no two different
-values share an encoding: 1,
-1.0, True and "1" differ, floats are exact to the bit, and the order of a mapping's keys does not
-matter. Tuples are lists, as they are in JSON. A folder is its files' names and contents; times,
-owners and permissions are not part of it.
+A value is encoded with a tag and a length before it is hashed, so that no two different values have
+the same encoding: 1, 1.0, True and "1" differ, and floats are exact to the bit. The order of a
+mapping's keys does not matter. A tuple counts as a list, as in JSON. The digest of a folder covers
+the names and contents of its files, but not times, owners and permissions.
 
-The digest of a big file may be remembered by (path, size, mtime, inode). That is a shortcut and
-never the identity: nothing of it enters a digest, and a memo opened with `rehash` forgets
-everything it knew.
+The digest of a big file may be remembered by (path, size, mtime, inode). This only saves time: none
+of the four enters a digest, and a memo opened with `rehash` forgets everything that it knew.
 """
 
 from __future__ import annotations
@@ -31,15 +29,16 @@ __all__ = ["DigestMemo", "digest_file", "digest_files", "digest_tree", "digest_v
 
 PREFIX = "sha256:"
 BLOCK_BYTES = 1 << 20
-# a file younger than this could change again within its time stamp's resolution: not remembered
-SETTLED_NS = 2_000_000_000
+# The digest of a younger file is not remembered: the file could change again without getting
+# another time stamp.
+MIN_AGE_NS = 2_000_000_000
 
 
 def digest_value(structure: object) -> str:
-    """sha256 over None, bool, int, float, str, bytes, lists or tuples, and mappings with text keys,
-    nested at will.
+    """sha256 of a structure of None, bool, int, float, str, bytes, lists or tuples, and mappings
+    with text keys, nested in any way.
 
-    Raises TypeError for anything else, paths included: a path is no content.
+    Raises TypeError for anything else, and also for paths, since a path is not content.
     """
     state = hashlib.sha256()
     for piece in _encode(structure):
@@ -65,7 +64,7 @@ def _encode(value: object) -> Iterator[bytes]:
         yield value
     elif isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a mapping in a digest has text keys only")
+            raise TypeError("a mapping in a digest may have text keys only")
         yield b"d%d:" % len(value)
         for key in sorted(value):
             yield from _encode(key)
@@ -75,12 +74,14 @@ def _encode(value: object) -> Iterator[bytes]:
         for item in value:
             yield from _encode(item)
     else:
-        raise TypeError(f"{type(value).__name__} has no canonical form; digest its content instead")
+        raise TypeError(
+            f"{type(value).__name__} has no canonical encoding; digest its content instead"
+        )
 
 
 def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
-    """sha256 of a file's bytes, symbolic links followed. Raises StoreError when it cannot be
-    read.
+    """sha256 of a file's bytes. Symbolic links are followed. Raises StoreError if the file cannot
+    be read.
     """
     try:
         status = path.stat()
@@ -92,12 +93,9 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
             while block := file.read(BLOCK_BYTES):
                 state.update(block)
     except OSError as error:
-        leads_nowhere = isinstance(error, FileNotFoundError) and path.is_symlink()
-        hint = (
-            f"It is a link to {path.readlink()}."
-            if leads_nowhere
-            else "Check the file and its permissions."
-        )
+        hint = "Check the file and its permissions."
+        if isinstance(error, FileNotFoundError) and path.is_symlink():
+            hint = f"It is a link to {path.readlink()}."
         raise StoreError(
             "digest", f"cannot be read: {error.strerror}", where=path, hint=hint
         ) from error
@@ -110,10 +108,11 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
 def digest_files(
     directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None
 ) -> dict[str, str]:
-    """Relative name -> digest of every file beneath `directory`, in order of names.
+    """Relative name -> digest of every file below `directory`, in the order of names.
 
-    patterns: shell patterns, of which a file's name relative to `directory` has to match one; None
-    takes all. Raises StoreError when something cannot be read, or a link leads in a circle.
+    patterns: take only files whose name relative to `directory` matches one of these shell
+    patterns; None takes all. Raises StoreError if something cannot be read, or if links form a
+    circle.
     """
     names = sorted(_walk(directory, ""))
     wanted = [
@@ -127,7 +126,7 @@ def digest_files(
 def digest_tree(
     directory: Path, patterns: Sequence[str] | None = None, memo: DigestMemo | None = None
 ) -> str:
-    """sha256 of a folder: the names and contents of its files, as `digest_files` finds them."""
+    """sha256 of the names and contents of a folder's files, as `digest_files` finds them."""
     return digest_value(digest_files(directory, patterns, memo))
 
 
@@ -141,9 +140,9 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
                 where=folder,
                 hint="Remove the link.",
             )
-        with os.scandir(folder) as entries:
-            found = list(entries)
-        for entry in found:
+        with os.scandir(folder) as iterator:
+            entries = list(iterator)
+        for entry in entries:
             if entry.is_dir():
                 yield from _walk(folder / entry.name, f"{prefix}{entry.name}/", (*above, real))
             else:
@@ -155,11 +154,11 @@ def _walk(folder: Path, prefix: str, above: tuple[str, ...] = ()) -> Iterator[st
 
 
 class DigestMemo:
-    """Digests remembered by (path, size, mtime, inode) in one small file. Losing it costs time and
-    nothing else.
+    """Digests remembered by (path, size, mtime, inode) in one small file. If the file is lost, only
+    time is lost.
 
-    rehash: forget what is known, and learn anew. Several processes may use one file: each writes a
-    whole one, the last one stands.
+    rehash: forget everything and start again. Several processes may use one file: each writes the
+    whole file, and the last one wins.
     """
 
     def __init__(self, file: Path, *, rehash: bool = False) -> None:
@@ -176,16 +175,13 @@ class DigestMemo:
 
     def recall(self, path: Path, status: os.stat_result) -> str | None:
         entry = self._known.get(str(path.absolute()))
-        if not isinstance(entry, list) or entry[:-1] != [
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ino,
-        ]:
+        identity = [status.st_size, status.st_mtime_ns, status.st_ino]
+        if not isinstance(entry, list) or entry[:-1] != identity:
             return None
         return entry[-1] if isinstance(entry[-1], str) else None
 
     def remember(self, path: Path, status: os.stat_result, digest: str) -> None:
-        if time.time_ns() - status.st_mtime_ns < SETTLED_NS:
+        if time.time_ns() - status.st_mtime_ns < MIN_AGE_NS:
             return
         self._known[str(path.absolute())] = [
             status.st_size,
@@ -196,10 +192,10 @@ class DigestMemo:
         self._changed = True
 
     def save(self) -> None:
-        """Write what was learnt. Failing to is no fault: the digests are made again."""
+        """Write the file if anything is new. A failure is ignored: the digests are made again."""
         if not self._changed:
             return
-        alive = {path: entry for path, entry in self._known.items() if Path(path).exists()}
+        existing = {path: entry for path, entry in self._known.items() if Path(path).exists()}
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(
@@ -207,7 +203,7 @@ class DigestMemo:
             )
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(alive, file)
+                    json.dump(existing, file)
                 Path(temporary).replace(self._file)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)

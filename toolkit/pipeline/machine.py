@@ -1,4 +1,4 @@
-"""This machine and this program, in words: for keys of measurements, for provenance, for
+"""Describe this machine and this program: for the keys of measurements, for provenance, and for
 `toolkit doctor`. No heavy imports.
 """
 
@@ -26,8 +26,8 @@ INSTRUCTION_SETS = (
 
 
 def machine() -> dict[str, str]:
-    """What a measurement depends on: processor, its instruction sets, cores this process may
-    use, memory, GPUs.
+    """What a measurement depends on: the processor and its instruction sets, the cores that this
+    process may use, memory, GPUs.
     """
     return {
         "cpu": _cpu_info().get("model name", platform.machine()),
@@ -64,20 +64,20 @@ def memory_bytes() -> int:
 
 
 def gpus() -> list[str]:
-    """Names of NVIDIA GPUs as the driver lists them; empty without one."""
-    found = []
+    """The names of the NVIDIA GPUs, as the driver lists them; empty if there is none."""
+    names = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         match = re.search(
             r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
         )
-        found.append(match.group(1).strip() if match else "NVIDIA GPU")
-    return found
+        names.append(match.group(1).strip() if match else "NVIDIA GPU")
+    return names
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit that this program was run from, with a `+` if tracked files differ from it;
-    None outside a clone.
+    """The commit that this program is run from, with a `+` if tracked files differ from it. None
+    outside a clone.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -90,15 +90,15 @@ def git_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-        )
+        commit = git("rev-parse", "HEAD")
+        is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return f"{commit}+" if is_changed else commit
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def program() -> dict[str, str | None]:
-    """What was run."""
+    """The command line, and the versions of the toolkit and of Python."""
     from toolkit import __version__
 
     return {

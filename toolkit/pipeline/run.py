@@ -1,5 +1,5 @@
-"""The loop: stages in order, each reused from the store or run; and the same without running, to
-explain.
+"""Run stages in order: each is reused from the store or run. `explain` says, without running
+anything, which stages would run and why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Explanation", "Observer", "explain", "run_stages", "upto"]
 
 
 class Observer(Protocol):
-    """Whoever watches a run: the terminal, a log, a test."""
+    """Watches a run: the terminal, a log, a test."""
 
     def started(self, stage: str) -> Progress: ...
 
@@ -30,7 +30,9 @@ class Observer(Protocol):
 
 
 def upto(stages: Sequence[Stage], until: str) -> list[Stage]:
-    """The stages that `until` (a name, or the part before the slash) needs, itself included."""
+    """The stage `until`, and all stages that it needs. `until` is a name, or the part of the name
+    before the slash.
+    """
     wanted: set[str] = set()
     for stage in reversed(stages):
         if until in (stage.name, stage.group) or stage.name in wanted:
@@ -46,23 +48,17 @@ def run_stages(
     *,
     fresh: Collection[str] = (),
 ) -> Iterator[tuple[str, Done]]:
-    """Stage by stage, its name and outcome: reused, or run because it is not in the store or
-    `fresh` names it (or its group).
+    """Yield the name and outcome of each stage in turn. A stage is run if it is not in the store,
+    or if `fresh` names it or its group; otherwise it is reused.
 
-    name: the deployment's, under which keys are remembered. Finished stages stay in the store
-    whatever happens later, so the same call goes on where this one ended.
+    name: the name of the deployment, under which its keys are remembered. Finished stages stay in
+    the store even if a later one fails, so the same call continues from there.
     """
     finished: dict[str, Done] = {}
     try:
         for stage in stages:
-            done = _one(
-                stage,
-                store,
-                name,
-                observer,
-                finished,
-                anew=bool({stage.name, stage.group} & set(fresh)),
-            )
+            is_fresh = bool({stage.name, stage.group} & set(fresh))
+            done = _run_stage(stage, store, name, observer, finished, is_fresh=is_fresh)
             finished[stage.name] = done
             observer.finished(stage.name, done)
             yield stage.name, done
@@ -70,14 +66,14 @@ def run_stages(
         store.memo.save()
 
 
-def _one(
+def _run_stage(
     stage: Stage,
     store: Store,
     name: str,
     observer: Observer,
     finished: Mapping[str, Done],
     *,
-    anew: bool,
+    is_fresh: bool,
 ) -> Done:
     parts = stage.parts(finished)
     key = key_of(stage, parts)
@@ -93,46 +89,50 @@ def _one(
             "machine": machine(),
             "started": started,
             "seconds": round(time.monotonic() - before, 3),
-            "peak_memory_bytes": peak.own,
+            "peak_memory_bytes": peak.of_this_work,
         }
         return Written(to_json(record), provenance)
 
     entry, reused = store.build(
-        stage.name, key, parts, write, usable=lambda found: not anew and _usable(stage, found)
+        stage.name,
+        key,
+        parts,
+        write,
+        is_usable=lambda stored: not is_fresh and _is_usable(stage, stored),
     )
     store.note(name, stage.name, key, parts)
     return Done(entry, stage.decode(entry), reused)
 
 
-def _usable(stage: Stage, entry: Entry) -> bool:
+def _is_usable(stage: Stage, entry: Entry) -> bool:
     try:
-        return stage.reusable(stage.decode(entry))
+        return stage.is_reusable(stage.decode(entry))
     except ValueError:
-        return False  # a record of another version
+        return False  # another version of the toolkit wrote this record
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a run would do with a stage: reused, or run, and why."""
+    """Whether a stage would be reused or run, and why."""
 
     stage: str
     reused: bool
-    key: str | None  # None: it depends on the result of a stage that would run first
+    key: str | None  # None if it depends on the result of a stage that would run first
     reasons: tuple[str, ...]
 
 
 def explain(stages: Sequence[Stage], store: Store, name: str) -> list[Explanation]:
-    """Per stage, what `run_stages` would do, and which parts of its key differ from the last
-    build of this name.
+    """For each stage, what `run_stages` would do, and which parts of its key differ from the last
+    build of the deployment `name`.
     """
     last = store.last(name)
     finished: dict[str, Done] = {}
     explanations: list[Explanation] = []
     for stage in stages:
-        waiting = [need for need in stage.needs if need not in finished]
-        if waiting:
+        unfinished = [need for need in stage.needs if need not in finished]
+        if unfinished:
             reason = (
-                f"{' and '.join(waiting)} would run first; if the result is the same, this stage"
+                f"{' and '.join(unfinished)} would run first; if the result is the same, this stage"
                 " may still be reused"
             )
             explanations.append(Explanation(stage.name, False, None, (reason,)))
@@ -140,7 +140,7 @@ def explain(stages: Sequence[Stage], store: Store, name: str) -> list[Explanatio
         parts = stage.parts(finished)
         key = key_of(stage, parts)
         entry = store.find(stage.name, key)
-        if entry is not None and _usable(stage, entry):
+        if entry is not None and _is_usable(stage, entry):
             finished[stage.name] = Done(entry, stage.decode(entry), True)
             built = f"built {entry.provenance['started']} in {entry.provenance['seconds']:.1f} s"
             explanations.append(Explanation(stage.name, True, key, (built,)))
@@ -161,7 +161,7 @@ def _reasons(
     if last is None:
         yield "never built under this name"
     elif entry is not None:
-        yield "its stored result is undecided, and is measured again"
+        yield "its stored result is undecided, so it is measured again"
     elif last["key"] == key:
         yield "its stored result is gone or damaged"
     else:
@@ -170,11 +170,11 @@ def _reasons(
         for part in changed:
             yield f"{part}: {_short(before.get(part))} -> {_short(now.get(part))}"
         if not changed:
-            yield f"version {stage.version} of this stage works differently"
+            yield f"this stage has changed: it has version {stage.version} now"
 
 
 def _flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings -> dotted names."""
+    """Flatten nested mappings: dotted name, value."""
     for name, value in parts.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""JSON that the toolkit wrote itself, read back from wherever a user says it is."""
+"""Read back JSON that the toolkit wrote itself, from a path that a user gives."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 __all__ = ["read_saved"]
 
-LOOKED_AT = 64  # bytes: what is no JSON object is not read as a whole, however large it is
+# The first bytes must begin a JSON object; otherwise the file, however large, is not read further.
+HEAD_BYTES = 64
 
 
 def read_saved(file: Path) -> dict[str, Any]:
-    """The object in it. Raises OSError or ValueError, whose words say why there is none."""
+    """The JSON object in `file`. Raises OSError or ValueError, whose text says what is wrong."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError("it is no regular file")  # a pipe or a device may never end
+        raise ValueError("it is not a regular file")  # a pipe or a device may never end
     with file.open("rb") as opened:
-        if not opened.read(LOOKED_AT).lstrip().startswith(b"{"):
-            raise ValueError("it is no JSON object")
+        if not opened.read(HEAD_BYTES).lstrip().startswith(b"{"):
+            raise ValueError("it is not a JSON object")
         opened.seek(0)
         try:
-            found: dict[str, Any] = json.loads(opened.read().decode("utf-8"))
+            data: dict[str, Any] = json.loads(opened.read().decode("utf-8"))
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-    return found
+    return data

@@ -1,18 +1,18 @@
 """Digests of our own sources: the modules that a stage names, and everything that they import.
 
-A stage whose result depends on our code holds such a digest in its key. Nobody keeps a list of
-files by hand: the closure is taken from the import statements, wherever in a module they stand.
-Three things count beside them:
+A stage whose result depends on our code has such a digest in its key. Nobody keeps a list of files
+by hand: the import statements, wherever they are in a module, lead to all modules. Besides imported
+modules, three things count:
 
-- a module that is named in a string as "toolkit.package.module:Name" (the registry of engines
-  imports by such names);
-- the packages that a module lies in, since Python imports these first;
-- files that are no Python beside a module, or in a folder beneath it without Python: kernels,
+- a module that a string names as "toolkit.package.module:Name" (the registry of engines imports by
+  such names);
+- the packages that a module is in, since Python imports them first;
+- files other than Python beside a module, or in a folder below it that has no Python: kernels,
   templates.
 
-Imports for the type checker alone do not count. Statements are found by a pattern instead of a
-parse, which would take half of the second that a build without work has;
-tests/pipeline/test_sources.py holds the two against each other.
+Imports for the type checker only do not count. A pattern finds the import statements. To parse the
+sources would take half of the second that a build without work may take;
+tests/pipeline/test_sources.py checks that both find the same.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ def digest_sources(modules: Sequence[str], root: Path = ROOT) -> str:
 def source_files(modules: Sequence[str], root: Path = ROOT) -> tuple[str, ...]:
     """The files that decide what `modules` do, as paths below `root`, sorted.
 
-    modules: dotted names, "toolkit.validate.parity"; a package stands for its `__init__` alone.
-    root: the folder of the package. Raises LookupError for a name that is no module of ours.
+    modules: dotted names, such as "toolkit.validate.parity"; the name of a package means its
+    `__init__` only. root: the folder of the package. Raises LookupError for a name that is not a
+    module of ours.
     """
     ours = _modules(root)
-    missing = [module for module in modules if module not in ours]
-    if missing:
-        raise LookupError(f"no module of {root}: {', '.join(missing)}")
-    reached, waiting = set[str](), list(modules)
-    while waiting:
-        module = waiting.pop()
+    unknown = [module for module in modules if module not in ours]
+    if unknown:
+        raise LookupError(f"not a module of {root}: {', '.join(unknown)}")
+    reached, pending = set[str](), list(modules)
+    while pending:
+        module = pending.pop()
         if module in reached:
             continue
         reached.add(module)
         imported = imported_modules(root / ours[module], ours)
-        waiting += [name for name in (*_parents(module), *imported) if name in ours]
+        pending += [name for name in (*_parents(module), *imported) if name in ours]
     python = {ours[module] for module in reached}
     data = {
         name
@@ -75,7 +76,7 @@ def source_files(modules: Sequence[str], root: Path = ROOT) -> tuple[str, ...]:
 
 
 def imported_modules(file: Path, ours: Collection[str]) -> set[str]:
-    """Those of `ours` that a source file imports or names in a string."""
+    """The modules out of `ours` that a source file imports or names in a string."""
     status = file.stat()
     return {
         module for module in _mentioned(file, status.st_mtime_ns, status.st_size) if module in ours
@@ -84,7 +85,7 @@ def imported_modules(file: Path, ours: Collection[str]) -> set[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _mentioned(file: Path, mtime_ns: int, size: int) -> frozenset[str]:
-    """What may be modules of ours: `from a import b` mentions a and a.b."""
+    """All names that may be modules of ours: `from a import b` mentions a and a.b."""
     text = TYPE_CHECKING_BLOCK.sub("", file.read_text(encoding="utf-8"))
     mentioned = {match["module"] for match in NAMED_IN_STRING.finditer(text)}
     for match in STATEMENT.finditer(text):
@@ -112,7 +113,7 @@ def _parents(module: str) -> list[str]:
 
 
 def _data_beside(folder: Path, root: Path) -> Iterator[str]:
-    """Files that are no Python in a folder of modules, and in the folders beneath it without
+    """The files other than Python in a folder of modules, and in folders below it that have no
     Python.
     """
     if folder == Path():

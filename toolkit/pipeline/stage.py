@@ -1,8 +1,8 @@
-"""What a stage is to the pipeline: a name, what its key is made of, and a function that fills a
+"""What the pipeline knows of a stage: its name, the parts of its key, and a function that fills a
 folder.
 
-The pipeline knows nothing of what stages do, and stages nothing of the pipeline:
-`toolkit.workflows` writes one `Stage` around each stage function.
+The pipeline does not know what stages do, and stage functions do not know the pipeline:
+`toolkit.workflows` wraps each stage function in a `Stage`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Done", "Finished", "Stage", "key_of"]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A stage's outcome in this run. record: the stage's own, with the paths of its stored
-    content.
+    """The outcome of a stage in this run. record: the record that the stage returned, with paths
+    into its stored content.
     """
 
     entry: Entry
@@ -32,7 +32,7 @@ class Done:
 
     @property
     def seconds(self) -> float:
-        """What it took when it ran, which may be another day."""
+        """How long the stage took when it ran, which may have been another day."""
         return float(self.entry.provenance["seconds"])
 
     @property
@@ -41,22 +41,23 @@ class Done:
 
 
 Finished = Mapping[str, Done]
-"""Stage name -> outcome, of the stages before."""
+"""Stage name -> outcome, for the stages that are done."""
 
 
-def _always(record: Any) -> bool:
+def _is_always_reusable(record: Any) -> bool:
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """name: `quantize/target`; several stages may share the part before the slash. version: raised
-    when what it does changes.
-
-    kind: the class of its record. needs: the stages whose outcomes it looks at. parts: their
-    outcomes -> everything that its result depends on, as values with a canonical form: config
-    section, digests of what it consumes, fingerprint. run: writes into the folder and returns the
-    record. reusable: whether a stored result may stand for a new one.
+    """name: such as `quantize/target`; several stages may share the part before the slash.
+    version: raised when the stage does something else than before.
+    kind: the class of its record.
+    needs: the stages whose outcomes it reads.
+    parts: from their outcomes, everything that its result depends on, as values that have a digest:
+    config section, digests of its inputs, fingerprint.
+    run: writes into the folder and returns the record.
+    is_reusable: whether a stored record may be used instead of a new run.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Stage:
     needs: tuple[str, ...]
     parts: Callable[[Finished], Mapping[str, Any]]
     run: Callable[[Finished, Path, Progress], Any]
-    reusable: Callable[[Any], bool] = _always
+    is_reusable: Callable[[Any], bool] = _is_always_reusable
 
     @property
     def group(self) -> str:
@@ -73,7 +74,7 @@ class Stage:
         return self.name.partition("/")[0]
 
     def decode(self, entry: Entry) -> Any:
-        """The record of a stored result. Raises ValueError if it is of another version."""
+        """The record of a stored result. Raises ValueError if another version wrote it."""
         return from_json(self.kind, entry.record)
 
 

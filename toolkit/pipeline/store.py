@@ -1,15 +1,18 @@
 """The content-addressed store of finished stage outputs.
 
-    ROOT/STAGE/KEY/content/       what the stage wrote ROOT/STAGE/KEY/record.json    its record, all
-    key parts, the digest of every file, and where it came from ROOT/.names/NAME.json         the
-    last keys of a deployment, so that `explain` can say what differs ROOT/.locks/
-    one lock per key being built ROOT/.digests.json            remembered digests (a shortcut)
+    ROOT/STAGE/KEY/content/       what the stage wrote
+    ROOT/STAGE/KEY/record.json    its record, all parts of its key, the digest of every file, and
+                                  its provenance
+    ROOT/.names/NAME.json         the last keys of a deployment, so that `explain` can say what
+                                  differs
+    ROOT/.locks/                  one lock per key that is being built
+    ROOT/.digests.json            remembered digests, which save time
 
-An entry is written to a temporary sibling and renamed, so it is there whole or not at all, whoever
-races and whatever is killed. Whoever builds a key holds its lock (flock, which the kernel drops
-with the process); a second build waits and then reuses. A temporary folder whose key nobody has
-locked is therefore dead, and is swept. Every use of an entry compares its files with their digests,
-so an entry that was damaged or edited is built again.
+An entry is written to a temporary sibling and renamed. So it exists whole or not at all, even if
+processes race or are killed. The process that builds a key holds its lock (flock, which the kernel
+releases when the process ends); a second build waits and then reuses the entry. A temporary folder
+whose key nobody has locked is therefore left over from a killed build, and is removed. Every use of
+an entry compares its files with their digests, so a damaged or edited entry is built again.
 """
 
 from __future__ import annotations
@@ -39,17 +42,16 @@ __all__ = ["Entry", "Store", "Written"]
 
 FORMAT = 1  # of record.json
 TEMPORARY = ".tmp."
-HERE = (
-    "@content"  # stands for the content folder in a stored record, so that the store can be moved
-)
+# In a stored record this replaces the path of the content folder, so that the store can be moved.
+CONTENT_PLACEHOLDER = "@content"
 
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a stage hands the store: its record as JSON values, and where it came from (not part
-    of any key).
+    """What a stage gives to the store: its record as JSON values, and its provenance, which is not
+    part of any key.
     """
 
     record: Any
@@ -58,8 +60,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finished output. path: its content folder; files: relative name -> digest; record:
-    JSON values, paths absolute.
+    """One finished output. path: its content folder. files: relative name -> digest. record: JSON
+    values; its paths are absolute.
     """
 
     stage: str
@@ -72,12 +74,14 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Of the content alone: names and bytes of its files."""
+        """The digest of the content: names and bytes of its files."""
         return digest_value(self.files)
 
 
 class Store:
-    """Look up, build, publish. notice is told, in a line, of what a user would wonder about."""
+    """Look up, build and publish entries. notice: called with one line about anything that a user
+    would otherwise wonder about.
+    """
 
     def __init__(self, root: Path, *, rehash: bool = False, notice: Notice | None = None) -> None:
         self.root = root.absolute()
@@ -85,7 +89,7 @@ class Store:
         self.notice: Notice = notice or (lambda text: None)
 
     def find(self, stage: str, key: str) -> Entry | None:
-        """The entry, if it is there and undamaged."""
+        """The entry, or None if it is missing or damaged."""
         folder = self.root / stage / key
         try:
             data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
@@ -105,7 +109,7 @@ class Store:
         if damage is not None:
             self.notice(f"{stage}: its stored output is damaged ({damage}); it is built again")
             return None
-        record = _replace_prefix(data["record"], HERE, str(content))
+        record = _replace_prefix(data["record"], CONTENT_PLACEHOLDER, str(content))
         return Entry(stage, key, content, data["parts"], data["files"], record, data["provenance"])
 
     def _damage(self, content: Path, files: Mapping[str, str]) -> str | None:
@@ -124,20 +128,20 @@ class Store:
         parts: Mapping[str, Any],
         write: Callable[[Path], Written],
         *,
-        usable: Callable[[Entry], bool] = lambda entry: True,
+        is_usable: Callable[[Entry], bool] = lambda entry: True,
     ) -> tuple[Entry, bool]:
-        """The entry, and whether it was there already. Otherwise `write` fills a folder, which then
-        becomes the entry.
+        """Return the entry, and whether it was in the store already. If it was not, `write` fills a
+        folder, which then becomes the entry.
 
-        usable: whether a stored entry may be taken; if not, it is built and replaced. Raises
-        StoreError where nothing can be written, and what `write` raises; in both cases nothing of
-        it is left.
+        is_usable: whether a stored entry may be used; if not, it is built again and replaced.
+        Raises StoreError if nothing can be written, and whatever `write` raises; in both cases
+        nothing is left behind.
         """
         try:
             with self._lock(stage, key):
-                found = self.find(stage, key)
-                if found is not None and usable(found):
-                    return found, True
+                stored = self.find(stage, key)
+                if stored is not None and is_usable(stored):
+                    return stored, True
                 return self._write(stage, key, parts, write), False
         except OSError as error:
             raise store_error(stage, error, self.root) or error from error
@@ -166,7 +170,7 @@ class Store:
                 "stage": stage,
                 "key": key,
                 "parts": dict(parts),
-                "record": _replace_prefix(written.record, str(content), HERE),
+                "record": _replace_prefix(written.record, str(content), CONTENT_PLACEHOLDER),
                 "files": files,
                 "provenance": dict(written.provenance),
             }
@@ -175,22 +179,22 @@ class Store:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        found = self.find(stage, key)
-        if found is None:
+        stored = self.find(stage, key)
+        if stored is None:
             raise StoreError(
                 stage,
-                "what was just written reads back differently",
+                "the output that was just written reads back differently",
                 where=folder / key,
                 hint="Check the disk.",
             )
-        return found
+        return stored
 
     @contextlib.contextmanager
     def _lock(self, stage: str, key: str, *, wait: bool = True) -> Iterator[None]:
-        """Hold the lock of a key. The file is removed on release, so a waiter makes sure that it
-        holds the present one.
+        """Hold the lock of a key. The lock file is removed on release, so a process that waited
+        checks that it has locked the present file and not a removed one.
 
-        Raises BlockingIOError if it is taken and we are not to wait.
+        Raises BlockingIOError if another process holds the lock and `wait` is False.
         """
         path = self.root / ".locks" / f"{stage.replace('/', '-')}.{key}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +227,8 @@ class Store:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def _sweep(self, stage: str, key: str) -> None:
-        """Remove what killed builds have left: temporary folders of this key, whose lock is
-        ours, and of free ones.
+        """Remove the temporary folders that killed builds have left: those of this key, whose lock
+        we hold, and those of keys that nobody has locked.
         """
         for pattern in (f"*/{TEMPORARY}*", f"*/*/{TEMPORARY}*"):
             for path in self.root.glob(pattern):
@@ -247,11 +251,11 @@ class Store:
         return known if isinstance(known, dict) else {}
 
     def note(self, name: str, stage: str, key: str, parts: Mapping[str, Any]) -> None:
-        """Remember the key that a deployment's stage has now."""
+        """Remember the present key of a stage of the deployment `name`."""
         known = self.last(name)
-        now = {"key": key, "parts": dict(parts)}
-        if known.get(stage) != now:
-            known[stage] = now
+        current = {"key": key, "parts": dict(parts)}
+        if known.get(stage) != current:
+            known[stage] = current
             try:
                 write_whole(self._name_file(name), json.dumps(known, indent=1))
             except OSError as error:
@@ -261,11 +265,12 @@ class Store:
         return self.root / ".names" / f"{name}.json"
 
     def publish(self, parts: Mapping[str, Entry], destination: Path) -> bool:
-        """Make `destination` hold the entries' content, each in the subfolder it is named by (""
-        for the folder itself).
+        """Make `destination` hold the content of the entries. The keys of `parts` name the
+        subfolders; "" is `destination` itself.
 
-        Files are hard links where the file system has them, so they cost no space. The folder is
-        replaced as a whole; what else stood in it is gone. Returns whether anything had to be done.
+        Files are hard links if the file system has them, so they take no space. The folder is
+        replaced as a whole; anything else in it is removed. Returns whether anything had to be
+        done.
         """
         if _is_published(parts, destination, self.memo):
             return False
@@ -274,8 +279,8 @@ class Store:
                 "publish", digest_value(str(destination.absolute())).removeprefix("sha256:")
             ):
                 destination.parent.mkdir(parents=True, exist_ok=True)
-                for left in destination.parent.glob(f".{destination.name}{TEMPORARY}*"):
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in destination.parent.glob(f".{destination.name}{TEMPORARY}*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 temporary = (
                     destination.parent / f".{destination.name}{TEMPORARY}{secrets.token_hex(4)}"
                 )
@@ -298,22 +303,23 @@ class Store:
 
 
 def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMemo) -> bool:
-    if not destination.is_dir() or (
-        "" not in parts and {path.name for path in destination.iterdir()} != set(parts)
-    ):
+    if not destination.is_dir():
+        return False
+    if "" not in parts and {path.name for path in destination.iterdir()} != set(parts):
         return False
     for folder, entry in parts.items():
         for name, digest in entry.files.items():
-            there = destination / folder / name
-            if not there.is_file() or not (
-                there.samefile(entry.path / name) or digest_file(there, memo) == digest
-            ):
+            published = destination / folder / name
+            if not published.is_file():
+                return False
+            is_link = published.samefile(entry.path / name)
+            if not is_link and digest_file(published, memo) != digest:
                 return False
     return True
 
 
 def _replace_prefix(value: Any, old: str, new: str) -> Any:
-    """JSON values with every text that is the path `old`, or lies beneath it, moved to `new`."""
+    """JSON values in which every path that is `old`, or is below it, is moved to `new`."""
     if isinstance(value, str) and (value == old or value.startswith(old + "/")):
         return new + value[len(old) :]
     if isinstance(value, list):

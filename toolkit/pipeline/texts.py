@@ -1,5 +1,5 @@
-"""Texts from a JSON Lines file: what calibration and validation read, with one idea of what a
-usable line is.
+"""Read texts from a JSON Lines file. Calibration and validation use this, so that both have the
+same rule for a valid line.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["read_labels", "read_texts"]
 
 
 def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
-    """The string under the first of `keys` that each line has; blank lines are skipped, and a byte
-    order mark.
+    """The text of each line: the string under the first of `keys` that the line has. Blank lines
+    and a byte order mark are skipped.
 
-    limit: take that many at most, and look no further. Raises UsageError for a file that is missing
-    or holds no text, and for a line that is not UTF-8, no JSON, without such a string, or has an
-    empty one: with its number.
+    limit: stop after this many texts; later lines are not checked. Raises UsageError if the file is
+    missing or has no text. Raises UsageError with the number of the line if a line is not UTF-8, is
+    not a JSON object with such a string, or has an empty text.
     """
-    form = f'write one JSON object per line: {{"{keys[0]}": "..."}}'
+    hint = f'write one JSON object per line: {{"{keys[0]}": "..."}}'
     texts: list[str] = []
     for number, line in _lines(file):
         where = f"{file}:{number}"
@@ -30,53 +30,54 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"line {number} is not UTF-8 (byte {error.start + 1})", where=where, hint=form
+                f"line {number} is not UTF-8 (byte {error.start + 1})", where=where, hint=hint
             ) from error
         except json.JSONDecodeError as error:
-            what = f"line {number} is not valid JSON ({error.msg}, column {error.colno})"
-            raise UsageError(what, where=where, hint=form) from error
+            message = f"line {number} is not valid JSON ({error.msg}, column {error.colno})"
+            raise UsageError(message, where=where, hint=hint) from error
         except RecursionError as error:
             raise UsageError(
-                f"line {number} is nested too deeply", where=where, hint=form
+                f"line {number} is nested too deeply", where=where, hint=hint
             ) from error
-        text = (
-            next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
-        )
+        text = None
+        if isinstance(row, dict):
+            text = next((row[key] for key in keys if key in row), None)
         if not isinstance(text, str):
-            named = " or ".join(f"`{key}`" for key in keys)
+            key_names = " or ".join(f"`{key}`" for key in keys)
             raise UsageError(
-                f"line {number} has no {named} string (it is {_kind(row)})", where=where, hint=form
+                f"line {number} has no {key_names} string (it is {_described(row)})",
+                where=where,
+                hint=hint,
             )
         if not text.strip():
             raise UsageError(
-                f"line {number} holds an empty text",
+                f"line {number} has an empty text",
                 where=where,
                 hint="remove the line, or give it text",
             )
         if not _is_unicode(text):
-            what = f"line {number} holds half of a surrogate pair, which is no character"
             raise UsageError(
-                what,
+                f"line {number} has half of a surrogate pair, which is not a character",
                 where=where,
-                hint="write characters beyond U+FFFF as they are, or as both halves",
+                hint="write a character beyond U+FFFF as it is, or with both halves of its pair",
             )
         texts.append(text)
         if len(texts) == limit:
             break
     if not texts:
-        raise UsageError("the file is empty", where=file, hint=form)
+        raise UsageError("the file is empty", where=file, hint=hint)
     return texts
 
 
 def read_labels(file: Path, key: str, otherwise: str, limit: int | None = None) -> list[str]:
-    """What lines say under `key`, where it is text, for the same lines that read_texts takes."""
+    """The text under `key` of each line that read_texts takes; `otherwise` if there is none."""
     rows = [json.loads(line) for _, line in _lines(file)][:limit]
     return [row[key] if isinstance(row.get(key), str) else otherwise for row in rows]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of lines that are not blank. Lines end at a newline alone: U+2028 may stand
-    inside a string.
+    """(number, line) of each line that is not blank. Only a newline ends a line, since a string may
+    contain U+2028.
     """
     try:
         content = file.read_bytes()
@@ -91,12 +92,10 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _kind(row: Any) -> str:
-    return (
-        f"an object with {', '.join(map(repr, row)) or 'no keys'}"
-        if isinstance(row, dict)
-        else type(row).__name__
-    )
+def _described(row: Any) -> str:
+    if isinstance(row, dict):
+        return f"an object with {', '.join(map(repr, row)) or 'no keys'}"
+    return type(row).__name__
 
 
 def _is_unicode(text: str) -> bool:
