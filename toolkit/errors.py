@@ -1,20 +1,22 @@
-"""The tree of exceptions. Each builds its text from typed arguments and keeps them, so callers
-branch on fields.
+"""The tree of exceptions. Each exception builds its text from typed arguments and keeps them, so
+that callers can branch on fields. In brackets: the exit code.
 
-    ToolkitError                 what was wrong, where, how to fix it; exit code on the class
-    +-- ConfigError      (2)     one or more faults of a YAML file, with positions
-    |   +-- PlanError    (2)     a sound file that asks for what cannot work +-- UsageError
-    (2)     a command or argument that cannot work +-- CheckpointError  (2)     a checkpoint that is
-    missing, foreign, damaged or contradicts itself +-- PairingError     (2)     draft and target do
-    not belong together +-- StageError       (3)     a stage started and failed
-    |   +-- StoreError   (3)     the store could not be read or written (disk full, permission,
-    damaged entry)
-    |   +-- ServerError  (3)     tritonserver did not start, died or hung; carries the end of its
-    log +-- BackendUnavailable (3)   a library or program that is needed is not installed +--
-    RequestError     (2)     one generation request cannot be served; the server goes on
+    ToolkitError                   what is wrong, where, and a hint
+    +-- ConfigError          (2)   one or more faults of a YAML file, with positions
+    |   +-- PlanError        (2)   a valid file that describes a deployment that cannot work
+    +-- UsageError           (2)   a command or argument that cannot work
+    +-- CheckpointError      (2)   a checkpoint is missing, unsupported, damaged or contradicts
+    |                              itself
+    +-- PairingError         (2)   draft and target do not belong together
+    +-- StageError           (3)   a stage started and failed
+    |   +-- StoreError       (3)   the store could not be read or written (disk full, permission,
+    |   |                          damaged entry)
+    |   +-- ServerError      (3)   tritonserver did not start, died or hung; has the end of its log
+    +-- BackendUnavailable   (3)   a library or program that is needed is not installed
+    +-- RequestError         (2)   one generation request cannot be served; the server continues
 
-A failed gate is no exception: it is an outcome in the report, and the CLI turns the verdict into an
-exit code. Only the CLI prints errors and chooses exit codes.
+A failed gate is not an exception: it is an outcome in the report, and the CLI turns the verdict
+into an exit code. Only the CLI prints errors and chooses exit codes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ __all__ = [
 
 
 class ToolkitError(Exception):
-    """Root of everything that a user can fix. `what` happened, `where`, and the `hint`."""
+    """The root of all errors that a user can fix: what is wrong (`what`), `where`, and a `hint`."""
 
     exit_code = 3
 
@@ -58,10 +60,9 @@ class ToolkitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault in a config file. line and column count from 1; excerpt is the source line, width
-    the caret's length.
-
-    origin: the command-line argument that it stands in, where it is not in the file.
+    """One fault in a config file. line and column count from 1. excerpt: the source line. width:
+    the length of the caret line below it. origin: the command-line argument that has the fault, if
+    it is not in the file.
     """
 
     path: str  # dotted key path, e.g. "target.quantization.quant_algo"
@@ -74,11 +75,10 @@ class Fault:
     origin: str | None = None
 
     def render(self, file: str) -> str:
+        """The fault as lines of text: place and message, the excerpt with a caret, the hint."""
         position = "" if self.line is None else f":{self.line}:{self.column or 1}"
-        lines = [
-            f"{self.origin or file}{position}:"
-            f" {self.path + ': ' if self.path else ''}{self.message}"
-        ]
+        path = f"{self.path}: " if self.path else ""
+        lines = [f"{self.origin or file}{position}: {path}{self.message}"]
         if self.excerpt is not None and self.line is not None:
             number = str(self.line)
             lines.append(f"  {number} | {self.excerpt}")
@@ -92,7 +92,7 @@ class Fault:
 
 
 class ConfigError(ToolkitError):
-    """All faults of one config file together."""
+    """All faults of one config file."""
 
     exit_code = 2
 
@@ -103,7 +103,7 @@ class ConfigError(ToolkitError):
 
 
 class PlanError(ConfigError):
-    """Every rule of the plan that refuses a deployment."""
+    """All rules of the plan that refuse a deployment."""
 
 
 class UsageError(ToolkitError):
@@ -123,7 +123,7 @@ class RequestError(ToolkitError):
 
 
 class StageError(ToolkitError):
-    """A stage that started and failed. `stage` names it."""
+    """A stage started and failed. `stage` is its name."""
 
     def __init__(
         self, stage: str, what: str, *, where: str | Path | None = None, hint: str | None = None
@@ -140,7 +140,7 @@ class StoreError(StageError):
 
 
 class ServerError(StageError):
-    """tritonserver did not start, died or hung. log_tail holds the last lines it printed."""
+    """tritonserver did not start, died or hung. log_tail: the last lines that it printed."""
 
     def __init__(self, what: str, *, log_tail: str = "", hint: str | None = None) -> None:
         self.log_tail = log_tail
@@ -152,14 +152,13 @@ class ServerError(StageError):
 
 
 class BackendUnavailable(ToolkitError):
-    """Something that is needed is not installed. `name` is the library or program, `extra` the
-    extra that brings it.
+    """A library or program that is needed is not installed. `name` is its name, `extra` the extra
+    that installs it.
     """
 
     def __init__(self, name: str, *, extra: str | None = None, hint: str | None = None) -> None:
         self.name = name
         self.extra = extra
-        remedy = hint or (
-            f"pip install --editable '.[{extra}]' in the toolkit's checkout" if extra else None
-        )
-        super().__init__(f"{name} is not available", hint=remedy)
+        if not hint and extra:
+            hint = f"pip install --editable '.[{extra}]' in the toolkit's checkout"
+        super().__init__(f"{name} is not available", hint=hint or None)

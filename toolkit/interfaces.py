@@ -1,10 +1,10 @@
-"""What the parts promise one another at run time and build time: Protocols with their request and
-result records.
+"""The interfaces between the parts of the toolkit, as Protocols with their request and result
+records.
 
-Two levels. A `StepEngine` is one model with its KV cache: tokens in, logits out, and it can be
-rewound. An `Engine` is a whole speculative deployment: a request in, token events out. Our own
-runtime turns two StepEngines into an Engine; a compiled engine from elsewhere is an Engine at once,
-since it speculates inside itself.
+There are two levels. A `StepEngine` is one model with its KV cache: it takes tokens and returns
+logits, and can be rewound. An `Engine` is a whole speculative deployment: it takes a request and
+yields token events. Our own runtime combines two StepEngines into an Engine. TensorRT-LLM is an
+Engine by itself, since it speculates internally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 
 __all__ = [
-    "MOST_PENALTY",
+    "MAX_PENALTY",
     "Engine",
     "EngineBackend",
     "EngineLoader",
@@ -48,22 +48,22 @@ __all__ = [
 ]
 
 Fingerprint = dict[str, str]
-"""Name -> value of everything about a backend that changes what it produces: versions,
-instruction set, compiler.
+"""Name -> value of every property of a backend that changes its output: versions, instruction set,
+compiler.
 """
 
 
 class Progress(Protocol):
-    """Where long work reports how far it is. The CLI draws it; tests and servers pass a silent
-    one.
+    """Long work calls this to report how far it is. The CLI draws it; tests and servers pass one
+    that does nothing.
     """
 
     def __call__(self, done: int, total: int | None, what: str) -> None: ...
 
 
-MOST_PENALTY = 1000.0
-"""In logits, so that one of it decides alone, and all that a sequence can collect is still a
-small number in float32.
+MAX_PENALTY = 1000.0
+"""In logits. A penalty of this size decides by itself, and the sum over a sequence is still a small
+number in float32.
 """
 
 
@@ -73,8 +73,8 @@ class Sampling:
     filter off.
 
     The order is TensorRT-LLM's: penalties on the logits, then temperature, then top-k, then top-p.
-    frequency_penalty and presence_penalty count the output tokens only, not the prompt's; beyond
-    MOST_PENALTY they are refused.
+    frequency_penalty and presence_penalty count output tokens only, not the tokens of the prompt;
+    a penalty beyond MAX_PENALTY is refused.
     """
 
     temperature: float = 0.0
@@ -87,8 +87,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to complete. draft_len None takes the engine's own, 0 decodes plainly;
-    deadline_ns is monotonic time.
+    """One prompt to complete.
+
+    draft_len: None uses the engine's own length; 0 decodes without a draft.
+    acceptance: rejection | coupled | sample_match | verify_only; None means coupled with a seed,
+    and rejection without one.
+    deadline_ns: monotonic time.
+    cumulative_logprob: sum the log-probabilities of the output tokens, which costs a pass over the
+    vocabulary per token.
     """
 
     request_id: str
@@ -97,20 +103,24 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     draft_len: int | None = None
-    acceptance: RequestAcceptance | None = None  # None: the deployment's own
+    acceptance: str | None = None
     deadline_ns: int | None = None
-    cumulative_logprob: bool = (
-        False  # sum up the output tokens' log-probabilities; a pass over the vocabulary per token
-    )
+    cumulative_logprob: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request cost and how well speculation did. Times are monotonic nanoseconds.
+    """The cost of one request, and how many draft tokens were accepted. Times are monotonic
+    nanoseconds.
 
     drafted_by_position[i] counts the verify steps that drafted a token at position i,
-    accepted_by_position[i] those that kept it (joint rates). verify_steps counts target forwards
-    after prefill: acceptance_length = 1 + accepted / verify_steps.
+    accepted_by_position[i] those that accepted it (joint rates). verify_steps counts target
+    forwards after prefill: acceptance_length = 1 + accepted / verify_steps.
+
+    draft_ns is the time of drafting in the verify steps that this request took part in, including
+    the choice of draft tokens, but not prefill. verify_ns is the time of their target forwards,
+    host_ns the rest of these steps.
+    cumulative_logprob is under the target's own logits, before penalties, temperature and filters.
     """
 
     prompt_tokens: int
@@ -124,14 +134,10 @@ class RequestStats:
     first_scheduled_ns: int | None
     first_token_ns: int | None
     last_token_ns: int | None
-    # proposing, choosing draft tokens included, in the verify steps this request took part in;
-    # prefill is not
     draft_ns: int
-    verify_ns: int  # time in target forwards, likewise
-    host_ns: int  # the rest of those steps
-    cumulative_logprob: float | None = (
-        None  # under the target's own logits: before penalties, temperature and filters
-    )
+    verify_ns: int
+    host_ns: int
+    cumulative_logprob: float | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -144,13 +150,12 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step added to one request: its new tokens and the text that became certain with
-    them.
+    """What one step adds to one request: its new tokens, and the text that is now certain.
 
-    text may lag behind token_ids: a partial UTF-8 character or the beginning of a stop word is held
-    back until it is decided. The last event of a request has finish_reason set: "stop" (EOS or stop
-    word), "length", "cancelled", "deadline" or "error"; stop_reason is the stop word that ended it,
-    if one did; stats are complete there and None before.
+    text may lag behind token_ids: a partial UTF-8 character, or a possible beginning of a stop
+    word, is held back until it is decided. Only the last event of a request has finish_reason:
+    "stop" (EOS or stop word), "length", "cancelled", "deadline" or "error". Then stop_reason is the
+    stop word that ended the text, if one did, and stats are complete; before, stats are None.
     """
 
     request_id: str
@@ -163,35 +168,35 @@ class TokenEvent:
 
 
 class StepEngine(Protocol):
-    """One model and its KV cache, for up to max_batch_size sequences, each in a slot that the
-    caller hands out.
+    """One model and its KV cache, for up to max_batch_size sequences. Each sequence is in a slot,
+    which the caller assigns.
 
-    The engine keeps one length per slot. A forward appends its tokens to the slots' caches; rewind
-    shortens them again. Positions beyond a slot's length hold garbage that no result depends on.
-    Not thread-safe.
+    The engine keeps one length per slot. A forward appends its tokens to the caches of the slots;
+    rewind shortens them again. Positions beyond a slot's length have arbitrary values, and no
+    result depends on them. Not thread-safe.
     """
 
     vocab_size: int
     max_batch_size: int
-    # longest sequence (prompt + output) a slot can hold; padding of a last step may run past it
-    # internally
+    # The longest sequence (prompt + output) of a slot. Internally, the padding of a last step may
+    # exceed it.
     max_seq_len: int
-    max_step_tokens: int  # most tokens per sequence in one forward
+    max_step_tokens: int  # the most tokens per sequence in one forward
 
     def forward(self, slots: Sequence[int], tokens: Tensor, *, last_only: bool = False) -> Tensor:
-        """Run `tokens` through the model behind each slot's cached prefix.
+        """Run `tokens` through the model, after the cached prefix of each slot.
 
-        slots: batch distinct slot numbers. tokens: [batch, n] int64 with n <= max_step_tokens; rows
-        shorter than n are padded by the caller, who rewinds afterwards. Every slot's length grows
-        by n. Returns logits [batch, n, vocab], or [batch, 1, vocab] for the last column with
-        last_only, float32 (float64 for a float64 engine). The tensor may be reused by the next
-        forward: copy what must outlive it.
+        slots: `batch` distinct slot numbers. tokens: [batch, n] int64 with n <= max_step_tokens;
+        the caller pads rows shorter than n, and rewinds afterwards. The length of every slot grows
+        by n. Returns logits [batch, n, vocab], or with last_only [batch, 1, vocab] for the last
+        column; float32 (float64 for a float64 engine). The next forward may reuse the tensor, so
+        copy what must outlive it.
         """
         ...
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shorten the slots to `lengths` tokens (0 frees them). Raises ValueError for a length
-        above the present one.
+        """Shorten the slots to `lengths` tokens; 0 frees them. Raises ValueError if a length is
+        greater than the present one.
         """
         ...
 
@@ -208,8 +213,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorRtLlmSpec:
-    """What the kinds `trt_engine` and `trtllm_pytorch` are asked beyond an EngineSpec, in
-    TensorRT-LLM's own words.
+    """The settings of the kinds `trt_engine` and `trtllm_pytorch` beyond an EngineSpec, with
+    TensorRT-LLM's own names.
     """
 
     version: str  # "1.2.1"
@@ -220,22 +225,20 @@ class TensorRtLlmSpec:
     tokens_per_block: int = 32
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
-    speculation: SpeculationKind = "none"
-    draft_len_schedule: dict[int, int] | None = (
-        None  # trtllm_pytorch: least batch size -> draft length
-    )
+    speculation: str = "none"  # draft_target | ngram | none
+    # trtllm_pytorch: least batch size -> draft length
+    draft_len_schedule: dict[int, int] | None = None
     max_concurrency: int | None = None  # trtllm_pytorch: beyond this batch size nothing is drafted
     max_matching_ngram_size: int = 4  # trtllm_pytorch
     multiple_profiles: bool = False  # trt_engine
     opt_num_tokens: int | None = None  # trt_engine
     builder: BuilderChoice = "auto"  # trt_engine
     cuda_graph: bool = True  # trtllm_pytorch
-    attn_backend: AttnBackend = "TRTLLM"  # trtllm_pytorch
-    trust_remote_code: bool = False  # trtllm_pytorch: of either model
-    draft_dir: Path | None = (
-        # trtllm_pytorch: where the draft is while the target is loaded once; no part of the engine
-        None
-    )
+    attn_backend: str = "TRTLLM"  # trtllm_pytorch
+    trust_remote_code: bool = False  # trtllm_pytorch: for both models
+    # trtllm_pytorch: the folder of the draft while the target is loaded once; not a part of the
+    # engine
+    draft_dir: Path | None = None
 
     @property
     def world_size(self) -> int:
@@ -244,7 +247,7 @@ class TensorRtLlmSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What is asked of one engine, the same words for every kind."""
+    """The settings of one engine; they are the same for every kind."""
 
     role: Role
     max_batch_size: int
@@ -258,7 +261,7 @@ class EngineSpec:
 
 
 class EngineBackend(Protocol):
-    """Build time: a quantized checkpoint in, an engine directory out."""
+    """Build time: compiles a quantized checkpoint into an engine directory."""
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint: ...
 
@@ -268,6 +271,6 @@ class EngineBackend(Protocol):
 
 
 class EngineLoader(Protocol):
-    """And back again, for the kinds that step: an engine directory in, something that runs out."""
+    """Run time, for the kinds that have a StepEngine: loads an engine directory."""
 
     def load(self, engine_dir: Path, *, threads: int | None = None) -> StepEngine: ...

@@ -1,5 +1,5 @@
-"""How figures are printed: bytes in the unit that suits, and decimals enough to see on which
-side of a limit a figure lies.
+"""How figures are printed: bytes in a suitable unit, and enough decimals to see on which side of a
+limit a figure is.
 """
 
 from __future__ import annotations
@@ -8,28 +8,32 @@ from collections.abc import Iterable
 
 __all__ = ["decimals", "size"]
 
-MOST = 6  # what is still equal then is a tie to anybody
+MAX_DECIMALS = 6  # figures that are still printed as equal then count as a tie
 
 
 def decimals(values: Iterable[float], limit: float | None, least: int = 2) -> int:
-    """The fewest, from `least` on, with which no value that differs from the limit is printed as
-    the limit.
+    """The smallest number of decimals, from `least` to MAX_DECIMALS, with which no value that
+    differs from the limit is printed like the limit.
     """
     if limit is None:
         return least
     different = [value for value in values if value != limit]
-    for digits in range(least, MOST):
+    for digits in range(least, MAX_DECIMALS):
         if all(f"{value:.{digits}f}" != f"{limit:.{digits}f}" for value in different):
             return digits
-    return MOST
+    return MAX_DECIMALS
 
 
 def size(num_bytes: float) -> str:
-    """Three digits, in powers of a thousand, as GPUs' memory and disks are sold."""
+    """Bytes with three digits and a decimal unit (1 kB = 1000 B), as memory and disks are sold."""
     value, unit = float(num_bytes), "B"
     for larger in ("kB", "MB", "GB"):
         if value < 999.5:
             break
         value, unit = value / 1000, larger
-    digits = 0 if unit == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
+    digits = 2
+    if unit == "B" or value >= 99.95:
+        digits = 0
+    elif value >= 9.995:
+        digits = 1
     return f"{value:,.{digits}f} {unit}"

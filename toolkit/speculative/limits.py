@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.errors import RequestError, UsageError
-from toolkit.interfaces import MOST_PENALTY, GenerationRequest, StepEngine
+from toolkit.interfaces import MAX_PENALTY, GenerationRequest, StepEngine
 
 __all__ = ["Limits", "check_engines", "check_prompt_length", "check_total_length"]
 
@@ -49,10 +49,10 @@ class Limits:
                 f"top_k is {sampling.top_k} and top_p {sampling.top_p}; at least 0 (off), and in"
                 " (0, 1]"
             )
-        if not max(abs(sampling.frequency_penalty), abs(sampling.presence_penalty)) <= MOST_PENALTY:
+        if not max(abs(sampling.frequency_penalty), abs(sampling.presence_penalty)) <= MAX_PENALTY:
             raise RequestError(
                 f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty"
-                f" {sampling.presence_penalty}; from {-MOST_PENALTY} to {MOST_PENALTY}"
+                f" {sampling.presence_penalty}; from {-MAX_PENALTY} to {MAX_PENALTY}"
             )
 
 

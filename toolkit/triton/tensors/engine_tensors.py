@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import MOST_PENALTY, Sampling
+from toolkit.interfaces import MAX_PENALTY, Sampling
 from toolkit.triton.tensors.word_lists import unpack
 
 __all__ = ["EngineRequest", "arrays_of", "parse_engine"]
@@ -153,10 +153,8 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
 
 def _penalty(arrays: Mapping[str, Array], name: str) -> float:
     value = float(_one(arrays, name, 0.0))
-    if not abs(value) <= MOST_PENALTY:
-        raise RequestError(
-            f"{name} is {value}; it has to be from {-MOST_PENALTY} to {MOST_PENALTY}"
-        )
+    if not abs(value) <= MAX_PENALTY:
+        raise RequestError(f"{name} is {value}; it has to be from {-MAX_PENALTY} to {MAX_PENALTY}")
     return value
 
 

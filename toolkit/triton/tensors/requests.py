@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import MOST_PENALTY, RequestStats, Sampling, TokenEvent
+from toolkit.interfaces import MAX_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
 from toolkit.words import RequestAcceptance
 
@@ -211,8 +211,8 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
         temperature=number("temperature", 1.0 if filtered else 0.0, 0.0),
         top_k=top_k,
         top_p=top_p,
-        frequency_penalty=number("frequency_penalty", 0.0, -MOST_PENALTY, MOST_PENALTY),
-        presence_penalty=number("presence_penalty", 0.0, -MOST_PENALTY, MOST_PENALTY),
+        frequency_penalty=number("frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
+        presence_penalty=number("presence_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
         seed=int(one[seed_name]) if seed_name in one else None,
     )
 
