@@ -164,12 +164,12 @@ class SpeculationConfig(Section):
 
     @property
     def has_ngram(self) -> bool:
-        """Whether drafts are looked up in the text."""
+        """Whether draft tokens are looked up in the text."""
         return self.kind == "ngram"
 
     @property
     def is_measured(self) -> bool:
-        """Whether the build finds the draft length."""
+        """Whether the build measures which draft length to use."""
         return self.is_enabled and self.max_draft_len == "auto"
 
     @property
@@ -261,11 +261,11 @@ class TorchEngineConfig(EngineLengths):
 
     @property
     def tensorrt_llm(self) -> None:
-        """No version: it is this program's own."""
+        """None: the embedded engine has no TensorRT-LLM version."""
 
     @property
     def tp_size(self) -> int:
-        """It runs on one device."""
+        """1, since the embedded engine runs on one device."""
         return 1
 
     pp_size = world_size = gpus_per_node = tp_size
@@ -492,7 +492,7 @@ class DeploymentConfig(Section):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its engine kind can do, behind the layout that it is served by."""
+        """What the engine kind can do when it is served by this Triton layout."""
         engine = self.engine
         return capabilities_of(
             engine.kind,
@@ -502,19 +502,19 @@ class DeploymentConfig(Section):
         )
 
     @property
-    def models(self) -> dict[Role, ModelConfig]:
-        """By role: the target, and the draft where there is one."""
-        models: dict[Role, ModelConfig] = {"target": self.target}
+    def models(self) -> dict[str, ModelConfig]:
+        """Role -> model: the target, and the draft if there is one."""
+        models = {"target": self.target}
         return models if self.draft is None else {**models, "draft": self.draft}
 
     @property
     def embedded_engine(self) -> TorchEngineConfig | None:
-        """The engine section where it is the embedded engine's."""
+        """The engine section if it is of the embedded engine, else None."""
         return self.engine if isinstance(self.engine, TorchEngineConfig) else None
 
     @property
     def trtllm_engine(self) -> TensorRtLlmConfig | None:
-        """The engine section where it is one of TensorRT-LLM's."""
+        """The engine section if it is of TensorRT-LLM, else None."""
         return self.engine if isinstance(self.engine, TensorRtLlmConfig) else None
 
     @property
