@@ -90,8 +90,7 @@ class GenerationRequest:
     """One prompt to complete.
 
     draft_len: None uses the engine's own length; 0 decodes without a draft.
-    acceptance: rejection | coupled | sample_match | verify_only; None means coupled with a seed,
-    and rejection without one.
+    acceptance: None means coupled with a seed, and rejection without one.
     deadline_ns: monotonic time.
     cumulative_logprob: sum the log-probabilities of the output tokens, which costs a pass over the
     vocabulary per token.
@@ -103,7 +102,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     draft_len: int | None = None
-    acceptance: str | None = None
+    acceptance: RequestAcceptance | None = None
     deadline_ns: int | None = None
     cumulative_logprob: bool = False
 
@@ -225,7 +224,7 @@ class TensorRtLlmSpec:
     tokens_per_block: int = 32
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
-    speculation: str = "none"  # draft_target | ngram | none
+    speculation: SpeculationKind = "none"
     # trtllm_pytorch: least batch size -> draft length
     draft_len_schedule: dict[int, int] | None = None
     max_concurrency: int | None = None  # trtllm_pytorch: beyond this batch size nothing is drafted
@@ -234,7 +233,7 @@ class TensorRtLlmSpec:
     opt_num_tokens: int | None = None  # trt_engine
     builder: BuilderChoice = "auto"  # trt_engine
     cuda_graph: bool = True  # trtllm_pytorch
-    attn_backend: str = "TRTLLM"  # trtllm_pytorch
+    attn_backend: AttnBackend = "TRTLLM"  # trtllm_pytorch
     trust_remote_code: bool = False  # trtllm_pytorch: for both models
     # trtllm_pytorch: the folder of the draft while the target is loaded once; not a part of the
     # engine

@@ -177,7 +177,7 @@ def read_quantization(directory: Path) -> Quantization:
 
 
 def quantization_conflict(
-    stated: Quantization, quant_algo: str, kv_cache_quant_algo: str | None
+    stated: Quantization, quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> tuple[str, str] | None:
     """Compare a checkpoint with what the YAML asks for. Return (message, hint) if the checkpoint is
     already quantized, but differently; otherwise None.
@@ -198,7 +198,7 @@ def quantization_conflict(
     return message, hint
 
 
-def _described(quant_algo: str, kv_cache_quant_algo: str | None) -> str:
+def _described(quant_algo: QuantAlgo, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> str:
     if kv_cache_quant_algo is None:
         return quant_algo
     return f"{quant_algo} and a {kv_cache_quant_algo} KV cache"

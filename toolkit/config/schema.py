@@ -61,7 +61,6 @@ __all__ = [
 ]
 
 AUTO_MAX_DRAFT_LEN = 8  # the longest draft, in tokens, that is tried if max_draft_len is auto
-QuantAlgo = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
 GpuName = Literal[
     "auto",
@@ -99,7 +98,7 @@ class QuantizationConfig(Section):
     """
 
     quant_algo: QuantAlgo = "NO_QUANT"
-    kv_cache_quant_algo: Literal["FP8", "INT8"] | None = None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None = None
     # Continue if the support of the combination is unknown. A known failure is refused anyway.
     allow_unsupported: bool = False
 
@@ -152,7 +151,7 @@ class SpeculationConfig(Section):
     draft_len_schedule: dict[Count, Annotated[int, Field(ge=0, le=16)]] | None = None
     max_concurrency: Count | None = None
     max_matching_ngram_size: Annotated[int, Field(ge=1, le=16)] = 4
-    acceptance: Literal["auto", "rejection", "coupled", "sample_match"] = "auto"
+    acceptance: AcceptanceChoice = "auto"
 
     @property
     def is_enabled(self) -> bool:
@@ -309,7 +308,7 @@ class TrtEngineConfig(TensorRtLlmConfig):
     multiple_profiles: bool = False
     opt_num_tokens: Count | None = None
     # auto: local if trtllm-build is on the PATH, else its container
-    builder: Literal["auto", "local", "container"] = "auto"
+    builder: BuilderChoice = "auto"
 
 
 class TrtllmPytorchConfig(TensorRtLlmConfig):
@@ -354,7 +353,7 @@ class TritonConfig(Section):
     # least time between two chunks of a stream; 0: one chunk per step
     stream_interval_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     # llmapi with TensorRT-LLM: whose model.py answers requests in the container
-    model_py: Literal["ours", "container"] = "ours"
+    model_py: ModelPy = "ours"
     # bls: the result of a request if the draft model does not answer
     on_draft_failure: Literal["error", "plain"] = "error"
     host: str = "127.0.0.1"
@@ -502,9 +501,9 @@ class DeploymentConfig(Section):
         )
 
     @property
-    def models(self) -> dict[str, ModelConfig]:
+    def models(self) -> dict[Role, ModelConfig]:
         """Role -> model: the target, and the draft if there is one."""
-        models = {"target": self.target}
+        models: dict[Role, ModelConfig] = {"target": self.target}
         return models if self.draft is None else {**models, "draft": self.draft}
 
     @property

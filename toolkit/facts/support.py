@@ -60,7 +60,7 @@ SMOOTHQUANT_FAMILIES: dict[str, Status] = {
 }
 
 # The accept rules at temperature > 0 of each kind of engine, its default first.
-ACCEPTANCE: dict[str, tuple[str, ...]] = {
+ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
     "torch": ("rejection", "coupled", "sample_match"),
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
     # the two-model engine drafts greedily: acceptance is p(argmax q)

@@ -51,7 +51,7 @@ class TensorFact:
 
 
 # A list is comma-separated.
-ParameterForm: TypeAlias = Literal["str", "int", "float", "bool", "path", "enum", "list", "url"]
+ParameterType: TypeAlias = Literal["str", "int", "float", "bool", "path", "enum", "list", "url"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ParameterFact:
 
     name: str
     key: str | None = None
-    type: str = "str"  # str | int | float | bool | path | enum | list (comma-separated) | url
+    type: ParameterType = "str"  # list: comma-separated
     choices: tuple[str, ...] = ()
     required: bool = False
     fixed: str | None = None

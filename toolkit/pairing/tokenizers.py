@@ -120,7 +120,7 @@ def _read(directory: Path) -> _Side:
     return _Side(directory, shape, tokenizer, tokens, parts)
 
 
-def _fits_its_model(side: _Side, role: str) -> tuple[Finding, ...]:
+def _fits_its_model(side: _Side, role: Role) -> tuple[Finding, ...]:
     """Check that every token has a row, and every BOS and EOS id has a row and a token. Raises
     PairingError; an id without a token is only a warning.
     """

@@ -75,14 +75,14 @@ ALGORITHMS = {
 }
 
 
-def algorithm_of(quant_algo: str) -> Algorithm | None:
+def algorithm_of(quant_algo: QuantAlgo) -> Algorithm | None:
     """The algorithm of this name, or None for NO_QUANT. Raises KeyError for an unknown name; the
     config schema lets none through.
     """
     return None if quant_algo == "NO_QUANT" else ALGORITHMS[quant_algo]
 
 
-def presets(algorithm: Algorithm, kv_cache_quant_algo: str | None) -> tuple[str, ...]:
+def presets(algorithm: Algorithm, kv_cache_quant_algo: KvCacheQuantAlgo | None) -> tuple[str, ...]:
     """Names of the constants of modelopt.torch.quantization whose quant_cfg are concatenated."""
     if kv_cache_quant_algo == "FP8":
         return (algorithm.preset, "FP8_KV_CFG")

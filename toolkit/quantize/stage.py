@@ -215,14 +215,14 @@ def _quantize(
     return quality, checks
 
 
-def _device() -> str:
+def _device() -> Device:
     """Use a GPU if torch can: to calibrate 70B on a CPU takes the better part of a day."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _raise_on_errors(role: str, source: Source, checks: tuple[Finding, ...]) -> None:
+def _raise_on_errors(role: Role, source: Source, checks: tuple[Finding, ...]) -> None:
     """Raise CheckpointError if the source was already quantized, else StageError."""
     faults = [
         f"{finding.check}: {finding.detail}" for finding in checks if finding.severity == "error"

@@ -25,7 +25,7 @@ __all__ = ["computing_on", "streamed"]
 Move = Callable[[Any], Any]
 
 
-def computing_on(model: Any, device: str) -> contextlib.AbstractContextManager[None]:
+def computing_on(model: Any, device: Device) -> contextlib.AbstractContextManager[None]:
     """Within, `model.model(...)` computes on `device` ("cpu" | "cuda"). Its arguments and results
     stay on the host.
     """

@@ -78,15 +78,14 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         # The best draft length of the stand-ins says nothing about that of the real pair.
         replaced.append(f"speculation.max_draft_len auto: {DRAFT_LEN}")
         speculation = speculation.model_copy(update={"max_draft_len": DRAFT_LEN})
-    requested = config.model_copy(
-        update={
-            **models,
-            "name": config.name + SUFFIX,
-            "calibration": calibration,
-            "speculation": speculation,
-            "validation": validation,
-        }
-    )
+    updates: dict[str, Any] = {str(role): model for role, model in models.items()}
+    updates |= {
+        "name": config.name + SUFFIX,
+        "calibration": calibration,
+        "speculation": speculation,
+        "validation": validation,
+    }
+    requested = config.model_copy(update=updates)
     sizes = {name: min(getattr(config.engine, name), limit) for name, limit in MAX_SIZES.items()}
     embedded = config.embedded_engine
     settings = {} if embedded is None else embedded.model_dump(exclude=set(MAX_SIZES))
@@ -128,7 +127,7 @@ def _triton(triton: TritonConfig, layout: Layout) -> TritonConfig:
 
 def _stand_ins(
     config: DeploymentConfig, folder: Path, replaced: list[str]
-) -> dict[str, ModelConfig]:
+) -> dict[Role, ModelConfig]:
     models = config.models
     model_configs = {role: _config_of(model) for role, model in models.items()}
     shapes = {
@@ -162,7 +161,7 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
     return read_json(fetch(model.hub_id, model.revision, download=False) / "config.json")
 
 
-def _rows(shapes: Mapping[str, ModelShape], tokens: int) -> dict[str, int]:
+def _rows(shapes: Mapping[Role, ModelShape], tokens: int) -> dict[Role, int]:
     """The rows of each vocabulary: all tokens, padded, and as many more rows as the real vocabulary
     has beyond the smaller one of the pair.
     """
