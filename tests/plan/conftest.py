@@ -1,4 +1,4 @@
-"""Deployments to judge: one sound base per kind of engine, and keys laid over it."""
+"""Deployments to judge: one base per engine kind that can work, and keys laid over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor goes on whatever is broken, and every finding that is not ok has a fix."""
+"""The doctor continues whatever is broken, and every check that is not ok has a hint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ def no_server() -> tuple[Path, Path | None]:
     raise BackendUnavailable("tritonserver", extra="embedded")
 
 
-def found(
+def diagnoses_of(
     folder: Path,
     server: Path | None,
     wheel: Path | None,
     libpython: Path | None,
     compiler: str | None,
 ) -> dict[str, Diagnosis]:
-    """The checks that look at what they are given; those of installed libraries are left to the
-    test of the command.
-    """
+    """Diagnose by check. The checks of installed libraries are left to the test of the command."""
 
     def find_server() -> tuple[Path, Path | None]:
         return no_server() if server is None else (server, wheel)
@@ -35,9 +33,9 @@ def found(
         find_libpython=lambda: libpython,
         find_compiler=lambda: compiler,
     )
-    assert all(one.hint for one in checks if one.status != "ok")
-    assert all(one.status in ("ok", "warn", "missing") for one in checks)
-    return {one.check: one for one in checks}
+    assert all(diagnosis.hint for diagnosis in checks if diagnosis.status != "ok")
+    assert all(diagnosis.status in ("ok", "warn", "missing") for diagnosis in checks)
+    return {diagnosis.check: diagnosis for diagnosis in checks}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,9 @@ def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
     )
     stub.mkdir(parents=True)
     (stub / "triton_python_backend_stub").touch()
-    checks = found(tmp_path, tmp_path / "bin" / "tritonserver", tmp_path, tmp_path, "/usr/bin/g++")
+    checks = diagnoses_of(
+        tmp_path, tmp_path / "bin" / "tritonserver", tmp_path, tmp_path, "/usr/bin/g++"
+    )
     for name in (
         "python",
         "tritonserver",
@@ -70,7 +70,7 @@ def test_a_machine_that_has_everything_is_ok(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_with_its_hint(tmp_path: Path) -> None:
-    checks = found(tmp_path, None, None, None, None)
+    checks = diagnoses_of(tmp_path, None, None, None, None)
     assert checks["tritonserver"].status == "missing"
     assert checks["tritonserver"].essential
     assert (
@@ -83,13 +83,13 @@ def test_what_is_missing_is_said_with_its_hint(tmp_path: Path) -> None:
 
 def test_a_wheel_without_our_stub_or_libpython_is_told(tmp_path: Path) -> None:
     (tmp_path / "python_backend_stubs" / "3.99").mkdir(parents=True)
-    checks = found(tmp_path, tmp_path / "tritonserver", tmp_path, None, "g++")
-    assert checks["Python stub"].hint == "use one of 3.99"
+    checks = diagnoses_of(tmp_path, tmp_path / "tritonserver", tmp_path, None, "g++")
+    assert checks["Python stub"].hint == "use one of these Python versions: 3.99"
     assert checks["libpython"].essential
 
 
 def test_a_server_on_path_needs_no_stub(tmp_path: Path) -> None:
-    checks = found(tmp_path, tmp_path / "tritonserver", None, None, "g++")
+    checks = diagnoses_of(tmp_path, tmp_path / "tritonserver", None, None, "g++")
     assert "Python stub" not in checks
 
 
@@ -101,8 +101,8 @@ def test_a_check_that_breaks_does_not_stop_the_others(
 
     monkeypatch.setattr(doctor, "_cpu", broken)
     checks = {
-        one.check: one
-        for one in diagnose(
+        diagnosis.check: diagnosis
+        for diagnosis in diagnose(
             tmp_path, find_server=no_server, find_libpython=lambda: None, find_compiler=lambda: None
         )
     }

@@ -1,6 +1,4 @@
-"""The plan of every shipped file is a reviewed one; and a plan is made of whatever there is to
-read.
-"""
+"""A plan is made from whatever can be read of a deployment, and says whether it can work."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from rich.console import Console
 from tests.plan.conftest import config_of
 from toolkit.config.load import load_config
 from toolkit.facts.models import CONFIGS
-from toolkit.plan.make import gpu_named, make_plan
+from toolkit.plan.make import gpu_from_driver_name, make_plan
 from toolkit.records.codec import from_json, to_json
 from toolkit.records.plan import Plan
 from toolkit.report.plan import print_plan
@@ -74,5 +72,5 @@ def test_a_plan_round_trips_through_json() -> None:
     ],
 )
 def test_the_driver_s_name_finds_the_row(name: str, row: str | None) -> None:
-    found = gpu_named(name)
-    assert (None if found is None else found.name) == row
+    gpu = gpu_from_driver_name(name)
+    assert (None if gpu is None else gpu.name) == row

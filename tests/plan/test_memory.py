@@ -1,4 +1,4 @@
-"""Arithmetic against what is published of these models, and against real checkpoints' own bytes."""
+"""The computed sizes agree with published figures and with the bytes of real checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shape(name: str) -> ModelShape:
 
 def total(kind: str, stage: str, **keys: object) -> int:
     stages, _ = memory_of(subject(kind, **keys), HOST)
-    return next(one.total_bytes for one in stages if one.stage == stage)
+    return next(memory.total_bytes for memory in stages if memory.stage == stage)
 
 
 @pytest.mark.parametrize("name, billions", PUBLISHED.items())
@@ -73,7 +73,9 @@ def test_llama_70b_in_fp8_with_its_draft_fits_one_h200() -> None:
 def test_llama_70b_in_bf16_does_not_fit_one_h100_and_fits_two() -> None:
     bf16 = {"target__quantization": {}, "draft__quantization": {}}
     plan = make_plan(config_of("pytorch", hardware__gpu="H100", **bf16))
-    assert [one.rule for one in plan.judgements if one.severity == "refused"] == ["memory"]
+    assert [judgement.rule for judgement in plan.judgements if judgement.severity == "refused"] == [
+        "memory"
+    ]
     two = {"hardware__count": 2, "engine__tp_size": 2}
     assert make_plan(config_of("pytorch", hardware__gpu="H100", **bf16, **two)).possible
 
@@ -84,8 +86,8 @@ def test_calibrating_llama_70b_in_fp8_takes_more_than_210_gb() -> None:
 
 
 def test_quantizing_is_held_against_the_memory_of_its_host() -> None:
-    """It maps weights in the host's memory, and what the GPUs hold does not matter."""
-    here = {"hardware__gpu": "auto"}  # what this machine has, so this machine quantizes
+    """Weights are mapped in the host's memory, so the GPUs' memory does not matter."""
+    here = {"hardware__gpu": "auto"}  # this machine's GPUs, so this machine quantizes
     for kind, keys, known in (("torch", {}, True), ("pytorch", here, True), ("pytorch", {}, False)):
         stage = memory_of(
             subject(kind, target__quantization=FP8, draft__quantization=FP8, **keys), HOST
@@ -101,28 +103,29 @@ def test_a_host_that_is_too_small_is_warned_of() -> None:
     deployment = subject("torch", target__quantization=FP8, draft__quantization=FP8)
     needed = memory_of(deployment, HOST)[0][0].total_bytes
     enough, small = (
-        [one for one in judge_memory(deployment, host) if one.severity == "warning"]
+        [
+            judgement
+            for judgement in judge_memory(deployment, host)
+            if judgement.severity == "warning"
+        ]
         for host in (needed, needed - 1)
     )
     assert not enough and len(small) == 1
     assert (
-        "this machine has" in small[0].what
-        and small[0].hint
-        and "slower, same result" in small[0].hint
+        "this machine has" in small[0].what and small[0].hint and "the same result" in small[0].hint
     )
 
 
 def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measuring() -> None:
-    """80 layers' outputs of a line, of 84k values each, against 8192 tokens' logits; one of the
-    two at a time.
+    """Measuring keeps the outputs of 80 layers for one line, 84k values each; calibrating keeps the
+    logits of 8192 tokens. Only one of the two is in memory at a time.
     """
 
     def items(max_tokens: int) -> dict[str, int]:
-        found = memory_of(subject("pytorch", calibration__calib_max_seq_length=max_tokens), HOST)[
-            0
-        ][0]
-        assert found.stage == "quantize"
-        return {item.name: item.num_bytes for item in found.items}
+        deployment = subject("pytorch", calibration__calib_max_seq_length=max_tokens)
+        stage = memory_of(deployment, HOST)[0][0]
+        assert stage.stage == "quantize"
+        return {item.name: item.num_bytes for item in stage.items}
 
     long = items(2048)
     assert long["libraries"] == items(16)["libraries"] == 5 * 2**27
@@ -188,11 +191,11 @@ def test_ranks_share_all_of_the_linears(tp_size: int, name: str) -> None:
 
 def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_that_does() -> None:
     plan = make_plan(config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=16384))
-    (one,) = [one for one in plan.judgements if one.rule == "batch-fits"]
+    (judgement,) = [judgement for judgement in plan.judgements if judgement.rule == "batch-fits"]
     assert plan.possible and plan.serving is not None
     length = plan.serving.kv_tokens // 64 - 4
-    assert f"up to {length} tokens" in str(one.hint)
+    assert f"longer than {length} tokens" in str(judgement.hint)
     shorter = make_plan(
         config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4)
     )
-    assert [one.rule for one in shorter.judgements if one.rule == "batch-fits"] == []
+    assert "batch-fits" not in {judgement.rule for judgement in shorter.judgements}

@@ -1,4 +1,4 @@
-"""The formulas against the paper's own tables, the roofline against published measurements."""
+"""The formulas agree with the paper's tables, and the roofline with published measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.facts.models import CONFIGS
 from toolkit.plan.predict import break_even, forward_seconds, predict, stage_times, tokens_per_step
 
 
-# Leviathan et al. 2023, table 1 (drafts for nothing): acceptance, draft length, speed-up.
+# Leviathan et al. 2023, table 1 (drafting costs nothing): acceptance rate, draft length, speedup.
 @pytest.mark.parametrize(
     "rate, draft_len, expected",
     [
@@ -29,8 +29,8 @@ def test_tokens_a_step_are_those_of_the_paper(rate: float, draft_len: int, expec
     assert tokens_per_step(rate, draft_len) == pytest.approx(expected, abs=0.005)
 
 
-# The same, tables 2 and 4: acceptance, draft length, cost of a draft step over a target step,
-# predicted speed-up.
+# The same paper, tables 2 and 4: acceptance rate, draft length, cost of a draft step divided by
+# that of a target step, predicted speedup.
 @pytest.mark.parametrize(
     "rate, draft_len, cost, expected",
     [(0.75, 7, 0.02, 3.2), (0.80, 7, 0.04, 3.3), (0.82, 7, 0.11, 2.5)],
@@ -93,12 +93,12 @@ def test_at_break_even_drafting_is_as_fast_as_not(
 
 
 def test_without_a_known_device_only_ratios_are_left() -> None:
-    [one] = predict(
-        subject("torch", engine__max_batch_size=8)
-    )  # of weights alone, so of every batch
-    assert one.plain_tokens_per_s is None
-    assert one.cost_ratio == pytest.approx(1.0)  # the draft of this base is its target
-    assert one.speculative[-1].tokens_per_s is None and one.speculative[-1].speedup < 1.0
+    # The ratio counts weights alone, so it is the same at every batch size.
+    [prediction] = predict(subject("torch", engine__max_batch_size=8))
+    assert prediction.plain_tokens_per_s is None
+    assert prediction.cost_ratio == pytest.approx(1.0)  # the draft of this base is its target
+    fastest = prediction.speculative[-1]
+    assert fastest.tokens_per_s is None and fastest.speedup < 1.0
     assert stage_times(subject("torch")) == ()
 
 
@@ -118,12 +118,12 @@ def test_plain_decoding_has_no_row_of_speculation() -> None:
 def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() -> None:
     def seconds(size: int) -> float:
         return sum(
-            one.seconds for one in stage_times(subject("engine", calibration__calib_size=size))
+            time.seconds for time in stage_times(subject("engine", calibration__calib_size=size))
         )
 
     assert seconds(1024) > seconds(128)
-    # 512 lines one by one carry 141 GB to the GPU 512 times, at 10 GB/s; eight at a time an eighth
-    # of that.
+    # 512 batches of one line move 141 GB to the GPU 512 times, at 10 GB/s; batches of eight lines
+    # do so an eighth as often.
     one, eight = (
         stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=size))[
             0
@@ -131,7 +131,8 @@ def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() 
         for size in (1, 8)
     )
     assert one - eight == pytest.approx((512 - 64) * 141.1e9 / 10e9, rel=0.01)
-    # And where the host's memory does not hold the source, at 1 GB/s from the disk.
+    # If the host's memory does not hold the source, each batch also reads it from the disk at
+    # 1 GB/s.
     formula = stage_times(
         subject("engine", calibration__calib_size=512, calibration__batch_size=8)
     )[0].formula
@@ -139,13 +140,13 @@ def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() 
         f"with less than 141 GB of memory free for the source's files, up to {64 * 141.1 / 60:.0f}"
         " min more"
     )
-    assert {one.stage for one in stage_times(subject("engine"))} == {
+    assert {time.stage for time in stage_times(subject("engine"))} == {
         "quantize/target",
         "compile/target",
         "quantize/draft",
         "compile/draft",
     }
-    assert {one.stage for one in stage_times(subject("pytorch"))} == {
+    assert {time.stage for time in stage_times(subject("pytorch"))} == {
         "quantize/target",
         "quantize/draft",
     }

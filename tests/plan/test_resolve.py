@@ -1,4 +1,6 @@
-"""What cannot work is refused by the rule that says so, with what would work; and what works is not."""
+"""A deployment that cannot work is refused by the right rule, with a hint at what would work; one
+that works is not refused.
+"""
 
 from __future__ import annotations
 
@@ -45,24 +47,24 @@ V13, V021, V10, V11 = (
 )
 PLAIN: dict[str, Any] = {"draft": None, "speculation__kind": "none"}
 
-# base, what is laid over it, the rule that refuses it, words of what it says, words of what it offers
+# base, keys laid over it, the rule that refuses it, words of the judgement, words of its hint
 REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # INT8 in the PyTorch flow
-    ("pytorch", algo(SQ), "no-w8a8-in-pytorch", "no INT8 W8A8", "FP8"),
-    ("pytorch", algo(SQ, "draft"), "no-w8a8-in-pytorch", "no INT8 W8A8", "trt_engine"),
-    ("pytorch", both(SQ), "no-w8a8-in-pytorch", "no INT8 W8A8", "1.2.1"),
+    ("pytorch", algo(SQ), "no-w8a8-in-pytorch", "cannot load an INT8 W8A8", "FP8"),
+    ("pytorch", algo(SQ, "draft"), "no-w8a8-in-pytorch", "cannot load an INT8 W8A8", "trt_engine"),
+    ("pytorch", both(SQ), "no-w8a8-in-pytorch", "cannot load an INT8 W8A8", "1.2.1"),
     ("pytorch", {**both(SQ), **gpu("A100", 2), "engine__tp_size": 2},
      "no-w8a8-in-pytorch", "unsupported quant mode", "set engine.kind"),
     ("pytorch", {**both(SQ), **gpu("B200")}, "no-w8a8-in-pytorch", "ValueError", "FP8"),
     ("pytorch", algo(WO), "w8a16-not-established", "not established", "allow_unsupported"),
-    ("pytorch", algo(WO, "draft"), "w8a16-not-established", "no supported hardware", "FP8"),
+    ("pytorch", algo(WO, "draft"), "w8a16-not-established", "list of supported hardware", "FP8"),
     # INT8 by compute capability
     ("engine", {**both(SQ), **gpu("B200")}, "blackwell-no-int8", "SM 100", "H100"),
     ("engine", {**both(SQ), **gpu("B300")}, "blackwell-no-int8", "SM 103", "FP8"),
     ("engine", {**both(WO), **gpu("B200")}, "blackwell-no-int8", "refuses INT8", "FP8"),
     ("engine", {**algo(WO, "draft"), **gpu("B200")}, "blackwell-no-int8", "B200", "A100"),
     ("int8", gpu("B200", 2), "blackwell-no-int8", "trtllm-build", "H200"),
-    ("int8", gpu("RTX5090", 2), "int8-on-sm120", "seen working once", "allow_unsupported"),
+    ("int8", gpu("RTX5090", 2), "int8-on-sm120", "seen to work once", "allow_unsupported"),
     ("int8", {**both(WO), **gpu("RTX5090", 2)}, "int8-on-sm120", "on no list", "FP8"),
     # FP8 by compute capability
     ("engine", gpu("A100"), "fp8-needs-sm89", "A100 is SM 80", "W8A8_SQ_PER_CHANNEL"),
@@ -78,28 +80,28 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch", algo(NONE, kv="INT8"), "no-int8-kv-preset", "INT8 KV cache", "remove"),
     ("int8", algo(SQ, kv="INT8"), "no-int8-kv-preset", "calibrated", "remove"),
     ("int8", algo(SQ, kv="INT8"), "int8-kv-disables-paged-fmha", "paged context FMHA", "remove"),
-    ("engine", algo(NONE, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "in silence", "quant_algo: FP8"),
+    ("engine", algo(NONE, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "silently", "quant_algo: FP8"),
     ("engine", algo(SQ, kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "block reuse", "remove"),
     ("engine", algo(WO, "draft", kv="FP8"), "fp8-kv-needs-fp8-weights-for-paged-fmha", "W8A16", "remove"),
-    ("torch", algo(WO, kv="FP8"), "toolkit-fp8-kv", "does not go with quant_algo W8A16", "FP8"),
+    ("torch", algo(WO, kv="FP8"), "toolkit-fp8-kv", "cannot be combined with quant_algo W8A16", "FP8"),
     ("torch", algo(NONE, "draft", kv="FP8"), "toolkit-fp8-kv", "NO_QUANT", "remove"),
-    ("pytorch", algo(NONE, kv="FP8"), "toolkit-fp8-kv", "calibrated with FP8", "remove"),
+    ("pytorch", algo(NONE, kv="FP8"), "toolkit-fp8-kv", "calibrated only with FP8", "remove"),
     # families
     ("engine", algo(SQ), "smoothquant-families", "Llama 3 is a family", "FP8 or W8A16"),
     ("engine", {**algo(SQ, "draft"), **gpu("H100", 2), "engine__tp_size": 2},
      "smoothquant-families", "as not supported", "allow_unsupported"),
     ("int8", {**model("target", LLAMA), **model("draft", LLAMA_DRAFT)}, "smoothquant-families", "ModelOpt lists", "W8A16"),
     ("int8", QWEN3, "smoothquant-families", "Qwen 3 is a family that ModelOpt does not list", "W8A16"),
-    ("engine", {**QWEN3, **V021}, "qwen3-min-version", "no Qwen 3", "1.2.1"),
+    ("engine", {**QWEN3, **V021}, "qwen3-min-version", "does not support Qwen 3", "1.2.1"),
     # measured while building
     ("pytorch", {"speculation__max_draft_len": "auto", "hardware__gpu": "auto"},
-     "toolkit-auto-draft-len", "none is named", "hardware.gpu"),
+     "toolkit-auto-draft-len", "the YAML names none", "hardware.gpu"),
     # layouts of the embedded engine
     ("torch", {"speculation__draft_len_schedule": {1: 4, 2: 0}, "triton__layout": "bls"},
-     "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
+     "toolkit-bls-drafts", "at every load", "layout: llmapi"),
     ("torch", {"speculation__max_concurrency": 4, "triton__layout": "bls"},
-     "toolkit-bls-drafts", "whatever the load", "layout: llmapi"),
-    ("engine", {"speculation__max_concurrency": 4}, "toolkit-engine-flow-load", "whatever the load", "trtllm_pytorch"),
+     "toolkit-bls-drafts", "at every load", "layout: llmapi"),
+    ("engine", {"speculation__max_concurrency": 4}, "toolkit-engine-flow-load", "at every load", "trtllm_pytorch"),
     ("torch", {"draft": None, "speculation__kind": "ngram", "triton__layout": "bls"},
      "toolkit-bls-drafts", "ngram has none", "layout: llmapi"),
     # versions
@@ -107,10 +109,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("int8", V13, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),
     ("engine", {**PLAIN, **V13}, "engine-flow-removed", "1.3", "1.2.1"),
     ("pytorch", V021, "draft-target-min-version", "no draft-target", "1.2.1"),
-    ("pytorch", V10, "unified-hf-min-version", "1.2.0 and later, not 1.0", "1.2.1"),
-    ("pytorch", V11, "unified-hf-min-version", "not 1.1", "allow_unsupported"),
+    ("pytorch", V10, "unified-hf-min-version", "1.2.0 and later, not for 1.0", "1.2.1"),
+    ("pytorch", V11, "unified-hf-min-version", "not for 1.1", "allow_unsupported"),
     # parallelism
-    ("pytorch", {**gpu("H200", 2), "engine__pp_size": 2}, "no-pp-with-draft-target", "without pipeline", "tp_size: 2"),
+    ("pytorch", {**gpu("H200", 2), "engine__pp_size": 2}, "no-pp-with-draft-target", "does not support pipeline", "tp_size: 2"),
     ("engine", {**gpu("H200", 4), "engine__tp_size": 2, "engine__pp_size": 2},
      "no-pp-with-draft-target", "two models", "tp_size: 4"),
     ("pytorch", {**gpu("H200", 3), "engine__tp_size": 3}, "heads-divide-tp", "64 attention heads", "1 or 2 or 4 or 8"),
@@ -121,43 +123,43 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
                  "engine__gpus_per_node": 32}, "layers-for-pp", "16 layers for 32", "16 or less"),
     ("engine", {**PLAIN, **model("target", "meta-llama/Llama-3.1-405B-Instruct"), **gpu("H200", 8, hardware__nodes=4),
                 "engine__tp_size": 8, "engine__pp_size": 4},
-     "toolkit-even-pipeline", "126 layers do not divide among 4", "1 or 2 or 3 or 6"),
-    ("pytorch", {"engine__tp_size": 2}, "world-size", "2 ranks need as many GPUs, and there are 1", "tp_size: 1"),
+     "toolkit-even-pipeline", "126 layers cannot be divided evenly among 4", "1 or 2 or 3 or 6"),
+    ("pytorch", {"engine__tp_size": 2}, "world-size", "2 ranks need one GPU each, and there are 1", "tp_size: 1"),
     ("engine", {**gpu("H200", 4), "engine__tp_size": 8}, "world-size", "there are 4", "tp_size: 4"),
     ("pytorch", {**PLAIN, **gpu("H200", 2), "engine__tp_size": 2, "engine__pp_size": 2},
      "world-size", "= 4 ranks", "hardware.count"),
     ("pytorch", {**gpu("H200", 8, hardware__nodes=2), "engine__tp_size": 16, "engine__gpus_per_node": 4},
      "world-size", "2 machines", "nodes: 4"),
     ("pytorch", {**gpu("H200", 4, hardware__nodes=2), "engine__tp_size": 8},
-     "ranks-per-node", "places 8 ranks on a machine with 4", "gpus_per_node: 4"),
+     "ranks-per-node", "puts 8 ranks on a machine with 4", "gpus_per_node: 4"),
     # lengths
     ("pytorch", {"engine__max_seq_len": 131073}, "length-within-model", "131072 positions", "131072 or less"),
     ("engine", {**QWENS, "engine__max_seq_len": 40000}, "length-within-model", "32768", "32768"),
     ("torch", {"engine__max_seq_len": 200000}, "length-within-model", "beyond the target's", "set max_seq_len"),
     ("pytorch", {**QWEN3, **model("draft", QWEN_DRAFT), "engine__max_seq_len": 40000},
      "draft-seq-len", "the draft's 32768", "longer context"),
-    ("pytorch", model("draft", QWEN_DRAFT), "same-vocab", "151936 is not the target's of 128256", "own family"),
-    ("int8", model("draft", LLAMA_DRAFT), "same-vocab", "another tokenizer", "family"),
+    ("pytorch", model("draft", QWEN_DRAFT), "same-vocab", "the draft has 151936 tokens in its vocabulary and the target 128256", "target's family"),
+    ("int8", model("draft", LLAMA_DRAFT), "same-vocab", "different tokenizers", "family"),
     ("torch", model("draft", "mistralai/Mistral-7B-Instruct-v0.3"), "same-vocab", "32768", "family"),
     # sizes
     ("pytorch", {"engine__max_num_tokens": 512}, "input-within-num-tokens", "a prompt of 1024", "max_num_tokens: 1024"),
     ("engine", {"engine__max_input_len": 9000, "engine__max_seq_len": 9500}, "input-within-num-tokens", "allows 8192", "9000"),
-    ("pytorch", {"engine__max_batch_size": 2000}, "draft-within-num-tokens", "10000 tokens a step", "max_batch_size: 1638"),
+    ("pytorch", {"engine__max_batch_size": 2000}, "draft-within-num-tokens", "10000 tokens per step", "max_batch_size: 1638"),
     ("pytorch", {"engine__max_batch_size": 600, "speculation__max_draft_len": 16},
      "draft-within-num-tokens", "16 + 1", "10200"),
     ("pytorch", {"engine__tokens_per_block": 48}, "tokens-per-block-power-of-two", "48", "32 or 64"),
-    ("engine", {"engine__tokens_per_block": 100}, "tokens-per-block-power-of-two", "no power of two", "64"),
+    ("engine", {"engine__tokens_per_block": 100}, "tokens-per-block-power-of-two", "not a power of two", "64"),
     ("engine", {"engine__multiple_profiles": True, "engine__opt_num_tokens": 64},
      "profiles-with-opt-tokens", "refuses", "remove one"),
     ("engine", {"engine__enable_block_reuse": False}, "block-reuse-for-drafts", "block reuse", "true"),
     # acceptance, layouts, hardware
-    ("engine", {"draft": None, "speculation__kind": "ngram"}, "ngram-of-flow", "looking the text up", "trtllm_pytorch"),
-    ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "a request states its own", "remove"),
+    ("engine", {"draft": None, "speculation__kind": "ngram"}, "ngram-of-flow", "n-gram lookup", "trtllm_pytorch"),
+    ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "each request states its own", "remove"),
     ("pytorch", {**V11, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "1.1 has no", "1.2.1"),
     ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",
-     "cannot accept by rejection", "auto"),
+     "does not have the acceptance rule rejection", "auto"),
     ("pytorch", {"speculation__acceptance": "rejection"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
-    ("pytorch", {"speculation__acceptance": "coupled"}, "acceptance-rule", "cannot accept by coupled", "torch"),
+    ("pytorch", {"speculation__acceptance": "coupled"}, "acceptance-rule", "does not have the acceptance rule coupled", "torch"),
     ("engine", {"speculation__acceptance": "coupled"}, "acceptance-rule", "no such rule", "auto"),
     ("pytorch", {"triton__layout": "bls"}, "layout-of-flow", "inside one runtime", "llmapi"),
     ("engine", {"triton__layout": "llmapi"}, "layout-of-flow", "never served two", "bls"),
@@ -171,16 +173,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("pytorch", {**PLAIN, "engine__max_seq_len": 40000, **algo("FP8"), **gpu("H100")},
      "memory", "one sequence", "max_seq_len: 20000"),
     # A checkpoint's own code
-    ("torch", {"target__trust_remote_code": True}, "toolkit-remote-code", "embedded engine has models of its own", "remove"),
-    ("engine", {"draft__trust_remote_code": True}, "toolkit-remote-code", "trtllm-build reads a form", "remove"),
+    ("torch", {"target__trust_remote_code": True}, "toolkit-remote-code", "embedded engine has its own models", "remove"),
+    ("engine", {"draft__trust_remote_code": True}, "toolkit-remote-code", "trtllm-build reads a format", "remove"),
     ("pytorch", model("target", "somebody/unheard-of"),
-     "shape-needed", "no folder somebody/unheard-of beside the YAML; read as a model id", "unheard-of config.json"),
+     "shape-needed", "no folder somebody/unheard-of beside the YAML, so this is read as a model id", "unheard-of config.json"),
 ]  # fmt: skip
 
 
 def refused(kind: str, keys: dict[str, Any]) -> list[Judgement]:
     return [
-        one for one in make_plan(config_of(kind, **keys)).judgements if one.severity == "refused"
+        judgement
+        for judgement in make_plan(config_of(kind, **keys)).judgements
+        if judgement.severity == "refused"
     ]
 
 
@@ -193,15 +197,19 @@ def test_what_cannot_work_is_refused_with_what_would(
     kind: str, keys: dict[str, Any], rule: str, what: str, hint: str
 ) -> None:
     assert rule in RULES
-    texts = [(one.what, one.hint) for one in refused(kind, keys) if one.rule == rule]
+    texts = [
+        (judgement.what, judgement.hint)
+        for judgement in refused(kind, keys)
+        if judgement.rule == rule
+    ]
     assert any(
-        what in said and offered is not None and hint in offered for said, offered in texts
+        what in judged and offered is not None and hint in offered for judged, offered in texts
     ), texts or refused(kind, keys)
 
 
 @pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8"])
 def test_the_bases_of_that_table_work(kind: str) -> None:
-    """Else the refusals above might come from something else."""
+    """Otherwise the refusals above might come from the base and not from the keys laid over it."""
     assert refused(kind, {}) == []
 
 
@@ -212,8 +220,8 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
     }  # fmt: skip
-    own = {"mlp-divides-tp", "toolkit-already-quantized"}  # tested below
-    assert {case[2] for case in REFUSED} | adjusts_or_warns | own == set(RULES)
+    tested_below = {"mlp-divides-tp", "toolkit-already-quantized"}
+    assert {case[2] for case in REFUSED} | adjusts_or_warns | tested_below == set(RULES)
 
 
 def test_every_rule_has_its_code_under_its_id() -> None:
@@ -235,7 +243,7 @@ def test_everything_is_refused_at_once() -> None:
         "triton__layout": "bls",
         "speculation__acceptance": "coupled",
     }
-    rules = {one.rule for one in refused("pytorch", keys)}
+    rules = {judgement.rule for judgement in refused("pytorch", keys)}
     assert rules >= {
         "no-w8a8-in-pytorch",
         "heads-divide-tp",
@@ -254,14 +262,16 @@ def test_a_model_whose_mlp_does_not_divide_is_refused() -> None:
         "engine__tp_size": 12,
         "engine__gpus_per_node": 12,
     }
-    (one,) = [one for one in refused("pytorch", keys) if one.rule == "mlp-divides-tp"]
-    assert "MLP of 8960" in one.what
+    (judgement,) = [
+        judgement for judgement in refused("pytorch", keys) if judgement.rule == "mlp-divides-tp"
+    ]
+    assert "MLP (intermediate_size 8960)" in judgement.what
 
 
 def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_runs(
     tmp_path: Path,
 ) -> None:
-    """And one that is quantized as asked takes no memory to be quantized."""
+    """One that is quantized as the YAML says needs no memory for quantizing."""
     quantized: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
     for role, name in (("target", LLAMA), ("draft", LLAMA_DRAFT)):
         (tmp_path / role).mkdir()
@@ -270,14 +280,15 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
             json.dumps({"quantization": quantized})
         )
     keys = {f"{role}__checkpoint": tmp_path / role for role in ("target", "draft")}
-    found = refused("pytorch", keys)
-    assert [one.rule for one in found] == ["toolkit-already-quantized"] * 2
+    judgements = refused("pytorch", keys)
+    assert [judgement.rule for judgement in judgements] == ["toolkit-already-quantized"] * 2
     assert (
-        "is already quantized with FP8, but the YAML asks for FP8 and a FP8 KV cache"
-        in found[0].what
+        "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache"
+        in judgements[0].what
     )
     assert (
-        found[0].hint is not None and "{quant_algo: FP8}, or name the unquantized" in found[0].hint
+        judgements[0].hint is not None
+        and "{quant_algo: FP8}, or name the unquantized" in judgements[0].hint
     )
     plan = make_plan(config_of("pytorch", **keys, **both("FP8")))
     assert plan.possible
@@ -314,13 +325,15 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
 def test_the_ranks_that_are_offered_instead_work(
     kind: str, keys: dict[str, Any], rule: str
 ) -> None:
-    (hint,) = [one.hint for one in refused(kind, keys) if one.rule == rule]
+    (hint,) = [judgement.hint for judgement in refused(kind, keys) if judgement.rule == rule]
     assert hint is not None
     offered = {
         f"engine__{name}": int(size) for name, size in re.findall(r"(tp_size|pp_size): (\d+)", hint)
     }
     assert not [
-        one for one in resolve(subject(kind, **{**keys, **offered})) if one.severity == "refused"
+        judgement
+        for judgement in resolve(subject(kind, **{**keys, **offered}))
+        if judgement.severity == "refused"
     ], hint
 
 
@@ -329,7 +342,9 @@ def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:
     if subject("engine", **keys).gpu is not None:
         pytest.skip("this machine has a GPU that is known")
     plan = make_plan(config_of("engine", **keys))
-    assert [one.rule for one in plan.judgements if one.severity == "warning"] == ["hardware-needed"]
+    assert [judgement.rule for judgement in plan.judgements if judgement.severity == "warning"] == [
+        "hardware-needed"
+    ]
     assert plan.serving is None and plan.predictions[0].plain_tokens_per_s is None
 
 
@@ -344,18 +359,26 @@ def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:
 )
 def test_what_nobody_vouches_for_can_be_allowed(kind: str, keys: dict[str, Any], rule: str) -> None:
     allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
-    found = [one for one in resolve(subject(kind, **keys, **allowed)) if one.rule == rule]
-    assert found and {one.severity for one in found} == {"warning"}
+    judgements = [
+        judgement
+        for judgement in resolve(subject(kind, **keys, **allowed))
+        if judgement.rule == rule
+    ]
+    assert judgements and {judgement.severity for judgement in judgements} == {"warning"}
 
 
 @pytest.mark.parametrize("keys", [gpu("B200"), both(SQ) | gpu("B200"), V13])
 def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
     allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
-    strict = {one.rule for one in resolve(subject("int8", **keys)) if one.severity == "refused"} - {
-        "smoothquant-families"
-    }
+    strict = {
+        judgement.rule
+        for judgement in resolve(subject("int8", **keys))
+        if judgement.severity == "refused"
+    } - {"smoothquant-families"}
     assert {
-        one.rule for one in resolve(subject("int8", **keys, **allowed)) if one.severity == "refused"
+        judgement.rule
+        for judgement in resolve(subject("int8", **keys, **allowed))
+        if judgement.severity == "refused"
     } == strict
 
 
@@ -405,17 +428,18 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "pytorch",
             {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}},
             "draft-len-schedule",
-            "greatest batch sizes",
+            "1.3 reads them as the largest",
         ),
     ],
 )
 def test_what_changes_in_silence_is_said_before(
     kind: str, keys: dict[str, Any], rule: str, words: str
 ) -> None:
-    found = resolve(subject(kind, **keys))
+    judgements = resolve(subject(kind, **keys))
     assert any(
-        one.rule == rule and one.severity == "adjusted" and words in one.what for one in found
-    ), found
+        judgement.rule == rule and judgement.severity == "adjusted" and words in judgement.what
+        for judgement in judgements
+    ), judgements
 
 
 @pytest.mark.parametrize(
@@ -438,8 +462,10 @@ def test_what_changes_in_silence_is_said_before(
 def test_what_may_work_and_is_not_vouched_for_is_a_warning(
     kind: str, keys: dict[str, Any], rule: str
 ) -> None:
-    found = [one for one in resolve(subject(kind, **keys)) if one.rule == rule]
-    assert found and {one.severity for one in found} == {"warning"}
+    judgements = [
+        judgement for judgement in resolve(subject(kind, **keys)) if judgement.rule == rule
+    ]
+    assert judgements and {judgement.severity for judgement in judgements} == {"warning"}
 
 
 @pytest.mark.parametrize(
@@ -450,7 +476,7 @@ def test_what_may_work_and_is_not_vouched_for_is_a_warning(
     ],
 )
 def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any]) -> None:
-    assert not {one.rule for one in resolve(subject("pytorch", **keys))} & {
+    assert not {judgement.rule for judgement in resolve(subject("pytorch", **keys))} & {
         "toolkit-parity-prompts",
         "toolkit-draft-is-target",
     }

@@ -1,4 +1,4 @@
-"""What `toolkit init` writes loads, can work, and is no larger than it has to be."""
+"""The YAML that `toolkit init` writes loads, can work, and takes no more GPUs than needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.config.schema import TensorRtLlmConfig, TorchEngineConfig
 from toolkit.errors import UsageError
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS
-from toolkit.plan.make import gpu_asked_for, make_plan
+from toolkit.plan.make import gpu_from_user, make_plan
 from toolkit.plan.suggest import suggest
 
 
@@ -25,7 +25,7 @@ from toolkit.plan.suggest import suggest
         (LLAMA, LLAMA_DRAFT, "B200", "trtllm_pytorch", "FP8", 1),
         (LLAMA, LLAMA_DRAFT, "A100", "trt_engine", "W8A16", 2),
         (QWEN, QWEN_DRAFT, "A100", "trt_engine", "W8A8_SQ_PER_CHANNEL", 2),
-        # Four would hold a full batch, and the draft's 14 heads do not split over four.
+        # Four would hold a full batch, but the draft's 14 heads cannot be split over four.
         (QWEN, QWEN_DRAFT, "A100-40GB", "trt_engine", "W8A8_SQ_PER_CHANNEL", 2),
         ("meta-llama/Llama-3.1-405B-Instruct", LLAMA_DRAFT, "H200", "trtllm_pytorch", "FP8", 4),
         (QWEN, None, "A100", "trt_engine", "W8A8_SQ_PER_CHANNEL", 2),
@@ -47,7 +47,7 @@ def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
     file.write_text(made.text)
     config = load_config(file, texts=False)
     assert {config.validation.prompts, config.calibration and config.calibration.dataset} == {
-        tmp_path / one for one in made.texts
+        tmp_path / file_name for file_name in made.texts
     }
     assert make_plan(config) == made.plan
     assert config.name == made.name == file.stem
@@ -58,7 +58,7 @@ def test_what_is_written_can_work_on_as_few_gpus_as_that_takes(
 
 def test_what_fits_nowhere_says_what_stood_against_it(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"nothing that was tried can work: .* do not fit L4"
+        UsageError, match=r"no deployment that was tried can work: .* do not fit L4"
     ) as caught:
         suggest(
             Path("meta-llama/Llama-3.1-405B-Instruct"),
@@ -86,9 +86,7 @@ def test_folders_beneath_the_file_are_written_relative_and_odd_names_in_quotes(
 
 
 def test_a_small_model_on_a_cpu_gets_one_thread_and_a_measured_draft_length(tmp_path: Path) -> None:
-    """With all threads and chunks 10 ms apart the shipped pair fails the gate that the same file
-    sets.
-    """
+    """With all threads and with chunks 10 ms apart, the shipped pair fails its own latency gate."""
     shipped = Path(__file__).parents[2] / "configs" / "quickstart"
     (tmp_path / "small.yaml").write_text(
         suggest(shipped / "target", shipped / "draft", None, folder=tmp_path).text
@@ -118,16 +116,16 @@ def test_the_file_s_name_is_the_deployment_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "written, found",
+    "name, row",
     [("h100", "H100"), ("Rtx4090", "RTX4090"), ("a100-40gb", "A100-40GB"), ("H100-80GB", "H100")],
 )
-def test_a_gpu_is_found_however_it_is_cased(written: str, found: str) -> None:
-    assert gpu_asked_for(written) is GPUS[found]
+def test_a_gpu_is_found_however_it_is_cased(name: str, row: str) -> None:
+    assert gpu_from_user(name) is GPUS[row]
 
 
 def test_an_unknown_gpu_gets_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean H200"):
-        gpu_asked_for("h20")
+        gpu_from_user("h20")
     with pytest.raises(UsageError, match="known: A100-40GB") as caught:
-        gpu_asked_for("MI300X")
+        gpu_from_user("MI300X")
     assert "did you mean" not in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 from toolkit.checkpoints.reader import check_against_shape, read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_json, read_shape
 from toolkit.facts.models import CONFIGS
-from toolkit.plan.subject import splits
+from toolkit.plan.subject import can_split
 from toolkit.standins.checkpoints import LAYERS, next_tokens, scaled_config, write_stand_in
 from toolkit.standins.tokenizer import habits_of, merges, num_tokens, write_tokenizer
 
@@ -67,7 +67,7 @@ def test_tensor_parallelism_splits_a_stand_in_as_it_splits_the_model(
     name: str, tp_size: int
 ) -> None:
     real, made = scaled(name, tp_size)
-    assert splits(made, tp_size) == splits(real, tp_size)
+    assert can_split(made, tp_size) == can_split(real, tp_size)
     assert (made.num_kv_heads % tp_size == 0) == (real.num_kv_heads % tp_size == 0)
     assert made.intermediate_size % tp_size == 0
 

@@ -45,10 +45,10 @@ def init(
     """Write a commented YAML for a pair, with values read from the checkpoints, that the plan
     says can work.
     """
-    from toolkit.plan.make import gpu_asked_for
+    from toolkit.plan.make import gpu_from_user
     from toolkit.plan.suggest import suggest
 
-    row = None if gpu is None else gpu_asked_for(gpu)
+    row = None if gpu is None else gpu_from_user(gpu)
     folder = (Path.cwd() if out is None else out.absolute().parent).resolve()
     models = (_checkpoint(target), None if draft is None else _checkpoint(draft))
     made = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)

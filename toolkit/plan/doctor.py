@@ -1,8 +1,7 @@
-"""What this machine can and cannot do for the toolkit, each finding with what fixes it. Nothing is
-changed.
+"""Check what this machine can and cannot do for the toolkit, and say how to fix what is missing.
 
-Every check stands alone and takes what it looks at as it finds it: a broken installation is what a
-doctor is called for.
+The checks change nothing. They are independent of one another and assume nothing about the
+installation, since a broken installation is the reason to call a doctor.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ MISSING: Final = "missing"
 MIN_MEMORY_BYTES = 4 * 2**30
 MIN_DISK_BYTES = 2 * 2**30
 MIN_SHM_BYTES = 64 * 2**20
-EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
+INSTALL_EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """status: ok, warn (it works, less well) or missing. essential: nothing can be built without
+    """The result of one check.
+
+    status: ok, warn (it works, but less well) or missing. essential: nothing can be built without
     it.
     """
 
@@ -55,11 +56,12 @@ def diagnose(
     find_libpython: Callable[[], Path | None],
     find_compiler: Callable[[], str | None],
 ) -> list[Diagnosis]:
-    """Look at everything. folder: where results would go.
+    """Run all checks. folder: where the results of a build would go.
 
-    find_server: the program, and the wheel's folder if it is that one's; raises ToolkitError where
-    there is none. find_libpython: the folder with the interpreter's shared library. find_compiler:
-    the C++ compiler's path.
+    find_server returns the tritonserver program, and the folder of the nvidia-pytriton wheel if the
+    program comes from that wheel; it raises ToolkitError if there is no server. find_libpython
+    returns the folder that holds the interpreter's shared library. find_compiler returns the path
+    of the C++ compiler.
     """
     checks: tuple[tuple[str, Callable[[], Iterator[Diagnosis]]], ...] = (
         ("python", _python),
@@ -74,44 +76,41 @@ def diagnose(
         ("/dev/shm", _shared_memory),
         ("GPU", _gpu),
     )
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for name, check in checks:
         try:
-            found.extend(check())
-        except Exception as error:  # whatever is broken, the other checks are still worth having
-            found.append(
-                Diagnosis(name, WARN, f"could not be looked at: {error}", "look at it by hand")
+            diagnoses.extend(check())
+        except Exception as error:  # the other checks are still useful
+            diagnoses.append(
+                Diagnosis(name, WARN, f"the check failed: {error}", "check it by hand")
             )
-    return found
+    return diagnoses
 
 
 def _python() -> Iterator[Diagnosis]:
     running = platform.python_version()
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    hint = None if fits else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
-    yield Diagnosis(
-        "python", OK if fits else MISSING, f"{running} at {sys.executable}", hint, essential=True
-    )
+    is_supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    hint = None if is_supported else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
+    status = OK if is_supported else MISSING
+    yield Diagnosis("python", status, f"{running} at {sys.executable}", hint, essential=True)
     library, libc = platform.libc_ver()
     if library == "glibc":
-        new_enough = tuple(int(part) for part in libc.split(".")[:2]) >= (2, 35)
-        hint = (
-            None
-            if new_enough
-            else "use a system with glibc 2.35 or newer; the bundled server needs it"
-        )
-        yield Diagnosis("glibc", OK if new_enough else WARN, libc, hint)
+        is_new_enough = tuple(int(part) for part in libc.split(".")[:2]) >= (2, 35)
+        hint = "use a system with glibc 2.35 or newer; the bundled server needs it"
+        if is_new_enough:
+            yield Diagnosis("glibc", OK, libc)
+        else:
+            yield Diagnosis("glibc", WARN, libc, hint)
 
 
 def _cpu() -> Iterator[Diagnosis]:
     facts = machine()
     cores = usable_cores()
-    yield Diagnosis(
-        "cores",
-        OK if cores > 1 else WARN,
-        f"{cores} of {os.cpu_count()}, {facts['cpu']}",
-        None if cores > 1 else "use 2 or more",
-    )
+    detail = f"{cores} of {os.cpu_count()}, {facts['cpu']}"
+    if cores > 1:
+        yield Diagnosis("cores", OK, detail)
+    else:
+        yield Diagnosis("cores", WARN, detail, "use 2 or more")
     sets = facts["instruction_sets"]
     if platform.machine() != "x86_64":
         yield Diagnosis(
@@ -125,13 +124,12 @@ def _cpu() -> Iterator[Diagnosis]:
             "instruction set",
             WARN,
             sets or "no AVX2",
-            "compiled engines want AVX2; set engine.mode: eager",
+            "compiled engines need AVX2; set engine.mode: eager",
         )
     else:
-        fast = {"avx512_vnni", "avx_vnni"} & cpu_flags()
-        yield Diagnosis(
-            "instruction set", OK, sets + ("" if fast else " (no VNNI: INT8 is slower here)")
-        )
+        has_vnni = bool({"avx512_vnni", "avx_vnni"} & cpu_flags())
+        note = "" if has_vnni else " (no VNNI: INT8 is slower here)"
+        yield Diagnosis("instruction set", OK, sets + note)
 
 
 def _memory() -> Iterator[Diagnosis]:
@@ -139,7 +137,7 @@ def _memory() -> Iterator[Diagnosis]:
     hint = (
         None
         if total >= MIN_MEMORY_BYTES
-        else "4 GB are enough for the quickstart; a model of N parameters wants about 10 N bytes"
+        else "4 GB are enough for the quickstart; a model of N parameters needs about 10 N bytes"
     )
     yield Diagnosis("memory", OK if hint is None else WARN, size(total), hint)
 
@@ -152,11 +150,11 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
         else "free some space: builds keep quantized weights and engines"
     )
     yield Diagnosis("disk", OK if hint is None else WARN, f"{size(free)} free in {folder}", hint)
-    writable = os.access(folder, os.W_OK)
-    hint = None if writable else "run from a folder of your own"
+    is_writable = os.access(folder, os.W_OK)
+    hint = None if is_writable else "run the toolkit from a folder that you can write to"
     yield Diagnosis(
         "results",
-        OK if writable else MISSING,
+        OK if is_writable else MISSING,
         f"build/, engines/, triton_repo/ in {folder}",
         hint,
         essential=True,
@@ -164,10 +162,10 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
 
 
 def _libraries() -> Iterator[Diagnosis]:
-    """Installed, and importable where that costs little; torch and ModelOpt are imported, since
-    a broken one is common.
+    """Check that every library is installed and can be imported: a broken torch or ModelOpt is
+    common. Only tensorrt_llm is not imported.
     """
-    needed = {
+    module_of_package = {
         "torch": "torch",
         "transformers": "transformers",
         "nvidia-modelopt": "modelopt.torch.quantization",
@@ -176,7 +174,7 @@ def _libraries() -> Iterator[Diagnosis]:
         "tritonclient": "tritonclient.grpc",
         "scipy": "scipy.stats",
     }
-    for name, module in needed.items():
+    for name, module in module_of_package.items():
         try:
             installed = version(name)
         except PackageNotFoundError:
@@ -209,13 +207,11 @@ def _libraries() -> Iterator[Diagnosis]:
 
 def _numpy() -> Iterator[Diagnosis]:
     installed = version("numpy")
-    old = int(installed.split(".", 1)[0]) < 2
-    hint = (
-        None
-        if old
-        else "pip install 'numpy<2': Triton's Python stub dies with numpy 2 at the first request"
-    )
-    yield Diagnosis("numpy", OK if old else MISSING, installed, hint, essential=True)
+    if int(installed.split(".", 1)[0]) < 2:
+        yield Diagnosis("numpy", OK, installed, essential=True)
+        return
+    hint = "pip install 'numpy<2': with numpy 2, Triton's Python stub dies at the first request"
+    yield Diagnosis("numpy", MISSING, installed, hint, essential=True)
 
 
 def _compiler(path: str | None) -> Iterator[Diagnosis]:
@@ -237,28 +233,28 @@ def _server(
     except ToolkitError as error:
         detail = "neither on PATH nor in the nvidia-pytriton wheel"
         yield Diagnosis(
-            "tritonserver", MISSING, detail, error.hint or EXTRA.format("embedded"), essential=True
+            "tritonserver",
+            MISSING,
+            detail,
+            error.hint or INSTALL_EXTRA.format("embedded"),
+            essential=True,
         )
         return
-    yield Diagnosis(
-        "tritonserver",
-        OK,
-        f"{binary}"
-        f" ({'PATH' if wheel is None else 'nvidia-pytriton ' + version('nvidia-pytriton')})",
-    )
+    origin = "PATH" if wheel is None else f"nvidia-pytriton {version('nvidia-pytriton')}"
+    yield Diagnosis("tritonserver", OK, f"{binary} ({origin})")
     if wheel is None:
-        return  # complete in itself
+        return  # a server on the PATH brings its own Python stub
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     stubs = wheel / "python_backend_stubs"
     if (stubs / running / "triton_python_backend_stub").is_file():
         yield Diagnosis("Python stub", OK, f"for Python {running}")
     else:
-        brought = ", ".join(sorted(path.name for path in stubs.glob("*")))
+        supported = ", ".join(sorted(path.name for path in stubs.glob("*")))
         yield Diagnosis(
             "Python stub",
             MISSING,
             f"none for Python {running}",
-            f"use one of {brought}",
+            f"use one of these Python versions: {supported}",
             essential=True,
         )
     folder = find_libpython()
@@ -269,7 +265,7 @@ def _server(
         yield Diagnosis(
             "libpython",
             MISSING,
-            "no shared library of this interpreter, which the stub needs",
+            "this interpreter has no shared library, and the Python stub needs it",
             hint,
             essential=True,
         )
@@ -290,20 +286,20 @@ def _loopback() -> Iterator[Diagnosis]:
     yield Diagnosis(
         "loopback",
         OK,
-        "127.0.0.1 listens and answers; servers take free ports unless the YAML names some",
+        "127.0.0.1 accepts connections; servers take free ports unless the YAML names ports",
     )
-    taken = [str(port) for port in (8000, 8001, 8002) if _listens(port)]
-    if taken:
+    used_ports = [str(port) for port in (8000, 8001, 8002) if _is_in_use(port)]
+    if used_ports:
         hint = (
             "nothing to do while triton.*_port is 0, the default; launch.sh takes other ports as"
             " arguments"
         )
-        yield Diagnosis("default ports", WARN, f"in use: {', '.join(taken)}", hint)
+        yield Diagnosis("default ports", WARN, f"in use: {', '.join(used_ports)}", hint)
     else:
         yield Diagnosis("default ports", OK, "8000, 8001 and 8002 are free")
 
 
-def _listens(port: int) -> bool:
+def _is_in_use(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -318,7 +314,7 @@ def _shared_memory() -> Iterator[Diagnosis]:
     hint = (
         None
         if free >= MIN_SHM_BYTES
-        else "docker run --shm-size=256m, or free /dev/shm: the Python backend talks through it"
+        else "docker run --shm-size=256m, or free /dev/shm: Triton's Python backend uses it"
     )
     yield Diagnosis(
         "/dev/shm", OK if hint is None else MISSING, f"{size(free)} free", hint, essential=True
@@ -332,11 +328,10 @@ def _gpu() -> Iterator[Diagnosis]:
         return
     import torch
 
-    usable = torch.cuda.is_available()
-    hint = None if usable else "install a CUDA build of torch: https://pytorch.org/get-started"
-    yield Diagnosis(
-        "GPU",
-        OK if usable else WARN,
-        ", ".join(names) + ("" if usable else f"; torch {torch.__version__} cannot use it"),
-        hint,
-    )
+    detail = ", ".join(names)
+    if torch.cuda.is_available():
+        yield Diagnosis("GPU", OK, detail)
+        return
+    detail += f"; torch {torch.__version__} cannot use it"
+    hint = "install a CUDA build of torch: https://pytorch.org/get-started"
+    yield Diagnosis("GPU", WARN, detail, hint)

@@ -1,8 +1,7 @@
-"""The plan of a deployment: what is read (shapes, GPUs), what the rules say, what it needs and how
-fast it can be.
+"""Make the plan of a deployment: whether it can work, what memory it needs, how fast it can be.
 
-Nothing is run, and nothing heavy is imported: a plan takes a fraction of a second and works before
-anything is downloaded.
+A plan is made from the config, the models' shapes and the GPUs. It runs nothing and imports nothing
+heavy, so it takes a fraction of a second and works before anything is downloaded.
 """
 
 from __future__ import annotations
@@ -19,29 +18,33 @@ from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE
 from toolkit.pipeline.machine import gpus, memory_bytes
-from toolkit.plan.memory import judge_memory, memory_of, parameters_in_words
+from toolkit.plan.memory import judge_memory, memory_of, parameters_text
 from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
 
-__all__ = ["gpu_asked_for", "gpu_named", "make_plan", "subject_of"]
+__all__ = ["gpu_from_driver_name", "gpu_from_user", "make_plan", "subject_of"]
 
 
 def make_plan(config: DeploymentConfig) -> Plan:
-    """Raises CheckpointError for a checkpoint whose config.json cannot be read."""
-    subject, unread = subject_of(config)
+    """Judge the deployment and predict its memory, speed and build time.
+
+    Raises CheckpointError for a checkpoint whose config.json cannot be read.
+    """
+    subject, unread_models = subject_of(config)
     host_bytes = memory_bytes()
-    resolved = resolve(subject)
-    impossible = any(one.severity == "refused" for one in (*resolved, *unread))
-    # Memory of what cannot be built would be advice on top of a refusal that changes it.
-    fitting = () if impossible else tuple(judge_memory(subject, host_bytes))
+    by_rules = resolve(subject)
+    # A refusal has to be fixed first, and the fix changes the memory: no advice on it until then.
+    by_memory = (
+        () if _is_refused(*by_rules, *unread_models) else tuple(judge_memory(subject, host_bytes))
+    )
     stages, serving = memory_of(subject, host_bytes) if _has_numbers(subject) else ((), None)
-    judgements = by_severity(*unread, *resolved, *fitting)
+    judgements = by_severity(*unread_models, *by_rules, *by_memory)
     return Plan(
         name=config.name,
-        possible=not any(one.severity == "refused" for one in judgements),
+        possible=not _is_refused(*judgements),
         summary=_summary(subject),
         judgements=judgements,
         memory=stages,
@@ -52,12 +55,10 @@ def make_plan(config: DeploymentConfig) -> Plan:
 
 
 def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]]:
-    """The deployment with what is known around it, and a refusal for every model of which
-    nothing is.
-    """
+    """Collect what the rules look at, and refuse every model whose shape is not known here."""
     shapes: dict[Role, ModelShape] = {}
     quantized: dict[Role, Quantization] = {}
-    unread: list[Judgement] = []
+    unread_models: list[Judgement] = []
     models: dict[Role, ModelConfig | None] = {"target": config.target, "draft": config.draft}
     for role, model in models.items():
         if model is None:
@@ -74,44 +75,45 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
                 quantized[role] = stated
             continue
         what = (
-            f"no folder {model.hub_id} beside the YAML; read as a model id of the hub, and nothing"
-            " is known here of it"
+            f"there is no folder {model.hub_id} beside the YAML, so this is read as a model id of"
+            " the hub; but the model is neither in the hub's cache nor known to the toolkit"
         )
-        # all that is read of it here; a build fetches the rest
-        fetched = f"hf download {model.hub_id} config.json"
+        download = f"hf download {model.hub_id} config.json"
         hint = (
-            "fix the path to its folder; or, if it is on the hub, fetch what a plan reads of it:"
-            f" {fetched}"
+            "correct the path of the folder; or, if the model is on the hub, fetch its config.json,"
+            f" which is all that a plan reads: {download}"
         )
-        unread.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, hint))
+        unread_models.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, hint))
     gpu, count = _gpus(config)
-    return Subject(config, shapes, gpu, count, quantized), tuple(unread)
+    return Subject(config, shapes, gpu, count, quantized), tuple(unread_models)
 
 
-def gpu_named(driver_name: str) -> Gpu | None:
-    """The row of a GPU as the driver calls it ("NVIDIA H200"); None for one that is not in the
-    table.
-    """
+def gpu_from_driver_name(driver_name: str) -> Gpu | None:
+    """Look up a GPU by the driver's name for it ("NVIDIA H200"); None if it is not in the table."""
     words = set(driver_name.upper().replace("-", " ").split())
-    found = [name for pattern, name in DRIVER_NAMES.items() if set(pattern.split()) <= words]
-    return GPUS[found[0]] if found else None
+    names = [name for pattern, name in DRIVER_NAMES.items() if set(pattern.split()) <= words]
+    return GPUS[names[0]] if names else None
 
 
-def gpu_asked_for(written: str) -> Gpu:
-    """The row that a word on the command line means: the table's own name in any case, or the
-    driver's. Raises UsageError.
+def gpu_from_user(name: str) -> Gpu:
+    """Look up a GPU by the name a user typed: the table's name in upper or lower case, or the
+    driver's name.
+
+    Raises UsageError for a GPU that is not in the table.
     """
-    by_case = {name.upper(): gpu for name, gpu in GPUS.items()}
-    found = by_case.get(written.upper()) or gpu_named(written)
-    if found is not None:
-        return found
-    near = difflib.get_close_matches(written.upper(), by_case, n=1, cutoff=0.7)
-    hint = f"did you mean {by_case[near[0]].name}? " if near else ""
-    raise UsageError(f"no GPU {written!r} is known", hint=f"{hint}known: {', '.join(GPUS)}")
+    by_upper_name = {known.upper(): gpu for known, gpu in GPUS.items()}
+    gpu = by_upper_name.get(name.upper()) or gpu_from_driver_name(name)
+    if gpu is not None:
+        return gpu
+    near = difflib.get_close_matches(name.upper(), by_upper_name, n=1, cutoff=0.7)
+    hint = f"did you mean {by_upper_name[near[0]].name}? " if near else ""
+    raise UsageError(f"no GPU {name!r} is known", hint=f"{hint}known: {', '.join(GPUS)}")
 
 
 def _folder(model: ModelConfig) -> Path | None:
-    """Where the checkpoint lies: the folder itself, or what the hub's cache has of an id."""
+    """The folder of the checkpoint: as the YAML names it, or in the hub's cache; None if neither
+    exists.
+    """
     if model.hub_id is None:
         return model.checkpoint
     try:
@@ -121,11 +123,13 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
-    """(GPU, how many in all nodes): what the YAML names, else what this machine has."""
+    """The GPU, and how many there are in all nodes together: as the YAML says, else as this machine
+    has them.
+    """
     hardware, engine = config.hardware, config.engine
     if hardware.gpu == "auto":
         names = gpus()
-        return (gpu_named(names[0]) if names else None), (
+        return (gpu_from_driver_name(names[0]) if names else None), (
             hardware.count or len(names)
         ) * hardware.nodes
     if hardware.count is not None:
@@ -134,8 +138,12 @@ def _gpus(config: DeploymentConfig) -> tuple[Gpu | None, int]:
     return GPUS[hardware.gpu], wanted * hardware.nodes
 
 
+def _is_refused(*judgements: Judgement) -> bool:
+    return any(judgement.severity == "refused" for judgement in judgements)
+
+
 def _has_numbers(subject: Subject) -> bool:
-    """Whether arithmetic has a meaning: every shape is known, and splits as asked."""
+    """Whether sizes can be computed: all shapes are known, and no rank is left without a head."""
     tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
     return set(subject.shapes) == set(subject.models) and all(
         tp <= shape.num_heads for shape in subject.shapes.values()
@@ -144,43 +152,43 @@ def _has_numbers(subject: Subject) -> bool:
 
 def _summary(subject: Subject) -> dict[str, str]:
     config, engine = subject.config, subject.config.engine
-    found: dict[str, str] = {}
+    summary: dict[str, str] = {}
     for role, model in subject.models.items():
         name = model.hub_id or model.checkpoint.name
-        size = f", {parameters_in_words(subject.shapes[role])}" if role in subject.shapes else ""
+        size = f", {parameters_text(subject.shapes[role])}" if role in subject.shapes else ""
         kv = (
             f", {model.quantization.kv_cache_quant_algo} KV cache"
             if model.quantization.kv_cache_quant_algo
             else ""
         )
-        found[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
+        summary[role] = f"{name}{size}, {model.quantization.quant_algo}{kv}"
     version = subject.version
     if version is not None:
         flow = "engine flow" if subject.engine_flow is not None else "PyTorch flow"
-        found["engine"] = (
+        summary["engine"] = (
             f"TensorRT-LLM {version.name}, {flow}, tp {engine.tp_size}, pp {engine.pp_size}"
         )
         if subject.engine_flow is not None and version.engine_flow:
-            found["build image"] = BUILD_IMAGE.format(release=version.release)
+            summary["build image"] = BUILD_IMAGE.format(release=version.release)
         if version.serving_tags:
-            found["serving image"] = SERVING_IMAGE.format(tag=version.serving_tags[0])
+            summary["serving image"] = SERVING_IMAGE.format(tag=version.serving_tags[0])
     else:
-        found["engine"] = "embedded (torch)"
-    found["sizes"] = (
+        summary["engine"] = "embedded (torch)"
+    summary["sizes"] = (
         f"{engine.max_batch_size} requests, prompts to {engine.max_input_len}, {engine.max_seq_len}"
         " tokens with output"
     )
     kind, tuned = config.speculation.kind, config.speculation.max_draft_len == "auto"
     length = f"{subject.draft_len} tokens a step" + (" at most, to be measured" if tuned else "")
-    found["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
-    found["hardware"] = (
+    summary["speculation"] = f"{kind}, {length}" if subject.speculates else "none"
+    summary["hardware"] = (
         f"{subject.gpu_count} x {subject.gpu.name}"
         if subject.gpu is not None
         else "this machine's CPU"
     )
     if subject.gpu is None and subject.trtllm is not None:
-        found["hardware"] = "not known"
-    found["layout"] = (
+        summary["hardware"] = "not known"
+    summary["layout"] = (
         "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
     )
-    return found
+    return summary

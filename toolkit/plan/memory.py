@@ -1,8 +1,8 @@
-"""Memory of every stage, by arithmetic: weights, KV caches, activations, and a stated margin.
+"""Compute the memory of every stage: weights, KV caches, activations, and a stated margin.
 
-All sizes are of the fullest rank under tensor and pipeline parallelism, draft included, in bytes.
-What is arithmetic is exact; what is not (activations, the runtime's own) is an assumption, named as
-such in docs/planning.md.
+All sizes are in bytes, for the rank that holds most under tensor and pipeline parallelism, and
+include the draft. Weights and KV caches are exact. Activations and the runtime's own memory are
+assumptions, and docs/planning.md lists them as such.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import ModelConfig, TorchEngineConfig
 from toolkit.facts.gpus import GPUS
-from toolkit.plan.subject import Subject, max_num_tokens, splits
+from toolkit.plan.subject import Subject, can_split, max_num_tokens
 from toolkit.records.plan import Judgement, MemoryItem, Serving, StageMemory
 from toolkit.words import KvCacheQuantAlgo, MemoryPlace, QuantAlgo, Role
 
@@ -23,26 +23,26 @@ __all__ = [
     "linear_params",
     "memory_of",
     "parameters",
-    "parameters_in_words",
+    "parameters_text",
     "weight_bytes",
 ]
 
 GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-# Assumed: CUDA context, libraries' workspaces and CUDA graphs; NCCL's buffers where there are
-# several ranks.
+# Assumed: CUDA context, workspaces of libraries, CUDA graphs; NCCL's buffers if there are several
+# ranks.
 RUNTIME_BYTES = {"trt_engine": GIB, "trtllm_pytorch": 2 * GIB, "torch": GIB // 2}
 NCCL_BYTES = GIB // 2
-LIBRARY_BYTES = (
-    5 * GIB // 8
-)  # measured: 0.49 GB resident once imported, 0.67 GB when they had quantized a model of 12 MB
-TACTICS_BYTES = 2 * GIB  # assumed: what TensorRT tries kernels in
+# Measured: 0.49 GB resident after the import, 0.67 GB after quantizing a model of 12 MB.
+LIBRARY_BYTES = 5 * GIB // 8
+TACTICS_BYTES = 2 * GIB  # assumed: the workspace in which TensorRT tries kernels
 TP_SIZES = (1, 2, 4, 8, 16)
 
 
 def linear_params(shape: ModelShape, tp_size: int = 1) -> int:
-    """Weights of the decoder's linears that one of tp_size ranks holds, in one layer; KV heads
-    are repeated where too few.
+    """The number of weights in one layer's linears that one of tp_size ranks holds.
+
+    If there are fewer KV heads than ranks, each rank holds a copy of one KV head.
     """
     kv_heads = max(1, shape.num_kv_heads // tp_size)
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads // tp_size + 2 * kv_heads)
@@ -50,7 +50,9 @@ def linear_params(shape: ModelShape, tp_size: int = 1) -> int:
 
 
 def parameters(shape: ModelShape) -> int:
-    """Of the whole model; biases and norms of q and k are left out (less than a thousandth)."""
+    """The number of the model's parameters, without biases and the norms of q and k (less than a
+    thousandth of all).
+    """
     per_layer = linear_params(shape) + 2 * shape.hidden_size
     tables = 1 if shape.tie_word_embeddings else 2
     return (
@@ -60,7 +62,7 @@ def parameters(shape: ModelShape) -> int:
     )
 
 
-def parameters_in_words(shape: ModelShape) -> str:
+def parameters_text(shape: ModelShape) -> str:
     count = parameters(shape)
     return f"{count / 1e9:.2f} G parameters" if count >= 1e9 else f"{count / 1e6:.1f} M parameters"
 
@@ -74,9 +76,11 @@ def weight_bytes(
     untied: bool = False,
     dtype: str = "bfloat16",
 ) -> int:
-    """Of the fullest rank. Linears have one byte a weight when quantized; embeddings and LM head
-    keep their dtype, as ModelOpt leaves them. untied: an LM head of its own is written even where
-    it is tied, as the engine flow's checkpoints do.
+    """Bytes of weights on the rank that holds most.
+
+    A quantized linear has one byte per weight. Embeddings and LM head keep their dtype, as ModelOpt
+    leaves them. untied: count the LM head even if it is tied to the embeddings, since checkpoints
+    of the engine flow store both.
     """
     width = DTYPE_BYTES[dtype]
     layers = -(-shape.num_layers // pp_size)
@@ -97,16 +101,20 @@ def kv_bytes_per_token(
     pp_size: int = 1,
     width: int = 2,
 ) -> int:
+    """Bytes of keys and values that one token adds in all layers of a rank.
+
+    width: bytes of a value that is not quantized.
+    """
     layers = -(-shape.num_layers // pp_size)
     kv_heads = max(1, shape.num_kv_heads // tp_size)
     return layers * 2 * kv_heads * shape.head_dim * (width if kv_cache_quant_algo is None else 1)
 
 
 def memory_of(subject: Subject, host_bytes: int) -> tuple[tuple[StageMemory, ...], Serving | None]:
-    """Every stage that needs a notable amount. Serving is None where a shape or the GPU is not
-    known.
+    """The memory of every stage that needs a notable amount, and how many sequences can be served.
 
-    host_bytes: memory of this machine, which the embedded engine on a CPU lives in.
+    The second is None if a shape or the GPU is not known. host_bytes: the memory of this machine;
+    on a CPU, the embedded engine serves from it.
     """
     if set(subject.shapes) != set(subject.models):
         return (), None
@@ -116,7 +124,7 @@ def memory_of(subject: Subject, host_bytes: int) -> tuple[tuple[StageMemory, ...
 
 
 def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
-    """What does not fit, and what would."""
+    """Yield a judgement on everything that does not fit, with changes under which it would."""
     stages, serving = memory_of(subject, host_bytes)
     if serving is None:
         return
@@ -128,39 +136,39 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             and stage.total_bytes > stage.available_bytes
         ):
             what = (
-                f"quantizing works on {_gb(stage.total_bytes)}, and this machine has"
+                f"quantizing uses {_gb(stage.total_bytes)}, and this machine has"
                 f" {_gb(stage.available_bytes)} of memory"
             )
             hint = (
-                "weights are mapped from files and read again where they do not fit: slower, same"
-                " result"
+                "weights are mapped from files; those that do not fit in memory are read again:"
+                " this takes longer and gives the same result"
             )
             yield Judgement("memory", "warning", "target.quantization", what, hint)
-    peak, is_shared = stages[-1], subject.config.capabilities.has_paged_kv_cache
+    serving_stage, is_shared = stages[-1], subject.config.capabilities.has_paged_kv_cache
     if serving.sequences < 1:
         place = (
             "this machine"
             if subject.gpu is None
             else f"{subject.gpu.name} ({_gb(subject.gpu.memory_bytes)})"
         )
-        fixed = sum(item.num_bytes for item in peak.items if not item.name.startswith("KV"))
-        need = serving.kv_bytes_per_token * (engine.max_seq_len + subject.draft_len)
+        fixed = sum(
+            item.num_bytes for item in serving_stage.items if not item.name.startswith("KV")
+        )
+        sequence = serving.kv_bytes_per_token * (engine.max_seq_len + subject.draft_len)
         what = (
-            f"{_gb(fixed)} without KV cache and {_gb(need)} for one sequence of max_seq_len do not"
-            f" fit {place}"
+            f"{_gb(fixed)} without KV cache and {_gb(sequence)} for one sequence of max_seq_len do"
+            f" not fit {place}"
         )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
     elif is_shared and serving.sequences < engine.max_batch_size:
         length = serving.kv_tokens // engine.max_batch_size - subject.draft_len
         what = (
-            f"{serving.sequences} of max_batch_size {engine.max_batch_size} fit at max_seq_len"
-            f" {engine.max_seq_len} together"
+            f"only {serving.sequences} of max_batch_size {engine.max_batch_size} sequences fit at"
+            f" once if each is max_seq_len {engine.max_seq_len} tokens long"
         )
-        hint = (
-            f"others wait meanwhile; all fit up to {length} tokens each"
-            if length > 0
-            else "others wait meanwhile"
-        )
+        hint = "the other requests wait"
+        if length > 0:
+            hint += f"; all fit if none is longer than {length} tokens"
         yield Judgement("batch-fits", "warning", "engine.max_batch_size", what, hint)
 
 
@@ -182,17 +190,17 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
                 pp_size=pp,
                 untied=subject.engine_flow is not None,
             ),
-            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}{split}",
+            f"{parameters_text(shape)}, linears {_algo(subject, role)}{split}",
         )
         for role, shape in subject.shapes.items()
     ]
     items += [_activations(subject), _runtime(subject)]
     per_token = {role: _kv_per_token(subject, role) for role in subject.shapes}
-    both = sum(per_token.values())
+    token_bytes = sum(per_token.values())
     available = None if subject.gpu is None else subject.gpu.memory_bytes
     free = 0 if available is None else max(0, available - sum(item.num_bytes for item in items))
-    blocks = int(free * trtllm.free_gpu_memory_fraction) // (both * trtllm.tokens_per_block)
-    blocks_each = -(-(trtllm.max_seq_len + subject.draft_len) // trtllm.tokens_per_block)
+    blocks = int(free * trtllm.free_gpu_memory_fraction) // (token_bytes * trtllm.tokens_per_block)
+    blocks_per_sequence = -(-(trtllm.max_seq_len + subject.draft_len) // trtllm.tokens_per_block)
     kv_tokens = blocks * trtllm.tokens_per_block
     items += [
         MemoryItem(
@@ -201,11 +209,11 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
         for role, size in per_token.items()
     ]
     serving = Serving(
-        kv_bytes=kv_tokens * both,
-        kv_bytes_per_token=both,
+        kv_bytes=kv_tokens * token_bytes,
+        kv_bytes_per_token=token_bytes,
         kv_tokens=kv_tokens,
-        sequences=blocks // blocks_each,
-        draft_share=per_token.get("draft", 0) / both,
+        sequences=blocks // blocks_per_sequence,
+        draft_share=per_token.get("draft", 0) / token_bytes,
     )
     return StageMemory("serve", "each GPU", tuple(items), available), serving
 
@@ -213,16 +221,15 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
 def _embedded(
     subject: Subject, engine: TorchEngineConfig, host_bytes: int
 ) -> tuple[StageMemory, Serving]:
-    """Slots of max_seq_len are laid out when it starts: all of max_batch_size, or it does not
-    start.
+    """The memory of the embedded engine. When it starts, it allocates max_batch_size slots of
+    max_seq_len; if they do not all fit, it does not start.
     """
     width = DTYPE_BYTES[engine.dtype]
     items = [
         MemoryItem(
             f"{role} weights",
             weight_bytes(shape, _algo(subject, role), dtype=engine.dtype),
-            f"{parameters_in_words(shape)}, linears {_algo(subject, role)}, the rest"
-            f" {engine.dtype}",
+            f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {engine.dtype}",
         )
         for role, shape in subject.shapes.items()
     ]
@@ -232,7 +239,7 @@ def _embedded(
         )
         for role, shape in subject.shapes.items()
     }
-    both, slot = sum(per_token.values()), engine.max_seq_len + subject.draft_len
+    token_bytes, slot = sum(per_token.values()), engine.max_seq_len + subject.draft_len
     items += [MemoryItem("runtime", RUNTIME_BYTES["torch"], "assumed: libraries and workspaces")]
     available = (
         subject.gpu.memory_bytes
@@ -240,8 +247,8 @@ def _embedded(
         else host_bytes
     )
     free = available - sum(item.num_bytes for item in items)
-    sequences = engine.max_batch_size if engine.max_batch_size * slot * both <= free else 0
     kv_tokens = engine.max_batch_size * slot
+    sequences = engine.max_batch_size if kv_tokens * token_bytes <= free else 0
     items += [
         MemoryItem(
             f"KV cache of the {role}",
@@ -252,21 +259,24 @@ def _embedded(
     ]
     place: MemoryPlace = "the machine" if available == host_bytes else "each GPU"
     serving = Serving(
-        kv_tokens * both, both, kv_tokens, sequences, per_token.get("draft", 0) / both
+        kv_bytes=kv_tokens * token_bytes,
+        kv_bytes_per_token=token_bytes,
+        kv_tokens=kv_tokens,
+        sequences=sequences,
+        draft_share=per_token.get("draft", 0) / token_bytes,
     )
     return StageMemory("serve", place, tuple(items), available), serving
 
 
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
-    """The larger of both runs: the source, its quantized copy, the libraries, and what one batch of
-    text takes at its most.
+    """The host memory of quantizing the target or the draft, whichever needs more.
 
-    It is the memory of the host, and what a run in memory holds. Here weights are mapped from
-    files, so that only the last two have to be there at once; GPUs are visited a layer at a time.
-    Of a host that the YAML merely names, no memory is known.
+    It counts the source, its quantized copy, the libraries, and the peak of one batch of text.
+    Weights are mapped from files, so only the libraries and the batch have to be in memory at once.
+    A GPU holds one layer at a time. The memory of a host that the YAML only names is not known.
     """
     calibration = subject.config.calibration
-    found = []
+    items_by_run = []
     for role, shape in subject.shapes.items():
         if _algo(subject, role) == "NO_QUANT" or calibration is None or role in subject.quantized:
             continue
@@ -275,7 +285,8 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         logits = tokens * shape.vocab_size * 4
         width = DTYPE_BYTES[shape.dtype]
         inner = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * width
-        # Every linear's output in the source is kept until the quantized model has made its own.
+        # The source's outputs of every linear are kept until the quantized model has computed its
+        # own.
         outputs = (
             2 * shape.hidden_size
             + (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -286,27 +297,27 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
             MemoryItem(
                 "calibration",
                 logits + inner,
-                f"{tokens} tokens at once: logits in float32, widest layer",
+                f"{tokens} tokens at once: float32 logits and the widest layer",
             ),
             MemoryItem(
                 "measuring",
                 compared,
-                f"{calibration.calib_max_seq_length} held-out tokens: outputs of all linears, to"
-                " compare",
+                f"{calibration.calib_max_seq_length} held-out tokens: the outputs of all linears,"
+                " to compare them",
             ),
             key=lambda item: item.num_bytes,
         )
-        found.append(
+        items_by_run.append(
             (
                 MemoryItem(
                     f"{role} as it is",
                     source,
-                    f"{parameters_in_words(shape)} in {shape.dtype}, mapped from its files",
+                    f"{parameters_text(shape)} in {shape.dtype}, mapped from its files",
                 ),
                 MemoryItem(
                     f"{role} quantized",
                     weight_bytes(shape, _algo(subject, role), dtype=shape.dtype),
-                    "its copy for the export, mapped too",
+                    "the copy for the export, also mapped",
                 ),
                 MemoryItem(
                     "libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"
@@ -314,14 +325,16 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
                 text,
             )
         )
-    if found:
-        items = max(found, key=lambda one: sum(item.num_bytes for item in one))
-        elsewhere = subject.trtllm is not None and subject.config.hardware.gpu != "auto"
-        yield StageMemory("quantize", "the machine", items, None if elsewhere else host_bytes)
+    if items_by_run:
+        items = max(items_by_run, key=lambda run: sum(item.num_bytes for item in run))
+        is_elsewhere = subject.trtllm is not None and subject.config.hardware.gpu != "auto"
+        yield StageMemory("quantize", "the machine", items, None if is_elsewhere else host_bytes)
 
 
 def _engine_build(subject: Subject) -> Iterator[StageMemory]:
-    """trtllm-build, of the target: its rank's weights are on the GPU while kernels are tried."""
+    """The memory of trtllm-build for the target: while it tries kernels, the weights of one rank
+    are on the GPU.
+    """
     engine = subject.engine_flow
     if engine is None:
         return
@@ -330,7 +343,7 @@ def _engine_build(subject: Subject) -> Iterator[StageMemory]:
     items = (
         MemoryItem("target weights", weights, "of one rank"),
         _activations(subject),
-        MemoryItem("kernels tried", TACTICS_BYTES, "assumed: workspace of TensorRT"),
+        MemoryItem("kernel tuning", TACTICS_BYTES, "assumed: the workspace of TensorRT"),
     )
     yield StageMemory(
         "compile", "each GPU", items, None if subject.gpu is None else subject.gpu.memory_bytes
@@ -338,8 +351,8 @@ def _engine_build(subject: Subject) -> Iterator[StageMemory]:
 
 
 def _activations(subject: Subject) -> MemoryItem:
-    """Of the target, whose forwards are the largest: one layer's inputs and widest outputs, and
-    the logits of a verify step.
+    """Activations of the target, whose forwards are the largest: the inputs and widest outputs of
+    one layer, and the logits of a verify step.
     """
     assert subject.trtllm is not None
     engine, shape = subject.trtllm, subject.shapes["target"]
@@ -351,24 +364,24 @@ def _activations(subject: Subject) -> MemoryItem:
     return MemoryItem(
         "activations",
         tokens * width * 2 + logits,
-        f"{tokens} tokens x {width} values, logits of {rows} rows",
+        f"{tokens} tokens x {width} values, and {rows} rows of logits",
     )
 
 
 def _runtime(subject: Subject) -> MemoryItem:
     assert subject.trtllm is not None
-    several = NCCL_BYTES if subject.trtllm.world_size > 1 else 0
+    nccl_bytes = NCCL_BYTES if subject.trtllm.world_size > 1 else 0
     return MemoryItem(
         "runtime",
-        RUNTIME_BYTES[subject.config.engine.kind] + several,
+        RUNTIME_BYTES[subject.config.engine.kind] + nccl_bytes,
         "assumed: CUDA context, workspaces, graphs",
     )
 
 
 def _would_fit(subject: Subject, host_bytes: int) -> str:
-    """The smallest changes under which a sequence fits, each tried."""
+    """The smallest changes that make one sequence fit. Each has been tried alone."""
     engine, gpu = subject.trtllm, subject.gpu
-    found = []
+    changes = []
     if engine is None:
         return "set a smaller engine.max_batch_size or max_seq_len"
 
@@ -377,13 +390,13 @@ def _would_fit(subject: Subject, host_bytes: int) -> str:
 
     for tp_size in TP_SIZES:
         if tp_size > engine.tp_size and all(
-            splits(shape, tp_size) for shape in subject.shapes.values()
+            can_split(shape, tp_size) for shape in subject.shapes.values()
         ):
             wider = subject.config.model_copy(
                 update={"engine": engine.model_copy(update={"tp_size": tp_size})}
             )
             if fits(replace(subject, config=wider)):
-                found.append(f"tp_size: {tp_size}")
+                changes.append(f"tp_size: {tp_size}")
                 break
     if (
         gpu is not None
@@ -394,16 +407,16 @@ def _would_fit(subject: Subject, host_bytes: int) -> str:
             role: _quantized(model) for role, model in subject.models.items()
         }
         if fits(replace(subject, config=subject.config.model_copy(update=in_fp8))):
-            found.append("quant_algo: FP8")
+            changes.append("quant_algo: FP8")
     if gpu is not None:
         larger = [
             other
             for other in GPUS.values()
             if other.memory_mib > gpu.memory_mib and other.sm >= gpu.sm
         ]
-        for other in sorted(larger, key=lambda one: one.memory_mib):
+        for other in sorted(larger, key=lambda candidate: candidate.memory_mib):
             if fits(replace(subject, gpu=other)):
-                found.append(f"hardware.gpu: {other.name}")
+                changes.append(f"hardware.gpu: {other.name}")
                 break
     for length in (engine.max_seq_len // 2, engine.max_seq_len // 4):
         shorter = engine.model_copy(
@@ -412,13 +425,11 @@ def _would_fit(subject: Subject, host_bytes: int) -> str:
         if length > 1 and fits(
             replace(subject, config=subject.config.model_copy(update={"engine": shorter}))
         ):
-            found.append(f"max_seq_len: {length}")
+            changes.append(f"max_seq_len: {length}")
             break
-    return (
-        f"fits with {' or '.join(found)}"
-        if found
-        else "take more or larger GPUs, or a smaller target"
-    )
+    if changes:
+        return f"it fits with {' or '.join(changes)}"
+    return "take more or larger GPUs, or a smaller target"
 
 
 def _quantized(model: ModelConfig) -> ModelConfig:

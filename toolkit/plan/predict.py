@@ -1,10 +1,11 @@
-"""An upper bound on speed, by bandwidth and arithmetic, with and without speculation; and a rough
-estimate of time per stage.
+"""Compute an upper bound on speed, with and without speculation, and estimate the time of each
+build stage.
 
-A forward takes at least as long as reading its weights and KV caches, and at least as long as its
-arithmetic (the roofline). Published measurements reach about 75 % of it at batch 1. What
-speculation adds follows Leviathan et al. 2023, arXiv:2211.17192: with draft_len tokens drafted,
-each accepted at rate a, a target forward yields (1 - a^(draft_len + 1)) / (1 - a) tokens.
+A forward takes at least as long as it takes to read the weights and the KV caches, and at least as
+long as its arithmetic takes (the roofline). Published measurements reach about 75 % of this bound
+at batch 1. The gain of speculation follows Leviathan et al. 2023, arXiv:2211.17192: if draft_len
+tokens are drafted and each is accepted at rate a, a target forward yields
+(1 - a^(draft_len + 1)) / (1 - a) tokens.
 """
 
 from __future__ import annotations
@@ -21,29 +22,37 @@ __all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_pe
 ACCEPTANCE_RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 DISK_BYTES_PER_S = 1e9  # assumed
 BUS_BYTES_PER_S = 10e9  # assumed: from the host's cache of mapped files to a GPU
-MODEL_FLOPS_UTILIZATION = 0.4  # assumed, of calibration forwards
-BUILD_BYTES_PER_S = 0.1e9  # assumed: trtllm-build, weights in to engine out
+MODEL_FLOPS_UTILIZATION = 0.4  # assumed: share of the GPU's peak that calibration forwards reach
+BUILD_BYTES_PER_S = 0.1e9  # assumed: trtllm-build, bytes of weights per second of the whole build
 
 
 def tokens_per_step(acceptance_rate: float, draft_len: int) -> float:
-    """Expected tokens of one target forward, its own token included; acceptance_rate in [0, 1]."""
+    """Expected tokens per target forward, the recovered or bonus token included.
+
+    acceptance_rate: in [0, 1].
+    """
     if acceptance_rate == 1.0:
         return draft_len + 1.0
     return float((1.0 - acceptance_rate ** (draft_len + 1)) / (1.0 - acceptance_rate))
 
 
 def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) -> float | None:
-    """The acceptance rate from which drafting pays; None where even full acceptance does not.
+    """The acceptance rate above which drafting pays; None if it does not even at rate 1.
 
-    The bisection is our own, since scipy takes longer to import than `toolkit plan` may take.
+    plain_s, draft_s, verify_s: seconds of a plain target forward, a draft forward and a verify
+    forward. The bisection is written here because importing scipy takes longer than `toolkit plan`
+    may take.
     """
-    needed = (draft_len * draft_s + verify_s) / plain_s
-    if needed >= draft_len + 1:
+    needed_tokens = (draft_len * draft_s + verify_s) / plain_s
+    if needed_tokens >= draft_len + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_step(middle, draft_len) < needed else (low, middle)
+        if tokens_per_step(middle, draft_len) < needed_tokens:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -58,8 +67,10 @@ def forward_seconds(
     context: int,
     gpus: int = 1,
 ) -> tuple[float, bool]:
-    """(seconds, whether arithmetic bounds it) of a forward of `tokens` new tokens for each of
-    `batch` sequences.
+    """The least seconds of a forward over `tokens` new tokens in each of `batch` sequences, and
+    whether arithmetic, not bandwidth, sets this bound.
+
+    context: tokens of each sequence in the KV cache.
     """
     num_bytes = _read_bytes(shape, quant_algo) + batch * context * kv_bytes_per_token(
         shape, kv_algo
@@ -74,41 +85,42 @@ def forward_seconds(
 
 
 def predict(subject: Subject) -> tuple[Prediction, ...]:
-    """At batch 1 and at max_batch_size. Without a known device only the ratio of both models is
-    left, bytes against bytes: the same at every batch, so it is given once.
+    """Predict the speed at batch 1 and at max_batch_size.
+
+    Without a known GPU, only the ratio of the two models' bytes can be given. It is the same at
+    every batch size, so it is given once.
     """
     if set(subject.shapes) != set(subject.models):
         return ()
-    batches = dict.fromkeys(
-        (1, subject.config.engine.max_batch_size) if _serving_gpu(subject) is not None else (1,)
-    )
-    return tuple(_at(subject, batch) for batch in batches)
+    batches = [1]
+    if _serving_gpu(subject) is not None and subject.config.engine.max_batch_size > 1:
+        batches.append(subject.config.engine.max_batch_size)
+    return tuple(_predict_at(subject, batch) for batch in batches)
 
 
-def _at(subject: Subject, batch: int) -> Prediction:
+def _predict_at(subject: Subject, batch: int) -> Prediction:
     gpu = _serving_gpu(subject)
     gpus = 1 if subject.trtllm is None else subject.trtllm.world_size
     context, draft_len = subject.config.engine.max_input_len, subject.draft_len
 
     def seconds(role: Role, tokens: int) -> tuple[float, bool]:
         shape, quantization = subject.shapes[role], subject.models[role].quantization
-        if gpu is None:  # in units of the target's bytes
-            target = _read_bytes(
+        if gpu is None:  # no seconds are known: use the bytes read, relative to the target's
+            target_bytes = _read_bytes(
                 subject.shapes["target"], subject.models["target"].quantization.quant_algo
             )
-            return _read_bytes(shape, quantization.quant_algo) / target, False
+            return _read_bytes(shape, quantization.quant_algo) / target_bytes, False
         algo, kv = quantization.quant_algo, quantization.kv_cache_quant_algo
         return forward_seconds(
             shape, algo, kv, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus
         )
 
-    plain, compute_bound = seconds("target", 1)
+    plain, is_compute_bound = seconds("target", 1)
     speeds: list[PredictedSpeed] = []
     ratio = threshold = None
     if subject.speculates:
-        draft = (
-            seconds("draft", 1)[0] if subject.drafts else 0.0
-        )  # looking the text up takes no forward
+        # Drafting by n-gram lookup takes no forward.
+        draft = seconds("draft", 1)[0] if subject.has_draft_model else 0.0
         verify = seconds("target", draft_len + 1)[0]
         ratio, threshold = draft / plain, break_even(draft_len, plain, draft, verify)
         for rate in ACCEPTANCE_RATES:
@@ -119,7 +131,7 @@ def _at(subject: Subject, batch: int) -> Prediction:
     return Prediction(
         batch_size=batch,
         context_tokens=context,
-        bound="arithmetic" if compute_bound else "bandwidth",
+        bound="arithmetic" if is_compute_bound else "bandwidth",
         plain_tokens_per_s=None if gpu is None else batch / plain,
         cost_ratio=ratio,
         break_even=threshold,
@@ -128,13 +140,14 @@ def _at(subject: Subject, batch: int) -> Prediction:
 
 
 def stage_times(subject: Subject) -> tuple[StageTime, ...]:
-    """An order of magnitude for the long stages on the hardware that is named; nothing for a
-    CPU, where it is measured.
+    """Estimate the order of magnitude of the long stages on the configured GPU.
+
+    Empty for a CPU, where the stages are measured instead.
     """
     gpu = _serving_gpu(subject)
     if gpu is None or set(subject.shapes) != set(subject.models):
         return ()
-    found, calibration = [], subject.config.calibration
+    times, calibration = [], subject.config.calibration
     for role, shape in subject.shapes.items():
         algo = subject.models[role].quantization.quant_algo
         source, size = 2 * parameters(shape), weight_bytes(shape, algo)
@@ -146,13 +159,12 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
                 * tokens
                 / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
             )
-            # Layers visit the GPU one at a time, so every batch carries all weights there.
+            # The GPU holds one layer at a time, so every batch moves all weights to it.
             batches = -(-calibration.calib_size // calibration.batch_size)
             seconds = (
                 computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
             )
-            # What the host's memory does not hold of the mapped files comes from the disk with
-            # every batch.
+            # Every batch reads from the disk again what the host's memory cannot hold of the files.
             uncached = batches * source / DISK_BYTES_PER_S
             formula = (
                 f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x"
@@ -160,22 +172,22 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
                 f" and to the disk at 1 GB/s; with less than {source / 1e9:.0f} GB of memory free"
                 f" for the source's files, up to {uncached / 60:,.0f} min more"
             )
-            found.append(StageTime(f"quantize/{role}", seconds, formula))
+            times.append(StageTime(f"quantize/{role}", seconds, formula))
         if subject.engine_flow is not None:
             per_rank = size / subject.engine_flow.world_size
-            found.append(
+            times.append(
                 StageTime(
                     f"compile/{role}",
                     per_rank / BUILD_BYTES_PER_S,
                     f"{per_rank / 1e9:.0f} GB a rank at 0.1 GB/s",
                 )
             )
-    return tuple(found)
+    return tuple(times)
 
 
 def _read_bytes(shape: ModelShape, quant_algo: QuantAlgo) -> int:
-    """Weights that a forward reads: everything but the embedding table, of which it takes a row
-    a token.
+    """Bytes of weights that a forward reads: all but the embedding table, of which it reads only
+    one row per token.
     """
     table = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
     return weight_bytes(shape, quant_algo) - table

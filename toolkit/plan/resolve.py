@@ -1,15 +1,15 @@
-"""What is possible where: every rule of `toolkit.facts.rules`, all judged at once.
+"""Judge a deployment by every rule of `toolkit.facts.rules`.
 
-A rule looks at the whole deployment and yields what it finds: a refusal (it cannot work, and what
-would), an adjustment (what the builder or the runtime changes without saying so), or a warning (it
-may work, and nobody vouches for it). Nothing is run or read here; shapes and GPUs are handed in.
-Memory is judged in `toolkit.plan.memory`.
+A rule looks at the whole deployment and yields its findings. A finding is a refusal (this cannot
+work; the hint says what can), an adjustment (the builder or the runtime changes a setting without
+saying so), or a warning (this may work, but nobody guarantees it). Rules run nothing and read no
+files; shapes and GPUs are given to them. `toolkit.plan.memory` judges memory.
 """
 
 from __future__ import annotations
 
 from toolkit.plan.rules import judging, precision, runtime, shapes, versions
-from toolkit.plan.rules.found import Check
+from toolkit.plan.rules.findings import Check
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement
 
@@ -25,15 +25,21 @@ CHECKS: dict[str, Check] = {
 
 
 def resolve(subject: Subject) -> tuple[Judgement, ...]:
-    """Everything that the rules find, each with its rule's id."""
+    """Apply all rules; every judgement carries the id of its rule."""
     return tuple(
-        Judgement(rule=rule, severity=one.severity, path=one.path, what=one.what, hint=one.hint)
+        Judgement(
+            rule=rule,
+            severity=finding.severity,
+            path=finding.path,
+            what=finding.what,
+            hint=finding.hint,
+        )
         for rule, check in CHECKS.items()
-        for one in check(subject)
+        for finding in check(subject)
     )
 
 
 def by_severity(*judgements: Judgement) -> tuple[Judgement, ...]:
-    """Refusals first, adjustments last."""
+    """Sort judgements: refusals first, then warnings, adjustments last."""
     order = ("refused", "warning", "adjusted")
-    return tuple(sorted(judgements, key=lambda one: order.index(one.severity)))
+    return tuple(sorted(judgements, key=lambda judgement: order.index(judgement.severity)))

@@ -1,5 +1,6 @@
-"""What a plan is about: a deployment, the shapes of its models, and the GPUs that it is for;
-read and judged elsewhere.
+"""The subject of a plan: a deployment, the shapes of its models, and the GPUs that will serve it.
+
+`toolkit.plan.make` collects it; the rules judge it.
 """
 
 from __future__ import annotations
@@ -24,25 +25,24 @@ from toolkit.words import Role
 __all__ = [
     "DEFAULT_MAX_NUM_TOKENS",
     "Subject",
+    "can_split",
     "family_of",
+    "largest_tp_size",
     "length_limit",
     "max_num_tokens",
-    "splits",
-    "widest",
 ]
 
-DEFAULT_MAX_NUM_TOKENS = (
-    8192  # of trtllm-build and of LLM(); TRT commands/build.py, llmapi/llm_args.py (B)
-)
+# The default of trtllm-build and of LLM(); TRT commands/build.py, llmapi/llm_args.py (B).
+DEFAULT_MAX_NUM_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A deployment and what is known around it. shapes: by role; a role whose checkpoint is nowhere
-    to be read is absent. quantized: what checkpoints that are quantized already say of themselves,
-    by role.
+    """A deployment and what is known about its models and GPUs.
 
-    gpu None: not known. gpu_count: in all nodes together.
+    shapes: the model shapes by role; a role whose checkpoint cannot be read is absent. quantized:
+    how checkpoints that are already quantized describe their format, by role. gpu: None if it is
+    not known. gpu_count: GPUs in all nodes together.
     """
 
     config: DeploymentConfig
@@ -56,13 +56,13 @@ class Subject:
         return self.config.models
 
     @property
-    def drafts(self) -> bool:
-        """Whether a second model drafts."""
+    def has_draft_model(self) -> bool:
+        """Whether a draft model drafts."""
         return self.config.draft is not None
 
     @property
     def speculates(self) -> bool:
-        """With a second model, or by looking the text up."""
+        """Whether there is speculation at all, by a draft model or by n-gram lookup."""
         return self.config.speculation.is_enabled
 
     @property
@@ -87,12 +87,12 @@ class Subject:
 
     @property
     def column(self) -> int | None:
-        """The column of the support tables that the GPU belongs to."""
+        """The compute capability whose column of the support tables holds for the GPU."""
         return None if self.gpu is None else max(sm for sm in MIN_SM if sm <= self.gpu.sm)
 
 
 def family_of(shape: ModelShape) -> str:
-    """The name that support lists use. Llama 3 is told from Llama 2 by its tokenizer's size."""
+    """The family's name in the support lists. Llama 2 and 3 differ in vocabulary size."""
     if shape.architecture == "LlamaForCausalLM":
         return "Llama 3" if shape.vocab_size >= 128000 else "Llama 2"
     return {
@@ -103,8 +103,9 @@ def family_of(shape: ModelShape) -> str:
 
 
 def length_limit(shape: ModelShape) -> int:
-    """Positions that the model was made for; RoPE variants that stretch them by a factor say so
-    in their own keys.
+    """The number of positions the model was made for.
+
+    RoPE variants that extend the positions by a factor state it in `rope_scaling`.
     """
     scaling = shape.rope_scaling or {}
     if scaling.get("rope_type") in ("linear", "dynamic"):
@@ -117,18 +118,19 @@ def length_limit(shape: ModelShape) -> int:
     return shape.max_position_embeddings
 
 
-def splits(shape: ModelShape, tp_size: int) -> bool:
+def can_split(shape: ModelShape, tp_size: int) -> bool:
+    """Whether the model's attention heads can be split over tp_size ranks."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     return heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
 
 
-def widest(subject: Subject, at_most: int) -> int:
-    """The largest tp_size up to `at_most` that every model here can be split over."""
+def largest_tp_size(subject: Subject, at_most: int) -> int:
+    """The largest tp_size up to `at_most` over which every model can be split."""
 
     def fits(tp_size: int) -> bool:
         return all(
-            splits(one, tp_size) and one.intermediate_size % tp_size == 0
-            for one in subject.shapes.values()
+            can_split(shape, tp_size) and shape.intermediate_size % tp_size == 0
+            for shape in subject.shapes.values()
         )
 
     return max(size for size in range(1, max(1, at_most) + 1) if size == 1 or fits(size))

@@ -1,9 +1,9 @@
-"""A first YAML for a pair: precision, engine and sizes that the plan says can work, with a line on
-why each stands there.
+"""Write a first YAML for a pair: precision, engine and sizes that can work according to the plan,
+each with a comment that gives the reason.
 
-It is a start and no optimum: the fewest GPUs that hold a full batch at full length (or, where no
-number does, that hold a sequence), the narrowest precision that is vouched for, and lengths that
-both models reach.
+The YAML is a start, not an optimum. It takes the fewest GPUs that hold a full batch at full length
+(or at least one sequence, if no number of GPUs holds the batch), the narrowest precision that is
+documented as supported, and a length that both models reach.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from toolkit.words import Role
 __all__ = ["Suggestion", "suggest"]
 
 TP_SIZES = (1, 2, 4, 8)
-MAX_SEQ_LEN = 8192  # a start; the plan says how many sequences of it fit
+MAX_SEQ_LEN = 8192  # a start; the plan says how many sequences of this length fit
 INT8, FP8 = "W8A8_SQ_PER_CHANNEL", "FP8"
-# Parameters below which one CPU thread is taken. Measured at both ends: with 9 M a second thread
-# costs more in waiting than it computes, with 250 M two threads reach the memory's speed. What lies
-# between is a choice.
-SMALL = 100_000_000
+# Models with fewer parameters get one CPU thread. Measured on both sides: with 9 M parameters a
+# second thread costs more time in waiting than it saves, with 250 M two threads reach the memory's
+# bandwidth. The value between them is a choice.
+ONE_THREAD_PARAMETERS = 100_000_000
 CALIBRATION, PROMPTS = "data/calib.jsonl", "data/prompts.jsonl"
 TEXTS = {
-    CALIBRATION: '{"text": "..."} on each line, like your traffic; 128 lines are used',
+    CALIBRATION: '{"text": "..."} on each line, similar to your traffic; 128 lines are used',
     PROMPTS: (
-        '{"prompt": "..."} on each line, none of the calibration text; 64 are used, and 59 are'
-        " needed to show 5 %"
+        '{"prompt": "..."} on each line, with none of the calibration text; 64 lines are used, and'
+        " 59 are needed to show 5 %"
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """text: the YAML. plan: of it, as it stands. texts: files that it names and that are still to
-    be written -> what belongs into them.
+    """A suggested deployment.
+
+    text: the YAML. plan: the plan of this YAML. texts: what the user has to write into each file
+    that the YAML names.
     """
 
     name: str
@@ -61,35 +63,40 @@ class Suggestion:
 def suggest(
     target: Path, draft: Path | None, gpu: Gpu | None, *, folder: Path, file_name: str | None = None
 ) -> Suggestion:
-    """target, draft: folders, or hub ids as they are written. gpu None: the embedded engine.
-    folder: where the YAML will lie. file_name: of the YAML, whose stem is the deployment's name;
-    None: after the target.
+    """Suggest the first deployment that the plan accepts.
 
-    Raises UsageError where nothing that is tried can work, with what stood against the last
-    attempt.
+    target, draft: folders or hub ids. gpu: None for the embedded engine. folder: where the YAML
+    will be written. file_name: the YAML's name, whose stem becomes the deployment's name; None to
+    name both after the target.
+
+    Raises UsageError if no attempt can work, with the refusals of the last one.
     """
     plan: Plan | None = None
-    narrow: Suggestion | None = None
+    fallback: Suggestion | None = None  # it can work, but does not hold a full batch
     name = _name(Path(file_name).stem if file_name is not None else target.name.lower())
     file_name = file_name or f"{name}.yaml"
     for data in _attempts(target, draft, gpu):
         config = DeploymentConfig.model_validate({"name": name, **data})
         plan = make_plan(config)
-        made = Suggestion(name, file_name, _written(name, file_name, data, folder), plan, TEXTS)
-        if plan.possible and not any(one.rule == "batch-fits" for one in plan.judgements):
-            return made
-        narrow = narrow or (made if plan.possible else None)
-    if narrow is not None:
-        return narrow
-    refused = [] if plan is None else [one for one in plan.judgements if one.severity == "refused"]
-    reasons = "; ".join(one.what for one in refused[:3])
+        if not plan.possible:
+            continue
+        suggestion = Suggestion(name, file_name, _yaml(name, file_name, data, folder), plan, TEXTS)
+        if not any(judgement.rule == "batch-fits" for judgement in plan.judgements):
+            return suggestion
+        fallback = fallback or suggestion
+    if fallback is not None:
+        return fallback
+    judgements = () if plan is None else plan.judgements
+    refusals = [judgement for judgement in judgements if judgement.severity == "refused"]
+    reasons = "; ".join(refusal.what for refusal in refusals[:3])
     raise UsageError(
-        f"nothing that was tried can work: {reasons}", hint=refused[0].hint if refused else None
+        f"no deployment that was tried can work: {reasons}",
+        hint=refusals[0].hint if refusals else None,
     )
 
 
 def _name(text: str) -> str:
-    """What may name folders: see `name` in the schema."""
+    """Make a name that folders can have; see `name` in the config schema."""
     return (
         re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9._]+", "-", text)).strip("-._")[:80]
         or "deployment"
@@ -97,7 +104,7 @@ def _name(text: str) -> str:
 
 
 def _attempts(target: Path, draft: Path | None, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
-    """Deployments to try, best first."""
+    """Yield the deployments to try, the best one first."""
     models = {
         role: path for role, path in (("target", target), ("draft", draft)) if path is not None
     }
@@ -133,18 +140,20 @@ def _attempts(target: Path, draft: Path | None, gpu: Gpu | None) -> Iterator[dic
         "max_input_len": length // 2,
         "max_seq_len": length,
     }
-    listed = all(SMOOTHQUANT_FAMILIES.get(family_of(shape)) == "yes" for shape in shapes.values())
+    has_smoothquant = all(
+        SMOOTHQUANT_FAMILIES.get(family_of(shape)) == "yes" for shape in shapes.values()
+    )
     if gpu.sm >= 89:
         flow, algo, kv = "trtllm_pytorch", FP8, FP8
     else:
-        flow, algo, kv = "trt_engine", INT8 if listed else "W8A16", None
+        flow, algo, kv = "trt_engine", INT8 if has_smoothquant else "W8A16", None
     for tp_size in TP_SIZES:
         engine = {"kind": flow, **sizes, "tp_size": tp_size}
         yield _with(base, algo, kv, engine, {"gpu": gpu.name, "count": tp_size})
 
 
 def _is_small(shapes: Mapping[Role, ModelShape]) -> bool:
-    return "target" in shapes and parameters(shapes["target"]) < SMALL
+    return "target" in shapes and parameters(shapes["target"]) < ONE_THREAD_PARAMETERS
 
 
 def _with(
@@ -154,9 +163,10 @@ def _with(
     engine: dict[str, Any],
     hardware: dict[str, Any],
 ) -> dict[str, Any]:
-    quantization = (
-        {"quant_algo": algo} if kv is None else {"quant_algo": algo, "kv_cache_quant_algo": kv}
-    )
+    """Complete `base` to a deployment with this precision, engine and hardware."""
+    quantization = {"quant_algo": algo}
+    if kv is not None:
+        quantization["kv_cache_quant_algo"] = kv
     models: dict[str, Any] = {
         role: {**base[role], "quantization": quantization}
         for role in ("target", "draft")
@@ -170,65 +180,67 @@ def _with(
 
 WHY = {
     "FP8": (
-        "weights and activations in FP8, and the KV cache too: half the bytes, and this GPU"
-        " computes in it"
+        "weights, activations and KV cache in FP8: half the bytes, and this GPU computes in FP8"
     ),
     "W8A8_SQ_PER_CHANNEL": "INT8 weights and activations (SmoothQuant)",
-    "W8A16": "INT8 weights: ModelOpt does not vouch for SmoothQuant with this family",
+    "W8A16": "INT8 weights: ModelOpt does not list SmoothQuant as supported for this family",
     "torch": "the embedded engine: runs anywhere. Also: trtllm_pytorch, trt_engine",
     "trtllm_pytorch": "TensorRT-LLM's PyTorch flow: loads the quantized checkpoint as it is",
     "threads": (
-        "so small a model computes less than a second thread costs in waiting; without this line,"
-        " all cores"
+        "for so small a model, a second thread waits longer than it computes; without this line,"
+        " all cores are used"
     ),
     "trt_engine": "TensorRT-LLM's engine flow: the one that loads INT8 weights on this GPU",
 }
 
 
-DRAFT_LEN = {
-    4: "tokens drafted per step; the plan says from which acceptance on it pays",
+DRAFT_LEN_COMMENTS = {
+    4: "tokens drafted per step; the plan says above which acceptance rate this pays",
     "auto": (
-        "the build measures what pays, up to 8 tokens a step, and serves without the draft if"
-        " nothing does"
+        "the build measures which length pays, up to 8 tokens per step; if none does, it serves"
+        " without the draft"
     ),
 }
-INTERVAL = (
+INTERVAL_COMMENTS = (
     (
-        "A chunk per step, as most servers stream. Sending one costs about as much as a forward of"
-        " so small a model, and"
+        "Send a chunk per step, as most servers do. For so small a model, sending a chunk takes"
+        " about as long as a forward, and"
     ),
     (
-        "speculation saves that too. The default, 10, sends fewer chunks: both arms are faster"
-        " then, and speculation gains less."
+        "speculation saves that time too. The default, 10, sends fewer chunks: both arms are"
+        " faster, and speculation gains less."
     ),
 )
 WITHOUT_LOGITS = (
     (
-        "  # TensorRT-LLM shows no logits: both arms' texts are judged. BF16 logits between 16 and"
-        " 32 lie 0.125 apart, so ties are"
+        "  # TensorRT-LLM returns no logits, so the texts of both arms are compared. BF16 logits"
+        " between 16 and 32 are 0.125 apart, so"
     ),
-    "  # common, and bounded loosely here; a text that differs beyond one fails in any case.",
+    (
+        "  # near ties are common, and their limit is loose here. A text that differs by more than"
+        " a near tie fails in any case."
+    ),
     "  parity: {max_divergence_rate: 0.6, near_tie_margin: 0.25}",
     (
-        "  distribution: {effect: 0.15, max_seconds: 600} # what samples of texts can tell apart in"
-        " that time"
+        "  distribution: {effect: 0.15, max_seconds: 600} # the difference that samples of texts"
+        " can show in that time"
     ),
 )
 
 
-def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
-    """The same as commented YAML; paths are written as seen from the folder."""
+def _yaml(name: str, file_name: str, data: dict[str, Any], folder: Path) -> str:
+    """Write the deployment as YAML with comments; paths are relative to the YAML's folder."""
     engine, quantization = data["engine"], data["target"]["quantization"]
     pairs = ", ".join(f"{key}: {value}" for key, value in quantization.items())
     lines = [
         "# Written by `toolkit init`; docs/configuration.md lists every key.",
         (
-            f"# `toolkit plan {shlex.quote(file_name)}` says whether it can work and what it needs;"
-            " `toolkit build` does it."
+            f"# `toolkit plan {shlex.quote(file_name)}` says whether this can work and what it"
+            " needs; `toolkit build` builds it."
         ),
         "",
         (
-            f"name: {name} # results stand in engines/{name}, triton_repo/{name} and"
+            f"name: {name} # results are in engines/{name}, triton_repo/{name} and"
             f" build/reports/{name}"
         ),
         "",
@@ -246,14 +258,15 @@ def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> s
         ]
     lines += [
         "calibration:",
-        f"  dataset: {CALIBRATION} # one JSON object with a `text` per line, like your traffic",
+        f"  dataset: {CALIBRATION} # one JSON object with a `text` per line, similar to your"
+        " traffic",
         "",
         "speculation:",
         f"  kind: {data['speculation']['kind']}",
     ]
     if "draft" in data:
         length = data["speculation"]["max_draft_len"]
-        lines.append(f"  max_draft_len: {length} # {DRAFT_LEN[length]}")
+        lines.append(f"  max_draft_len: {length} # {DRAFT_LEN_COMMENTS[length]}")
     lines += ["", "engine:", f"  kind: {engine['kind']} # {WHY[engine['kind']]}"]
     if "tensorrt_llm" in engine:
         lines += [
@@ -269,7 +282,12 @@ def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> s
     if "threads" in engine:
         lines[-1:-1] = [f"  threads: {engine['threads']} # {WHY['threads']}"]
     if "triton" in data:
-        lines += ["triton:", *(f"  # {line}" for line in INTERVAL), "  stream_interval_ms: 0", ""]
+        lines += [
+            "triton:",
+            *(f"  # {line}" for line in INTERVAL_COMMENTS),
+            "  stream_interval_ms: 0",
+            "",
+        ]
     if "hardware" in data:
         lines += [
             f"hardware: {{gpu: {data['hardware']['gpu']}, count: {data['hardware']['count']}}}",
@@ -278,27 +296,28 @@ def _written(name: str, file_name: str, data: dict[str, Any], folder: Path) -> s
     lines += [
         "validation:",
         (
-            f"  prompts: {PROMPTS} # one JSON object with a `prompt` per line; none of the"
+            f"  prompts: {PROMPTS} # one JSON object with a `prompt` per line, with none of the"
             " calibration text"
         ),
     ]
     if "draft" in data and "hardware" in data:
         lines += WITHOUT_LOGITS
     if "draft" in data:
-        # A comment: stated, it fails a build that was left to choose the draft length and chose
-        # none.
+        # Only as a comment: a stated min_speedup fails a build that may choose the draft length
+        # and decides not to speculate.
         lines.append(
-            "  # latency: {min_speedup: 1.15} # the default: speculative over plain tokens/s, by"
-            " its interval"
+            "  # latency: {min_speedup: 1.15} # the default: speculative over plain tokens/s,"
+            " judged by its confidence interval"
         )
     lines.append("")
     return "\n".join(lines)
 
 
 def _path(checkpoint: Path, folder: Path) -> str:
-    """Hub ids as they are; folders relative where they lie beneath the YAML's. In quotes where
-    YAML would read more into it.
+    """Write a checkpoint's path or hub id; a folder below the YAML's becomes a relative path.
+
+    The text is quoted if YAML would give its characters a meaning.
     """
-    inside = checkpoint.is_absolute() and checkpoint.is_relative_to(folder)
-    text = (checkpoint.relative_to(folder) if inside else checkpoint).as_posix()
+    is_inside = checkpoint.is_absolute() and checkpoint.is_relative_to(folder)
+    text = (checkpoint.relative_to(folder) if is_inside else checkpoint).as_posix()
     return text if re.fullmatch(r"[\w./+-]+", text) else "'" + text.replace("'", "''") + "'"

@@ -112,10 +112,10 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
     """Whose costs are predicted; None: they are measured here. Raises UsageError where they can
     be neither.
     """
-    from toolkit.plan.make import gpu_asked_for, subject_of
+    from toolkit.plan.make import gpu_from_user, subject_of
 
     if config.capabilities.in_process:
-        return None if asked is None else gpu_asked_for(asked)
+        return None if asked is None else gpu_from_user(asked)
     kind = config.engine.kind
     if measured_rounds > 0:
         what = (
@@ -131,7 +131,7 @@ def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: 
             "this deployment does not speculate, so there is nothing to advise",
             hint="set speculation.kind",
         )
-    found = gpu_asked_for(asked) if asked is not None else subject_of(config)[0].gpu
+    found = gpu_from_user(asked) if asked is not None else subject_of(config)[0].gpu
     if found is None:
         what = f"the costs of engine.kind {kind} are predicted for a GPU, and none is named or here"
         raise UsageError(what, hint="set hardware.gpu, or give --gpu H200")

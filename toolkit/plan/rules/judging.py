@@ -1,53 +1,50 @@
-"""Whether the verdict can say what it is asked to: a pair that can pay, and enough prompts for
-the limit.
-"""
+"""Rules about the verdict: enough prompts to show the configured limit, and a pair that can pay."""
 
 from __future__ import annotations
 
-from toolkit.plan.rules.found import Check, Findings, Found
+from toolkit.plan.rules.findings import Check, Findings, RuleFinding
 from toolkit.plan.subject import Subject
 
-__all__ = ["CHECKS", "few_prompts"]
+__all__ = ["CHECKS", "too_few_prompts"]
 
-RISK = 0.05  # the parity gate's bound holds with 95 % confidence
+ERROR_RATE = 0.05  # the parity gate's bound holds with 95 % confidence
 
 
-def few_prompts(count: int, limit: float) -> str | None:
-    """What is wrong with so few prompts: n clean ones bound a rate by 1 - 0.05^(1/n) (Clopper
-    and Pearson 1934).
+def too_few_prompts(count: int, limit: float) -> str | None:
+    """Say why `count` prompts are too few for the limit; None if they are enough.
+
+    n prompts without a divergence bound the rate by 1 - 0.05^(1/n) (Clopper and Pearson 1934).
     """
-    bound = 1 - RISK ** (1 / count) if count else 1.0
+    bound = 1 - ERROR_RATE ** (1 / count) if count else 1.0
     if bound <= limit:
         return None
     return (
-        f"{count} prompts cannot show that under {limit:.2g} of the texts diverge: a clean run"
-        f" shows {bound:.2g}"
+        f"{count} prompts cannot show that less than {limit:.2g} of the texts diverge: if none"
+        f" does, they show less than {bound:.2g}"
     )
 
 
 def _parity_prompts(subject: Subject) -> Findings:
     validation = subject.config.validation
-    said = few_prompts(validation.max_prompts, validation.parity.max_divergence_rate)
-    if subject.speculates and said is not None:
+    shortage = too_few_prompts(validation.max_prompts, validation.parity.max_divergence_rate)
+    if subject.speculates and shortage is not None:
         hint = "59 prompts show 0.05; raise max_prompts, or parity.max_divergence_rate"
-        yield Found(
-            "warning", "validation.max_prompts", f"{said}, and the verdict is INCONCLUSIVE", hint
-        )
+        what = f"{shortage}; the verdict would be INCONCLUSIVE"
+        yield RuleFinding("warning", "validation.max_prompts", what, hint)
 
 
 def _draft_is_target(subject: Subject) -> Findings:
     target, draft = subject.config.target, subject.config.draft
     if draft is None or (draft.checkpoint, draft.revision) != (target.checkpoint, target.revision):
         return
-    same = draft.quantization == target.quantization
-    what = "draft and target are the same checkpoint" + (
-        ": drafting a token costs as much as decoding it" if same else ""
-    )
+    what = "draft and target are the same checkpoint"
+    if draft.quantization == target.quantization:
+        what += "; drafting a token costs as much as decoding it"
     hint = (
-        "name a smaller model of the same tokenizer, or set speculation.kind: ngram and remove the"
-        " draft section"
+        "name a smaller model with the same tokenizer, or set speculation.kind: ngram and remove"
+        " the draft section"
     )
-    yield Found("warning", "draft.checkpoint", f"{what}, so speculation can hardly pay", hint)
+    yield RuleFinding("warning", "draft.checkpoint", f"{what}, so speculation can hardly pay", hint)
 
 
 CHECKS: dict[str, Check] = {

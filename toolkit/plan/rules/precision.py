@@ -1,31 +1,36 @@
-"""Algorithm by flow, compute capability and family; KV caches under them."""
+"""Rules about precision: which quantization of weights and KV caches each flow, GPU and model
+family supports.
+"""
 
 from __future__ import annotations
 
 from toolkit.checkpoints.quantized import quantization_conflict
 from toolkit.config.schema import ModelConfig
 from toolkit.facts.support import KV_SUPPORT, SMOOTHQUANT_FAMILIES, WEIGHT_SUPPORT, Status
-from toolkit.plan.rules.found import INT8, Check, Findings, Found, of_algo, refuse, unless_allowed
+from toolkit.plan.rules.findings import (
+    INT8,
+    Check,
+    Findings,
+    RuleFinding,
+    models_with_algo,
+    refuse,
+    refuse_unless_allowed,
+)
 from toolkit.plan.subject import Subject, family_of
 
 __all__ = ["CHECKS"]
 
 
 def _fp8_needs_sm89(subject: Subject) -> Findings:
-    for role, model in of_algo(subject, "FP8"):
+    for role, model in models_with_algo(subject, "FP8"):
         if _status(subject, model) == "no" and subject.gpu is not None:
-            others = (
-                "W8A8_SQ_PER_CHANNEL or W8A16" if subject.engine_flow is not None else "NO_QUANT"
-            )
-            flow = (
-                ""
-                if subject.engine_flow is not None
-                else ", or kind: trt_engine with W8A8_SQ_PER_CHANNEL"
-            )
+            change = "NO_QUANT, or kind: trt_engine with W8A8_SQ_PER_CHANNEL"
+            if subject.engine_flow is not None:
+                change = "W8A8_SQ_PER_CHANNEL or W8A16"
             yield refuse(
                 f"{role}.quantization.quant_algo",
                 f"FP8 needs SM 89, and {subject.gpu.name} is SM {subject.gpu.sm}",
-                f"set quant_algo: {others}{flow}; or take an L40S, H100 or H200",
+                f"set quant_algo: {change}; or take an L40S, H100 or H200",
             )
 
 
@@ -46,32 +51,34 @@ def _kv_fp8_needs_sm89(subject: Subject) -> Findings:
 def _no_w8a8_in_pytorch(subject: Subject) -> Findings:
     if subject.pytorch_flow is None:
         return
-    for role, _ in of_algo(subject, "W8A8_SQ_PER_CHANNEL"):
-        can_fp8 = subject.column is None or subject.column >= 89
+    for role, _ in models_with_algo(subject, "W8A8_SQ_PER_CHANNEL"):
+        has_fp8 = subject.column is None or subject.column >= 89
+        other_algo = "quant_algo: FP8, or " if has_fp8 else ""
         yield refuse(
             f"{role}.quantization.quant_algo",
-            "the PyTorch flow loads no INT8 W8A8 checkpoint: it raises ValueError, unsupported"
-            " quant mode",
-            ("set quant_algo: FP8, or " if can_fp8 else "set ")
-            + 'engine.kind: trt_engine with tensorrt_llm: "1.2.1"',
+            "the PyTorch flow cannot load an INT8 W8A8 checkpoint: it raises ValueError,"
+            " unsupported quant mode",
+            f'set {other_algo}engine.kind: trt_engine with tensorrt_llm: "1.2.1"',
         )
 
 
 def _w8a16_not_established(subject: Subject) -> Findings:
     if subject.pytorch_flow is None:
         return
-    for role, _ in of_algo(subject, "W8A16"):
+    for role, _ in models_with_algo(subject, "W8A16"):
         what = (
-            "W8A16 in the PyTorch flow is not established: the code has it, no supported hardware"
-            " lists it"
+            "W8A16 is not established in the PyTorch flow: the code has it, but the list of"
+            " supported hardware does not"
         )
-        yield unless_allowed(subject, role, what, "set quant_algo: FP8, or engine.kind: trt_engine")
+        yield refuse_unless_allowed(
+            subject, role, what, "set quant_algo: FP8, or engine.kind: trt_engine"
+        )
 
 
 def _blackwell_no_int8(subject: Subject) -> Findings:
     if subject.engine_flow is None or subject.gpu is None:
         return
-    for role, model in of_algo(subject, *INT8):
+    for role, model in models_with_algo(subject, *INT8):
         if _status(subject, model) == "no":
             yield refuse(
                 f"{role}.quantization.quant_algo",
@@ -84,52 +91,53 @@ def _blackwell_no_int8(subject: Subject) -> Findings:
 def _int8_on_sm120(subject: Subject) -> Findings:
     if subject.engine_flow is None or subject.gpu is None or subject.column != 120:
         return
-    for role, model in of_algo(subject, *INT8):
-        known = "was seen working once" if _status(subject, model) == "seen" else "is on no list"
+    for role, model in models_with_algo(subject, *INT8):
+        evidence = "was seen to work once" if _status(subject, model) == "seen" else "is on no list"
         what = (
-            f"{model.quantization.quant_algo} on SM {subject.gpu.sm} ({subject.gpu.name}) {known},"
-            " and is documented nowhere"
+            f"{model.quantization.quant_algo} on SM {subject.gpu.sm} ({subject.gpu.name})"
+            f" {evidence}, and it is documented nowhere"
         )
-        yield unless_allowed(subject, role, what, "set quant_algo: FP8")
+        yield refuse_unless_allowed(subject, role, what, "set quant_algo: FP8")
 
 
 def _smoothquant_families(subject: Subject) -> Findings:
     if subject.engine_flow is None:
         return
-    for role, _ in of_algo(subject, "W8A8_SQ_PER_CHANNEL"):
+    for role, _ in models_with_algo(subject, "W8A8_SQ_PER_CHANNEL"):
         family = family_of(subject.shapes[role]) if role in subject.shapes else "Llama 2"
         if SMOOTHQUANT_FAMILIES.get(family) == "yes":
             continue
-        listed = "lists as not supported" if family in SMOOTHQUANT_FAMILIES else "does not list"
-        fp8 = "FP8 or W8A16" if subject.column is None or subject.column >= 89 else "W8A16"
-        yield unless_allowed(
+        status = "lists as not supported" if family in SMOOTHQUANT_FAMILIES else "does not list"
+        has_fp8 = subject.column is None or subject.column >= 89
+        other_algos = "FP8 or W8A16" if has_fp8 else "W8A16"
+        yield refuse_unless_allowed(
             subject,
             role,
-            f"{family} is a family that ModelOpt {listed} for SmoothQuant",
-            f"set quant_algo: {fp8}",
+            f"{family} is a family that ModelOpt {status} for SmoothQuant",
+            f"set quant_algo: {other_algos}",
         )
 
 
 def _no_int8_kv_preset(subject: Subject) -> Findings:
     for role, model in subject.models.items():
         if model.quantization.kv_cache_quant_algo == "INT8":
-            fp8 = model.quantization.quant_algo == "FP8"
+            has_fp8_weights = model.quantization.quant_algo == "FP8"
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
                 "ModelOpt has no preset for an INT8 KV cache, so no scales would be calibrated",
-                "set kv_cache_quant_algo: FP8" if fp8 else "remove kv_cache_quant_algo",
+                "set kv_cache_quant_algo: FP8" if has_fp8_weights else "remove kv_cache_quant_algo",
             )
 
 
 def _int8_kv_disables_paged_fmha(subject: Subject) -> Findings:
-    if subject.engine_flow is None or not subject.drafts:
+    if subject.engine_flow is None or not subject.has_draft_model:
         return
     for role, model in subject.models.items():
         if model.quantization.kv_cache_quant_algo == "INT8":
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
-                "trtllm-build switches paged context FMHA off for an INT8 KV cache, and drafts from"
-                " outside need it",
+                "for an INT8 KV cache, trtllm-build switches paged context FMHA off, and external"
+                " drafts need it",
                 "remove kv_cache_quant_algo",
             )
 
@@ -142,19 +150,19 @@ def _fp8_kv_under_other_weights(subject: Subject) -> Findings:
         if quantization.kv_cache_quant_algo != "FP8" or quantization.quant_algo == "FP8":
             continue
         path = f"{role}.quantization.kv_cache_quant_algo"
-        off = (
-            f"under {quantization.quant_algo} weights trtllm-build switches paged context FMHA off"
-            " in silence"
+        what = (
+            f"with {quantization.quant_algo} weights and an FP8 KV cache, trtllm-build silently"
+            " switches paged context FMHA off"
         )
-        if subject.drafts:
-            hint = "remove kv_cache_quant_algo" + (
-                ", or set quant_algo: FP8" if (subject.column or 89) >= 89 else ""
-            )
+        if subject.has_draft_model:
+            hint = "remove kv_cache_quant_algo"
+            if (subject.column or 89) >= 89:
+                hint += ", or set quant_algo: FP8"
             yield refuse(
-                path, f"{off}, and with it the block reuse that drafts from outside need", hint
+                path, f"{what}, and with it the block reuse that external drafts need", hint
             )
         else:
-            yield Found("adjusted", path, f"{off}; KV block reuse is lost")
+            yield RuleFinding("adjusted", path, f"{what}; KV block reuse is lost")
 
 
 def _toolkit_fp8_kv(subject: Subject) -> Findings:
@@ -165,18 +173,19 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
         if model.quantization.kv_cache_quant_algo == "FP8" and algo != "FP8":
             yield refuse(
                 f"{role}.quantization.kv_cache_quant_algo",
-                f"kv_cache_quant_algo FP8 does not go with quant_algo {algo}: its scales are"
-                " calibrated with FP8 weights only",
+                f"kv_cache_quant_algo FP8 cannot be combined with quant_algo {algo}: its scales are"
+                " calibrated only with FP8 weights",
                 "set quant_algo: FP8, or remove kv_cache_quant_algo",
             )
 
 
 def _already_quantized(subject: Subject) -> Findings:
-    for role, found in subject.quantized.items():
-        asked = subject.models[role].quantization
-        fault = quantization_conflict(found, asked.quant_algo, asked.kv_cache_quant_algo)
+    for role, present in subject.quantized.items():
+        configured = subject.models[role].quantization
+        fault = other_than_asked(present, configured.quant_algo, configured.kv_cache_quant_algo)
         if fault is not None:
-            yield refuse(f"{role}.quantization", f"the checkpoint {fault[0]}", fault[1])
+            what, hint = fault
+            yield refuse(f"{role}.quantization", f"the checkpoint {what}", hint)
 
 
 def _mixed_precision_pair(subject: Subject) -> Findings:
@@ -187,7 +196,7 @@ def _mixed_precision_pair(subject: Subject) -> Findings:
         subject.config.draft.quantization.quant_algo,
     )
     if target != draft and "NO_QUANT" not in (target, draft):
-        yield Found(
+        yield RuleFinding(
             "warning",
             "draft.quantization.quant_algo",
             f"a {draft} draft for a {target} target is in no published recipe",
@@ -195,6 +204,7 @@ def _mixed_precision_pair(subject: Subject) -> Findings:
 
 
 def _status(subject: Subject, model: ModelConfig) -> Status | None:
+    """What the support table says of the model's quantization; None without a known GPU."""
     if subject.trtllm is None or subject.column is None:
         return None
     return WEIGHT_SUPPORT[subject.config.engine.kind][model.quantization.quant_algo].get(

@@ -1,40 +1,40 @@
-"""How it runs: speculation, ranks and machines."""
+"""Rules about running the deployment: speculation, ranks and machines."""
 
 from __future__ import annotations
 
 from toolkit.config.schema import HardwareConfig
 from toolkit.facts.gpus import GPUS
-from toolkit.plan.rules.found import Check, Findings, Found, refuse
-from toolkit.plan.subject import Subject, widest
+from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
+from toolkit.plan.subject import Subject, largest_tp_size
 
 __all__ = ["CHECKS"]
 
 
 def _no_pp_with_draft_target(subject: Subject) -> Findings:
     engine = subject.trtllm
-    if engine is not None and subject.drafts and engine.pp_size > 1:
+    if engine is not None and subject.has_draft_model and engine.pp_size > 1:
         hint = (
-            f"set pp_size: 1 and tp_size: {widest(subject, engine.world_size)}, or"
+            f"set pp_size: 1 and tp_size: {largest_tp_size(subject, engine.world_size)}, or"
             " speculation.kind: none"
         )
         yield refuse(
-            "engine.pp_size", "draft-target with two models runs without pipeline parallelism", hint
+            "engine.pp_size",
+            "draft-target speculation with two models does not support pipeline parallelism",
+            hint,
         )
 
 
 def _acceptance_rule(subject: Subject) -> Findings:
-    asked, known = subject.config.speculation.acceptance, subject.config.capabilities.acceptance
-    if not subject.speculates or asked in ("auto", *known):
+    rule, known = subject.config.speculation.acceptance, subject.config.capabilities.acceptance
+    if not subject.speculates or rule in ("auto", *known):
         return
-    why = (
-        "it drafts greedily and keeps a token that the target samples too"
-        if subject.pytorch_flow is not None
-        else "its loop has no such rule"
-    )
-    hint = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {asked}"
+    reason = "its loop has no such rule"
+    if subject.pytorch_flow is not None:
+        reason = "it drafts greedily and accepts a drafted token if the target samples the same one"
+    hint = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {rule}"
     yield refuse(
         "speculation.acceptance",
-        f"kind {subject.config.engine.kind} cannot accept by {asked}: {why}",
+        f"kind {subject.config.engine.kind} does not have the acceptance rule {rule}: {reason}",
         hint,
     )
 
@@ -42,8 +42,8 @@ def _acceptance_rule(subject: Subject) -> Findings:
 def _ngram_of_flow(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.config.speculation.has_ngram:
         what = (
-            "the engine flow takes drafts from a second engine; looking the text up is in the"
-            " PyTorch flow"
+            "the engine flow takes drafts from a second engine; only the PyTorch flow has n-gram"
+            " lookup"
         )
         yield refuse(
             "speculation.kind", what, "set engine.kind: trtllm_pytorch, or kind: draft_target"
@@ -56,22 +56,25 @@ def _draft_len_schedule(subject: Subject) -> Findings:
         return
     path = "speculation.draft_len_schedule"
     if subject.engine_flow is not None:
-        what = "the engine flow has no draft length by batch size: a request states its own"
+        what = (
+            "the engine flow cannot choose the draft length by batch size: each request states its"
+            " own"
+        )
         yield refuse(path, what, "remove it, or set engine.kind: trtllm_pytorch")
     elif version.draft_len_schedule is None:
         what = f"TensorRT-LLM {version.name} has no draft_len_schedule"
         yield refuse(path, what, 'remove it, or set engine.tensorrt_llm: "1.2.1"')
     elif version.draft_len_schedule == "upper":
         what = (
-            f"written with greatest batch sizes as keys, as TensorRT-LLM {version.name} reads them;"
-            " here they are least ones"
+            "the schedule is rewritten: its keys are the smallest batch size of each range, and"
+            f" TensorRT-LLM {version.name} reads them as the largest"
         )
-        yield Found("adjusted", path, what)
+        yield RuleFinding("adjusted", path, what)
 
 
 def _max_concurrency(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.config.speculation.max_concurrency is not None:
-        what = "the engine flow speculates whatever the load: a request states its own draft length"
+        what = "the engine flow speculates at every load: each request states its own draft length"
         yield refuse(
             "speculation.max_concurrency", what, "remove it, or set engine.kind: trtllm_pytorch"
         )
@@ -86,16 +89,16 @@ def _auto_draft_len(subject: Subject) -> Findings:
         path = "speculation.max_draft_len"
         if subject.gpu is None:
             what = (
-                f"costs of engine.kind {subject.config.engine.kind} are predicted for a GPU, and"
-                " none is named or here"
+                f"to choose it, the costs of engine.kind {subject.config.engine.kind} are predicted"
+                " for a GPU; the YAML names none, and this machine has none that is known"
             )
-            yield refuse(path, what, "set hardware.gpu, or a number")
+            yield refuse(path, what, "set hardware.gpu, or set max_draft_len to a number")
         else:
             what = (
-                "found before engines are built: acceptance on the embedded engine, costs"
-                f" predicted for {subject.gpu.name}"
+                "it is chosen before engines are built, from the acceptance measured on the"
+                f" embedded engine and the costs predicted for {subject.gpu.name}"
             )
-            yield Found("adjusted", path, what)
+            yield RuleFinding("adjusted", path, what)
 
 
 def _bls_drafts(subject: Subject) -> Findings:
@@ -103,14 +106,12 @@ def _bls_drafts(subject: Subject) -> Findings:
         return
     hint = "set triton.layout: llmapi"
     if subject.config.speculation.has_ngram:
-        yield refuse(
-            "speculation.kind", "layout bls takes drafts from a model, and ngram has none", hint
-        )
+        yield refuse("speculation.kind", "layout bls needs a draft model, and ngram has none", hint)
     for key in ("draft_len_schedule", "max_concurrency"):
         if getattr(subject.config.speculation, key) is not None:
             yield refuse(
                 f"speculation.{key}",
-                "layout bls drafts as many tokens whatever the load",
+                "layout bls drafts the same number of tokens at every load",
                 f"remove it, or {hint}",
             )
 
@@ -118,34 +119,34 @@ def _bls_drafts(subject: Subject) -> Findings:
 def _block_reuse_for_drafts(subject: Subject) -> Findings:
     if (
         subject.engine_flow is not None
-        and subject.drafts
+        and subject.has_draft_model
         and not subject.engine_flow.enable_block_reuse
     ):
-        what = "drafts from outside need KV block reuse: each step sends the accepted text again"
+        what = "external drafts need KV block reuse, since each step sends the accepted text again"
         yield refuse("engine.enable_block_reuse", what, "remove this line, or set it to true")
 
 
 def _overlap_scheduler(subject: Subject) -> Findings:
     if (
         subject.pytorch_flow is not None
-        and subject.drafts
+        and subject.has_draft_model
         and subject.version is not None
         and subject.version.name != "1.3"
     ):
-        yield Found(
+        yield RuleFinding(
             "adjusted",
             "speculation.kind",
-            "the overlap scheduler is off: two-model draft-target does not run with it",
+            "the overlap scheduler is off: draft-target with two models does not support it",
         )
 
 
 def _attention_backend(subject: Subject) -> Findings:
     engine = subject.pytorch_flow
     if engine is not None and engine.attn_backend == "FLASHINFER" and engine.enable_block_reuse:
-        yield Found("adjusted", "engine.attn_backend", "FLASHINFER turns KV block reuse off")
-    if engine is not None and engine.attn_backend != "TRTLLM" and subject.drafts:
+        yield RuleFinding("adjusted", "engine.attn_backend", "FLASHINFER turns KV block reuse off")
+    if engine is not None and engine.attn_backend != "TRTLLM" and subject.has_draft_model:
         what = f"{engine.attn_backend} with draft-target is not tested upstream"
-        yield Found("warning", "engine.attn_backend", what, "set attn_backend: TRTLLM")
+        yield RuleFinding("warning", "engine.attn_backend", what, "set attn_backend: TRTLLM")
 
 
 def _world_size(subject: Subject) -> Findings:
@@ -155,14 +156,15 @@ def _world_size(subject: Subject) -> Findings:
     ranks = f"tp_size {engine.tp_size} x pp_size {engine.pp_size} = {engine.world_size} ranks"
     if engine.world_size > subject.gpu_count:
         rest = subject.gpu_count // engine.pp_size
-        fewer = f"tp_size: {widest(subject, rest)}" + ("" if rest else " and pp_size: 1")
-        hint = f"set {fewer}, or hardware.count and nodes to what there is"
-        yield refuse(
-            "engine.tp_size", f"{ranks} need as many GPUs, and there are {subject.gpu_count}", hint
+        fewer_ranks = f"tp_size: {largest_tp_size(subject, rest)}" + (
+            "" if rest else " and pp_size: 1"
         )
+        hint = f"set {fewer_ranks}; or, if there are more GPUs, set hardware.count and nodes"
+        what = f"{ranks} need one GPU each, and there are {subject.gpu_count}"
+        yield refuse("engine.tp_size", what, hint)
     elif engine.world_size > engine.gpus_per_node * hardware.nodes:
         nodes = -(-engine.world_size // engine.gpus_per_node)
-        what = f"{ranks} do not fit {_nodes(hardware)} of {engine.gpus_per_node} GPUs"
+        what = f"{ranks} do not fit on {_nodes(hardware)} of {engine.gpus_per_node} GPUs"
         yield refuse(
             "engine.gpus_per_node", what, f"set hardware.nodes: {nodes}, or engine.gpus_per_node"
         )
@@ -175,34 +177,32 @@ def _ranks_per_node(subject: Subject) -> Findings:
     placed = min(engine.world_size, engine.gpus_per_node)
     if placed > count:
         what = (
-            f"gpus_per_node {engine.gpus_per_node} places {placed} ranks on a machine with {count}"
+            f"gpus_per_node {engine.gpus_per_node} puts {placed} ranks on a machine with {count}"
             " GPUs"
         )
         yield refuse("engine.gpus_per_node", what, f"set gpus_per_node: {count}")
     elif engine.tp_size > count:
         what = (
-            f"tp_size {engine.tp_size} spans machines of {count} GPUs: every layer waits for the"
-            " network between them"
+            f"tp_size {engine.tp_size} spans several machines of {count} GPUs: every layer waits"
+            " for the network between them"
         )
-        within = widest(subject, count)
-        pipeline = engine.world_size // within
-        hint = f"set tp_size: {within} and pp_size: {pipeline}" + (
-            ", with speculation.kind: none" if subject.drafts else ""
-        )
-        yield Found(
-            "warning", "engine.tp_size", what, f"{hint}; or take larger GPUs, {within} of them"
+        tp_size = largest_tp_size(subject, count)
+        hint = f"set tp_size: {tp_size} and pp_size: {engine.world_size // tp_size}"
+        if subject.has_draft_model:
+            hint += ", with speculation.kind: none"
+        yield RuleFinding(
+            "warning", "engine.tp_size", what, f"{hint}; or take {tp_size} larger GPUs"
         )
 
 
 def _hardware_needed(subject: Subject) -> Findings:
     if subject.trtllm is not None and subject.gpu is None:
         what = (
-            "this machine has no NVIDIA GPU that is known here, so precision, memory and speed are"
-            " not judged"
+            "this machine has no NVIDIA GPU that the toolkit knows, so the plan does not judge"
+            " precision, memory and speed"
         )
-        yield Found(
-            "warning", "hardware.gpu", what, f"name the one that will serve: {', '.join(GPUS)}"
-        )
+        hint = f"name the GPU that will serve: {', '.join(GPUS)}"
+        yield RuleFinding("warning", "hardware.gpu", what, hint)
 
 
 def _one_device(subject: Subject) -> Findings:
@@ -226,20 +226,17 @@ def _remote_code(subject: Subject) -> Findings:
         if subject.pytorch_flow is not None:
             what = (
                 "LLM() runs the Python code of both checkpoints in the server, with the server's"
-                " rights"
+                " permissions"
             )
-            yield Found(
-                "warning", path, what, "read it first; the families that are known here need none"
-            )
+            hint = "read that code first; the model families that the toolkit knows need none"
+            yield RuleFinding("warning", path, what, hint)
         else:
-            why = (
-                "the embedded engine has models of its own"
-                if subject.trtllm is None
-                else "trtllm-build reads a form that holds no code"
-            )
+            reason = "trtllm-build reads a format that holds no code"
+            if subject.trtllm is None:
+                reason = "the embedded engine has its own models"
             what = (
-                f"{why}, and tokenizers are read from tokenizer.json: no code of a checkpoint"
-                " is run"
+                "no code of a checkpoint is ever run:"
+                f" {reason}, and tokenizers are read from tokenizer.json"
             )
             yield refuse(path, what, "remove this line")
 

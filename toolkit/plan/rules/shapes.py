@@ -1,11 +1,12 @@
-"""What the models' shapes and the engine's sizes allow."""
+"""Rules about the models' shapes and the engine's sizes."""
 
 from __future__ import annotations
 
-from toolkit.plan.rules.found import Check, Findings, Found, refuse
-from toolkit.plan.subject import Subject, length_limit, max_num_tokens, splits
+from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
+from toolkit.plan.subject import Subject, can_split, length_limit, max_num_tokens
 
-PADDING = 1024  # rows; more than that apart, two vocabularies are no paddings of one
+# Two vocabularies that differ by more rows than this are not the same one with different padding.
+MAX_PADDING_ROWS = 1024
 
 __all__ = ["CHECKS"]
 
@@ -13,17 +14,17 @@ __all__ = ["CHECKS"]
 def _heads_divide_tp(subject: Subject) -> Findings:
     tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
     for role, shape in subject.shapes.items():
-        if splits(shape, tp):
+        if can_split(shape, tp):
             continue
         fitting = [
             size
             for size in (1, 2, 4, 8, 16)
-            if all(splits(other, size) for other in subject.shapes.values())
+            if all(can_split(other, size) for other in subject.shapes.values())
         ]
         yield refuse(
             "engine.tp_size",
-            f"the {role}'s {shape.num_heads} attention heads ({shape.num_kv_heads} of KV) cannot be"
-            f" split over {tp} ranks",
+            f"the {role}'s {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads"
+            f" cannot be split over {tp} ranks",
             f"set tp_size: {' or '.join(map(str, fitting))}",
         )
 
@@ -31,11 +32,13 @@ def _heads_divide_tp(subject: Subject) -> Findings:
 def _mlp_divides_tp(subject: Subject) -> Findings:
     tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
     for role, shape in subject.shapes.items():
-        if shape.intermediate_size % tp and splits(shape, tp):  # else its heads have said so
+        # Where the heads cannot be split either, _heads_divide_tp has refused already.
+        if shape.intermediate_size % tp and can_split(shape, tp):
             fitting = [size for size in (1, 2, 4, 8, 16) if shape.intermediate_size % size == 0]
             yield refuse(
                 "engine.tp_size",
-                f"the {role}'s MLP of {shape.intermediate_size} cannot be split over {tp} ranks",
+                f"the {role}'s MLP (intermediate_size {shape.intermediate_size}) cannot be split"
+                f" over {tp} ranks",
                 f"set tp_size: {' or '.join(map(str, fitting))}",
             )
 
@@ -44,8 +47,8 @@ def _layers_for_pp(subject: Subject) -> Findings:
     for role, shape in subject.shapes.items():
         if subject.trtllm is not None and subject.trtllm.pp_size > shape.num_layers:
             what = (
-                f"the {role} has {shape.num_layers} layers for {subject.trtllm.pp_size} pipeline"
-                " ranks"
+                f"the {role} has only {shape.num_layers} layers for {subject.trtllm.pp_size}"
+                " pipeline ranks"
             )
             yield refuse("engine.pp_size", what, f"set pp_size: {shape.num_layers} or less")
 
@@ -57,8 +60,8 @@ def _even_pipeline(subject: Subject) -> Findings:
     for role, shape in subject.shapes.items():
         if engine.pp_size <= shape.num_layers and shape.num_layers % engine.pp_size:
             what = (
-                f"the {role}'s {shape.num_layers} layers do not divide among {engine.pp_size}"
-                " pipeline ranks"
+                f"the {role}'s {shape.num_layers} layers cannot be divided evenly among"
+                f" {engine.pp_size} pipeline ranks"
             )
             fitting = [str(size) for size in range(1, 17) if shape.num_layers % size == 0]
             yield refuse("engine.pp_size", what, f"set pp_size: {' or '.join(fitting)}")
@@ -84,8 +87,8 @@ def _draft_seq_len(subject: Subject) -> Findings:
         "target" not in subject.shapes or wanted <= length_limit(subject.shapes["target"])
     ):
         what = (
-            f"max_seq_len {wanted} is beyond the draft's {limit} positions, and it has to reach as"
-            " far as the target"
+            f"max_seq_len {wanted} is beyond the draft's {limit} positions, and the draft has to"
+            " reach as far as the target"
         )
         yield refuse(
             "engine.max_seq_len",
@@ -98,17 +101,18 @@ def _same_vocab(subject: Subject) -> Findings:
     if {"target", "draft"} - set(subject.shapes):
         return
     target, draft = subject.shapes["target"].vocab_size, subject.shapes["draft"].vocab_size
-    if abs(target - draft) > PADDING:
+    if abs(target - draft) > MAX_PADDING_ROWS:
         what = (
-            f"the draft's vocabulary of {draft} is not the target's of {target}: another tokenizer"
+            f"the draft has {draft} tokens in its vocabulary and the target {target}: they use"
+            " different tokenizers"
         )
-        yield refuse("draft.checkpoint", what, "take a draft of the target's own family")
+        yield refuse("draft.checkpoint", what, "take a draft of the target's family")
     elif target != draft:
         what = (
-            f"vocabularies of {target} and {draft} rows: if only padding differs, the larger is"
-            " trimmed before the build"
+            f"the vocabularies have {target} and {draft} rows: if only the padding differs, the"
+            " larger one is trimmed before the build"
         )
-        yield Found("adjusted", "draft.checkpoint", what)
+        yield RuleFinding("adjusted", "draft.checkpoint", what)
 
 
 def _input_within_num_tokens(subject: Subject) -> Findings:
@@ -116,9 +120,9 @@ def _input_within_num_tokens(subject: Subject) -> Findings:
     if engine is not None and engine.max_input_len > max_num_tokens(engine):
         yield refuse(
             "engine.max_input_len",
-            f"a prompt of {engine.max_input_len} tokens is one forward, and max_num_tokens allows"
-            f" {max_num_tokens(engine)}",
-            f"set max_num_tokens: {engine.max_input_len} or more, or a smaller max_input_len",
+            f"a prompt of {engine.max_input_len} tokens is read in one forward, and max_num_tokens"
+            f" allows {max_num_tokens(engine)}",
+            f"set max_num_tokens: {engine.max_input_len} or more, or set a smaller max_input_len",
         )
 
 
@@ -131,7 +135,7 @@ def _draft_within_num_tokens(subject: Subject) -> Findings:
         fits = max(1, allowed // (subject.draft_len + 1))
         what = (
             f"verifying {subject.draft_len} + 1 tokens of {engine.max_batch_size} requests takes"
-            f" {needed} tokens a step"
+            f" {needed} tokens per step"
         )
         hint = f"set max_num_tokens: {needed} or more, or max_batch_size: {fits}"
         yield refuse("engine.max_num_tokens", f"{what}, and max_num_tokens allows {allowed}", hint)
@@ -139,31 +143,31 @@ def _draft_within_num_tokens(subject: Subject) -> Findings:
 
 def _spec_raises_num_tokens(subject: Subject) -> Findings:
     engine = subject.engine_flow
-    if engine is None or not subject.drafts:
+    if engine is None or not subject.has_draft_model:
         return
     needed = engine.max_batch_size * (subject.draft_len + 1)
     if needed > max_num_tokens(engine):
         steps = f"{engine.max_batch_size} requests x ({subject.draft_len} + 1) tokens"
-        yield Found(
+        yield RuleFinding(
             "adjusted",
             "engine.max_num_tokens",
-            f"raised from {max_num_tokens(engine)} to {needed}: {steps}",
+            f"max_num_tokens is raised from {max_num_tokens(engine)} to {needed}: {steps}",
         )
 
 
 def _spec_extends_seq_len(subject: Subject) -> Findings:
-    if subject.engine_flow is not None and subject.drafts:
+    if subject.engine_flow is not None and subject.has_draft_model:
         length = subject.config.engine.max_seq_len
         what = (
-            f"the target's engine records {length + subject.draft_len}: {length} + max_draft_len"
-            f" {subject.draft_len}"
+            f"the target's engine is built for {length + subject.draft_len} tokens: max_seq_len"
+            f" {length} + max_draft_len {subject.draft_len}"
         )
-        yield Found("adjusted", "engine.max_seq_len", what)
+        yield RuleFinding("adjusted", "engine.max_seq_len", what)
 
 
 def _tokens_per_block(subject: Subject) -> Findings:
     if subject.trtllm is not None and subject.trtllm.tokens_per_block.bit_count() != 1:
-        what = f"tokens_per_block {subject.trtllm.tokens_per_block} is no power of two"
+        what = f"tokens_per_block {subject.trtllm.tokens_per_block} is not a power of two"
         yield refuse("engine.tokens_per_block", what, "set tokens_per_block: 32 or 64")
 
 

@@ -1,11 +1,19 @@
-"""Which version has which flow, layout and container, and what its builder switches off without
-an error.
+"""Rules about versions: which has which flow, layout and container, and which settings its builder
+changes without an error.
 """
 
 from __future__ import annotations
 
 from toolkit.facts.versions import VERSIONS
-from toolkit.plan.rules.found import INT8, Check, Findings, Found, of_algo, refuse, unless_allowed
+from toolkit.plan.rules.findings import (
+    INT8,
+    Check,
+    Findings,
+    RuleFinding,
+    models_with_algo,
+    refuse,
+    refuse_unless_allowed,
+)
 from toolkit.plan.subject import Subject, family_of
 
 __all__ = ["CHECKS"]
@@ -22,7 +30,7 @@ def _engine_flow_removed(subject: Subject) -> Findings:
         yield refuse(
             "engine.kind",
             f"TensorRT-LLM {name} has no engine flow: trtllm-build was removed",
-            f'set tensorrt_llm: "{last}", the last with it, or kind: trtllm_pytorch',
+            f'set tensorrt_llm: "{last}", the last version that has it, or kind: trtllm_pytorch',
         )
 
 
@@ -31,7 +39,7 @@ def _draft_target_min_version(subject: Subject) -> Findings:
     if (
         subject.pytorch_flow is not None
         and version is not None
-        and subject.drafts
+        and subject.has_draft_model
         and not version.pytorch_draft_target
     ):
         yield refuse(
@@ -47,11 +55,11 @@ def _unified_hf_min_version(subject: Subject) -> Findings:
         return
     for role, model in subject.models.items():
         if model.quantization.quant_algo != "NO_QUANT":
-            yield unless_allowed(
+            yield refuse_unless_allowed(
                 subject,
                 role,
-                "checkpoints as ModelOpt writes them now are documented for TensorRT-LLM 1.2.0 and"
-                f" later, not {version.name}",
+                "the checkpoint format that ModelOpt writes is documented for TensorRT-LLM 1.2.0"
+                f" and later, not for {version.name}",
                 'set engine.tensorrt_llm: "1.2.1"',
             )
 
@@ -69,7 +77,7 @@ def _qwen3_min_version(subject: Subject) -> Findings:
         if family_of(shape) == "Qwen 3":
             yield refuse(
                 f"{role}.checkpoint",
-                f"the engine flow of TensorRT-LLM {version.name} has no Qwen 3",
+                f"the engine flow of TensorRT-LLM {version.name} does not support Qwen 3",
                 'set engine.tensorrt_llm: "1.2.1"',
             )
 
@@ -77,31 +85,34 @@ def _qwen3_min_version(subject: Subject) -> Findings:
 def _serving_container(subject: Subject) -> Findings:
     if subject.version is not None and not subject.version.serving_tags:
         newest = [version for version in VERSIONS.values() if version.serving_tags][-1]
-        yield Found(
+        yield RuleFinding(
             "warning",
             "engine.tensorrt_llm",
             f"no Triton container with TensorRT-LLM {subject.version.name} is known",
-            f'{newest.serving_tags[0]} holds {newest.name}: set tensorrt_llm: "{newest.name}"',
+            f'set tensorrt_llm: "{newest.name}", which {newest.serving_tags[0]} contains',
         )
 
 
 def _layout_of_flow(subject: Subject) -> Findings:
     layout = subject.config.triton.layout
     if subject.pytorch_flow is not None and layout == "bls":
-        what = "speculates inside one runtime, and the BLS layout drives two engines"
-        yield refuse("triton.layout", f"kind trtllm_pytorch {what}", "set layout: llmapi, or auto")
+        what = (
+            "kind trtllm_pytorch speculates inside one runtime, but the BLS layout drives two"
+            " engines"
+        )
+        yield refuse("triton.layout", what, "set layout: llmapi, or auto")
     if subject.engine_flow is not None and layout == "llmapi":
         what = (
-            "in Triton, the llmapi layout no longer serves engines since 1.0, and never served two"
-            " of them"
+            "Triton's llmapi layout has not served engines since 1.0, and it never served two of"
+            " them"
         )
         yield refuse("triton.layout", what, "set layout: bls, or auto")
 
 
 def _fused_mlp_scope(subject: Subject) -> Findings:
     if subject.engine_flow is not None:
-        for role, model in of_algo(subject, *INT8):
-            yield Found(
+        for role, model in models_with_algo(subject, *INT8):
+            yield RuleFinding(
                 "adjusted",
                 f"{role}.quantization.quant_algo",
                 f"use_fused_mlp is switched off for {model.quantization.quant_algo}",
@@ -110,9 +121,9 @@ def _fused_mlp_scope(subject: Subject) -> Findings:
 
 def _fp8_fmha_needs_fp8_kv(subject: Subject) -> Findings:
     if subject.engine_flow is not None:
-        for role, model in of_algo(subject, "FP8"):
+        for role, model in models_with_algo(subject, "FP8"):
             if model.quantization.kv_cache_quant_algo is None:
-                yield Found(
+                yield RuleFinding(
                     "adjusted",
                     f"{role}.quantization",
                     "use_fp8_context_fmha is switched off: the KV cache is not FP8",
@@ -121,9 +132,9 @@ def _fp8_fmha_needs_fp8_kv(subject: Subject) -> Findings:
 
 def _fp8_kv_forces_fp8_fmha(subject: Subject) -> Findings:
     if subject.engine_flow is not None:
-        for role, model in of_algo(subject, "FP8"):
+        for role, model in models_with_algo(subject, "FP8"):
             if model.quantization.kv_cache_quant_algo == "FP8":
-                yield Found(
+                yield RuleFinding(
                     "adjusted",
                     f"{role}.quantization",
                     "use_fp8_context_fmha is switched on: weights and KV cache are FP8",
@@ -133,12 +144,12 @@ def _fp8_kv_forces_fp8_fmha(subject: Subject) -> Findings:
 def _fp8_fmha_needs_sm89(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.gpu is not None and subject.gpu.sm < 89:
         what = f"use_fp8_context_fmha is switched off: {subject.gpu.name} is SM {subject.gpu.sm}"
-        yield Found("adjusted", "hardware.gpu", what)
+        yield RuleFinding("adjusted", "hardware.gpu", what)
 
 
 def _nccl_single_rank(subject: Subject) -> Findings:
     if subject.engine_flow is not None and subject.engine_flow.world_size == 1:
-        yield Found("adjusted", "engine.tp_size", "nccl_plugin is dropped: there is one rank")
+        yield RuleFinding("adjusted", "engine.tp_size", "nccl_plugin is dropped: there is one rank")
 
 
 CHECKS: dict[str, Check] = {
