@@ -1,5 +1,6 @@
-"""What runs in the server process, behind `toolkit generate` and under the advisor: engines in,
-a speculative runtime out.
+"""Load engines and build the speculative runtime that runs in this process.
+
+The server process, `toolkit generate` and the advisor use it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ def load_runtime(
     draft_len_schedule: Sequence[tuple[int, int]] = (),
     ngram_size: int | None = None,
 ) -> SpeculativeRuntime:
-    """Load both engines and what they need to serve text: the tokenizer and EOS ids that lie in the
-    target's directory.
+    """Load both engines, and the tokenizer and EOS ids from the target's directory.
 
-    threads: of the forwards, for the whole process; None leaves torch's own choice. ngram_size:
-    draft by prompt lookup over ends of the text of up to this length, instead of a draft engine.
-    Without either, or with max_draft_len 0, requests are decoded plainly. draft_len_schedule:
-    (running requests, draft length) pairs, each holding from that many requests on. Raises
-    CheckpointError for a directory that is no engine, PairingError for engines that do not belong
-    together, UsageError for a draft length that the target's engine was not built for,
-    BackendUnavailable.
+    threads: threads of a forward, set for the whole process; None keeps torch's default.
+    ngram_size: draft by prompt lookup instead of a draft engine, and search for the last tokens of
+    the text, up to this many. Without a draft engine and ngram_size, or with max_draft_len 0,
+    requests are decoded plainly. draft_len_schedule: pairs (running requests, draft length); a
+    length holds from that many running requests on.
+
+    Raises CheckpointError if a directory is not an engine, PairingError if the engines do not
+    belong together, UsageError if the target's engine was not built for this draft length,
+    BackendUnavailable if a library is missing.
     """
     from toolkit.engines.registry import loader
     from toolkit.speculative.drafters import NgramDrafter
@@ -51,12 +53,12 @@ def load_runtime(
     target = torch_loader.load(target_dir, threads=threads)
     draft = None
     if draft_dir is not None and max_draft_len > 0:
-        _same_tokenizer(target_dir, draft_dir)
+        _check_same_tokenizer(target_dir, draft_dir)
         draft = torch_loader.load(draft_dir, threads=threads)
         if draft.vocab_size != target.vocab_size:
             raise PairingError(
-                f"the draft's engine has a vocabulary of {draft.vocab_size}, the target's one of"
-                f" {target.vocab_size}",
+                f"the draft's engine has a vocabulary of {draft.vocab_size} tokens, and the"
+                f" target's engine one of {target.vocab_size}",
                 where=draft_dir,
                 hint="Build both from checkpoints with the same tokenizer.",
             )
@@ -73,8 +75,10 @@ def load_runtime(
 
 
 def eos_token_ids(engine_dir: Path) -> tuple[int, ...]:
-    """The ids that end a text: one, several or none. generation_config.json's, else those of the
-    model's own config.json, which the engine keeps with the model's shape.
+    """The token ids that end a text; there may be several or none.
+
+    They are read from generation_config.json, or else from the model's config.json, whose EOS ids
+    the engine keeps with the model's shape.
     """
     generation = engine_dir / "generation_config.json"
     ids = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -87,14 +91,17 @@ def _engine_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
     if "toolkit" not in config:
         raise CheckpointError(
-            "is not an engine directory of this toolkit", where=directory, hint="Run toolkit build."
+            "is not an engine directory of this toolkit",
+            where=directory,
+            hint="Build the engine with `toolkit build`.",
         )
     return config
 
 
-def _same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
-    """The build has proven the pair; here only that these two directories are still of one
-    vocabulary, token by token.
+def _check_same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
+    """Raise PairingError if the two directories have different vocabularies.
+
+    The build has already proven the pair. This only finds directories that were mixed up later.
     """
     from tokenizers import Tokenizer
 

@@ -1,10 +1,10 @@
-"""How sure a measured figure is: percentiles, and bootstrap intervals of all that is measured.
+"""Percentiles, and bootstrap intervals that say how certain a measured figure is.
 
-Pure: arrays in, numbers out. Whole prompts are drawn, never single tokens, since the tokens of one
-text share its difficulty. Rounds are drawn too, independently of the prompts, and both are crossed,
-so that neither a lucky prompt nor a quiet round is taken for the rule (Owen 2007, the pigeonhole
-bootstrap; errs on the wide side). Intervals are percentile intervals, two-sided at CONFIDENCE; a
-fixed seed makes a report repeatable from its measurements.
+Arrays go in, numbers come out. Whole prompts are drawn, never single tokens, since the tokens of
+one text are equally hard to draft. Rounds are drawn too, independently of the prompts, and both are
+crossed. So neither a lucky prompt nor a quiet round decides the figure (Owen 2007, the pigeonhole
+bootstrap; its intervals are rather too wide than too narrow). Intervals are two-sided percentile
+intervals at CONFIDENCE. A fixed seed makes a report repeatable from its measurements.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "BEYOND",
     "CONFIDENCE",
+    "SAMPLES_BEYOND",
     "bootstrap_percentile_ratios",
     "bootstrap_percentiles",
     "bootstrap_ratio",
@@ -39,22 +39,22 @@ Samples: TypeAlias = Sequence[Sequence[Sequence[tuple[float, int]]]]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-PERCENTILE_RESAMPLES = 1000  # each adds up all samples in order, which takes longer than a sum
-BEYOND = 10  # samples beyond a percentile that we print: p50 needs 20, p90 100, p99 1000
-BATCH_NUMBERS = 2_000_000  # at most, of one vectorised batch of resamples
+PERCENTILE_RESAMPLES = 1000  # fewer, since each needs a cumulative sum over all sorted samples
+SAMPLES_BEYOND = 10  # samples beyond a percentile that is printed: p50 needs 20, p90 100, p99 1000
+MAX_BATCH_NUMBERS = 2_000_000  # numbers in one vectorised batch of resamples
 
 
 def samples_needed(q: float) -> int:
-    """The fewest samples that support percentile q (in percent): BEYOND of them lie beyond it."""
-    return math.ceil(BEYOND / (1 - q / 100) - 1e-9)
+    """The fewest samples that support percentile q (in percent): SAMPLES_BEYOND of them lie beyond it."""
+    return math.ceil(SAMPLES_BEYOND / (1 - q / 100) - 1e-9)
 
 
 def percentile(
     values: Sequence[float] | Floats, q: float, weights: Sequence[int] | None = None
 ) -> float:
-    """numpy's linear percentile of values, each repeated by its weight.
+    """The linear percentile of numpy, with each value repeated as often as its weight says.
 
-    q in percent; values must not be empty.
+    q: in percent. values: not empty.
     """
     expanded = np.asarray(values, dtype=np.float64)
     if weights is not None:
@@ -62,25 +62,25 @@ def percentile(
     return float(np.percentile(expanded, q))
 
 
-# What every bootstrap is made of.
+# The parts of every bootstrap.
 
 
 def times_drawn(generator: np.random.Generator, count: int, resamples: int = RESAMPLES) -> Counts:
-    """[resamples, count]: how often each of `count` things is drawn, of `count` draws."""
+    """How often each of `count` things is drawn in `count` draws: [resamples, count]."""
     return generator.multinomial(count, np.full(count, 1 / count), size=resamples)
 
 
 def resampled(generator: np.random.Generator, values: Floats, resamples: int = RESAMPLES) -> Floats:
-    """[resamples, len(values)]: the values themselves, as many as there are, with replacement."""
+    """Draw as many values as there are, with replacement: [resamples, len(values)]."""
     drawn: Floats = values[generator.integers(len(values), size=(resamples, len(values)))]
     return drawn
 
 
 def interval(figures: Floats) -> tuple[float, float]:
-    """The ends of the percentile interval of a figure that was computed from every resample.
+    """The ends of the percentile interval, from the figures of all resamples.
 
-    A resample that left nothing to compute from is NaN, and is left out; both ends are NaN where
-    none is left.
+    A resample from which the figure cannot be computed is NaN and is left out. If none is left,
+    both ends are NaN.
     """
     known = figures[~np.isnan(figures)]
     if len(known) == 0:
@@ -94,29 +94,28 @@ def interval(figures: Floats) -> tuple[float, float]:
 
 
 def bootstrap_ratio_of_sums(above: Any, below: Any, *, seed: int = 0) -> Estimate:
-    """sum(above) / sum(below), NaN where there is nothing below.
+    """sum(above) / sum(below); NaN if sum(below) is 0.
 
-    Both are [prompts], or [rounds, prompts]; an entry of one belongs to the same entry of the
-    other, and they are drawn together.
+    Both are [prompts] or [rounds, prompts]. Entries at the same place belong together and are drawn
+    together.
     """
     if np.sum(below) == 0:
         return math.nan, math.nan, math.nan
     totals, drawn = _crossed_sums((above, below), seed)
-    # A draw of nothing but prompts without anything below has nothing above, and counts as 0.
+    # If the sum below is 0 in a resample, so is the sum above, and the ratio counts as 0.
     low, high = interval(drawn[0] / np.maximum(drawn[1], 1e-300))
     return float(totals[0] / totals[1]), low, high
 
 
 def bootstrap_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0) -> Estimate:
-    """(tokens[0] / times[0]) / (tokens[1] / times[1]), each summed first.
+    """(tokens[0] / times[0]) / (tokens[1] / times[1]), each array summed first.
 
-    All four arrays are [rounds, prompts]; an entry of arm 0 pairs with the same entry of arm 1, and
-    they are drawn together.
+    All four arrays are [rounds, prompts]. An entry of arm 0 is paired with the same entry of arm 1,
+    and they are drawn together.
     """
     totals, drawn = _crossed_sums((tokens[0], times[0], tokens[1], times[1]), seed)
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # a draw of nothing but prompts that failed
+    # In a resample, all prompts may be failed ones, and all sums 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
     low, high = interval(ratios)
     return float((totals[0] / totals[1]) / (totals[2] / totals[3])), low, high
@@ -125,9 +124,9 @@ def bootstrap_ratio(tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: in
 def bootstrap_unpaired_ratio(
     tokens: tuple[Any, Any], times: tuple[Any, Any], *, seed: int = 0
 ) -> Estimate:
-    """The same of arms that share nothing: the answers of each are drawn on their own.
+    """The same ratio for arms that share no prompts; the answers of each arm are drawn separately.
 
-    An answer is a unit here, whatever its prompt and round; tokens[arm] and times[arm] are
+    Single answers are drawn, regardless of prompt and round. tokens[arm] and times[arm] are
     [answers of that arm].
     """
     generator = np.random.default_rng(seed)
@@ -142,7 +141,7 @@ def bootstrap_unpaired_ratio(
 
 
 def _crossed_sums(arrays: Sequence[Any], seed: int) -> tuple[Floats, Floats]:
-    """(sums, resampled sums) of k arrays that share prompts and rounds: [k] and [k, resamples]."""
+    """The sums [k] and resampled sums [k, resamples] of k arrays that share prompts and rounds."""
     stacked = np.stack([np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in arrays])
     _, rounds, prompts = stacked.shape
     generator = np.random.default_rng(seed)
@@ -161,9 +160,9 @@ def bootstrap_percentiles(
     *,
     seed: int = 0,
 ) -> tuple[tuple[float, float], ...]:
-    """The intervals of percentiles qs over values grouped by prompt: whole groups are drawn.
+    """The interval of each percentile in qs, for values grouped by prompt; whole groups are drawn.
 
-    A resampled percentile is the smallest value that q percent of the weight does not exceed.
+    A resampled percentile is the smallest value at or below which q percent of the weight lies.
     """
     values = np.concatenate([np.asarray(cluster, dtype=np.float64) for cluster in clusters])
     owner = np.repeat(np.arange(len(clusters)), [len(cluster) for cluster in clusters])
@@ -183,16 +182,18 @@ def bootstrap_percentile_ratios(
     paired: bool = True,
     seed: int = 0,
 ) -> tuple[tuple[float, float], ...]:
-    """The intervals of percentile(first) / percentile(second) for every q.
+    """The interval of percentile(first) / percentile(second) for every q.
 
-    paired: both arms ran the same prompts in the same rounds, so both get the same draw; what they
-    share cancels. An interval is NaN where a percentile of zero was in a denominator.
+    paired: both arms ran the same prompts in the same rounds, so both get the same draws, and noise
+    that they share cancels. An interval is NaN if a percentile in the denominator is zero.
+
+    Raises ValueError if paired arms differ in rounds or prompts.
     """
     generator = np.random.default_rng(seed)
     draws = [_crossed_draw(generator, first), _crossed_draw(generator, second)]
     if paired:
         if (len(first), len(first[0])) != (len(second), len(second[0])):
-            raise ValueError("arms of different rounds or prompts cannot be paired")
+            raise ValueError("arms with different rounds or prompts cannot be paired")
         draws[1] = draws[0]
     arms = [
         _resampled_percentiles(*_flat(samples, rounds, prompts, qs))
@@ -208,8 +209,8 @@ def bootstrap_percentile_ratios(
 def _flat(
     samples: Samples, rounds: Counts, prompts: Counts, qs: Sequence[float]
 ) -> tuple[Any, Any, Any, Any]:
-    """What `_resampled_percentiles` takes, for samples and how often their rounds and prompts are
-    drawn.
+    """The arguments of `_resampled_percentiles`, from samples and from how often their rounds and
+    prompts are drawn.
     """
     flat = [
         (r, p, value, weight)
@@ -228,7 +229,7 @@ def _flat(
 
 
 def _crossed_draw(generator: np.random.Generator, samples: Samples) -> tuple[Counts, Counts]:
-    """How often each round and each prompt is drawn."""
+    """How often each round and each prompt is drawn: [resamples, rounds], [resamples, prompts]."""
     rounds = times_drawn(generator, len(samples), PERCENTILE_RESAMPLES)
     return rounds, times_drawn(generator, len(samples[0]), PERCENTILE_RESAMPLES)
 
@@ -236,14 +237,15 @@ def _crossed_draw(generator: np.random.Generator, samples: Samples) -> tuple[Cou
 def _resampled_percentiles(
     values: Floats, weight: Floats, qs: Sequence[float], times_drawn_of: Callable[[slice], Any]
 ) -> list[Floats]:
-    """Percentiles of values, weighted by weight and by how often each was drawn; one row per q.
+    """Percentiles of values, weighted by weight and by how often each is drawn; one row per q.
 
-    A draw that left nothing has no percentile: few prompts, each without a sample in some round.
+    A resample without any sample gives NaN. That happens with few prompts, if each lacks samples in
+    some round.
     """
     order = np.argsort(values, kind="stable")
     values, weight = values[order], weight[order]
     rows: list[list[Floats]] = [[] for _ in qs]
-    step = max(1, BATCH_NUMBERS // len(values))
+    step = max(1, MAX_BATCH_NUMBERS // len(values))
     for start in range(0, PERCENTILE_RESAMPLES, step):
         part = slice(start, start + step)
         cumulative = np.cumsum(times_drawn_of(part)[:, order] * weight, axis=1)

@@ -1,5 +1,5 @@
-"""Acceptance without a speculative run: formulas against enumeration, the replay against the
-runtime, the paper's tables.
+"""Acceptance without a speculative run: the formulas agree with enumeration and with the paper's
+tables, and the replay with the runtime.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def test_table_1_of_leviathan_is_reproduced(
 def test_table_2_of_leviathan_is_reproduced(
     gamma: int, alpha: float, c: float, predicted: float
 ) -> None:
-    """To the digits that the paper gives: alpha and c have two, and move the result by up to
-    0.1.
-    """
+    """alpha and c have only two digits in the paper, which moves the result by up to 0.1."""
     assert leviathan_speedup(alpha, gamma, c) == pytest.approx(predicted, abs=0.1)
 
 
@@ -75,9 +73,9 @@ def test_coupled_probability_is_that_of_shared_noise(seed: int) -> None:
     p, q = random.dirichlet(np.full(5, 0.7)), random.dirichlet(np.full(5, 0.7))
     token = int(random.integers(5))
     exact = [1.0 / sum(max(p[j] / p[i], q[j] / q[i]) for j in range(5)) for i in range(5)]
-    both, one = coupled_match(p, q, token)
-    assert both == pytest.approx(sum(exact), abs=1e-6)
-    assert one == pytest.approx(exact[token], abs=1e-6)
+    any_token, this_token = coupled_match(p, q, token)
+    assert any_token == pytest.approx(sum(exact), abs=1e-6)
+    assert this_token == pytest.approx(exact[token], abs=1e-6)
 
 
 def test_coupled_probability_agrees_with_races() -> None:
@@ -90,9 +88,7 @@ def test_coupled_probability_agrees_with_races() -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_keeping_given_the_token_averages_to_alpha(seed: int) -> None:
-    """The law behind the replay, for every rule, by enumeration: sum over x of p(x) * kept(x) =
-    alpha.
-    """
+    """The replay relies on this for every rule: the sum over x of p(x) * kept(x) is alpha."""
     random = np.random.default_rng(seed)
     p, q = random.dirichlet(np.ones(5)), random.dirichlet(np.ones(5))
     given_token = rule_probabilities(np.tile(p, (5, 1)), np.tile(q, (5, 1)), np.arange(5))
@@ -102,7 +98,7 @@ def test_keeping_given_the_token_averages_to_alpha(seed: int) -> None:
 
 
 def test_replay_of_equal_independent_acceptance_is_the_formula() -> None:
-    """Long texts, so that their ends do not count: tokens per step is (1 - a^(k + 1)) / (1 - a)."""
+    """In a long text, whose end hardly counts, tokens per step are (1 - a^(k + 1)) / (1 - a)."""
     long = drafted_by_model(np.full(6000, 0.7), np.full(6000, 0.7), 8, 6001)
     for draft_len in (1, 3, 8):
         outcome = replay([long], draft_len)
@@ -125,8 +121,8 @@ def test_acceptance_lengths_are_of_the_texts_that_are_weighted() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=24), st.integers(1, 5), st.integers(0, 4))
 def test_replay_counts_every_token_once(kept: list[float], draft_len: int, unused: int) -> None:
-    """Every token is a kept draft or the one that a step adds; the last step of a text may end
-    in a kept draft.
+    """Every token is an accepted draft or the token that a step adds; only the last step of a text
+    may end with an accepted draft.
     """
     text = drafted_by_model(np.array(kept), np.array(kept), 5, len(kept) + 1 + unused)
     outcome = replay([text], draft_len)
@@ -163,23 +159,22 @@ def greedy_texts(
 
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 6])
 def test_greedy_replay_is_the_run(draft_len: int) -> None:
-    """Steps, drafted and accepted tokens by place, text by text, are what the runtime counts
-    when it really speculates.
+    """For every text, the replay has the steps and the drafted and accepted tokens by place that
+    the runtime counts when it really speculates.
     """
     prompts = [[1 + i, 2, 3 + i] for i in range(8)]
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
-    outcome = replay(greedy_texts(target, draft, prompts, 24), draft_len)
-    run = serve(
+    replayed = replay(greedy_texts(target, draft, prompts, 24), draft_len)
+    outcomes = serve(
         make_runtime(target, draft, max_draft_len=draft_len),
         [make_request(p, 24, str(i), temperature=0.0) for i, p in enumerate(prompts)],
     )
-    stats = [each.stats for each in run]
-    assert outcome.steps.tolist() == [s.verify_steps for s in stats]
-    assert outcome.drafted_by_place.tolist() == [list(s.drafted_by_position) for s in stats]
-    assert outcome.accepted_by_place.tolist() == [list(s.accepted_by_position) for s in stats]
-    assert (
-        0.2 < outcome.accepted_by_place.sum() / outcome.drafted_by_place.sum() < 0.95
-    )  # or nothing was tested
+    stats = [outcome.stats for outcome in outcomes]
+    assert replayed.steps.tolist() == [s.verify_steps for s in stats]
+    assert replayed.drafted_by_place.tolist() == [list(s.drafted_by_position) for s in stats]
+    assert replayed.accepted_by_place.tolist() == [list(s.accepted_by_position) for s in stats]
+    rate = replayed.accepted_by_place.sum() / replayed.drafted_by_place.sum()
+    assert 0.2 < rate < 0.95  # otherwise nothing was tested
 
 
 def test_lookup_drafts_are_kept_where_the_text_repeats() -> None:
@@ -191,5 +186,6 @@ def test_lookup_drafts_are_kept_where_the_text_repeats() -> None:
     assert text.ready.tolist() == [3, 3, 3, 0]
     assert text.kept.tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
     outcome = replay([text], 3)
-    assert outcome.steps.tolist() == [2.0]  # 6 7 kept and 9 added; then 5, with nothing to draft
+    # The first step accepts 6 7 and adds 9; the second adds 5, with nothing to draft.
+    assert outcome.steps.tolist() == [2.0]
     assert outcome.steps_by_width.tolist() == [[1.0, 0.0, 0.0, 1.0]]

@@ -1,4 +1,4 @@
-"""The alpha from which drafting pays."""
+"""The alpha above which drafting pays."""
 
 from __future__ import annotations
 
@@ -20,6 +20,5 @@ def test_break_even_alpha_is_the_one_that_gives_the_length(alpha: float, draft_l
 def test_break_even_alpha_has_its_ends() -> None:
     assert break_even_alpha(4.0, 3) == 1.0
     assert break_even_alpha(4.1, 3) is None  # not even if all is accepted
-    assert (
-        break_even_alpha(0.9, 3) == 0.0
-    )  # timed with noise, a step with drafts was the shorter one
+    # With noisy times, a step with drafts may be shorter than one without.
+    assert break_even_alpha(0.9, 3) == 0.0

@@ -1,5 +1,5 @@
-"""The grid over small engines: quality against the unquantized target, the best cell, and what
-quantizing a draft costs.
+"""The grid of small engines: quality compared with the unquantized target, the best cell, and the
+cost of quantizing a draft.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ from toolkit.workflows.measured_runtime import MeasuredRuntime
 
 PROMPTS = [("all", (1 + index % 30, 2, 3 + index % 7)) for index in range(24)]
 HELDOUT = [[(seed * 7 + index * index) % 40 for index in range(30)] for seed in range(8)]
-DRAFT_MS = {
-    "NO_QUANT": 2.0,
-    "FP8": 1.9,
-    "W8A16": 1.0,
-}  # FP8 saves little time here, W8A16 half of it
+# In this test FP8 saves little time, and W8A16 half of it.
+DRAFT_MS = {"NO_QUANT": 2.0, "FP8": 1.9, "W8A16": 1.0}
 
 
 class Scripted(MeasuredRuntime):
-    """Real texts and real runs; a step costs 10 ms for the target and what DRAFT_MS says per
-    draft token.
-    """
+    """Texts and runs are real; a step takes 10 ms for the target and DRAFT_MS per draft token."""
 
     draft_ms = 0.0
 
@@ -70,8 +65,8 @@ class Scripted(MeasuredRuntime):
 
 @pytest.fixture(scope="module")
 def grid() -> Grid:
-    """The draft in FP8 agrees with the target much less than unquantized; W8A16 agrees as well
-    and is twice as fast.
+    """The FP8 draft agrees with the target much less than the unquantized draft; the W8A16 draft
+    agrees as well and is twice as fast.
     """
     targets = {
         "NO_QUANT": TableEngine(1, closeness=0.8),
@@ -80,12 +75,12 @@ def grid() -> Grid:
     drafts = {name: TableEngine(2, closeness=0.5 if name == "FP8" else 0.8) for name in DRAFT_MS}
 
     def contenders(algo: str) -> list[Contender]:
-        found = []
+        contenders = []
         for name, draft in drafts.items():
             runtime = Scripted(targets[algo], draft, CODEC, eos_token_ids=())
             runtime.draft_ms = DRAFT_MS[name]
-            found.append(Contender(name, "draft_target", runtime, draft))
-        return found
+            contenders.append(Contender(name, "draft_target", runtime, draft))
+        return contenders
 
     question = Question(PROMPTS, 32, None, "auto", max_draft_len=4, batches=(1,), rounds=1, steps=4)
     return measure_grid(
@@ -99,7 +94,7 @@ def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
     }
     assert from_json(Grid, to_json(grid)) == grid
     lengths = [cell.acceptance_length for cell in grid.cells]
-    assert all(1.0 <= one.low < one.estimate < one.high <= 5.0 for one in lengths)
+    assert all(1.0 <= length.low < length.estimate < length.high <= 5.0 for length in lengths)
 
 
 def test_quantizing_the_draft_is_said_to_cost_more_than_it_saves_where_it_does(grid: Grid) -> None:
@@ -119,8 +114,8 @@ def test_the_best_cell_is_the_fastest_that_keeps_quality(grid: Grid) -> None:
 def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_acceptance_come_to() -> (
     None
 ):
-    """Nothing is timed; texts of a table engine never end early, so a step's tokens over its
-    time are the speed.
+    """Nothing is timed. Texts of a table engine never end early, so the speed is the tokens of a
+    step divided by its time.
     """
 
     class Untimed(MeasuredRuntime):
@@ -164,7 +159,7 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
         costs_are="predicted for H200",
         left_out=["target NO_QUANT: too large"],
     )
-    assert [one.quant_algo for one in grid.targets] == ["NO_QUANT", "FP8"]
+    assert [target.quant_algo for target in grid.targets] == ["NO_QUANT", "FP8"]
     assert [(cell.target, cell.draft) for cell in grid.cells] == [
         ("FP8", "NO_QUANT"),
         ("FP8", "FP8"),
@@ -176,10 +171,9 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
     for cell in grid.cells:
         plain = 32 / (31 * 0.010)
         assert cell.tokens_per_s.estimate == pytest.approx(plain * cell.speedup.estimate)
-        most = (
-            cell.acceptance_length.estimate * 10 / (10 + cell.draft_len)
-        )  # but for shorter blocks at the end of a text
-        assert most <= cell.speedup.estimate <= 1.1 * most
+        # Blocks are shorter at the end of a text, so the speedup is a little higher than this.
+        speedup = cell.acceptance_length.estimate * 10 / (10 + cell.draft_len)
+        assert speedup <= cell.speedup.estimate <= 1.1 * speedup
         assert cell.speedup.low < cell.speedup.estimate < cell.speedup.high
     (cost,) = grid.drafts  # the same draft twice
     assert (cost.speed.low, cost.speed.high, cost.verdict) == (1.0, 1.0, "makes no difference seen")
@@ -189,7 +183,7 @@ def test_kl_and_perplexity_are_those_of_the_definition() -> None:
     source, other = TableEngine(1), TableEngine(5)
     same = quality("NO_QUANT", source, source, HELDOUT)
     assert same.kl.estimate == pytest.approx(0.0, abs=1e-12)
-    found = quality("FP8", other, source, HELDOUT)
+    measured = quality("FP8", other, source, HELDOUT)
     import torch
 
     divergence, surprise = [], []
@@ -203,6 +197,6 @@ def test_kl_and_perplexity_are_those_of_the_definition() -> None:
             rows.append(torch.log_softmax(logits[1:], dim=-1))
         divergence.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
         surprise.append(-rows[1][torch.arange(len(ids) - 2), torch.tensor(ids[2:])])
-    assert found.kl.estimate == pytest.approx(float(torch.cat(divergence).mean()))
-    assert found.perplexity.estimate == pytest.approx(float(np.exp(torch.cat(surprise).mean())))
-    assert found.kl.low < found.kl.estimate < found.kl.high
+    assert measured.kl.estimate == pytest.approx(float(torch.cat(divergence).mean()))
+    assert measured.perplexity.estimate == pytest.approx(float(np.exp(torch.cat(surprise).mean())))
+    assert measured.kl.low < measured.kl.estimate < measured.kl.high

@@ -1,5 +1,5 @@
-"""The advisor end to end over small engines: what it finds agrees with running, and it says no
-where no is right.
+"""The advisor end to end over small engines: its predictions agree with running, and it advises
+against speculation where that does not pay.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 class Scripted(MeasuredRuntime):
-    """Writes and runs for real; step times are as told, in ms: the target 10 and 1 per draft token,
-    the draft `draft_ms` per token, every further request of a batch `crowd_ms` per verified token.
+    """Texts and runs are real; step times are set, in ms: 10 for the target and 1 per draft token,
+    `draft_ms` per token for the draft, and `crowd_ms` per verified token for every further request
+    of a batch.
     """
 
     draft_ms = 0.5
@@ -82,7 +83,7 @@ def good() -> Advice:
 
 
 def of(advice: Advice, rule: str, name: str = "model", domain: str | None = None) -> Alpha:
-    candidate = next(each for each in advice.candidates if each.name == name)
+    candidate = next(candidate for candidate in advice.candidates if candidate.name == name)
     return next(alpha for alpha in candidate.alphas if (alpha.rule, alpha.domain) == (rule, domain))
 
 
@@ -91,52 +92,56 @@ def test_a_good_cheap_draft_is_chosen_and_the_advice_survives_json(good: Advice)
     assert (good.drafter, good.draft) == ("draft_target", "model")
     assert good.max_draft_len >= 1
     assert good.candidates[0].low > 1.0
-    tokens = (
-        "1 draft token "
-        if good.candidates[0].draft_len == 1
-        else f"{good.candidates[0].draft_len} draft tokens "
-    )
-    assert f"with {tokens}for one request at a time" in good.reason
+    length = good.candidates[0].draft_len
+    tokens = "1 draft token" if length == 1 else f"{length} draft tokens"
+    assert f"with {tokens} for one request at a time" in good.reason
     assert from_json(Advice, to_json(good)) == good
 
 
 def test_the_chosen_length_is_the_best_of_running_them_all(good: Advice) -> None:
-    """Counts of real runs under the scripted costs: no other length is better by more than 1 %
-    for one request at a time.
+    """With the counts of real runs and the scripted costs, no other length is faster by more than
+    2 % for one request at a time.
     """
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
     prompts = [ids for _, ids in PROMPTS]
     spent = dict.fromkeys(range(1, 6), 1.0)
     for length, temperature in itertools.product(spent, (0.0, TEMPERATURE)):
-        stats = [each for _, each in runtime.run("draft_target", prompts, length, 48, temperature)]
-        spent[length] *= sum(each.verify_steps for each in stats) * (10.1 + 1.5 * length)
+        stats = [
+            stats for _, stats in runtime.run("draft_target", prompts, length, 48, temperature)
+        ]
+        spent[length] *= sum(request.verify_steps for request in stats) * (10.1 + 1.5 * length)
     assert spent[good.candidates[0].draft_len] <= 1.02 * min(spent.values())
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "sample_match"])
 def test_alpha_agrees_with_running(good: Advice, rule: str) -> None:
-    """Accepted and rejected drafts of a real run give alpha too; both intervals have to meet."""
+    """Accepted and rejected drafts of a real run also give alpha; the two intervals overlap."""
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=(), acceptance=rule)
     stats = [
-        each
-        for _, each in runtime.run("draft_target", [ids for _, ids in PROMPTS], 1, 48, TEMPERATURE)
+        request
+        for _, request in runtime.run(
+            "draft_target", [ids for _, ids in PROMPTS], 1, 48, TEMPERATURE
+        )
     ]
-    accepted, drafted = sum(each.accepted for each in stats), sum(each.drafted for each in stats)
+    accepted, drafted = (
+        sum(request.accepted for request in stats),
+        sum(request.drafted for request in stats),
+    )
     measured = accepted / drafted  # the maximum likelihood of blocks of one draft
     spread = 1.96 * (measured * (1 - measured) / drafted) ** 0.5
-    found = of(good, rule)
+    alpha = of(good, rule)
     assert 0.1 < measured < 0.95
-    assert found.low - spread <= measured <= found.high + spread
+    assert alpha.low - spread <= measured <= alpha.high + spread
 
 
 def test_greedy_alpha_is_what_a_run_of_one_draft_counts_at_the_same_places(good: Advice) -> None:
-    found = of(good, "greedy")
-    assert found.low <= found.estimate <= found.high
-    assert found.tokens == 48 * 47
+    alpha = of(good, "greedy")
+    assert alpha.low <= alpha.estimate <= alpha.high
+    assert alpha.tokens == 48 * 47
     for domain in ("even", "odd"):
-        assert 0 < of(good, "greedy", domain=domain).tokens < found.tokens
+        assert 0 < of(good, "greedy", domain=domain).tokens < alpha.tokens
 
 
 def test_predictions_split_into_their_causes(good: Advice) -> None:
@@ -149,8 +154,8 @@ def test_predictions_split_into_their_causes(good: Advice) -> None:
 
 
 def test_a_random_draft_is_refused_with_the_break_even() -> None:
-    """Weights that have nothing to do with the target's, timed for real: its forwards cost as
-    much as the target's.
+    """The draft's weights have nothing to do with the target's, and its forwards, which are really
+    timed, take as long as the target's.
     """
     draft = TableEngine(99, closeness=0.0)
     target = TableEngine(1, closeness=0.8)
@@ -174,9 +179,7 @@ def test_a_random_draft_is_refused_with_the_break_even() -> None:
 
 
 def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
-    """Verifying costs more and more per token as requests are added: the lengths fall, and end
-    at 0.
-    """
+    """With every added request, verifying costs more per token, so the lengths fall to 0."""
     advice = run(TableEngine(2, closeness=0.8), crowd_ms=4.0)
     lengths = [step.draft_len for step in advice.schedule]
     assert advice.speculate
@@ -188,8 +191,8 @@ def test_speculation_stops_where_a_crowd_makes_it_a_loss() -> None:
 
 
 def test_noise_is_no_reason_against_speculation(good: Advice) -> None:
-    """The interval holds 1 and the estimate lies above: it is set as estimated, and said to be
-    undecided.
+    """If the interval contains 1 and the estimate is above 1, the estimate decides, and the advice
+    is marked undecided.
     """
     facts: dict[str, Any] = {
         "own": "model",
@@ -227,8 +230,8 @@ def test_a_dear_draft_loses_against_prompt_lookup_or_is_refused() -> None:
 
 
 def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> None:
-    """Steps counted by really running, times what a step is told to cost: prediction and run
-    then agree.
+    """The measured time is the number of steps really run, times the set cost of a step, so
+    prediction and run agree.
     """
 
     class Clocked(Scripted):
@@ -242,13 +245,13 @@ def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> Non
             **more: Any,
         ) -> int:
             stats = [
-                each
-                for _, each in self.run(
+                request
+                for _, request in self.run(
                     drafter if draft_len else "none", prompts, draft_len, *args, batch=batch
                 )
             ]
-            steps = sum(each.verify_steps for each in stats)
-            verified = sum(each.drafted for each in stats)
+            steps = sum(request.verify_steps for request in stats)
+            verified = sum(request.drafted for request in stats)
             return int(steps * 10.1e6 + verified * 1.5e6 + len(prompts) * 1e6)
 
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
@@ -283,9 +286,7 @@ def test_batch_sizes_double_up_to_the_largest() -> None:
 
 
 def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
-    """A forward costs its batch and tokens in milliseconds above a floor of 10, a tenth of that
-    for the draft.
-    """
+    """A forward takes 10 ms and 1 ms for every token of the batch; the draft's takes a tenth."""
 
     class Untimed(MeasuredRuntime):
         def time_steps(self, *args: Any, **more: Any) -> StepTimes:
@@ -316,8 +317,8 @@ def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
 
 
 def test_the_advice_agrees_with_the_interval_that_it_prints(good: Advice) -> None:
-    """One request at a time: the modes' own lower ends, each below 1, do not overrule the
-    interval over both of them.
+    """For one request at a time, the interval over both modes decides, even if the lower end of
+    each single mode is below 1.
     """
     best = good.candidates[0]
     wide = tuple(replace(one, low=0.97) if one.batch == 1 else one for one in best.predictions)

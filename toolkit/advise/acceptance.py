@@ -1,28 +1,30 @@
-"""How many draft tokens a target would keep, found without speculating.
+"""Compute how many draft tokens a target would accept, without speculating.
 
-The target writes texts by plain decoding. One teacher-forced pass of target and draft over them
-then tells, for every token of the output, how likely a draft token in its place would have been
-kept, under every rule of acceptance:
+The target writes texts by plain decoding. Then one teacher-forced pass of target and draft over the
+texts gives, for every output token, the probability that a draft token in its place is accepted.
+This probability is called alpha. It depends on the acceptance rule:
 
-    greedy                     1 if the draft's argmax is the token, else 0 rejection
-    sum of min(p, q) coupled                    sum over i of 1 / sum over j of max(p_j / p_i, q_j /
-    q_i) sample_match               sum of p q: the draft samples sample_match_greedy_draft
-    p(argmax q): the draft takes its best token, as TensorRT-LLM's two-model flow does
+    greedy                     1 if the draft's argmax is the token, else 0
+    rejection                  sum of min(p, q)
+    coupled                    sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
+    sample_match               sum of p q: the draft samples
+    sample_match_greedy_draft  p(argmax q): the draft takes its best token, as TensorRT-LLM's
+                               two-model flow does
 
-p is the target's distribution, q the draft's, both after temperature and filters. The third is the
-probability that two exponential races with shared noise have one winner (Daliri et al. 2024,
-arXiv:2408.07978, 3).
+p is the target's distribution and q the draft's, both after temperature and filters. The third is
+the probability that two exponential races with shared noise have the same winner (Daliri et al.
+2024, arXiv:2408.07978, 3).
 
-That is alpha. To know what a draft length would give, the text itself is replayed. Given the token
-x that the target chose, a draft in its place was kept with a probability of its own: min(1, q(x) /
-p(x)) under rejection, and so on. The output of every rule is distributed as the target's own, and
-given the output these events are independent, so the expected numbers of steps and of kept tokens
-follow by summing over the places where a block may begin. It assumes neither that acceptance is the
-same everywhere nor that neighbours are independent; for greedy decoding all probabilities are 0 or
-1 and the replay is the run.
+To predict the effect of a draft length, the text itself is replayed. Given the token x that the
+target chose, a draft in its place is accepted with another probability: min(1, q(x) / p(x)) under
+rejection, and so on. Under every rule the output has the target's distribution, and given the
+output these events are independent. So the expected numbers of steps and of accepted tokens follow
+by summing over the places where a block may begin. The replay does not assume that acceptance is
+the same everywhere, nor that neighbouring tokens are independent. For greedy decoding all
+probabilities are 0 or 1, and the replay equals the run.
 
-Drafts without a model (prompt lookup) depend on where a block begins, so the general form is a
-table [start, place in block].
+Drafts by prompt lookup depend on where a block begins, so the probabilities are kept in a table
+[start, place in block].
 """
 
 from __future__ import annotations
@@ -58,21 +60,21 @@ RULES: tuple[AlphaRule, ...] = (
     "sample_match",
     "sample_match_greedy_draft",
 )
-# probability below which a token is left out of the coupled sum; all of them together change it by
-# less than 1e-3
-NEGLIGIBLE = 1e-9
+# Tokens with a smaller probability are left out of the coupled sum; all of them together change it
+# by less than 1e-3.
+NEGLIGIBLE_PROBABILITY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """One text of n tokens under one rule. Places are output tokens but the first, which comes from
-    prefill and is not drafted.
+    """The drafts for one text of n output tokens under one acceptance rule.
 
-    alpha [n - 1]: probability that a draft token is kept there, over all that the target may
-    choose; not a number where nothing would be drafted. kept [n - 1, width]: entry (s, j) is the
-    probability that draft j of a block that begins at place s is kept, given the text and that the
-    drafts before it were. ready [n - 1]: how many drafts there are. limit: output tokens the
-    request may have (max_tokens), which bounds a block.
+    A place is an output token except the first, which prefill chooses and which is never drafted.
+    alpha [n - 1]: probability that a draft token is accepted at the place, averaged over the
+    target's choices; NaN if nothing would be drafted there. kept [n - 1, width]: entry (s, j) is
+    the probability that draft j of a block that begins at place s is accepted, given the text and
+    that the drafts before it are accepted. ready [n - 1]: the number of drafts available at the
+    place. limit: the request's max_tokens, which bounds a block.
     """
 
     alpha: Floats
@@ -84,8 +86,10 @@ class Drafted:
 def rule_probabilities(
     p: Floats, q: Floats, tokens: Ints
 ) -> dict[AlphaRule, tuple[Floats, Floats]]:
-    """Sampling rule -> (alpha, probability of keeping given the token). p, q [n, vocab] rows sum
-    to 1, tokens [n] are p's.
+    """For every sampling rule: alpha, and the probability of acceptance given the target's token.
+
+    p, q [n, vocab]: distributions of target and draft, rows sum to 1. tokens [n]: drawn from p.
+    Both results are [n].
     """
     rows = np.arange(len(tokens))
     px, qx = p[rows, tokens], q[rows, tokens]
@@ -94,8 +98,8 @@ def rule_probabilities(
     return {
         "rejection": (np.minimum(p, q).sum(axis=-1), np.minimum(1.0, qx / px)),
         "coupled": (
-            np.array([both for both, _ in coupled]),
-            np.array([one for _, one in coupled]) / px,
+            np.array([any_token for any_token, _ in coupled]),
+            np.array([this_token for _, this_token in coupled]) / px,
         ),
         "sample_match": ((p * q).sum(axis=-1), qx),
         "sample_match_greedy_draft": (p[rows, best], (best == tokens).astype(np.float64)),
@@ -103,29 +107,30 @@ def rule_probabilities(
 
 
 def coupled_match(p: Floats, q: Floats, token: int) -> tuple[float, float]:
-    """(probability that both races have the same winner, that both are won by `token`). p, q
-    [vocab].
+    """The probability that both races have the same winner, and that this winner is `token`.
 
-    Token i wins both with probability 1 / sum_j max(p_j / p_i, q_j / q_i). In the order of q / p,
-    all j up to i take the first form and all behind it the second, so two running sums give every
-    i.
+    p, q [vocab]. Token i wins both with probability 1 / sum_j max(p_j / p_i, q_j / q_i). If the
+    tokens are sorted by q / p, the maximum is the first term for all j up to i and the second term
+    for all later j, so two running sums give the result for every i.
     """
-    both = np.flatnonzero(np.maximum(p, q) > NEGLIGIBLE)
-    p_some, q_some = p[both], q[both]
+    candidates = np.flatnonzero(np.maximum(p, q) > NEGLIGIBLE_PROBABILITY)
+    p_sorted, q_sorted = p[candidates], q[candidates]
     with np.errstate(divide="ignore", invalid="ignore"):
-        order = np.argsort(q_some / p_some, kind="stable")
-        p_some, q_some = p_some[order], q_some[order]
-        before = np.cumsum(p_some)
-        behind = q_some.sum() - np.cumsum(q_some)
-        won = 1.0 / (before / p_some + np.maximum(behind, 0.0) / q_some)
-    won[(p_some == 0.0) | (q_some == 0.0)] = 0.0
-    place = np.flatnonzero(both[order] == token)
-    return float(won.sum()), float(won[place[0]]) if len(place) else 0.0
+        order = np.argsort(q_sorted / p_sorted, kind="stable")
+        p_sorted, q_sorted = p_sorted[order], q_sorted[order]
+        p_up_to = np.cumsum(p_sorted)
+        q_after = q_sorted.sum() - np.cumsum(q_sorted)
+        wins_both = 1.0 / (p_up_to / p_sorted + np.maximum(q_after, 0.0) / q_sorted)
+    wins_both[(p_sorted == 0.0) | (q_sorted == 0.0)] = 0.0
+    place = np.flatnonzero(candidates[order] == token)
+    return float(wins_both.sum()), float(wins_both[place[0]]) if len(place) else 0.0
 
 
 def drafted_by_model(alpha: Floats, kept: Floats, width: int, limit: int) -> Drafted:
-    """A draft model, teacher-forced: what it proposes for a token depends on the text before it,
-    not on where a block began.
+    """The drafts of a teacher-forced draft model.
+
+    Its proposal for a token depends on the text before the token, not on where the block began.
+    alpha, kept: [places].
     """
     padded = np.concatenate([kept, np.zeros(width)])
     table = np.lib.stride_tricks.sliding_window_view(padded, width)[: len(kept)].copy()
@@ -140,11 +145,11 @@ def drafted_by_lookup(
     limit: int,
     target_probs: Callable[[int, int], float] | None = None,
 ) -> Drafted:
-    """Drafts that are certain tokens, found in the text itself. lookup(ids, room) -> at most room
-    tokens to follow ids.
+    """The drafts of prompt lookup, which copies tokens from the text.
 
-    Under every rule such a draft is kept exactly where it is the token that the target chose.
-    target_probs(place, token): the target's probability of a token there, for alpha; None: greedy.
+    Under every rule such a draft is accepted exactly if it is the token that the target chose.
+    lookup(ids, room) returns at most `room` tokens that may follow ids. target_probs(place, token)
+    is the target's probability of the token there, for alpha; None for greedy decoding.
     """
     ids, places = [*prompt, *output], len(output) - 1
     alpha, kept = np.full(places, np.nan), np.zeros((places, width))
@@ -164,12 +169,12 @@ def drafted_by_lookup(
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Expected counts of speculating with one draft length, per text (first axis).
+    """Expected counts of speculating with one draft length; the first axis is the text.
 
-    steps_by_width [texts, draft_len + 1]: verify steps that drafted so many tokens.
-    drafted_by_place and accepted_by_place [texts, draft_len]: verify steps that drafted, and that
-    kept, the token at that place of the block. tokens [texts]: output tokens but the first; a text
-    has as many in every replay.
+    steps_by_width [texts, draft_len + 1]: verify steps by the number of tokens they drafted.
+    drafted_by_place, accepted_by_place [texts, draft_len]: verify steps that drafted, and that
+    accepted, the token at this place of the block. tokens [texts]: output tokens except the first,
+    the same in every replay of the text.
     """
 
     draft_len: int
@@ -184,28 +189,28 @@ class Replay:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted / steps over all texts together."""
+        """1 + accepted tokens / steps, over all texts together."""
         return float(self.acceptance_lengths(np.ones((1, len(self.tokens))))[0])
 
     def acceptance_lengths(self, weights: Floats) -> Floats:
-        """The same of texts that count so often. weights [n, texts] -> [n]."""
+        """The acceptance length [n] if each text counts as often as weights [n, texts] say."""
         accepted = self.accepted_by_place.sum(axis=1)
         lengths: Floats = 1.0 + (weights @ accepted) / np.maximum(weights @ self.steps, 1e-300)
         return lengths
 
 
 def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
-    """Speculate over the texts with blocks of up to draft_len tokens, as the runtime would.
+    """Compute the expected counts of speculating over the texts with blocks of up to draft_len.
 
-    A block is never longer than what is left of max_tokens less one, since a step adds one token
-    more than it keeps; tokens behind the end of the text (EOS) are drafted and dropped.
+    As in the runtime, a step adds one token more than it accepts, so a block has at most one token
+    less than max_tokens still allows. Tokens after the end of the text (EOS) are drafted and
+    dropped.
     """
     count, longest = len(texts), max((len(text.ready) for text in texts), default=0)
     places = np.array([len(text.ready) for text in texts])
     limits = np.array([text.limit for text in texts])
-    kept = np.zeros(
-        (count, longest, draft_len + 1)
-    )  # the last column stays 0: no draft stands there
+    # The last column stays 0: a block has no draft there.
+    kept = np.zeros((count, longest, draft_len + 1))
     ready = np.zeros((count, longest), dtype=np.int64)
     for row, text in enumerate(texts):
         width = min(draft_len, text.kept.shape[1])
@@ -216,30 +221,30 @@ def replay(texts: Sequence[Drafted], draft_len: int) -> Replay:
     by_width = np.zeros((count, draft_len + 1))
     drafted, accepted = np.zeros((count, draft_len)), np.zeros((count, draft_len))
     for start in range(longest):
-        here = np.where(start < places, begins[:, start], 0.0)
-        drafts = np.minimum(
-            ready[:, start], limits - start - 2
-        )  # start + 1 tokens are there, one comes in any case
-        by_width[np.arange(count), np.maximum(drafts, 0)] += here
-        run = here
+        begins_here = np.where(start < places, begins[:, start], 0.0)
+        # start + 1 tokens have been written, and the step adds one even if it accepts no draft.
+        drafts = np.minimum(ready[:, start], limits - start - 2)
+        by_width[np.arange(count), np.maximum(drafts, 0)] += begins_here
+        accepted_so_far = begins_here
         for offset in range(draft_len + 1):
             if offset < draft_len:
-                drafted[:, offset] += np.where(offset < drafts, here, 0.0)
-            stands = (offset < drafts) & (start + offset < places)
-            keep = np.where(stands, kept[:, start, offset], 0.0)
-            begins[:, start + offset + 1] += run * (1.0 - keep)
-            run = run * keep
+                drafted[:, offset] += np.where(offset < drafts, begins_here, 0.0)
+            has_draft = (offset < drafts) & (start + offset < places)
+            accepts = np.where(has_draft, kept[:, start, offset], 0.0)
+            begins[:, start + offset + 1] += accepted_so_far * (1.0 - accepts)
+            accepted_so_far = accepted_so_far * accepts
             if offset < draft_len:
-                accepted[:, offset] += run
+                accepted[:, offset] += accepted_so_far
     return Replay(draft_len, by_width, drafted, accepted, places.astype(np.float64))
 
 
-# What the formulas of the paper make of one alpha.
+# The formulas of Leviathan et al., which assume one alpha for all tokens.
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:
-    """Tokens per target run, (1 - alpha^(k + 1)) / (1 - alpha). Leviathan et al. 2023
-    (arXiv:2211.17192), equation 1.
+    """Expected tokens per target run: (1 - alpha^(k + 1)) / (1 - alpha).
+
+    Leviathan et al. 2023 (arXiv:2211.17192), equation 1.
     """
     if alpha >= 1.0:
         return draft_len + 1.0
@@ -247,15 +252,17 @@ def expected_tokens(alpha: float, draft_len: int) -> float:
 
 
 def leviathan_speedup(alpha: float, draft_len: int, c: float) -> float:
-    """Improvement in wall time, theorem 3.8 there; c: a draft step in units of a target step,
-    which verifies for free.
+    """Speedup in wall time by theorem 3.8 of the same paper.
+
+    c: time of a draft step divided by that of a target step. Verifying several tokens is assumed to
+    take no longer than a plain step.
     """
     return expected_tokens(alpha, draft_len) / (draft_len * c + 1.0)
 
 
 def by_domain(domains: Sequence[str]) -> Mapping[str, Ints]:
-    """Domain -> the indices of its texts, in the order of first appearance."""
-    found: dict[str, list[int]] = {}
+    """The indices of every domain's texts; domains in the order of their first appearance."""
+    indices_of: dict[str, list[int]] = {}
     for index, domain in enumerate(domains):
-        found.setdefault(domain, []).append(index)
-    return {domain: np.array(indices, dtype=np.int64) for domain, indices in found.items()}
+        indices_of.setdefault(domain, []).append(index)
+    return {domain: np.array(indices, dtype=np.int64) for domain, indices in indices_of.items()}

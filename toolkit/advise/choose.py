@@ -1,10 +1,9 @@
-"""From what is kept and what it costs to a draft length, a schedule over batch sizes, or the advice
-not to speculate.
+"""Choose a draft length, a schedule over batch sizes, or no speculation, from acceptance and costs.
 
-Pure arithmetic. Time of a set of texts = prefill + steps, a step's time depending on how many
-tokens its widest row drafted. The interval resamples whole prompts and the timed steps together,
-with the same draws for plain and speculative decoding and for all draft lengths, so that what they
-share cancels.
+Everything here is arithmetic. A set of texts takes the time of its prefills and its steps, and the
+time of a step depends on how many tokens its widest row drafted. Intervals come from resampling
+whole prompts and the timed steps. Plain and speculative decoding and all draft lengths use the same
+draws, so noise that they share cancels.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from toolkit.records.advice import Alpha, Candidate, ScheduleStep, SpeedupPredic
 from toolkit.resampling import interval, resampled, times_drawn
 from toolkit.words import AlphaRule, DecodingMode, Drafter
 
-__all__ = ["Mode", "alphas", "break_even_alpha", "judge", "schedule_of", "text_times"]
+__all__ = ["Mode", "alphas", "break_even_alpha", "predict_candidate", "schedule_of", "text_times"]
 
 Floats = NDArray[np.float64]
 
 RESAMPLES = 1000
-FEWEST_TEXTS = 5  # of a domain; resampling fewer says nothing about its spread
-# of the best: among draft lengths that good the shortest is taken, since long blocks make latency
-# vary more
-NEAR = 0.995
+MIN_DOMAIN_TEXTS = 5  # resampling fewer texts says nothing about the spread of a domain
+# Share of the best speedup. The shortest draft length that reaches it is chosen, since long blocks
+# make latency vary more.
+NEAR_BEST = 0.995
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One mode of decoding: `drafted` by text under the rule that serves, what its steps cost,
-    and all rules, for alpha.
+    """A mode of decoding, as observed: the drafts of every text, and what the steps cost.
+
+    drafted: under the acceptance rule that serves. rules: the same under every rule, for alpha.
     """
 
     name: DecodingMode
@@ -53,7 +53,7 @@ class Mode:
     costs: StepCosts
 
 
-def judge(
+def predict_candidate(
     name: str,
     drafter: Drafter,
     modes: Sequence[Mode],
@@ -64,7 +64,7 @@ def judge(
 ) -> Candidate:
     """Predict every draft length at every batch size, and pick the best for one request at a time.
 
-    Modes count alike: the speed-up of a draft length is the geometric mean of theirs.
+    All modes count equally: the speedup of a draft length is the geometric mean over the modes.
     """
     draws = _Draws(len(domains), seed)
     lengths, batches = range(1, max_draft_len + 1), modes[0].costs.batches
@@ -88,7 +88,7 @@ def judge(
         [replays[mode.name, best].acceptance_lengths(draws.prompts) for mode in modes], axis=0
     )
     length_low, length_high = interval(acceptance_lengths)
-    even = float(
+    break_even_length = float(
         np.mean([mode.costs.step_ns(1, best) / mode.costs.step_ns(1, 0) for mode in modes])
     )
     return Candidate(
@@ -101,8 +101,8 @@ def judge(
         acceptance_length=float(acceptance_lengths[0]),
         acceptance_length_low=length_low,
         acceptance_length_high=length_high,
-        break_even_length=even,
-        break_even_alpha=break_even_alpha(even, best),
+        break_even_length=break_even_length,
+        break_even_alpha=break_even_alpha(break_even_length, best),
         alphas=tuple(alphas(modes, domains, draws.prompts)),
         by_place={mode.name: _conditional(replays[mode.name, max_draft_len]) for mode in modes},
         costs={mode.name: mode.costs.rows for mode in modes},
@@ -111,29 +111,32 @@ def judge(
 
 
 def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleStep, ...]:
-    """The best draft length from each batch size on; 0 where the interval of the speed-up does not
-    lie above 1. Never grows.
+    """The best draft length from each batch size on. It never grows with the batch size.
 
-    For one request at a time the interval is the candidate's own, over all modes; beyond, the
-    modes' lower ends are averaged, which asks for a little more. Where not even one request at a
-    time is decided, the estimates stand for the intervals: a noisy measurement is no reason against
-    speculation.
+    The length is 0 where the interval of the speedup is not above 1. For one request at a time,
+    this is the candidate's interval over all modes. For larger batches it is the geometric mean of
+    the modes' lower ends, which is a little stricter. If the interval is not above 1 even for one
+    request at a time, the estimates are used instead: a noisy measurement is no reason not to
+    speculate.
     """
-    decided = candidate.low > 1.0
+    is_decided = candidate.low > 1.0
     steps: list[ScheduleStep] = []
     bound = max(prediction.draft_len for prediction in candidate.predictions)
     for batch in batches:
-        here = [each for each in candidate.predictions if each.batch == batch]
         by_length: dict[int, list[SpeedupPrediction]] = {}
-        for each in here:
-            by_length.setdefault(each.draft_len, []).append(each)
-        means = {
-            length: _geometric([one.speedup for one in ones]) for length, ones in by_length.items()
+        for prediction in candidate.predictions:
+            if prediction.batch == batch:
+                by_length.setdefault(prediction.draft_len, []).append(prediction)
+        speedups = {
+            length: _geometric([prediction.speedup for prediction in predictions])
+            for length, predictions in by_length.items()
         }
-        best = best_length(means)
-        own = (batch, best) == (1, candidate.draft_len)
-        low = candidate.low if own else _geometric([one.low for one in by_length[best]])
-        pays = (low if decided else means[best]) > 1.0
+        best = best_length(speedups)
+        if (batch, best) == (1, candidate.draft_len):
+            low = candidate.low
+        else:
+            low = _geometric([prediction.low for prediction in by_length[best]])
+        pays = (low if is_decided else speedups[best]) > 1.0
         bound = min(bound, best if pays else 0)
         if not steps or steps[-1].draft_len != bound:
             steps.append(ScheduleStep(batch, bound))
@@ -141,25 +144,25 @@ def schedule_of(candidate: Candidate, batches: Sequence[int]) -> tuple[ScheduleS
 
 
 def best_length(speedups: Mapping[int, float]) -> int:
-    """The shortest draft length that is about as good as the best."""
-    most = max(speedups.values())
-    return min(length for length, speedup in speedups.items() if speedup >= NEAR * most)
+    """The shortest draft length whose speedup is close to the best."""
+    best = max(speedups.values())
+    return min(length for length, speedup in speedups.items() if speedup >= NEAR_BEST * best)
 
 
 def text_times(mode: Mode, draft_len: int) -> Floats:
-    """[texts] nanoseconds of every text, one at a time, with so many drafts; 0: plainly."""
+    """Nanoseconds [texts] of every text, served one at a time; draft_len 0 decodes plainly."""
     by_width = replay(mode.drafted, draft_len).steps_by_width
     step_ns = np.array([mode.costs.step_ns(1, width) for width in range(draft_len + 1)])
-    times: Floats = (
-        by_width @ step_ns + mode.costs.prefill_ns[max(mode.costs.prefill_ns) if draft_len else 0]
-    )
+    longest = max(mode.costs.prefill_ns)
+    prefill_ns = mode.costs.prefill_ns[longest if draft_len else 0]
+    times: Floats = by_width @ step_ns + prefill_ns
     return times
 
 
 def break_even_alpha(length: float, draft_len: int) -> float | None:
-    """The alpha with expected_tokens(alpha, draft_len) = length.
+    """The alpha for which expected_tokens(alpha, draft_len) equals length.
 
-    None where not even acceptance of all drafts reaches it; 0 where a step without drafts does.
+    None if it is not reached even when all drafts are accepted; 0 if it is reached without drafts.
     """
     from scipy.optimize import brentq
 
@@ -168,63 +171,72 @@ def break_even_alpha(length: float, draft_len: int) -> float | None:
     if length <= 1.0:
         return 0.0
 
-    def beyond(alpha: float) -> float:
+    def difference(alpha: float) -> float:
         return expected_tokens(alpha, draft_len) - length
 
-    return float(brentq(beyond, 0.0, 1.0))
+    return float(brentq(difference, 0.0, 1.0))
 
 
 def alphas(modes: Sequence[Mode], domains: Sequence[str], prompt_weights: Floats) -> list[Alpha]:
-    """Every rule of every mode, over all texts and by domain where there are several."""
+    """Alpha under every rule of every mode: over all texts, and by domain if there are several.
+
+    prompt_weights [1 + RESAMPLES, texts]: see `_Draws.prompts`.
+    """
     groups: dict[str | None, Any] = {None: np.arange(len(domains))}
-    by_name = by_domain(domains)
-    if len(by_name) > 1:
+    texts_by_domain = by_domain(domains)
+    if len(texts_by_domain) > 1:
         groups.update(
-            {domain: some for domain, some in by_name.items() if len(some) >= FEWEST_TEXTS}
+            {
+                domain: indices
+                for domain, indices in texts_by_domain.items()
+                if len(indices) >= MIN_DOMAIN_TEXTS
+            }
         )
-    found = []
+    estimates = []
     for mode in modes:
         for rule, texts in mode.rules.items():
             sums = np.array([np.nansum(text.alpha) for text in texts])
             counts = np.array(
                 [np.count_nonzero(~np.isnan(text.alpha)) for text in texts], dtype=np.float64
             )
-            for domain, some in groups.items():
-                total = counts[some].sum()
+            for domain, indices in groups.items():
+                total = counts[indices].sum()
                 if total == 0:
                     continue
-                weights = prompt_weights[:, some]
-                drawn = weights @ counts[some]
-                ratios = (weights @ sums[some])[drawn > 0] / drawn[drawn > 0]
+                weights = prompt_weights[:, indices]
+                drawn = weights @ counts[indices]
+                ratios = (weights @ sums[indices])[drawn > 0] / drawn[drawn > 0]
                 low, high = interval(ratios)
-                found.append(
-                    Alpha(rule, domain, float(sums[some].sum() / total), low, high, int(total))
-                )
-    return found
+                estimate = float(sums[indices].sum() / total)
+                estimates.append(Alpha(rule, domain, estimate, low, high, int(total)))
+    return estimates
 
 
 class _Draws:
-    """Bootstrap weights. Row 0 is the sample itself, so that every array computed from them
-    begins with the estimate.
+    """Bootstrap weights of the prompts and the step times.
+
+    prompts: [1 + RESAMPLES, prompts]. Row 0 is the sample itself, so every array computed from the
+    weights begins with the estimate.
     """
 
     def __init__(self, prompts: int, seed: int) -> None:
         drawn = times_drawn(np.random.default_rng(seed), prompts, RESAMPLES)
-        self.prompts: Floats = np.concatenate([np.ones((1, prompts)), drawn]).astype(
-            np.float64
-        )  # [1 + RESAMPLES, prompts]
+        self.prompts: Floats = np.concatenate([np.ones((1, prompts)), drawn]).astype(np.float64)
         self._seed = seed
         self._costs: dict[int, Floats] = {}
 
     def costs(self, samples: Floats) -> Floats:
-        """What a step costs, from resampled step times; the same array gives the same draws."""
-        known = self._costs.get(id(samples))
-        if known is None:
+        """The cost of a step [1 + RESAMPLES], from resampled step times.
+
+        The same array of samples always gives the same draws.
+        """
+        costs = self._costs.get(id(samples))
+        if costs is None:
             drawn = resampled(np.random.default_rng(self._seed + 1), samples, RESAMPLES)
-            known = self._costs[id(samples)] = np.concatenate(
+            costs = self._costs[id(samples)] = np.concatenate(
                 [[np.quantile(samples, QUANTILE)], np.quantile(drawn, QUANTILE, axis=1)]
             )
-        return known
+        return costs
 
 
 def _predict(
@@ -234,26 +246,30 @@ def _predict(
     length: int,
     draws: _Draws,
 ) -> tuple[SpeedupPrediction, Floats]:
-    plain, ours = replays[mode.name, 0], replays[mode.name, length]
+    """The prediction, and its resampled speedups [1 + RESAMPLES], the estimate first."""
+    plain, speculative = replays[mode.name, 0], replays[mode.name, length]
     costs = mode.costs
     plain_ns = _time(plain, costs, batch, draws, costs.prefill_ns[0])
     prefill = costs.prefill_ns[max(costs.prefill_ns)]
-    spent_ns = _time(ours, costs, batch, draws, prefill)
+    spent_ns = _time(speculative, costs, batch, draws, prefill)
     ratios = plain_ns / spent_ns
     low, high = interval(ratios)
     texts = np.concatenate([text.alpha for text in mode.drafted]) if mode.drafted else np.empty(0)
     alpha = float(np.nanmean(texts)) if np.count_nonzero(~np.isnan(texts)) else 0.0
-    one, many = costs.row(batch, 0), costs.row(batch, length)
-    formula = leviathan_speedup(alpha, length, many.draft_ms / length / one.verify_ms)
-    dependence = (ours.tokens.sum() / ours.steps.sum()) / expected_tokens(alpha, length)
-    verification = (many.draft_ms + one.verify_ms) / (many.draft_ms + many.verify_ms)
+    plain_step, step = costs.row(batch, 0), costs.row(batch, length)
+    formula = leviathan_speedup(alpha, length, step.draft_ms / length / plain_step.verify_ms)
+    tokens_per_step = speculative.tokens.sum() / speculative.steps.sum()
+    dependence = tokens_per_step / expected_tokens(alpha, length)
+    verification = (step.draft_ms + plain_step.verify_ms) / (step.draft_ms + step.verify_ms)
     speedup = float(ratios[0])
     prediction = SpeedupPrediction(
         mode=mode.name,
         batch=batch,
         draft_len=length,
-        acceptance_length=ours.acceptance_length,
-        tokens_per_s=float((ours.tokens.sum() + len(ours.tokens)) / spent_ns[0] * 1e9),
+        acceptance_length=speculative.acceptance_length,
+        tokens_per_s=float(
+            (speculative.tokens.sum() + len(speculative.tokens)) / spent_ns[0] * 1e9
+        ),
         speedup=speedup,
         low=low,
         high=high,
@@ -268,10 +284,10 @@ def _predict(
 def _time(
     outcome: Replay, costs: StepCosts, batch: int, draws: _Draws, prefill_ns: float
 ) -> Floats:
-    """[1 + RESAMPLES] nanoseconds for all texts, served `batch` at a time.
+    """Nanoseconds [1 + RESAMPLES] for all texts, served `batch` at a time.
 
-    A step is as wide as its widest row. Rows are taken as independent draws from the widths that
-    occur.
+    A step is as wide as its widest row. The rows are treated as independent draws from the widths
+    that occur.
     """
     by_width = draws.prompts @ outcome.steps_by_width  # [draws, widths]
     steps = by_width.sum(axis=1)
@@ -286,7 +302,7 @@ def _time(
 
 
 def _conditional(outcome: Replay) -> tuple[float | None, ...]:
-    """Acceptance at each place of a block, given that all before it in the block were kept."""
+    """Acceptance rate at each place of a block, given that all tokens before it were accepted."""
     drafted, accepted = outcome.drafted_by_place.sum(axis=0), outcome.accepted_by_place.sum(axis=0)
     reached = np.minimum(np.concatenate([drafted[:1], accepted[:-1]]), drafted)
     return tuple(

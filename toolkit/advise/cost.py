@@ -1,14 +1,13 @@
-"""What a verify step costs, by batch size and by tokens drafted: measured on the runtime that
-serves, or predicted for a GPU.
+"""Measure or predict the cost of a verify step, by batch size and number of drafted tokens.
 
-A step is the draft's forwards, the target's forward over one token more than was drafted, and the
-host's work around them. Each is timed in the serving runtime itself over a few steps whose outcome
-does not matter, so acceptance, which varies from text to text, adds no noise to it; a sweep that
-really speculates needs far longer for the same precision.
+A step consists of the draft's forwards, the target's forward over one token more than was drafted,
+and the host's work around them. The serving runtime itself times each part over a few steps whose
+outcome does not matter. So acceptance, which varies from text to text, adds no noise; a sweep that
+really speculates would take far longer for the same precision.
 
-A step is taken to cost the lower quartile of its times: another process can only add to them, and
-adds to a long step more often than to a short one, so that a median would favour plain decoding on
-a busy machine.
+The cost of a step is the lower quartile of its times. Another process can only add time, and it
+adds to a long step more often than to a short one, so a median would favour plain decoding on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ __all__ = [
     "StepCosts",
     "StepTimes",
     "batch_sizes",
-    "measure",
-    "predicted",
+    "measure_costs",
+    "predict_costs",
 ]
 
 Floats = NDArray[Any]
@@ -40,13 +39,13 @@ Floats = NDArray[Any]
 MEASURED: Final = "measured"
 PREDICTED: Final = "predicted"
 QUANTILE = 0.25
-PREFILLS = 6  # prompts read in a round
+MAX_PREFILLS = 6  # prompts read in a round
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Nanoseconds of single steps, and of reading one prompt with everything that speculation
-    adds to it.
+    """Nanoseconds of single steps by part, and of reading one prompt; if there is speculation,
+    reading includes everything that speculation adds to it.
     """
 
     draft_ns: tuple[int, ...]
@@ -63,7 +62,7 @@ class ServingRuntime(Protocol):
     def write(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
     ) -> list[tuple[int, ...]]:
-        """Plain decoding of all prompts, each up to EOS or max_tokens."""
+        """Decode all prompts plainly, each up to EOS or max_tokens."""
         ...
 
     def time_steps(
@@ -74,7 +73,8 @@ class ServingRuntime(Protocol):
         temperature: float,
         steps: int,
     ) -> StepTimes:
-        """Steps with all prompts running together and draft_len tokens drafted for each;
+        """Time steps in which all prompts run together and each has draft_len tokens drafted.
+
         draft_len 0 decodes plainly.
         """
         ...
@@ -82,17 +82,18 @@ class ServingRuntime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Times of one mode of decoding. rows: a step's parts; samples: (batch, draft_len) -> single
-    steps, whole.
+    """The costs of one mode of decoding.
+
+    rows: the parts of a step. samples: nanoseconds of single whole steps by (batch, draft_len).
+    prefill_ns: nanoseconds of reading a prompt without speculation (key 0) and with it (the longest
+    draft length as key).
     """
 
     source: CostSource
     batches: tuple[int, ...]
     rows: tuple[StepCost, ...]
     samples: dict[tuple[int, int], Floats]
-    prefill_ns: dict[
-        int, float
-    ]  # draft_len 0, and the longest: reading a prompt without and with speculation
+    prefill_ns: dict[int, float]
 
     def step_ns(self, batch: int, draft_len: int) -> float:
         return float(np.quantile(self.samples[batch, draft_len], QUANTILE))
@@ -109,36 +110,38 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sizes) if largest == 1 else (*sizes, largest)
 
 
-def predicted(
+def predict_costs(
     forward_s: Callable[[Role, int, int], float],
     *,
-    drafts: bool,
+    has_draft_model: bool,
     draft_lens: Sequence[int],
     batches: Sequence[int],
     prompt_tokens: int,
 ) -> StepCosts:
-    """Costs of hardware that is not here: forward_s(role, batch, tokens of each sequence) in
-    seconds, and nothing for the host.
+    """Predict costs for hardware that is not here; the host's work is taken to cost nothing.
 
-    drafts: a model drafts, one forward per token; looking the text up is free.
+    forward_s(role, batch, tokens of each sequence): seconds of a forward. has_draft_model: whether
+    a model drafts, with one forward per token; prompt lookup costs nothing.
     """
     rows, samples = [], {}
     longest = max(draft_lens)
     for batch in batches:
-        draft_s = forward_s("draft", batch, 1) if drafts else 0.0
+        draft_s = forward_s("draft", batch, 1) if has_draft_model else 0.0
         for length in (0, *draft_lens):
             verify_s = forward_s("target", batch, length + 1)
             rows.append(StepCost(batch, length, 1e3 * length * draft_s, 1e3 * verify_s, 0.0, 0))
             samples[batch, length] = np.array([1e9 * (length * draft_s + verify_s)])
     reading = {0: 1e9 * forward_s("target", 1, prompt_tokens)}
-    reading[longest] = reading[0] + (1e9 * forward_s("draft", 1, prompt_tokens) if drafts else 0.0)
+    reading[longest] = reading[0] + (
+        1e9 * forward_s("draft", 1, prompt_tokens) if has_draft_model else 0.0
+    )
     return StepCosts(PREDICTED, tuple(batches), tuple(rows), samples, reading)
 
 
-def measure(
+def measure_costs(
     runtime: ServingRuntime,
     drafter: Drafter,
-    behind: Sequence[Sequence[int]],
+    prefixes: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     *,
     draft_lens: Sequence[int],
@@ -147,28 +150,31 @@ def measure(
     rounds: int,
     steps: int,
 ) -> StepCosts:
-    """Time every (batch, draft_len) behind sequences as long as an average step finds, and the
-    reading of `prompts`.
+    """Time steps of every (batch, draft_len) after `prefixes`, and the reading of `prompts`.
 
-    In rounds that go through all of them, so that a slow moment of the machine hits all alike.
+    prefixes: sequences as long as they are in an average step. Every round goes through all
+    combinations, so a slow moment of the machine affects all of them alike.
     """
-    found: dict[tuple[int, int], list[StepTimes]] = {}
+    times_of: dict[tuple[int, int], list[StepTimes]] = {}
     longest = max(draft_lens, default=0)
     prefill: dict[int, list[int]] = {0: [], longest: []}
     for number in range(rounds):
         for batch in batches:
-            some = [behind[(number * batch + index) % len(behind)] for index in range(batch)]
+            sequences = [
+                prefixes[(number * batch + index) % len(prefixes)] for index in range(batch)
+            ]
             for draft_len in (0, *draft_lens):
-                times = runtime.time_steps(drafter, some, draft_len, temperature, steps)
-                found.setdefault((batch, draft_len), []).append(times)
-        for prompt in prompts[number::rounds][:PREFILLS]:
-            for draft_len, seen in prefill.items():
-                seen += runtime.time_steps(drafter, [prompt], draft_len, temperature, 0).prefill_ns
+                times = runtime.time_steps(drafter, sequences, draft_len, temperature, steps)
+                times_of.setdefault((batch, draft_len), []).append(times)
+        for prompt in prompts[number::rounds][:MAX_PREFILLS]:
+            for draft_len, prefill_ns in prefill.items():
+                times = runtime.time_steps(drafter, [prompt], draft_len, temperature, 0)
+                prefill_ns += times.prefill_ns
     rows, samples = [], {}
-    for (batch, draft_len), rounds_of in found.items():
+    for (batch, draft_len), times_by_round in times_of.items():
         parts = np.array(
             [
-                [t for each in rounds_of for t in getattr(each, part)]
+                [step_ns for times in times_by_round for step_ns in getattr(times, part)]
                 for part in ("draft_ns", "verify_ns", "host_ns")
             ]
         )
@@ -182,5 +188,5 @@ def measure(
         tuple(batches),
         tuple(rows),
         samples,
-        {length: float(np.quantile(seen, QUANTILE)) for length, seen in prefill.items()},
+        {length: float(np.quantile(times_ns, QUANTILE)) for length, times_ns in prefill.items()},
     )

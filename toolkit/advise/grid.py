@@ -1,14 +1,14 @@
-"""Draft precision x target precision: what quantizing either costs in acceptance and quality, and
-what it saves in time.
+"""Compare all pairs of draft and target precision: what quantizing costs in acceptance and quality,
+and what it saves in time.
 
-Quality is the target's alone: KL to the unquantized target and perplexity, compiled engines
-teacher-forced over held-out text. Speed is really measured, on the same prompts for every cell, at
-the draft length that the advisor finds for that cell. So two cells of a target are paired prompt by
-prompt and in time, and the ratio of their speeds has an interval of its own.
+Quality depends on the target alone: its KL to the unquantized target and its perplexity, from
+compiled engines teacher-forced over held-out text. Speed is measured by running, on the same
+prompts for every cell, at the draft length that the advisor chooses for the cell. So two cells of a
+target are paired by prompt and in time, and the ratio of their speeds has its own interval.
 
-For hardware that is not here a prompt takes the steps that its text is expected to take, each as
-long as predicted. Cells are paired by the same prompts; their intervals are then of acceptance
-alone.
+For hardware that is not here, speed is predicted: a prompt takes the steps that its text is
+expected to take, and each step the predicted time. Cells are paired by prompt, and their intervals
+show the uncertainty of acceptance alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from toolkit.advise.choose import Mode, text_times
 from toolkit.advise.cost import MEASURED
 from toolkit.advise.observe import Text, teacher_forced
-from toolkit.advise.stage import Contender, Question, judged, write
+from toolkit.advise.stage import Contender, Question, predict_contender, write_texts
 from toolkit.interfaces import Progress, StepEngine
-from toolkit.records.advice import Candidate, DraftCost, Grid, GridCell, TargetQuality
+from toolkit.records.advice import Alpha, Candidate, DraftCost, Grid, GridCell, TargetQuality
 from toolkit.records.measured import Interval
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 from toolkit.words import DraftVerdict, QuantAlgo
@@ -41,8 +41,10 @@ UNQUANTIZED: Final = "NO_QUANT"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What was found for one pair of precisions. spent_ns, plain_ns: nanoseconds [rounds,
-    prompts]; predicted, of one round.
+    """The result for one pair of precisions.
+
+    spent_ns, plain_ns: nanoseconds [rounds, prompts] with and without speculation; if predicted,
+    there is one round.
     """
 
     candidate: Candidate
@@ -63,10 +65,13 @@ def measure_grid(
     costs_are: str = MEASURED,
     left_out: Sequence[str] = (),
 ) -> Grid:
-    """targets: quant_algo -> engine, the unquantized one among them. contenders: of a target's
-    quant_algo, one per draft, named by the draft's quant_algo; none for a target that is only
-    compared with. Greedy, one request at a time. max_kl: the gate that a target has to keep to be
-    the best. costs_are, left_out: in words, whose costs, and what nobody can serve.
+    """Fill the grid with greedy decoding, one request at a time.
+
+    targets: the engine of every quant_algo, the unquantized one included. contenders: for a
+    target's quant_algo, one contender per draft, named by the draft's quant_algo; none if the
+    target only serves as reference. max_kl: the limit that a target has to keep to be chosen as the
+    best. costs_are: in words, where the costs come from. left_out: in words, the precisions that
+    cannot be served.
     """
     qualities: dict[str, TargetQuality] = {}
     cells: dict[tuple[str, str], Cell] = {}
@@ -80,24 +85,22 @@ def measure_grid(
         progress(
             len(qualities) - 1, len(targets), f"target {algo}: acceptance and cost of every draft"
         )
-        advised = _advised(target, drafts, question)
+        advised = _advise_all(target, drafts, question)
         if any(draft.forward_s is None for draft in drafts):
             progress(len(qualities) - 1, len(targets), f"target {algo}: speed of every draft")
-            found = _run(
-                drafts,
-                {name: candidate for name, (candidate, _) in advised.items()},
-                question,
-                rounds,
-            )
+            candidates = {name: candidate for name, (candidate, _) in advised.items()}
+            cell_of = _run(drafts, candidates, question, rounds)
         else:
-            found = {
+            cell_of = {
                 name: _predicted(candidate, mode) for name, (candidate, mode) in advised.items()
             }
-        cells.update({(algo, name): cell for name, cell in found.items()})
-        quantized = (
-            [] if UNQUANTIZED not in found else [name for name in found if name != UNQUANTIZED]
-        )
-        costs += [draft_cost(algo, name, found[name], found[UNQUANTIZED]) for name in quantized]
+        cells.update({(algo, name): cell for name, cell in cell_of.items()})
+        if UNQUANTIZED in cell_of:
+            costs += [
+                draft_cost(algo, name, cell, cell_of[UNQUANTIZED])
+                for name, cell in cell_of.items()
+                if name != UNQUANTIZED
+            ]
     best = best_cell(cells, qualities, max_kl)
     return Grid(
         cells=tuple(_row(names, cell, best=names == best) for names, cell in cells.items()),
@@ -114,22 +117,21 @@ def measure_grid(
 def quality(
     algo: QuantAlgo, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]
 ) -> TargetQuality:
-    """KL(unquantized || quantized) in nats per token, and exp of the mean negative
-    log-likelihood; intervals over texts.
+    """KL(unquantized || quantized) in nats per token, and perplexity, which is exp of the mean
+    negative log-likelihood. The intervals come from resampling texts.
     """
     divergence, surprise, counts = [], [], []
     for ids in texts:
         text = Text("", tuple(ids[:1]), tuple(ids[1:]), len(ids))
         kl_sum, nll_sum, place = 0.0, 0.0, 1
-        passes = [
-            teacher_forced(engine, text) for engine in dict.fromkeys((source, target))
-        ]  # one where both are the same
-        for reference, *others in zip(*passes, strict=True):
-            rows = others[0] if others else reference
-            wanted, given = _log_softmax(reference), _log_softmax(rows)
+        # If source and target are the same engine, one pass serves both.
+        passes = [teacher_forced(engine, text) for engine in dict.fromkeys((source, target))]
+        for source_rows, *other_rows in zip(*passes, strict=True):
+            rows = other_rows[0] if other_rows else source_rows
+            source_log, target_log = _log_softmax(source_rows), _log_softmax(rows)
             following = np.array(text.output[place : place + len(rows)], dtype=np.int64)
-            kl_sum += float((np.exp(wanted) * (wanted - given)).sum())
-            nll_sum -= float(given[np.arange(len(rows)), following].sum())
+            kl_sum += float((np.exp(source_log) * (source_log - target_log)).sum())
+            nll_sum -= float(target_log[np.arange(len(rows)), following].sum())
             place += len(rows)
         divergence.append(kl_sum)
         surprise.append(nll_sum)
@@ -142,38 +144,43 @@ def quality(
 
 
 def draft_cost(target: str, draft: str, cell: Cell, unquantized: Cell) -> DraftCost:
-    """Whether quantizing the draft pays: acceptance lost and draft time saved, at each cell's
-    best length, and the speed.
+    """Whether quantizing the draft pays: the acceptance lost and the draft time saved, each at the
+    cell's best length, and the ratio of the speeds.
     """
-    speed = Interval(
-        *bootstrap_ratio_of_sums(unquantized.spent_ns, cell.spent_ns)
-    )  # the target writes the same texts for both
-    lost = 1.0 - _step(cell)[0] / _step(unquantized)[0]
-    saved = 1.0 - _step(cell)[1] / _step(unquantized)[1]
-    seen: DraftVerdict = (
-        "costs more than it saves" if speed.high < 1.0 else "makes no difference seen"
+    # The target writes the same texts for both drafts, so the ratio of times is that of speeds.
+    speed = Interval(*bootstrap_ratio_of_sums(unquantized.spent_ns, cell.spent_ns))
+    (alpha, draft_ms), (plain_alpha, plain_draft_ms) = _step(cell), _step(unquantized)
+    if speed.low > 1.0:
+        verdict: DraftVerdict = "pays"
+    elif speed.high < 1.0:
+        verdict = "costs more than it saves"
+    else:
+        verdict = "makes no difference seen"
+    return DraftCost(
+        target, draft, 1.0 - alpha / plain_alpha, 1.0 - draft_ms / plain_draft_ms, speed, verdict
     )
-    return DraftCost(target, draft, lost, saved, speed, "pays" if speed.low > 1.0 else seen)
 
 
 def best_cell(
     cells: Mapping[tuple[str, str], Cell], qualities: Mapping[str, TargetQuality], max_kl: float
 ) -> tuple[str, str] | None:
-    """The fastest one whose target keeps the gate on KL, judged by its upper bound; the unquantized
-    target always does. None where no cell is left.
+    """The fastest cell whose target keeps the KL limit; None if no target keeps it.
+
+    The upper end of the interval is compared with the limit. The unquantized target always keeps
+    it.
     """
-    kept = {
+    allowed = {
         names: cell
         for names, cell in cells.items()
         if qualities[names[0]].kl.high <= max_kl or names[0] == UNQUANTIZED
     }
-    return max(kept, key=lambda names: _speed(kept[names]).estimate, default=None)
+    return max(allowed, key=lambda names: _speed(allowed[names]).estimate, default=None)
 
 
-def _advised(
+def _advise_all(
     target: StepEngine, drafts: Sequence[Contender], question: Question
 ) -> dict[str, tuple[Candidate, Mode]]:
-    """Every draft at every length, greedy, and what that rests on."""
+    """The candidate of every draft under greedy decoding, and the observations behind it."""
 
     def no_lookup() -> Any:
         raise AssertionError("the grid compares draft models")
@@ -181,13 +188,13 @@ def _advised(
     def silent(done: int, total: int | None, what: str) -> None:
         pass
 
-    texts, found = write(drafts[0].runtime, question, silent), {}
+    texts, advised = write_texts(drafts[0].runtime, question, silent), {}
     for draft in drafts:
-        candidate, (greedy,) = judged(
+        candidate, (greedy,) = predict_contender(
             target, draft, question, texts, (1,), no_lookup, lambda logits: logits, silent
         )
-        found[draft.name] = candidate, greedy
-    return found
+        advised[draft.name] = candidate, greedy
+    return advised
 
 
 def _predicted(candidate: Candidate, mode: Mode) -> Cell:
@@ -202,8 +209,9 @@ def _run(
     question: Question,
     rounds: int,
 ) -> dict[str, Cell]:
-    """Every draft at its best length, and plain decoding, prompt by prompt in random order, so
-    that they share slow moments.
+    """Time every draft at its best length, and plain decoding.
+
+    For each prompt they run one after another in random order, so slow moments affect all alike.
     """
     prompts = [ids for _, ids in question.prompts]
     arms = [None, *drafts]
@@ -213,8 +221,8 @@ def _run(
         shuffle(arms)
         for arm in arms:
             length = 0 if arm is None else candidates[arm.name].draft_len
-            by = (arm or drafts[0]).runtime
-            nanoseconds = by.serve_ns(
+            runtime = (arm or drafts[0]).runtime
+            nanoseconds = runtime.serve_ns(
                 "draft_target", [prompt], length, question.max_tokens, 0.0, batch=1
             )
             spent[arm and arm.name][number, index] = nanoseconds
@@ -229,9 +237,7 @@ def _run(
 
 
 def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
-    alpha = next(
-        each for each in cell.candidate.alphas if (each.rule, each.domain) == ("greedy", None)
-    )
+    alpha = _greedy_alpha(cell)
     return GridCell(
         target=names[0],
         draft=names[1],
@@ -249,18 +255,23 @@ def _row(names: tuple[str, str], cell: Cell, *, best: bool) -> GridCell:
 
 
 def _step(cell: Cell) -> tuple[float, float]:
-    """(alpha, milliseconds of drafting one token) of a cell; comparable whatever length each
-    cell takes.
+    """(alpha, milliseconds of drafting one token) of a cell.
+
+    Both can be compared between cells of different draft lengths.
     """
-    alpha = next(
-        each for each in cell.candidate.alphas if (each.rule, each.domain) == ("greedy", None)
-    )
-    one = next(
+    step = next(
         cost
         for cost in cell.candidate.costs["greedy"]
         if (cost.batch, cost.draft_len) == (1, cell.candidate.draft_len)
     )
-    return max(alpha.estimate, 1e-9), one.draft_ms / one.draft_len
+    return max(_greedy_alpha(cell).estimate, 1e-9), step.draft_ms / step.draft_len
+
+
+def _greedy_alpha(cell: Cell) -> Alpha:
+    """Alpha of greedy decoding over all texts."""
+    return next(
+        alpha for alpha in cell.candidate.alphas if (alpha.rule, alpha.domain) == ("greedy", None)
+    )
 
 
 def _speed(cell: Cell) -> Interval:

@@ -1,8 +1,7 @@
-"""One teacher-forced pass of target and draft over texts that the target wrote, and what each token
-of them says of acceptance.
+"""Observe acceptance: one teacher-forced pass of target and draft over texts that the target wrote.
 
-Logits are looked at chunk by chunk and dropped, so that a vocabulary of 128k costs a chunk's memory
-and not a text's.
+Logits are evaluated and dropped chunk by chunk, so a vocabulary of 128k takes the memory of a chunk
+and not of a text.
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Lookup", "Text", "greedy_drafts", "lookup_drafts", "sampled_drafts", "teacher_forced"]
 
 Floats = NDArray[Any]
-Probabilities = Callable[
-    [Floats], Floats
-]  # logits [n, vocab] -> the distribution that tokens are drawn from, rows sum to 1
-Lookup = Callable[
-    [Sequence[int], int], Sequence[int]
-]  # (ids, room) -> drafts; the next call has to go on where this one ended
+# logits [n, vocab] -> the distribution that tokens are drawn from; rows sum to 1
+Probabilities = Callable[[Floats], Floats]
+# (ids, room) -> at most `room` drafts; the ids of a call must continue those of the call before
+Lookup = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the target wrote behind a prompt. limit: tokens it was allowed."""
+    """A prompt and what the target wrote after it. limit: the most tokens it was allowed."""
 
     domain: str
     prompt: tuple[int, ...]
@@ -48,7 +45,7 @@ class Text:
 
 
 def greedy_drafts(draft: StepEngine, text: Text, width: int) -> Drafted:
-    """The text is the target's greedy one, so the draft alone has to be asked."""
+    """The drafts for a text that the target wrote greedily; only the draft has to run."""
     best = np.array(
         [row for rows in teacher_forced(draft, text) for row in rows.argmax(axis=-1).tolist()],
         dtype=np.int64,
@@ -60,19 +57,21 @@ def greedy_drafts(draft: StepEngine, text: Text, width: int) -> Drafted:
 def sampled_drafts(
     target: StepEngine, draft: StepEngine, text: Text, width: int, probabilities: Probabilities
 ) -> dict[AlphaRule, Drafted]:
-    """Rule -> drafts, for a text that the target drew from `probabilities` of its logits."""
-    place, found = 0, dict[AlphaRule, list[tuple[Floats, Floats]]]()
+    """The drafts under every sampling rule, for a text that the target drew from `probabilities` of
+    its logits.
+    """
+    place, chunks_of = 0, dict[AlphaRule, list[tuple[Floats, Floats]]]()
     for target_rows, draft_rows in zip(
         teacher_forced(target, text), teacher_forced(draft, text), strict=True
     ):
         tokens = np.array(text.output[1 + place : 1 + place + len(target_rows)], dtype=np.int64)
         p, q = (probabilities(rows).astype(np.float64) for rows in (target_rows, draft_rows))
-        for rule, both in rule_probabilities(p, q, tokens).items():
-            found.setdefault(rule, []).append(both)
+        for rule, alpha_and_kept in rule_probabilities(p, q, tokens).items():
+            chunks_of.setdefault(rule, []).append(alpha_and_kept)
         place += len(tokens)
     joined = {
         rule: [np.concatenate(part) for part in zip(*chunks, strict=True)]
-        for rule, chunks in found.items()
+        for rule, chunks in chunks_of.items()
     }
     return {
         rule: drafted_by_model(alpha, kept, width, text.limit)
@@ -87,8 +86,10 @@ def lookup_drafts(
     target: StepEngine | None = None,
     probabilities: Probabilities | None = None,
 ) -> Drafted:
-    """Prompt lookup; with target and probabilities alpha is the target's probability of the
-    first draft, else 0 or 1.
+    """The drafts of prompt lookup.
+
+    With target and probabilities, alpha is the target's probability of the first draft; otherwise
+    it is 0 or 1.
     """
     if target is None or probabilities is None:
         return drafted_by_lookup(text.prompt, text.output, lookup, width, text.limit)
@@ -105,8 +106,9 @@ def lookup_drafts(
 
 
 def teacher_forced(engine: StepEngine, text: Text) -> Iterator[Floats]:
-    """[n, vocab] at a time: the rows that choose output tokens 1, 2, ... Uses slot 0 and frees
-    it.
+    """Yield the logits that choose output tokens 1, 2, ..., in chunks [n, vocab].
+
+    Uses slot 0 and frees it.
     """
     import torch
 

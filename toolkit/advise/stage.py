@@ -1,8 +1,8 @@
-"""The advisor: texts of the target, acceptance and cost of every candidate, a ranking, and what
-should be set.
+"""The advisor: it measures acceptance and cost of every way to draft, ranks them, and says what to
+set.
 
-It looks at engines through `StepEngine` and at the serving runtime through `ServingRuntime`;
-`toolkit.workflows` brings both.
+It uses engines through `StepEngine` and the serving runtime through `ServingRuntime`;
+`toolkit.workflows` provides both.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from toolkit.advise.acceptance import RULES, Drafted
-from toolkit.advise.choose import Mode, judge, schedule_of
+from toolkit.advise.choose import Mode, predict_candidate, schedule_of
 from toolkit.advise.cost import (
     MEASURED,
     PREDICTED,
     ServingRuntime,
     StepCosts,
     batch_sizes,
-    measure,
-    predicted,
+    measure_costs,
+    predict_costs,
 )
 from toolkit.advise.observe import (
     Lookup,
@@ -45,23 +45,25 @@ __all__ = [
     "Texts",
     "advise",
     "decide",
-    "judged",
-    "write",
+    "predict_contender",
+    "write_texts",
 ]
 
 VERSION = 5
-MAX_DRAFT_LEN = 8  # the longest that is tried where the YAML says `auto`
+MAX_DRAFT_LEN = 8  # the longest that is tried if the YAML says `auto`
 
 
 class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
-    """All that the advisor asks of the runtime."""
+    """Everything that the advisor needs of the runtime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to draft: a model's engine, or prompt lookup. runtime: serves the target with it.
-    forward_s: for hardware that is not here, seconds of a forward by role, batch size and tokens;
-    None: steps are timed on the runtime.
+    """A way to draft: with a draft model, or by prompt lookup.
+
+    runtime: serves the target with this way. draft: the draft's engine; None for prompt lookup.
+    forward_s: seconds of a forward by role, batch size and tokens, for hardware that is not here;
+    None if steps are timed on the runtime.
     """
 
     name: str
@@ -72,13 +74,14 @@ class Contender:
 
 
 Texts = Mapping[DecodingMode, Sequence[Text]]
-"""What the target writes: mode -> one text per prompt."""
+"""The texts that the target wrote: mode -> one text per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be decided, and how much to measure. prompts: (domain, token ids). temperature
-    None: greedy decoding alone.
+    """What to decide, and how much to measure.
+
+    prompts: (domain, token ids) of every prompt. temperature: None for greedy decoding alone.
     """
 
     prompts: Sequence[tuple[str, tuple[int, ...]]]
@@ -89,7 +92,7 @@ class Question:
     batches: Sequence[int] | None = None  # None: 1, 2, 4, ... max_batch_size
     rounds: int = 3
     steps: int = 8
-    # of really speculating with the best candidate, one request at a time; 0: predictions alone
+    # Rounds of really speculating with the best candidate, one request at a time; 0 for none.
     measured_rounds: int = 0
 
 
@@ -102,22 +105,24 @@ def advise(
     probabilities: Probabilities,
     progress: Progress,
 ) -> Advice:
-    """Measure and decide.
+    """Measure all contenders and decide.
 
-    lookup: makes a fresh prompt lookup for each text. probabilities: logits -> the distribution
-    that the runtime samples from at question.temperature.
+    lookup: makes a new prompt lookup for each text. probabilities: turns logits into the
+    distribution from which the runtime samples at question.temperature.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
-    texts = write(contenders[0].runtime, question, progress)
+    texts = write_texts(contenders[0].runtime, question, progress)
     candidates = []
     for contender in contenders:
         candidates.append(
-            judged(target, contender, question, texts, batches, lookup, probabilities, progress)[0]
+            predict_contender(
+                target, contender, question, texts, batches, lookup, probabilities, progress
+            )[0]
         )
     candidates.sort(key=lambda candidate: -candidate.speedup)
     if question.measured_rounds > 0:
-        best = next(each for each in contenders if each.name == candidates[0].name)
+        best = next(contender for contender in contenders if contender.name == candidates[0].name)
         progress(0, None, f"{best.name}: running every draft length")
         candidates[0] = _measured(candidates[0], best, question)
     return decide(
@@ -128,12 +133,13 @@ def advise(
         temperature=question.temperature or 0.0,
         rule=_served_rule(question),
         prompts=len(question.prompts),
-        tokens=sum(len(text.output) for some in texts.values() for text in some),
-        seconds=time.monotonic() - began,
+        tokens=sum(len(text.output) for mode_texts in texts.values() for text in mode_texts),
+        seconds=time.monotonic() - started,
     )
 
 
-def write(runtime: ServingRuntime, question: Question, progress: Progress) -> Texts:
+def write_texts(runtime: ServingRuntime, question: Question, progress: Progress) -> Texts:
+    """Let the target write a text after every prompt, in every mode, without speculation."""
     prompts = [ids for _, ids in question.prompts]
     texts: dict[DecodingMode, list[Text]] = {}
     for mode, temperature in _temperatures(question).items():
@@ -146,7 +152,7 @@ def write(runtime: ServingRuntime, question: Question, progress: Progress) -> Te
     return texts
 
 
-def judged(
+def predict_contender(
     target: StepEngine,
     contender: Contender,
     question: Question,
@@ -156,33 +162,29 @@ def judged(
     probabilities: Probabilities,
     progress: Progress,
 ) -> tuple[Candidate, list[Mode]]:
-    """What one way to draft comes to, and what that rests on, mode by mode."""
+    """Predict how fast one way to draft is; also return the observations of every mode."""
     modes = []
     for mode, temperature in _temperatures(question).items():
         progress(0, None, f"{contender.name}: {mode} acceptance")
         rules = _observe(
             target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities
         )
-        doing = "timing" if contender.forward_s is None else "predicting the cost of"
-        progress(0, None, f"{contender.name}: {doing} {mode} steps")
-        serving: AlphaRule = "greedy" if mode == "greedy" else _served_rule(question)
+        activity = "timing" if contender.forward_s is None else "predicting the cost of"
+        progress(0, None, f"{contender.name}: {activity} {mode} steps")
+        rule: AlphaRule = "greedy" if mode == "greedy" else _served_rule(question)
         costs = _costs(contender, question, texts[mode], batches, temperature)
-        modes.append(Mode(mode, serving, rules[serving], rules, costs))
+        modes.append(Mode(mode, rule, rules[rule], rules, costs))
     domains = [domain for domain, _ in question.prompts]
-    return (
-        judge(
-            contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len
-        ),
-        modes,
+    candidate = predict_candidate(
+        contender.name, contender.drafter, modes, domains, max_draft_len=question.max_draft_len
     )
+    return candidate, modes
 
 
 def _temperatures(question: Question) -> dict[DecodingMode, float]:
-    return (
-        {"greedy": 0.0}
-        if question.temperature is None
-        else {"greedy": 0.0, "sampled": question.temperature}
-    )
+    if question.temperature is None:
+        return {"greedy": 0.0}
+    return {"greedy": 0.0, "sampled": question.temperature}
 
 
 def _served_rule(question: Question) -> DeployedRule:
@@ -191,8 +193,8 @@ def _served_rule(question: Question) -> DeployedRule:
 
 
 def _measured(candidate: Candidate, contender: Contender, question: Question) -> Candidate:
-    """The candidate with what running gave beside what was predicted."""
-    found = {}
+    """Run every draft length, and add the measured speedups to the candidate's predictions."""
+    speedup_of = {}
     prompts = [ids for _, ids in question.prompts]
     for mode, temperature in _temperatures(question).items():
         times = sweep(
@@ -206,15 +208,16 @@ def _measured(candidate: Candidate, contender: Contender, question: Question) ->
             rounds=question.measured_rounds,
         )
         for length, spent in times.items():
-            found[mode, length] = bootstrap_ratio_of_sums(times[0], spent)
+            speedup_of[mode, length] = bootstrap_ratio_of_sums(times[0], spent)
 
     def with_run(prediction: SpeedupPrediction) -> SpeedupPrediction:
         if prediction.batch != 1:
             return prediction
-        measured, low, high = found[prediction.mode, prediction.draft_len]
+        measured, low, high = speedup_of[prediction.mode, prediction.draft_len]
         return replace(prediction, measured=measured, measured_low=low, measured_high=high)
 
-    return replace(candidate, predictions=tuple(with_run(each) for each in candidate.predictions))
+    predictions = tuple(with_run(prediction) for prediction in candidate.predictions)
+    return replace(candidate, predictions=predictions)
 
 
 def decide(
@@ -229,27 +232,31 @@ def decide(
     tokens: int,
     seconds: float,
 ) -> Advice:
-    """The best candidate's lengths, or none. candidates: the best first; own: the name of the
-    deployment's.
+    """Decide for the best candidate's draft lengths, or against speculation.
+
+    candidates: the best first. own: the name of the candidate that the deployment configures.
     """
     best = candidates[0]
     schedule = schedule_of(best, batches)
     speculate = schedule[0].draft_len > 0
     paying = [size for size in batches if _length_at(schedule, size) > 0]
-    needed = (
+    break_even = (
         f"{best.break_even_length:.2f} tokens per step would break even, it gets"
         f" {best.acceptance_length:.2f}"
     )
-    length = f"{best.draft_len} draft token{'' if best.draft_len == 1 else 's'}"
+    length = "1 draft token" if best.draft_len == 1 else f"{best.draft_len} draft tokens"
     gain = f"{best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f}) with {length}"
     decided = best.low > 1.0 or not speculate
     if not speculate:
-        reason = f"do not speculate: {best.name}, the best there is, would give {gain}; {needed}"
+        reason = (
+            f"do not speculate: {best.name}, the best there is, would give {gain}; {break_even}"
+        )
     elif decided:
-        reason = f"{best.name}: {gain} for one request at a time; {needed}"
+        reason = f"{best.name}: {gain} for one request at a time; {break_even}"
     else:
         reason = (
-            f"undecided: {best.name}, {gain} for one request at a time, may gain or lose; {needed}"
+            f"undecided: {best.name}, {gain} for one request at a time, may gain or lose;"
+            f" {break_even}"
         )
     return Advice(
         speculate=speculate,
@@ -285,15 +292,14 @@ def _observe(
     lookup: Callable[[], Lookup],
     probabilities: Probabilities,
 ) -> dict[AlphaRule, list[Drafted]]:
-    """Rule -> one Drafted per text."""
-    found: dict[AlphaRule, list[Drafted]] = {}
+    """The drafts of every text under every rule of the mode."""
+    drafts_by_rule: dict[AlphaRule, list[Drafted]] = {}
     rules: Mapping[AlphaRule, Drafted]
     for text in texts:
         if contender.draft is None and mode == "greedy":
             rules = {"greedy": lookup_drafts(lookup(), text, width)}
-        elif (
-            contender.draft is None
-        ):  # a certain token is kept with its probability under the target, whatever the rule
+        elif contender.draft is None:
+            # Under every rule, a looked-up token is accepted with its probability under the target.
             drafted = lookup_drafts(lookup(), text, width, target, probabilities)
             rules = dict.fromkeys(RULES[1:], drafted)
         elif mode == "greedy":
@@ -301,8 +307,8 @@ def _observe(
         else:
             rules = sampled_drafts(target, contender.draft, text, width, probabilities)
         for rule, drafted in rules.items():
-            found.setdefault(rule, []).append(drafted)
-    return found
+            drafts_by_rule.setdefault(rule, []).append(drafted)
+    return drafts_by_rule
 
 
 def _costs(
@@ -312,21 +318,21 @@ def _costs(
     batches: Sequence[int],
     temperature: float,
 ) -> StepCosts:
-    """Predicted, or timed behind prompts of middling length and half of their output, where an
-    average step stands.
+    """Predict the costs, or time them after prompts of medium length and half of their output,
+    which is where an average step is.
     """
     lengths = range(1, question.max_draft_len + 1)
     if contender.forward_s is not None:
-        return predicted(
+        return predict_costs(
             contender.forward_s,
-            drafts=contender.draft is not None,
+            has_draft_model=contender.draft is not None,
             draft_lens=lengths,
             batches=batches,
             prompt_tokens=round(sum(len(text.prompt) for text in texts) / len(texts)),
         )
     by_length = sorted(texts, key=lambda text: len(text.prompt))
     middle = by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
-    return measure(
+    return measure_costs(
         contender.runtime,
         contender.drafter,
         [[*text.prompt, *text.output[: len(text.output) // 2]] for text in middle],

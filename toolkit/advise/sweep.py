@@ -1,5 +1,6 @@
-"""Really speculating, to set a measurement beside a prediction: the same prompts with every draft
-length, interleaved and paired.
+"""Measure draft lengths by really speculating, to compare a measurement with a prediction.
+
+Every draft length serves the same prompts. The lengths alternate, so their times are paired.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ __all__ = ["RunningRuntime", "sweep"]
 
 Floats = NDArray[Any]
 
-# prompts of a group per request that is served at once: long enough that the ends of a group weigh
-# little
-GROUP = 4
+# Prompts in a group per concurrent request: enough that the end of a group, where fewer requests
+# run together, weighs little.
+GROUP_PROMPTS_PER_REQUEST = 4
 
 
 class RunningRuntime(Protocol):
+    """A runtime that can serve prompts and time it."""
+
     def serve_ns(
         self,
         drafter: Drafter,
@@ -33,8 +36,9 @@ class RunningRuntime(Protocol):
         *,
         batch: int,
     ) -> int:
-        """Nanoseconds to serve all prompts, `batch` of them at a time; draft_len 0 decodes
-        plainly.
+        """Serve all prompts, `batch` at a time, and return the nanoseconds it took.
+
+        draft_len 0 decodes plainly.
         """
         ...
 
@@ -51,10 +55,11 @@ def sweep(
     rounds: int,
     seed: int = 0,
 ) -> dict[int, Floats]:
-    """Draft length -> nanoseconds [rounds, groups of prompts]. Within a group the lengths come
-    in random order.
+    """Nanoseconds [rounds, groups of prompts] of every draft length.
+
+    Within a group the lengths run in random order.
     """
-    size = 1 if batch == 1 else GROUP * batch
+    size = 1 if batch == 1 else GROUP_PROMPTS_PER_REQUEST * batch
     groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     times = {length: np.zeros((rounds, len(groups))) for length in draft_lens}
     order, generator = list(draft_lens), random.Random(seed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from toolkit.config.schema import ModelConfig
 from toolkit.plan.subject import Subject
+from toolkit.words import JudgementSeverity, QuantAlgo, Role
 
 __all__ = [
     "INT8",
@@ -19,15 +19,14 @@ __all__ = [
     "refuse_unless_allowed",
 ]
 
-INT8 = ("W8A8_SQ_PER_CHANNEL", "W8A16")
-Severity = Literal["refused", "adjusted", "warning"]
+INT8: tuple[QuantAlgo, ...] = ("W8A8_SQ_PER_CHANNEL", "W8A16")
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFinding:
     """path: the YAML key it is about. what: what is wrong or changed. hint: how to fix it."""
 
-    severity: Severity
+    severity: JudgementSeverity
     path: str
     what: str
     hint: str | None = None
@@ -41,7 +40,7 @@ def refuse(path: str, what: str, hint: str) -> RuleFinding:
     return RuleFinding("refused", path, what, hint)
 
 
-def refuse_unless_allowed(subject: Subject, role: str, what: str, hint: str) -> RuleFinding:
+def refuse_unless_allowed(subject: Subject, role: Role, what: str, hint: str) -> RuleFinding:
     """A refusal, or a warning if the YAML sets quantization.allow_unsupported."""
     path = f"{role}.quantization"
     if subject.models[role].quantization.allow_unsupported:
@@ -53,7 +52,7 @@ def refuse_unless_allowed(subject: Subject, role: str, what: str, hint: str) -> 
     )
 
 
-def models_with_algo(subject: Subject, *algos: str) -> list[tuple[str, ModelConfig]]:
+def models_with_algo(subject: Subject, *algos: QuantAlgo) -> list[tuple[Role, ModelConfig]]:
     """(role, model) of every model whose quant_algo is one of `algos`."""
     return [
         (role, model)
