@@ -27,7 +27,7 @@ from toolkit.client import (
     ALWAYS,
     TENSORS,
     Client,
-    ModelForm,
+    ModelInterface,
     Options,
     RequestRefused,
     RequestTiming,
@@ -339,7 +339,7 @@ def test_summary_weights_itl_by_tokens_and_divides_sums() -> None:
 
 def test_a_port_that_does_not_exist_is_refused_and_nobody_is_called() -> None:
     """gRPC takes it modulo 65536."""
-    with pytest.raises(ServerUnavailable, match="localhost:65537: there is no such port"):
+    with pytest.raises(ServerUnavailable, match="localhost:65537: a port is at most 65535"):
         Client("localhost:65537")
 
 
@@ -411,7 +411,7 @@ def test_the_program_measures_both_arms(
     table = capsys.readouterr().out
     assert "tokens_per_s" in table
     assert re.search(
-        r"^speed-up \d+\.\d\dx, 95% interval \d.* over 2 prompts x 1 rounds, one request at a"
+        r"^speedup \d+\.\d\dx, 95% interval \d.* over 2 prompts x 1 rounds, one request at a"
         r" time$",
         table,
         re.M,
@@ -454,14 +454,14 @@ def test_requests_without_an_end_are_left_out_of_the_speed_up() -> None:
     [
         ("a \udcff b", {}, "text_input cannot be sent as BYTES"),
         ("a", {"stop": ("\ud800",)}, "stop"),
-        ("a", {"max_tokens": 2**32 + 5}, "4294967301 is not from"),
+        ("a", {"max_tokens": 2**32 + 5}, "4294967301 is not between"),
         ("a", {"seed": 2**70}, "seed cannot be sent as UINT64"),
     ],
 )
 def test_what_a_tensor_cannot_hold_is_refused_and_not_bent(
     prompt: str, options: dict[str, Any], named: str
 ) -> None:
-    form = ModelForm(
+    form = ModelInterface(
         {spec.name: spec.dtype.removeprefix("TYPE_") for spec in INPUTS}, cumulative=False
     )
     with pytest.raises(RequestRefused, match=named):

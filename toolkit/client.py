@@ -1,5 +1,5 @@
-"""A typed client of the served model, over gRPC: generate, stream, measure. It is also a program
-that measures latency.
+"""A typed gRPC client of the served model: generate, stream and measure. It is also a program that
+measures latency.
 
     with Client("localhost:8001") as client:
         print(client.generate("def read_config(path):", max_tokens=32).text)
@@ -8,13 +8,14 @@ that measures latency.
 
     python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
 
-Self-contained on purpose: it needs `tritonclient[grpc]` and numpy, and is shipped as
-`validate_latency.py` beside a repository. It asks the server which tensors the model has and what a
-chunk of text holds, so it also talks to TensorRT-LLM's own `llmapi` model, with what that one
-offers. Every request has a gRPC stream of its own, so that it can be cancelled alone.
+This file imports nothing of the toolkit, because it is shipped alone, as `validate_latency.py`
+beside a repository. It needs `tritonclient[grpc]` and numpy. It asks the server which tensors the
+model has and what a chunk of text holds, so it also works with TensorRT-LLM's own `llmapi` model,
+as far as that model has the inputs. Every request has its own gRPC stream, so it can be cancelled
+alone.
 
-Times are integer nanoseconds of this process's monotonic clock. Tokens are counted by the server
-and never guessed from chunks.
+Times are integer nanoseconds of this process's monotonic clock. The server counts the tokens; they
+are never guessed from chunks.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ __all__ = [
 ]
 
 RESAMPLES = 2000
-MAX_PORT = 65535  # gRPC wraps a larger one, and calls somebody else
+MAX_PORT = 65535  # gRPC wraps a larger number around, and would call another server
 
-# Option -> tensor. The options of a request, then what is asked for with every request where the
-# model offers it.
+# The input tensor of every option.
 TENSORS = {
     "max_tokens": "sampling_param_max_tokens",
     "temperature": "sampling_param_temperature",
@@ -75,14 +75,15 @@ TENSORS = {
     "timeout_ms": "timeout_ms",
     "log_probs": "return_log_probs",
 }
-# How TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates spell what they have of these:
-# without the prefix, or thus.
+# TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` templates name these tensors without the prefix,
+# or as listed here.
 PREFIX = "sampling_param_"
 SPELLINGS = {
     "sampling_param_stop": "stop_words",
     "streaming": "stream",
     "sampling_param_exclude_input_from_output": "exclude_input_in_output",
 }
+# Set to true in every request, if the model has the input.
 ALWAYS = (
     "sampling_param_exclude_input_from_output",
     "sampling_param_return_perf_metrics",
@@ -93,10 +94,8 @@ ALWAYS = (
     "return_num_output_tokens",
     "return_speculation_stats",
 )
-MODELS = (
-    "tensorrt_llm_bls",
-    "tensorrt_llm",
-)  # what clients call: in the bls layout, which has both, and in llmapi
+# The model that clients call: the first in the bls layout, which has both, the second in llmapi.
+MODELS = ("tensorrt_llm_bls", "tensorrt_llm")
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "INT32": np.int32,
@@ -107,11 +106,11 @@ NUMPY_TYPES: dict[str, Any] = {
 
 
 class ClientError(Exception):
-    """Root of what can go wrong between us and the server."""
+    """The base of all errors between this client and the server."""
 
 
 class RequestRefused(ClientError):
-    """The server answered this request with an error, and goes on. The text is the server's."""
+    """The server answered this request with an error, and keeps serving. The text is its own."""
 
 
 class ServerUnavailable(ClientError):
@@ -120,8 +119,9 @@ class ServerUnavailable(ClientError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a request may state; None leaves it to the server. num_draft_tokens 0 decodes
-    plainly; temperature 0 is greedy.
+    """The options of a request; None leaves the choice to the server.
+
+    num_draft_tokens 0 decodes plainly; temperature 0 is greedy.
     """
 
     max_tokens: int | None = None
@@ -140,8 +140,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The server's figures of one request; None where it does not give one. The last three are
-    one per output token.
+    """The server's figures of one request; None if the server does not give the figure.
+
+    The last three have one entry per output token.
     """
 
     input_tokens: int | None = None
@@ -154,38 +155,36 @@ class Statistics:
     draft_ns: int | None = None
     verify_ns: int | None = None
     host_ns: int | None = None
-    arrival_ns: int | None = None  # this and the three below are of the server's clock
+    arrival_ns: int | None = None  # this and the next three are times of the server's clock
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     log_probs: tuple[float, ...] | None = None  # of the token itself
-    next_best: tuple[int, ...] | None = (
-        None  # the likeliest of the other tokens, and its log-probability
-    )
+    next_best: tuple[int, ...] | None = None  # the likeliest of the other tokens
     next_best_log_probs: tuple[float, ...] | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted tokens."""
-        return self.accepted / self.drafted if self.accepted is not None and self.drafted else None
+        """accepted tokens / drafted tokens."""
+        if self.accepted is None or not self.drafted:
+            return None
+        return self.accepted / self.drafted
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per verify step, the bonus token included: 1 + accepted / verify_steps."""
-        return (
-            1 + self.accepted / self.verify_steps
-            if self.accepted is not None and self.verify_steps
-            else None
-        )
+        """1 + accepted tokens / verify steps; the 1 is the recovered or bonus token of a step."""
+        if self.accepted is None or not self.verify_steps:
+            return None
+        return 1 + self.accepted / self.verify_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one response added. text and token_ids are new in it; output_tokens counts all of the
-    request's so far.
+    """What one response added.
 
-    The last chunk of a request has finish_reason and statistics. text may be empty while a partial
-    character or the beginning of a stop word is held back.
+    text and token_ids are only the new ones; output_tokens counts all of the request so far. The
+    last chunk of a request has finish_reason and statistics. text may be empty while the server
+    holds back a partial character or the beginning of a stop word.
     """
 
     text: str
@@ -210,12 +209,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """One measured request. chunks: (received_ns, new tokens) of every response that carried
-    tokens, in order.
+    """One measured request.
 
-    A server that counts no tokens gives chunks of None tokens, one per response with text. due_ns:
-    when an open loop meant to send the request, and what it is timed from; None in a closed loop,
-    which is timed from the sending.
+    chunks: (received_ns, number of new tokens) of every response that carried tokens, in order. If
+    the server does not count tokens, there is a chunk for every response with text, and its number
+    is None. due_ns: when an open loop was due to send the request, and the start of its times; None
+    in a closed loop, whose times start when the request is sent.
     """
 
     prompt: str
@@ -237,17 +236,17 @@ class RequestTiming:
 
     @property
     def ttft_ns(self) -> int | None:
-        """First tokens received - request sent, or due to be sent."""
+        """First tokens received - request sent (closed loop) or due to be sent (open loop)."""
         return self.chunks[0][0] - self.start_ns if self.chunks else None
 
     @property
     def e2e_ns(self) -> int | None:
-        """Last token received - request sent, or due to be sent."""
+        """Last token received - request sent (closed loop) or due to be sent (open loop)."""
         return self.chunks[-1][0] - self.start_ns if self.chunks else None
 
     @property
     def tpot_ns(self) -> int | None:
-        """(last token - first token) / (output_tokens - 1); None below two tokens."""
+        """(last token - first token) / (output_tokens - 1); None if there are fewer than two."""
         if self.output_tokens is None or self.output_tokens < 2 or not self.chunks:
             return None
         return round((self.chunks[-1][0] - self.chunks[0][0]) / (self.output_tokens - 1))
@@ -262,10 +261,10 @@ class RequestTiming:
 
     @property
     def itl(self) -> tuple[tuple[int, int], ...]:
-        """(gap / tokens of the later chunk in ns, its tokens): a latency and the weight it has in a
-        percentile.
+        """(gap / tokens of the later chunk in ns, number of these tokens) for every gap.
 
-        Empty where the server did not say how many tokens a chunk carries.
+        The second is the weight of the first in a percentile. Empty if the server did not count the
+        tokens of a chunk.
         """
         gaps = zip(self.icl_ns, self.chunks[1:], strict=True)
         return tuple(
@@ -276,17 +275,18 @@ class RequestTiming:
 def timing(
     prompt: str, received: Sequence[Chunk], sent_ns: int, due_ns: int | None = None
 ) -> RequestTiming:
-    """The measurements of a whole answer. Tokens are the server's count; where it keeps none,
-    chunks are those with text.
+    """The measurements of a whole answer.
+
+    The server counts the tokens. If it does not, every chunk with text counts as a chunk.
     """
-    counted = any(chunk.output_tokens is not None for chunk in received)
+    has_counts = any(chunk.output_tokens is not None for chunk in received)
     chunks: list[tuple[int, int | None]] = []
-    before = 0
+    tokens_before = 0
     for chunk in received:
-        if chunk.output_tokens is not None and chunk.output_tokens > before:
-            chunks.append((chunk.received_ns, chunk.output_tokens - before))
-            before = chunk.output_tokens
-        elif not counted and chunk.text:
+        if chunk.output_tokens is not None and chunk.output_tokens > tokens_before:
+            chunks.append((chunk.received_ns, chunk.output_tokens - tokens_before))
+            tokens_before = chunk.output_tokens
+        elif not has_counts and chunk.text:
             chunks.append((chunk.received_ns, None))
     return RequestTiming(
         prompt=prompt,
@@ -301,12 +301,12 @@ def timing(
 
 
 class Client:
-    """A connection to one served model. Close it, or use it in a `with`; usable from several
-    threads at once.
+    """A connection to one served model. Close it, or use it in a `with`. Several threads may use it
+    at once.
 
-    timeout_s bounds every call, so that a server that hangs does not hang its clients; it is no
-    deadline for the server, which `timeout_ms` is. model None: `tensorrt_llm_bls` where the server
-    has it, else `tensorrt_llm`.
+    model: None for `tensorrt_llm_bls` if the server has it, else `tensorrt_llm`. timeout_s: limit
+    of every call, so that a hanging server does not hang its clients. It sets no deadline for the
+    server; the option `timeout_ms` does.
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 300.0) -> None:
@@ -315,15 +315,15 @@ class Client:
         self.timeout_s = timeout_s
         port = url.rsplit(":", 1)[-1]
         if port.isdecimal() and int(port) > MAX_PORT:
-            raise ServerUnavailable(f"{url}: there is no such port")
-        local = url.rsplit(":", 1)[0] in ("localhost", "127.0.0.1", "[::1]")
+            raise ServerUnavailable(f"{url}: a port is at most {MAX_PORT}")
+        is_local = url.rsplit(":", 1)[0] in ("localhost", "127.0.0.1", "[::1]")
         options = [
             ("grpc.max_receive_message_length", -1),
-            *([("grpc.enable_http_proxy", 0)] if local else []),
+            *([("grpc.enable_http_proxy", 0)] if is_local else []),
         ]
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._form: ModelForm | None = None
+        self._interface: ModelInterface | None = None
 
     def __enter__(self) -> Client:
         return self
@@ -337,7 +337,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; requests that run are cancelled."""
+        """Close the connection and cancel the running requests."""
         self._channel.close()
 
     def ready(self) -> bool:
@@ -357,8 +357,9 @@ class Client:
     def generate(
         self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any
     ) -> Completion:
-        """The whole completion. overrides are fields of Options. Raises RequestRefused,
-        ServerUnavailable.
+        """Generate the whole completion. overrides: fields of Options.
+
+        Raises RequestRefused, ServerUnavailable.
         """
         (chunk,) = self._call(
             prompt,
@@ -374,8 +375,10 @@ class Client:
     def stream(
         self, prompt: str, options: Options | None = None, *, request_id: str = "", **overrides: Any
     ) -> Iterator[Chunk]:
-        """Chunks as they arrive. Closing the iterator, or leaving its loop for good, cancels the
-        request on the server.
+        """Yield chunks as they arrive.
+
+        Closing the iterator, or leaving its loop, cancels the request on the server. Raises
+        RequestRefused, ServerUnavailable.
         """
         return self._call(
             prompt,
@@ -392,22 +395,23 @@ class Client:
         concurrency: int = 1,
         **overrides: Any,
     ) -> list[RequestTiming]:
-        """Stream every prompt and time it, `concurrency` at a time in a closed loop. Results are
-        in the prompts' order.
+        """Stream and time every prompt, `concurrency` at a time in a closed loop.
+
+        The results are in the order of the prompts.
         """
-        asked = dataclasses.replace(options or Options(), **overrides)
-        self._model_form()
+        all_options = dataclasses.replace(options or Options(), **overrides)
+        self._model_interface()  # ask for it now, so that no request is timed with it
         if concurrency == 1:
-            return [self._time(prompt, asked) for prompt in prompts]
+            return [self._time(prompt, all_options) for prompt in prompts]
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda prompt: self._time(prompt, asked), prompts))
+            return list(pool.map(lambda prompt: self._time(prompt, all_options), prompts))
 
     def _time(self, prompt: str, options: Options) -> RequestTiming:
         sent_ns = time.monotonic_ns()
         return timing(prompt, list(self._call(prompt, options, "", streaming=True)), sent_ns)
 
-    def _model_form(self) -> ModelForm:
-        if self._form is None:
+    def _model_interface(self) -> ModelInterface:
+        if self._interface is None:
             try:
                 model = self.model or MODELS[0 if self._is_ready(MODELS[0]) else -1]
                 answer = self._stub.ModelConfig(
@@ -415,14 +419,14 @@ class Client:
                 )
             except grpc.RpcError as error:
                 raise self._translated(error) from error
-            self.model, self._form = model, ModelForm.of(answer.config)
-        return self._form
+            self.model, self._interface = model, ModelInterface.of(answer.config)
+        return self._interface
 
     def _call(
         self, prompt: str, options: Options, request_id: str, *, streaming: bool
     ) -> Iterator[Chunk]:
-        form = self._model_form()
-        request = form.request(
+        interface = self._model_interface()
+        request = interface.request(
             self.model or MODELS[-1], prompt, options, request_id, streaming=streaming
         )
         call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout_s)
@@ -436,19 +440,21 @@ class Client:
                 values = decode(response.infer_response)
                 if not values:
                     continue  # Triton's empty last response of a stream
-                full = values["text_output"][0].decode("utf-8")
-                new = full[len(text) :] if form.cumulative and streaming else full
-                text += new
-                chunk = read_chunk(new, values, received_ns)
+                new_text = values["text_output"][0].decode("utf-8")
+                if interface.cumulative and streaming:
+                    new_text = new_text[len(text) :]
+                text += new_text
+                chunk = read_chunk(new_text, values, received_ns)
                 yield chunk
         except grpc.RpcError as error:
             raise self._translated(error) from error
         finally:
-            call.cancel()  # does nothing to a call that is over
+            call.cancel()  # does nothing if the call is over
         if chunk is None:
             raise ServerUnavailable(f"{self.url}: the stream ended without an answer")
-        if chunk.finish_reason is None and "return_finish_reason" in form.inputs:  # we asked for it
-            raise ServerUnavailable(f"{self.url}: the stream ended without its end")
+        # Every request asks for the finish reason, if the model has that input (see ALWAYS).
+        if chunk.finish_reason is None and "return_finish_reason" in interface.inputs:
+            raise ServerUnavailable(f"{self.url}: the stream ended before the answer was complete")
 
     def _translated(self, error: grpc.RpcError) -> ClientError:
         code, details = error.code(), error.details()
@@ -458,24 +464,24 @@ class Client:
             return ServerUnavailable(
                 f"{self.url}: the server cannot be reached or went away ({details})"
             )
-        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(
-            details
-        ):  # gRPC's own word, of this side
-            return ServerUnavailable(f"{self.url}: what came is no answer of Triton's ({details})")
+        # gRPC on this side uses this word for an answer that it cannot read.
+        if code == grpc.StatusCode.INTERNAL and "deserializing" in str(details):
+            return ServerUnavailable(f"{self.url}: the answer is not one of Triton ({details})")
         return self._refused(str(details))
 
-    def _refused(self, words: str) -> ClientError:
-        if (
-            words.startswith("Stub process") and "is not healthy" in words
-        ):  # Triton's, of every request from then on
-            return ServerUnavailable(f"{self.url}: the model's process has died ({words})")
-        return RequestRefused(words)
+    def _refused(self, message: str) -> ClientError:
+        # Once the process has died, Triton answers every request with this message.
+        if message.startswith("Stub process") and "is not healthy" in message:
+            return ServerUnavailable(f"{self.url}: the model's process has died ({message})")
+        return RequestRefused(message)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelForm:
-    """What the served model understands: its inputs (name -> Triton's type), whether a chunk
-    repeats the text before it, and whether tensors have a batch dimension of one in front.
+class ModelInterface:
+    """The interface of the served model.
+
+    inputs: Triton's type of every input, by name. cumulative: whether a chunk repeats the text
+    before it. batched: whether tensors begin with a batch dimension of 1.
     """
 
     inputs: dict[str, str]
@@ -483,8 +489,8 @@ class ModelForm:
     batched: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> ModelForm:
-        """Of Triton's ModelConfig message."""
+    def of(cls, config: Any) -> ModelInterface:
+        """Read the interface from Triton's ModelConfig message."""
         from tritonclient.grpc import model_config_pb2
 
         inputs = {
@@ -498,30 +504,33 @@ class ModelForm:
         return cls(inputs, cumulative, config.max_batch_size > 0)
 
     def values(self, prompt: str, options: Options, *, streaming: bool) -> dict[str, Any]:
-        """Input -> value of a request, in the model's spelling. Raises RequestRefused for an
-        option that it does not have.
+        """The inputs of a request, by the model's names for them.
+
+        Raises RequestRefused if the model does not have an option.
         """
         values: dict[str, Any] = {"text_input": prompt}
-        if (name := self._spelled("streaming")) is not None:
+        if (name := self._name_of("streaming")) is not None:
             values[name] = streaming
         for option, tensor in TENSORS.items():
             value = getattr(options, option)
             if value is None:
                 continue
-            if (name := self._spelled(tensor)) is None:
+            if (name := self._name_of(tensor)) is None:
                 raise RequestRefused(
                     f"the served model has no input {tensor!r}, so {option} cannot be set"
                 )
             values[name] = value
         return values | {
-            name: True for tensor in ALWAYS if (name := self._spelled(tensor)) is not None
+            name: True for tensor in ALWAYS if (name := self._name_of(tensor)) is not None
         }
 
     def request(
         self, model: str, prompt: str, options: Options, request_id: str, *, streaming: bool
     ) -> Any:
-        """The ModelInferRequest message. Raises RequestRefused, also for a value that the
-        input's type cannot hold.
+        """Make the ModelInferRequest message.
+
+        Raises RequestRefused if the model does not have an option, or if the input's type cannot
+        hold its value.
         """
         request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
         for name, value in self.values(prompt, options, streaming=streaming).items():
@@ -536,26 +545,27 @@ class ModelForm:
                 raise RequestRefused(f"{name} cannot be sent as {dtype}: {error}") from error
         return request
 
-    def _spelled(self, tensor: str) -> str | None:
-        known = (tensor, SPELLINGS.get(tensor, ""), tensor.removeprefix(PREFIX))
-        return next((name for name in known if name in self.inputs), None)
+    def _name_of(self, tensor: str) -> str | None:
+        """The model's name for the tensor; None if the model does not have it."""
+        names = (tensor, SPELLINGS.get(tensor, ""), tensor.removeprefix(PREFIX))
+        return next((name for name in names if name in self.inputs), None)
 
 
 def _encode(items: Sequence[Any], dtype: str) -> bytes:
     if dtype == "STRING":
         texts = [item if isinstance(item, bytes) else str(item).encode("utf-8") for item in items]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    if dtype.removeprefix("U").startswith(
-        "INT"
-    ):  # numpy < 2 would keep the low bits of what does not fit
+    # numpy < 2 would silently keep only the low bits of a number that does not fit.
+    if dtype.removeprefix("U").startswith("INT"):
         limits = np.iinfo(NUMPY_TYPES[dtype])
         for item in items:
             if not limits.min <= item <= limits.max:
-                raise OverflowError(f"{item} is not from {limits.min} to {limits.max}")
+                raise OverflowError(f"{item} is not between {limits.min} and {limits.max}")
     return np.asarray(items, dtype=NUMPY_TYPES[dtype]).tobytes()
 
 
 def decode(response: Any) -> dict[str, list[Any]]:
+    """The outputs of a ModelInferResponse message, by name."""
     values: dict[str, list[Any]] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":
@@ -571,8 +581,9 @@ def decode(response: Any) -> dict[str, list[Any]]:
 
 
 def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chunk:
-    """A response's outputs (name -> values) as a chunk; `text` is what is new in it. TypeError:
-    a count that is no number.
+    """Make a chunk of a response's outputs (name -> values); `text` is the new text.
+
+    Raises TypeError if a count is not a number.
     """
 
     def first(name: str) -> Any:
@@ -596,8 +607,9 @@ def read_chunk(text: str, values: dict[str, list[Any]], received_ns: int) -> Chu
 
 
 def read_statistics(values: dict[str, list[Any]]) -> Statistics:
-    """The server's figures in the outputs of a last response. TypeError: a count that is no
-    number.
+    """The server's figures in the outputs of a request's last response.
+
+    Raises TypeError if a count is not a number.
     """
     return Statistics(
         input_tokens=_count(values, "num_input_tokens"),
@@ -628,14 +640,14 @@ def _count(values: dict[str, list[Any]], name: str) -> int | None:
 def _counts(values: dict[str, list[Any]], name: str) -> tuple[int, ...] | None:
     for value in values.get(name, ()):
         if not isinstance(value, (int, np.integer)):
-            raise TypeError(f"{name} is {value!r}, no whole number")
+            raise TypeError(f"{name} is {value!r}, not a whole number")
     return tuple(values[name]) if name in values else None
 
 
 def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | None:
     for value in values.get(name, ()):
         if not isinstance(value, (int, float, np.integer, np.floating)):
-            raise TypeError(f"{name} is {value!r}, no number")
+            raise TypeError(f"{name} is {value!r}, not a number")
     return tuple(values[name]) if name in values else None
 
 
@@ -643,7 +655,7 @@ def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | Non
 
 
 def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
-    """Figures of requests run one at a time: output tokens per second of request time,
+    """The figures of requests that ran one at a time: output tokens per second of request time,
     percentiles in ms, acceptance.
     """
 
@@ -686,19 +698,17 @@ def _is_counted(timing: RequestTiming) -> bool:
 def speedup(
     plain: Sequence[Sequence[RequestTiming]], speculative: Sequence[Sequence[RequestTiming]]
 ) -> tuple[float, float, float] | None:
-    """(estimate, low, high) of speculative over plain tokens/s, with the ends of its 95 % interval;
-    None without output.
+    """(estimate, low, high): speculative over plain tokens/s, and the ends of its 95 % interval.
 
-    Both are [round][prompt], the same prompts in the same order. Prompts and rounds are drawn
-    independently with replacement and crossed, which is the interval of a build's report: neither a
-    lucky prompt nor a quiet round is taken for the rule.
+    None if an arm has no output. Both arms are [round][prompt], with the same prompts in the same
+    order. As for the interval in a build's report, prompts and rounds are drawn independently with
+    replacement and crossed, so that neither a lucky prompt nor a quiet round decides the figure.
     """
     if not plain or not plain[0]:
         return None
 
-    def counts(
-        arm: Sequence[Sequence[RequestTiming]],
-    ) -> Any:  # [2, rounds, prompts]: tokens, then times
+    def counts(arm: Sequence[Sequence[RequestTiming]]) -> Any:
+        """Tokens and times of every request: [2, rounds, prompts]."""
         done = [
             [(t.output_tokens, t.e2e_ns) if _is_counted(t) else (0, 0) for t in row] for row in arm
         ]
@@ -714,22 +724,22 @@ def speedup(
         for count in sums.shape[1:]
     )
     drawn = np.einsum("br,krp,bp->kb", rounds, sums, prompts, optimize=True)
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # a draw of nothing but prompts that failed
+    # In a resample, all prompts may be failed ones, and all sums 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (drawn[0] / drawn[1]) / (drawn[2] / drawn[3])
     low, high = np.nanpercentile(ratios, [2.5, 97.5])
     return float((total[0] / total[1]) / (total[2] / total[3])), float(low), float(high)
 
 
 def read_prompts(path: Path) -> list[str]:
-    """JSON Lines with a `prompt` (or `text`) string per line, or plain text with a prompt per
-    line.
+    """Read prompts from JSON Lines with a `prompt` (or `text`) string, or from plain text with a
+    prompt per line.
+
+    Raises SystemExit with a message if the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # and no more: U+2028 may stand inside a string
+        # Not splitlines(), which also splits at U+2028, and that may be part of a string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise SystemExit(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -745,7 +755,7 @@ def read_prompts(path: Path) -> list[str]:
                 raise SystemExit(f"{path}:{number}: not JSON: {error}") from error
             prompt = data.get("prompt", data.get("text")) if isinstance(data, dict) else None
             if not isinstance(prompt, str) or not prompt:
-                raise SystemExit(f"{path}:{number}: no `prompt` string that says something")
+                raise SystemExit(f"{path}:{number}: no `prompt` string, or an empty one")
             prompts.append(prompt)
         else:
             prompts.append(line.rstrip("\r"))
@@ -757,43 +767,42 @@ def read_prompts(path: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(
-            "Measure a served model: speculative and plain decoding, interleaved, one stream."
+            "Measure a served model: speculative and plain decoding in turn, one request at a time."
         )
     )
     parser.add_argument(
         "--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint"
     )
     parser.add_argument(
-        "--model", help="default: tensorrt_llm_bls where it is served, else tensorrt_llm"
+        "--model", help="default: tensorrt_llm_bls if the server has it, else tensorrt_llm"
     )
     parser.add_argument(
         "--prompts",
         type=Path,
         required=True,
-        help="JSON Lines with a `prompt` per line, or text lines",
+        help="JSON Lines with a `prompt` per line, or plain text with a prompt per line",
     )
     parser.add_argument("--max-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    asked = parser.parse_args(arguments)
-    prompts = read_prompts(asked.prompts)[: asked.max_prompts]
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(arguments)
+    prompts = read_prompts(args.prompts)[: args.max_prompts]
     rounds: dict[str, list[list[RequestTiming]]] = {"plain": [], "speculative": []}
-    drafting = {"plain": 0, "speculative": None}
+    num_draft_tokens = {"plain": 0, "speculative": None}
     try:
-        with Client(asked.url, model=asked.model) as client:
-            options = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
+        with Client(args.url, model=args.model) as client:
+            options = Options(max_tokens=args.max_tokens, temperature=args.temperature)
             client.measure(prompts[:2], options)
-            for number in range(asked.rounds):
+            for number in range(args.rounds):
                 for timings in rounds.values():
                     timings.append([])
                 for prompt in prompts:
-                    for arm in (
-                        ("plain", "speculative") if number % 2 == 0 else ("speculative", "plain")
-                    ):
+                    # The arms take turns in going first.
+                    for arm in list(rounds)[:: 1 if number % 2 == 0 else -1]:
                         rounds[arm][-1] += client.measure(
-                            [prompt], options, num_draft_tokens=drafting[arm]
+                            [prompt], options, num_draft_tokens=num_draft_tokens[arm]
                         )
     except ClientError as error:
         print(error, file=sys.stderr)
@@ -802,9 +811,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arm: summarise([timing for row in timings for timing in row])
         for arm, timings in rounds.items()
     }
-    found = speedup(rounds["plain"], rounds["speculative"])
-    if asked.json:
-        estimate, interval = (None, None) if found is None else (found[0], found[1:])
+    ratio = speedup(rounds["plain"], rounds["speculative"])
+    if args.json:
+        estimate, interval = (None, None) if ratio is None else (ratio[0], ratio[1:])
         print(json.dumps({**figures, "speedup": estimate, "speedup_interval": interval}))
         return 0
     print(f"{'':20}{'plain':>14}{'speculative':>14}")
@@ -818,11 +827,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for arm in rounds
         ]
         print(f"{name:20}{cells[0]:>14}{cells[1]:>14}")
-    over = f"over {len(prompts)} prompts x {asked.rounds} rounds, one request at a time"
-    if found is None:
-        print("no speed-up: an arm measured nothing")
+    sample = f"over {len(prompts)} prompts x {args.rounds} rounds, one request at a time"
+    if ratio is None:
+        print("no speedup: one arm has no output")
     else:
-        print(f"speed-up {found[0]:.2f}x, 95% interval {found[1]:.2f} to {found[2]:.2f}, {over}")
+        print(f"speedup {ratio[0]:.2f}x, 95% interval {ratio[1]:.2f} to {ratio[2]:.2f}, {sample}")
     return 0
 
 

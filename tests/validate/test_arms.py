@@ -17,12 +17,12 @@ FAULTS = {
     "refuse": "the server refused a request: no, on purpose",
     "stall": "no answer within 1 s",
     "die": "died on purpose",
-    "garbage": "no answer of Triton's",
+    "garbage": "the answer is not one of Triton",
     "fewer": "7 output tokens were counted and 8 token ids returned",
     "down": "12 output tokens were counted while they came and 8 at the end",
     "more": "10000 output tokens were counted and 8 token ids returned",
     "silent": "None output tokens were counted",
-    "endless": "the stream ended without its end",
+    "endless": "the stream ended before the answer was complete",
 }
 
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from toolkit.client import (
     Chunk,
-    ModelForm,
+    ModelInterface,
     Options,
     RequestRefused,
     RequestTiming,
@@ -309,7 +309,7 @@ class GrpcTransport:
     protocol: WireProtocol = "triton-grpc"
 
     def __init__(
-        self, address: str, model: str, timeout_s: float, form: ModelForm, channel: Any
+        self, address: str, model: str, timeout_s: float, form: ModelInterface, channel: Any
     ) -> None:
         self.address = address
         self.model = model
@@ -348,7 +348,7 @@ class GrpcTransport:
                 where=address,
                 hint="Name the served model with --model.",
             ) from error
-        return cls(address, model, timeout_s, ModelForm.of(answer.config), channel)
+        return cls(address, model, timeout_s, ModelInterface.of(answer.config), channel)
 
     def prepare(self, prompt: str, options: Options) -> bytes:
         with _refusals(self.address):
@@ -426,7 +426,7 @@ class _refusals:  # noqa: N801 - reads as a statement in `with`
 
 
 def _triton_chunks(
-    answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelForm
+    answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelInterface
 ) -> list[Chunk]:
     """Outputs of a Triton model -> chunks. A model that never says why it ended gives its
     statistics with its last response.
@@ -447,7 +447,7 @@ def _triton_chunks(
             raise BadAnswer(f"garbage: a response that cannot be read ({_words(error)})") from error
     if chunks and all(chunk.finish_reason is None for chunk in chunks):
         if "return_finish_reason" in form.inputs:  # we asked for it
-            raise BadAnswer("the stream ended without its end")
+            raise BadAnswer("the stream ended before the answer was complete")
         try:
             chunks[-1] = dataclasses.replace(chunks[-1], statistics=read_statistics(answers[-1][1]))
         except (TypeError, ValueError, IndexError) as error:
@@ -571,7 +571,7 @@ class HttpTransport(_EventTransport):
         base: str,
         model: str,
         timeout_s: float,
-        form: ModelForm,
+        form: ModelInterface,
     ) -> None:
         super().__init__(session, f"{base}/v2/models/{model}/generate_stream", model, timeout_s)
         self._form = form
@@ -597,7 +597,7 @@ class HttpTransport(_EventTransport):
         from tritonclient.grpc import model_config_pb2
 
         try:
-            form = ModelForm.of(
+            form = ModelInterface.of(
                 json_format.ParseDict(
                     config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True
                 )
@@ -749,7 +749,7 @@ class OpenAiTransport(_EventTransport):
         )
         if reason is None or not ended:
             raise BadAnswer(
-                "the stream ended without its end"
+                "the stream ended before the answer was complete"
                 if reason is None
                 else "the stream ended without [DONE]"
             )
