@@ -45,7 +45,7 @@ MAX_BATCH_NUMBERS = 2_000_000  # numbers in one vectorised batch of resamples
 
 
 def samples_needed(q: float) -> int:
-    """The fewest samples that support percentile q (in percent): SAMPLES_BEYOND of them lie beyond it."""
+    """The fewest samples that support percentile q (in percent); SAMPLES_BEYOND lie beyond it."""
     return math.ceil(SAMPLES_BEYOND / (1 - q / 100) - 1e-9)
 
 

@@ -204,7 +204,7 @@ def test_known_failures_are_explained(
 def test_an_unknown_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     place = place_with_builder(tmp_path / "bin", STANDIN_FAIL="silent")
     with pytest.raises(
-        StageError, match="ended with 7, for a reason that we do not know"
+        StageError, match="ended with exit status 7, for an unknown reason"
     ) as caught:
         build(place, tmp_path, spec_of())
     assert "Build TensorRT engine Unnamed Network 0" in str(caught.value)
@@ -212,7 +212,7 @@ def test_an_unknown_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fail", "said"),
-    [("partial-ranks", r"ranks: rank1.engine missing of 2"), ("hollow", "weights are missing")],
+    [("partial-ranks", r"ranks: rank1.engine missing, of 2"), ("hollow", "it lacks weights")],
 )
 def test_an_engine_that_is_not_whole_is_refused(tmp_path: Path, fail: str, said: str) -> None:
     place = place_with_builder(tmp_path / "bin", STANDIN_FAIL=fail, STANDIN_FAIL_RANK="1")
@@ -223,7 +223,7 @@ def test_an_engine_that_is_not_whole_is_refused(tmp_path: Path, fail: str, said:
 def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
     """Nothing told beforehand: the executable has no interpreter beside it."""
     place = place_with_builder(tmp_path / "bin", STANDIN_VERSION="1.1.0")
-    with pytest.raises(StageError, match=r"version: built by 1\.1\.0, and 1\.2\.1 was asked"):
+    with pytest.raises(StageError, match=r"version: built by 1\.1\.0, but 1\.2\.1 was requested"):
         build(place, tmp_path, spec_of())
 
 
@@ -236,7 +236,7 @@ def test_a_flag_that_the_installation_lacks_is_found_before_the_build(
         made.add_argument("--gemm_plugin", choices=["auto", "disable"])
         return made
 
-    with pytest.raises(StageError, match="--output_dir is not known to it"):
+    with pytest.raises(StageError, match="--output_dir is not known there"):
         build(place, tmp_path, spec_of(), {"installed_parser": parser})
     assert not (tmp_path / "engine" / "build.log").exists()
 
@@ -253,21 +253,23 @@ def test_a_parser_that_cannot_be_imported_gives_way_to_help(place: Place, tmp_pa
 
 def test_a_checkpoint_for_other_ranks_is_refused(place: Place, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match="made for tp_size 2, pp_size 1; the engine is asked for 4 and 1"
+        CheckpointError, match="made for tp_size 2 and pp_size 1, but the engine needs 4 and 1"
     ):
         build(place, tmp_path, spec_of(tp_size=4), tp_size=2)
 
 
 def test_a_checkpoint_without_the_form_is_refused(place: Place, tmp_path: Path) -> None:
     checkpoint = write_trtllm_checkpoint(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="has no TRT-LLM form"):
+    with pytest.raises(CheckpointError, match="was not written in TRT-LLM format"):
         place.backend().compile(
             dataclasses.replace(checkpoint, trtllm=None), spec_of(), tmp_path, silent
         )
     (tmp_path / "checkpoint" / "trtllm" / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"]}'
     )
-    with pytest.raises(CheckpointError, match="is no config of TRT-LLM's form"):
+    with pytest.raises(
+        CheckpointError, match="is not the config of a checkpoint in TRT-LLM format"
+    ):
         place.backend().compile(checkpoint, spec_of(), tmp_path, silent)
 
 
@@ -282,7 +284,7 @@ def test_a_form_that_contradicts_its_record_is_refused(place: Place, tmp_path: P
     checkpoint = dataclasses.replace(
         write_trtllm_checkpoint(tmp_path / "checkpoint"), quant_algo="W8A16"
     )
-    with pytest.raises(CheckpointError, match="quant_algo is FP8, and W8A16"):
+    with pytest.raises(CheckpointError, match="quant_algo is FP8, but W8A16"):
         place.backend().compile(checkpoint, spec_of(), tmp_path, silent)
 
 

@@ -111,8 +111,9 @@ def test_without_tensorrt_llm_the_record_says_what_was_not_done(
     assert build is not None
     assert build.executed == ()
     assert build.not_executed == (
-        "TensorRT-LLM is not installed here: the arguments were judged by our tables alone",
-        "the model was not loaded by TensorRT-LLM",
+        "TensorRT-LLM is not installed here: the arguments were checked only"
+        " against the toolkit's tables",
+        "TensorRT-LLM did not load the model",
     )
 
 
@@ -128,7 +129,7 @@ def test_its_own_class_is_asked_and_a_disagreement_is_reported(
         installed_class=lambda: theirs,
     )
     assert engine.notes == (
-        "our facts: LLM() 1.2.1 here has no enable_min_latency, our table says it has",
+        "our facts: LLM() 1.2.1 here has no enable_min_latency, but our table lists it",
         "our facts: LLM() 1.2.1 here has enable_time_travel, which our table does not list",
     )
 
@@ -139,7 +140,8 @@ def test_arguments_that_its_class_refuses_stop_the_build(
     theirs = args_class(without=("cuda_graph_config",))
     with pytest.raises(
         StageError,
-        match=r"(?s)refuses arguments that our tables of 1\.2\.1 allow: .*cuda_graph_config",
+        match=r"(?s)refuses arguments that the toolkit's tables of 1\.2\.1 allow:"
+        r" .*cuda_graph_config",
     ):
         compiled(
             checkpoint,
@@ -212,7 +214,7 @@ def test_with_gpus_the_model_is_loaded_once(
     ).tensorrt_llm
     assert build is not None
     assert build.not_executed == (
-        "the model was not loaded by TensorRT-LLM: it takes 4 GPUs, and 2 are here",
+        "TensorRT-LLM did not load the model: it needs 4 GPUs, and 2 are here",
     )
 
 
@@ -225,7 +227,7 @@ def test_another_version_is_not_asked(checkpoint: QuantizedCheckpoint, tmp_path:
         installed_class=args_class,
     )
     assert engine.notes == (
-        "version: TensorRT-LLM 1.1.0 is installed here, the engine is for 1.2.1",
+        "version: TensorRT-LLM 1.1.0 is installed here, and the engine is for 1.2.1",
     )
 
 
@@ -236,7 +238,7 @@ def test_the_other_form_is_refused(checkpoint: QuantizedCheckpoint, tmp_path: Pa
     other = QuantizedCheckpoint(
         "target", tmp_path, "FP8", None, "LlamaForCausalLM", 258, 1000, None, ()
     )
-    with pytest.raises(CheckpointError, match="not a checkpoint in Hugging Face form"):
+    with pytest.raises(CheckpointError, match="not a checkpoint in Hugging Face format"):
         compiled(other, spec_of(), tmp_path / "engine")
 
 

@@ -25,8 +25,8 @@ from toolkit.records.measured import (
     TooFew,
 )
 from toolkit.resampling import (
-    BEYOND,
     CONFIDENCE,
+    SAMPLES_BEYOND,
     bootstrap_percentile_ratios,
     bootstrap_percentiles,
     bootstrap_ratio,
@@ -101,7 +101,7 @@ def too_few_words(percentile: int, lacking: TooFew) -> str:
 
 def needed_words(percentile: int, lacking: TooFew) -> str:
     """What such a percentile takes, whatever there was."""
-    return f"p{percentile} needs {lacking.need}, so that {BEYOND} lie beyond it"
+    return f"p{percentile} needs {lacking.need}, so that {SAMPLES_BEYOND} lie beyond it"
 
 
 def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:

@@ -1,5 +1,7 @@
-"""Engine backends by kind. Adding one is a file, a line here, and passing
-`tests/engines/contract.py` if its engines step.
+"""The engine backends by kind.
+
+To add a backend, write its file and add a line here. If its engines are StepEngines, they also have
+to pass `tests/engines/contract.py`.
 """
 
 from __future__ import annotations
@@ -18,27 +20,27 @@ BACKENDS = {
     "trt_engine": "toolkit.engines.trt_engine:TrtEngineBackend",
     "trtllm_pytorch": "toolkit.engines.trtllm_pytorch:TrtllmPytorchBackend",
 }
-STEPPING = ("torch",)  # the others speculate inside TensorRT-LLM, and run where it runs
+STEP_ENGINE_KINDS = ("torch",)  # the others speculate inside TensorRT-LLM and run only there
 
 
 def backend(kind: EngineKind) -> EngineBackend:
-    """The backend of that kind, imported on first use. Raises UsageError for an unknown one."""
-    return cast(EngineBackend, _made(kind))
+    """The backend of this kind, imported on first use. Raises UsageError for an unknown kind."""
+    return cast(EngineBackend, _backend_object(kind))
 
 
 def loader(kind: EngineKind) -> EngineLoader:
-    """What makes a StepEngine of an engine directory of that kind. Raises UsageError where there
+    """The loader that makes a StepEngine of an engine directory. Raises UsageError where there
     is no such thing.
     """
-    if kind in BACKENDS and kind not in STEPPING:
+    if kind in BACKENDS and kind not in STEP_ENGINE_KINDS:
         raise UsageError(
             f"an engine of kind {kind} does not run inside this program",
-            hint="TensorRT-LLM runs it: serve the packaged repository in its container",
+            hint="only TensorRT-LLM can run it: serve the packaged repository in its container",
         )
-    return cast(EngineLoader, _made(kind))
+    return cast(EngineLoader, _backend_object(kind))
 
 
-def _made(kind: EngineKind) -> Any:
+def _backend_object(kind: EngineKind) -> Any:
     if kind not in BACKENDS:
         raise UsageError(f"engine kind {kind!r} is not known", hint=f"known: {', '.join(BACKENDS)}")
     module, name = BACKENDS[kind].split(":")

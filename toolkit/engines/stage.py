@@ -1,6 +1,4 @@
-"""The compile stage: a quantized checkpoint in, an engine directory out, by whichever backend
-the config names.
-"""
+"""The compile stage: the configured backend makes an engine directory of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -23,13 +21,15 @@ def compile_engine(
     out_dir: Path,
     progress: Progress,
 ) -> CompiledEngine:
-    """Raises StageError when the backend fails, UsageError for an unknown kind, CheckpointError
-    for what cannot be read.
+    """Compile the checkpoint into out_dir.
+
+    Raises StageError if the backend fails, UsageError for an unknown kind, CheckpointError if the
+    checkpoint cannot be read.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     return backend(kind).compile(checkpoint, spec, out_dir, progress)
 
 
 def fingerprint(kind: EngineKind, spec: EngineSpec) -> Fingerprint:
-    """What the backend is on this machine: part of the stage's key."""
+    """The backend's versions and hardware on this machine; part of the stage's key."""
     return backend(kind).fingerprint(spec)

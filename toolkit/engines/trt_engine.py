@@ -1,9 +1,9 @@
-"""The `trt_engine` kind: TensorRT-LLM's engine flow. TRT-LLM checkpoint -> `trtllm-build` ->
-`rank{N}.engine`.
+"""The `trt_engine` kind: TensorRT-LLM's engine flow. `trtllm-build` makes a `rank{N}.engine` for
+every rank of a checkpoint in TRT-LLM format.
 
-The work is the builder's; ours is to tell it exactly what is meant, to stand by with an explanation
-when it fails, and to believe nothing afterwards: the engine's config, its files and, where TensorRT
-can be imported, the engine itself are looked at. What no GPU has executed is said in the record.
+The builder does the work. This module gives it exact arguments, explains its failures, and checks
+the result: the engine's config, its files and, if TensorRT can be imported, the engine itself. The
+record says what no GPU has executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.engines.embedded.directory import copy_side_files
-from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, open_form
+from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint, open_trtllm_format
 from toolkit.engines.trtllm.checks import BuiltEngine, check_engine, read_engine
 from toolkit.engines.trtllm.command import BuildCommand, build_flags, flags_of, misfits
 from toolkit.engines.trtllm.failures import explain_failure
@@ -31,7 +31,7 @@ from toolkit.engines.trtllm.installed import (
     flags_of_help,
     flags_of_parser,
     table_disagreements,
-    unknown_to_it,
+    unknown_to_installation,
 )
 from toolkit.engines.trtllm.process import run_build
 from toolkit.engines.trtllm.where import Builder, ContainerBuilder, choose_builder
@@ -45,20 +45,21 @@ from toolkit.words import Role
 __all__ = ["LOG", "TrtEngineBackend"]
 
 LOG = "build.log"
-LOG_TAIL = 15  # lines shown where a build fails
+LOG_TAIL_LINES = 15  # shown if a build fails
 HELP_TIMEOUT_S = 600  # the container's image may have to be fetched first
-COMMAND = "trtllm-build.sh"  # of an engine that was not built
+COMMAND = "trtllm-build.sh"  # the command of an engine that was not built
 
 
 def _importable(name: str) -> Any | None:
-    """The module, or None where it is not installed. Raises ImportError where it is, and cannot
-    be imported.
+    """The module, or None if it is not installed.
+
+    Raises ImportError if it is installed and cannot be imported.
     """
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def _installed_parser() -> argparse.ArgumentParser | None:
-    """The argument parser of a TensorRT-LLM in this very environment."""
+    """The argument parser of the TensorRT-LLM in this environment; None if there is none."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         return None
     parser: argparse.ArgumentParser = importlib.import_module(
@@ -69,7 +70,9 @@ def _installed_parser() -> argparse.ArgumentParser | None:
 
 @dataclass(frozen=True)
 class TrtEngineBackend:
-    """Implements EngineBackend. What it finds on the machine comes in through its fields."""
+    """Implements EngineBackend. The fields give access to the machine, so that tests can replace
+    it.
+    """
 
     which: Callable[[str], str | None] = shutil.which
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -78,8 +81,8 @@ class TrtEngineBackend:
     gpus: Callable[[], list[str]] = gpus
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
-        """Engines depend on version and GPU; where the builder ran makes no difference beyond
-        that.
+        """The version and the GPUs, on which engines depend. It does not matter where the builder
+        runs.
         """
         return {
             "tensorrt_llm": _asked(spec).version,
@@ -87,10 +90,9 @@ class TrtEngineBackend:
         }
 
     def check_builder(self, spec: EngineSpec) -> None:
-        """Whether there is something to build with, asked before hours are spent on what it would
-        be given.
+        """Check that there is a builder, before hours are spent on the checkpoint it would build.
 
-        Raises BackendUnavailable, UsageError and StageError as `compile` would.
+        Raises BackendUnavailable, UsageError and StageError as `compile` does.
         """
         asked = _asked(spec)
         choose_builder(
@@ -100,11 +102,14 @@ class TrtEngineBackend:
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
     ) -> CompiledEngine:
-        """Raises StageError when the build fails or leaves something else than was asked,
-        CheckpointError for what it would be built from, BackendUnavailable where there is no
-        builder, UsageError for a version without one."""
+        """Build the engine, check it, and describe it.
+
+        Raises StageError if the build fails or the engine is not the one requested, CheckpointError
+        for an unusable checkpoint, BackendUnavailable if there is no builder, UsageError for a
+        version without a builder.
+        """
         asked = _asked(spec)
-        source = open_form(checkpoint, asked.tp_size, asked.pp_size)
+        source = open_trtllm_format(checkpoint, asked.tp_size, asked.pp_size)
         source, out_dir = replace(source, path=source.path.resolve()), out_dir.resolve()
         _agree(checkpoint, source)
         builder = choose_builder(
@@ -133,7 +138,7 @@ class TrtEngineBackend:
             fp8_compute="native" if built.quant_algo == "FP8" else None,
             max_batch_size=built.max_batch_size,
             max_input_len=built.max_input_len,
-            max_seq_len=spec.max_seq_len,  # the builder's own counts the draft tokens too
+            max_seq_len=spec.max_seq_len,  # the builder's value includes the draft tokens
             max_draft_len=built.max_draft_len,
             vocab_size=built.vocab_size,
             weight_bytes=sum(built.rank_bytes.values()),
@@ -159,11 +164,13 @@ class TrtEngineBackend:
     def without_building(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path
     ) -> CompiledEngine:
-        """All of `compile` that needs no builder: the form is read, the command is judged and kept
-        in COMMAND, and there is no engine beside it. For rehearsals.
+        """Do everything of `compile` that needs no builder, for rehearsals.
+
+        The checkpoint is read, and the command is checked and written to the file COMMAND. There is
+        no engine.
         """
         asked = _asked(spec)
-        source = open_form(checkpoint, asked.tp_size, asked.pp_size)
+        source = open_trtllm_format(checkpoint, asked.tp_size, asked.pp_size)
         _agree(checkpoint, source)
         flags = _judged(
             source, spec, asked, (str(source.path), str(out_dir), str(out_dir / "model.cache"))
@@ -199,8 +206,8 @@ class TrtEngineBackend:
                 executed=(),
                 not_executed=(
                     (
-                        f"trtllm-build did not run: there is no engine, and {COMMAND} holds what"
-                        " would have made it"
+                        f"trtllm-build did not run: there is no engine, only the command that"
+                        f" would build it, in {COMMAND}"
                     ),
                 ),
             ),
@@ -226,13 +233,11 @@ class TrtEngineBackend:
         out_dir: Path,
         progress: Progress,
     ) -> list[Finding]:
-        """What the builder itself says of our flags, before it is started in earnest."""
-        fetched = (
-            " (its image is fetched first, if it is not here)"
-            if isinstance(builder, ContainerBuilder)
-            else ""
-        )
-        progress(0, None, f"asking trtllm-build for its flags{fetched}")
+        """Compare our flags with those that the builder offers, before the build starts."""
+        note = ""
+        if isinstance(builder, ContainerBuilder):
+            note = " (its image is fetched first if it is not here)"
+        progress(0, None, f"asking trtllm-build for its flags{note}")
         offered = None
         if not isinstance(builder, ContainerBuilder):
             try:
@@ -253,20 +258,20 @@ class TrtEngineBackend:
                 )
             except subprocess.TimeoutExpired as error:
                 raise StageError(
-                    "compile", f"{builder.name}: no answer to --help in {HELP_TIMEOUT_S} s"
+                    "compile", f"{builder.name}: no answer to --help within {HELP_TIMEOUT_S} s"
                 ) from error
             if done.returncode != 0:
                 raise _failed(builder, done.returncode, done.stdout + done.stderr, None)
             offered = flags_of_help(done.stdout)
-        refused = unknown_to_it(command, offered)
+        refused = unknown_to_installation(command, offered)
         if refused:
             raise StageError(
                 "compile",
-                f"the trtllm-build of {builder.name} is not what our facts say of {asked.version}:"
-                f" {'; '.join(refused)}",
+                f"the trtllm-build of {builder.name} does not have the flags that the toolkit knows"
+                f" of {asked.version}: {'; '.join(refused)}",
                 hint=(
-                    "Take the version that is installed (engine.tensorrt_llm), or engine.builder:"
-                    " container."
+                    "Set engine.tensorrt_llm to the version that is installed, or set"
+                    " engine.builder: container."
                 ),
             )
         return table_disagreements(offered, asked.version)
@@ -297,11 +302,11 @@ class TrtEngineBackend:
     def _inspect(
         self, builder: Builder, built: BuiltEngine, progress: Progress
     ) -> tuple[list[Finding], LayerCounts | None]:
-        """Rank 0 is opened for all: the others have the same layers over other weights. Its tensors
-        are the first stage's.
+        """Open the engine of rank 0 with TensorRT.
 
-        A TensorRT that did not build it may be of another version or lack the kernels; then nothing
-        is known of the engine.
+        Rank 0 stands for all ranks: the others have the same layers with other weights. Its tensors
+        are those of the first pipeline stage. The TensorRT here may have another version than the
+        builder's, or lack the kernels; then the engine cannot be inspected.
         """
         try:
             trt = self.tensorrt()
@@ -313,26 +318,27 @@ class TrtEngineBackend:
             return [], None
         progress(0, None, "opening the engine with TensorRT")
         _load_plugins()
-        found, layers = inspect_engine(
+        findings, layers = inspect_engine(
             built.path / "rank0.engine", trt, first=True, last=built.pp_size == 1
         )
         if layers is None and isinstance(builder, ContainerBuilder):
             detail = (
-                f"not opened: TensorRT {trt.__version__} here cannot read what the container's"
-                " built"
+                f"not opened: TensorRT {trt.__version__} here cannot read the engine that the"
+                " container's TensorRT built"
             )
             return [Finding("deserialization", "warning", detail)], None
-        return found, layers
+        return findings, layers
 
     def _executed(
         self,
         built: BuiltEngine,
         layers: LayerCounts | None,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        here = self.gpus()
+        """What a GPU has executed of the engine, and what none has."""
+        gpu_names = self.gpus()
         executed, missing = [], []
-        if here:
-            executed.append(f"trtllm-build {built.version} chose its kernels on {here[0]}")
+        if gpu_names:
+            executed.append(f"trtllm-build {built.version} chose its kernels on {gpu_names[0]}")
         else:
             missing.append(
                 "trtllm-build ran on a machine without an NVIDIA GPU: no kernel was timed or tried"
@@ -341,10 +347,10 @@ class TrtEngineBackend:
             executed.append("rank 0 was deserialized by TensorRT")
         else:
             missing.append(
-                "the engine was not opened: no fitting tensorrt module, or no GPU, in this"
-                " environment"
+                "the engine was not opened: this environment has no GPU, or no tensorrt module"
+                " that can read it"
             )
-        missing.append("no token was generated with it; validation does that")
+        missing.append("no token was generated with the engine; validation does that")
         return tuple(executed), tuple(missing)
 
 
@@ -356,7 +362,7 @@ def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
 def _judged(
     source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, paths: tuple[str, str, str]
 ) -> BuildCommand:
-    """The command for these paths (checkpoint, engine, timing cache), held against our table of
+    """The command for these paths (checkpoint, engine, timing cache), checked against our table of
     the version's flags.
     """
     checkpoint_dir, output_dir, timing_cache = paths
@@ -369,18 +375,18 @@ def _judged(
         output_dir=output_dir,
         timing_cache=timing_cache,
     )
-    wrong = misfits(command, flags_of(asked.version))
-    assert not wrong, wrong  # our own command against our own table
+    errors = misfits(command, flags_of(asked.version))
+    assert not errors, errors  # our command has to agree with our table
     return command
 
 
 def _agree(checkpoint: QuantizedCheckpoint, source: TrtLlmCheckpoint) -> None:
-    """The form that is built from is the one whose quality was measured."""
+    """Check that the engine is built from the checkpoint whose quality was measured."""
     for name in ("quant_algo", "kv_cache_quant_algo", "vocab_size"):
-        expected, found = getattr(checkpoint, name), getattr(source, name)
-        if expected != found:
+        expected, actual = getattr(checkpoint, name), getattr(source, name)
+        if expected != actual:
             raise CheckpointError(
-                f"{name} is {found}, and {expected} in the checkpoint that it was written from",
+                f"{name} is {actual}, but {expected} in the checkpoint that it was written from",
                 where=source.path / "config.json",
                 hint="Write it again with `toolkit build --fresh quantize`.",
             )
@@ -393,8 +399,8 @@ def _refuse(findings: list[Finding], out_dir: Path) -> None:
     if errors:
         raise StageError(
             "compile",
-            f"the engine is not what was asked: {'; '.join(errors)}",
-            hint=f"Its log is kept in {_kept(out_dir / LOG, 'engine')}.",
+            f"the engine is not the one requested: {'; '.join(errors)}",
+            hint=f"The log of the build is in {_kept(out_dir / LOG, 'engine')}.",
         )
 
 
@@ -402,20 +408,20 @@ def _failed(builder: Builder, returncode: int, log: str, kept: Path | None) -> S
     failure, line = explain_failure(returncode, log)
     where = "" if kept is None else f"\n  The whole log: {kept}"
     if failure is not None:
-        said = f"{failure.what}\n  it said: {line}" if line else failure.what
+        what = f"{failure.what}\n  line of its log: {line}" if line else failure.what
         return StageError(
-            "compile", f"{builder.name} failed: {said}", hint=f"{failure.hint}{where}"
+            "compile", f"{builder.name} failed: {what}", hint=f"{failure.hint}{where}"
         )
-    tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL:])
+    tail = "\n".join(f"    {text}" for text in log.splitlines()[-LOG_TAIL_LINES:])
     return StageError(
         "compile",
-        f"{builder.name} ended with {returncode}, for a reason that we do not know",
+        f"{builder.name} ended with exit status {returncode}, for an unknown reason",
         hint=f"The end of its log:\n{tail}{where}",
     )
 
 
 def _kept(log: Path, part: Role | Literal["engine"]) -> Path | None:
-    """A copy that outlives the folder of a failed stage."""
+    """Copy the log, since the folder of a failed stage is removed; None if there is none."""
     if not log.is_file():
         return None
     descriptor, name = tempfile.mkstemp(prefix=f"toolkit-{part}-build-", suffix=".log")

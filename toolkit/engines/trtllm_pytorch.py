@@ -1,10 +1,10 @@
-"""The `trtllm_pytorch` kind: TensorRT-LLM's PyTorch flow. Nothing is built: a checkpoint, and the
-arguments it is loaded with.
+"""The `trtllm_pytorch` kind: TensorRT-LLM's PyTorch flow. It builds nothing: an engine directory is
+a checkpoint and the arguments it is loaded with.
 
-The target's directory holds the checkpoint in Hugging Face form and `llm_args.json`; the draft's is
-a checkpoint alone, named by the target's arguments. The arguments are judged by our tables, by
-TensorRT-LLM's own classes where they are installed, and by loading the model once where there is a
-GPU as well.
+The target's directory holds the checkpoint in Hugging Face format and `llm_args.json`. The draft's
+holds only a checkpoint, which the target's arguments name. The arguments are checked against our
+tables; if TensorRT-LLM is installed, also by its own classes; and if there is a GPU as well, by
+loading the model once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ LOAD_TIMEOUT_S = 3600
 
 
 def load_in_a_process(args: Mapping[str, Any]) -> str:
-    """Load once and generate a token; the name of the GPU that did it. Raises StageError with
-    what it said.
+    """Load the model in a process of its own and generate one token; return the GPU's name.
+
+    Raises StageError with the end of the process's output.
     """
     with tempfile.TemporaryDirectory(prefix="toolkit-load-") as scratch:
         file = Path(scratch) / "llm_args.json"
@@ -59,31 +60,30 @@ def load_in_a_process(args: Mapping[str, Any]) -> str:
             )
         except subprocess.TimeoutExpired as error:
             raise StageError(
-                "compile", f"TensorRT-LLM did not load the model in {LOAD_TIMEOUT_S} s"
+                "compile", f"TensorRT-LLM did not load the model within {LOAD_TIMEOUT_S} s"
             ) from error
     log = done.stdout + done.stderr
     if done.returncode != 0:
         failure, line = explain_failure(done.returncode, log)
         tail = "\n".join(f"    {text}" for text in log.splitlines()[-15:])
-        what = "TensorRT-LLM did not load the model" + (
-            f": {failure.what} ({line})" if failure else ""
-        )
-        raise StageError(
-            "compile", what, hint=failure.hint if failure else f"The end of its output:\n{tail}"
-        )
-    said = json.loads(done.stdout.splitlines()[-1])
-    if said["tokens"] != 1:
+        what, hint = "TensorRT-LLM did not load the model", f"The end of its output:\n{tail}"
+        if failure:
+            what, hint = f"{what}: {failure.what} ({line})", failure.hint
+        raise StageError("compile", what, hint=hint)
+    result = json.loads(done.stdout.splitlines()[-1])
+    if result["tokens"] != 1:
         raise StageError(
             "compile",
-            f"TensorRT-LLM loaded the model and generated {said['tokens']} tokens where one was"
-            " asked",
+            f"TensorRT-LLM loaded the model and generated {result['tokens']} tokens instead of one",
         )
-    return str(said["gpu"])
+    return str(result["gpu"])
 
 
 @dataclass(frozen=True)
 class TrtllmPytorchBackend:
-    """Implements EngineBackend. What it finds on the machine comes in through its fields."""
+    """Implements EngineBackend. The fields give access to the machine, so that tests can replace
+    it.
+    """
 
     installed_version: Callable[[], str | None] = installed_version
     installed_class: Callable[[], Any | None] = installed_class
@@ -91,8 +91,8 @@ class TrtllmPytorchBackend:
     gpus: Callable[[], list[str]] = gpus
 
     def fingerprint(self, spec: EngineSpec) -> Fingerprint:
-        """Nothing is compiled, so only the spelling depends on the version; what judges it
-        beside our tables is in here too.
+        """The version, which decides how the arguments are spelled, and the version that is
+        installed here, which checks them.
         """
         return {
             "tensorrt_llm": _asked(spec).version,
@@ -102,9 +102,12 @@ class TrtllmPytorchBackend:
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
     ) -> CompiledEngine:
-        """Raises CheckpointError for a checkpoint of another form, UsageError for what the version
-        has no word for, StageError where TensorRT-LLM itself refuses the arguments or does not load
-        them."""
+        """Place the checkpoint, and write and check the arguments.
+
+        Raises CheckpointError for a checkpoint in another format, UsageError for a setting that the
+        version does not have, StageError if TensorRT-LLM refuses the arguments or cannot load the
+        model.
+        """
         asked = _asked(spec)
         _check_form(checkpoint.path)
         progress(0, None, f"{spec.role}: placing the checkpoint")
@@ -113,11 +116,11 @@ class TrtllmPytorchBackend:
                 link_or_copy(file, out_dir / file.name)
         checks: list[Finding] = []
         executed: tuple[str, ...] = ()
-        missing: tuple[str, ...] = ("a draft is loaded with its target, not by itself",)
+        missing: tuple[str, ...] = ("a draft is loaded together with its target, not alone",)
         if spec.role == "target":
             args = llm_args(spec, asked, checkpoint.kv_cache_quant_algo)
-            wrong = faults(args, asked.version)
-            assert not wrong, wrong  # our own arguments against our own tables
+            errors = faults(args, asked.version)
+            assert not errors, errors  # our arguments have to agree with our tables
             write_llm_args(args, out_dir)
             placed = resolved(args, out_dir, asked.draft_dir)
             checks, executed, missing = self._ask_installed(placed, asked, progress)
@@ -158,59 +161,57 @@ class TrtllmPytorchBackend:
     def _ask_installed(
         self, args: Mapping[str, Any], asked: TensorRtLlmSpec, progress: Progress
     ) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
-        """Findings, what ran on a GPU, and what did not."""
-        unasked = "the arguments were judged by our tables alone"
-        never = "the model was not loaded by TensorRT-LLM"
-        here = self.installed_version()
-        if here is None:
-            return [], (), (f"TensorRT-LLM is not installed here: {unasked}", never)
-        if not same_version(here, asked.version):
+        """The findings, what ran on a GPU, and what did not."""
+        tables_only = "the arguments were checked only against the toolkit's tables"
+        not_loaded = "TensorRT-LLM did not load the model"
+        installed = self.installed_version()
+        if installed is None:
+            return [], (), (f"TensorRT-LLM is not installed here: {tables_only}", not_loaded)
+        if not same_version(installed, asked.version):
             finding = Finding(
                 "version",
                 "warning",
-                f"TensorRT-LLM {here} is installed here, the engine is for {asked.version}",
+                f"TensorRT-LLM {installed} is installed here, and the engine is for"
+                f" {asked.version}",
             )
-            return [finding], (), (f"the installed version is another: {unasked}", never)
+            missing = (f"another version is installed here: {tables_only}", not_loaded)
+            return [finding], (), missing
         try:
             args_class = self.installed_class()
         except Exception as error:
             finding = Finding(
-                "TensorRT-LLM", "warning", f"{here} is installed and cannot be imported: {error}"
+                "TensorRT-LLM",
+                "warning",
+                f"{installed} is installed and cannot be imported: {error}",
             )
-            return [finding], (), (f"it cannot be imported: {unasked}", never)
+            return [finding], (), (f"TensorRT-LLM cannot be imported: {tables_only}", not_loaded)
         if args_class is None:
-            return [], (), (f"TensorRT-LLM cannot be imported here: {unasked}", never)
-        progress(0, None, f"asking TensorRT-LLM {here} about the arguments")
-        said = refusal(args, args_class)
-        if said is not None:
+            return [], (), (f"TensorRT-LLM cannot be imported here: {tables_only}", not_loaded)
+        progress(0, None, f"asking TensorRT-LLM {installed} about the arguments")
+        reason = refusal(args, args_class)
+        if reason is not None:
             raise StageError(
                 "compile",
-                f"TensorRT-LLM {here} refuses arguments that our tables of {asked.version} allow:"
-                f" {said}",
+                f"TensorRT-LLM {installed} refuses arguments that the toolkit's tables of"
+                f" {asked.version} allow: {reason}",
                 hint=(
-                    "report it, please: our tables are wrong there. An `engine` setting that is"
-                    " named can be removed"
+                    "please report it: the tables are wrong. If the message names an `engine`"
+                    " setting, you can remove that setting"
                 ),
             )
         checks = [
-            Finding("arguments", "ok", f"taken by TensorRT-LLM {here}"),
+            Finding("arguments", "ok", f"accepted by TensorRT-LLM {installed}"),
             *field_disagreements(args_class, asked.version),
         ]
         if len(self.gpus()) < asked.world_size:
-            return (
-                checks,
-                (),
-                (f"{never}: it takes {asked.world_size} GPUs, and {len(self.gpus())} are here",),
-            )
+            reason = f"it needs {asked.world_size} GPUs, and {len(self.gpus())} are here"
+            return checks, (), (f"{not_loaded}: {reason}",)
         if asked.speculation == "draft_target" and asked.draft_dir is None:
-            return checks, (), (f"{never}: the draft's place was not given",)
+            return checks, (), (f"{not_loaded}: the draft's folder was not given",)
         progress(0, None, "loading the model once")
         gpu = self.load_once(args)
-        return (
-            checks,
-            (f"TensorRT-LLM {here} loaded the model and generated one token on {gpu}",),
-            (),
-        )
+        executed = f"TensorRT-LLM {installed} loaded the model and generated one token on {gpu}"
+        return checks, (executed,), ()
 
 
 def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
@@ -223,7 +224,7 @@ def _check_form(path: Path) -> None:
     if "architectures" not in config:
         hint = "Quantize again for engine.kind: trtllm_pytorch."
         raise CheckpointError(
-            "not a checkpoint in Hugging Face form", where=path / "config.json", hint=hint
+            "not a checkpoint in Hugging Face format", where=path / "config.json", hint=hint
         )
 
 

@@ -15,7 +15,7 @@ from toolkit.engines.trtllm.installed import (
     flags_of_help,
     flags_of_parser,
     table_disagreements,
-    unknown_to_it,
+    unknown_to_installation,
 )
 
 
@@ -45,16 +45,16 @@ def test_every_kind_of_disagreement_is_told() -> None:
     del offered["--fast_build"]
     offered["--gemm_swiglu_plugin"] = type(offered["--new_flag"])(("fp8", "fp4", "disable"))
     assert [finding.detail for finding in table_disagreements(offered, "1.2.1")] == [
-        "trtllm-build 1.2.1 here has no --fast_build, our table says it has",
+        "trtllm-build 1.2.1 here has no --fast_build, but our table lists it",
         "trtllm-build 1.2.1 here has --new_flag, which our table does not list",
-        "--gemm_swiglu_plugin takes fp8, fp4, disable here, our table says fp8, disable",
+        "--gemm_swiglu_plugin takes fp8, fp4, disable here, but our table says fp8, disable",
     ]
 
 
 def test_what_it_would_refuse_of_a_command() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gemm_plugin", choices=["auto"])
-    said = unknown_to_it(
+    said = unknown_to_installation(
         BuildCommand({"--gemm_plugin": "disable", "--workers": "1"}), flags_of_parser(parser)
     )
-    assert said == ["--gemm_plugin takes auto there, not disable", "--workers is not known to it"]
+    assert said == ["--gemm_plugin takes auto there, not disable", "--workers is not known there"]

@@ -64,7 +64,7 @@ def test_a_local_builder_of_another_version_gives_way_or_is_refused(tmp_path: Pa
     program(tmp_path / "python3", "echo 1.1.0")
     assert isinstance(choose(tmp_path, "auto"), ContainerBuilder)
     with pytest.raises(
-        StageError, match=r"the trtllm-build here is 1\.1\.0, the YAML asks for 1\.2\.1"
+        StageError, match=r"the trtllm-build here is 1\.1\.0, but the YAML asks for 1\.2\.1"
     ):
         choose(tmp_path, "local")
 

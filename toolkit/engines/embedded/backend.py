@@ -1,8 +1,8 @@
-"""The `torch` engine kind: builds engine directories and loads them again.
+"""The `torch` engine kind: it builds engine directories and loads them again.
 
-Mode `auto` compiles where there is a C++ compiler, on a CPU and in a dtype that the kernels have;
-elsewhere it is eager, and the engine's config and record say why. What was asked for by name and
-cannot be done is an error, never something else.
+Mode `auto` compiles if there is a C++ compiler, the device is a CPU, and the kernels have the
+dtype. Otherwise the engine is eager, and its config and record say why. If the YAML names a mode
+that is not possible, that is an error; the mode is never replaced.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class TorchBackend:
     def compile(
         self, checkpoint: QuantizedCheckpoint, spec: EngineSpec, out_dir: Path, progress: Progress
     ) -> CompiledEngine:
-        """Raises StageError when the mode cannot be had or a compiler fails, CheckpointError for
-        what cannot be read.
+        """Build the engine directory.
+
+        Raises StageError if the mode is not possible or the compiler fails, CheckpointError if the
+        checkpoint cannot be read.
         """
         mode, notes = _resolve_mode(spec)
         source = open_checkpoint(checkpoint.path)
@@ -101,8 +103,9 @@ class TorchBackend:
         )
 
     def load(self, engine_dir: Path, *, threads: int | None = None) -> EmbeddedEngine:
-        """Sets torch's thread count for this process where `threads` is given. Raises
-        StageError, BackendUnavailable.
+        """Load the engine. threads: set torch's thread count for this process; None keeps it.
+
+        Raises StageError, BackendUnavailable.
         """
         directory = open_directory(engine_dir)
         if directory.device == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""The TRT-LLM form of a checkpoint, as `trtllm-build` reads it: config.json and one safetensors
-file per rank.
+"""Read a checkpoint in TRT-LLM format, as `trtllm-build` does: config.json and one safetensors file
+per rank.
 
-Only what has to be known before a build is read: shapes stay in the files.
+Only what a build has to know beforehand is read; the tensors stay in the files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from toolkit.errors import CheckpointError
 from toolkit.records.build import QuantizedCheckpoint
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
-__all__ = ["TrtLlmCheckpoint", "is_trtllm_form", "open_form"]
+__all__ = ["TrtLlmCheckpoint", "is_trtllm_format", "open_trtllm_format"]
 
 HINT = "Write it again with `toolkit build --fresh quantize`."
 
 
 @dataclass(frozen=True, slots=True)
 class TrtLlmCheckpoint:
-    """rank_bytes[r] is the size of rank r's weights on disk."""
+    """A checkpoint in TRT-LLM format. rank_bytes[r]: size of rank r's weights on disk."""
 
     path: Path
     architecture: str
@@ -35,28 +35,35 @@ class TrtLlmCheckpoint:
     rank_bytes: tuple[int, ...]
 
 
-def is_trtllm_form(config: dict[str, Any]) -> bool:
-    """architecture and dtype at the top level, and not an engine's config (which holds this one
-    inside).
+def is_trtllm_format(config: dict[str, Any]) -> bool:
+    """Whether it is the config of a checkpoint in TRT-LLM format.
+
+    Such a config has architecture and dtype at the top level. An engine's config has a
+    build_config, too, and contains the checkpoint's.
     """
     return "architecture" in config and "dtype" in config and "build_config" not in config
 
 
-def open_form(checkpoint: QuantizedCheckpoint, tp_size: int, pp_size: int) -> TrtLlmCheckpoint:
-    """The TRT-LLM form that stands beside a quantized checkpoint, made for this many ranks.
-    Raises CheckpointError.
+def open_trtllm_format(
+    checkpoint: QuantizedCheckpoint, tp_size: int, pp_size: int
+) -> TrtLlmCheckpoint:
+    """Open the TRT-LLM format of a quantized checkpoint.
+
+    Raises CheckpointError if there is none, or if it was made for other ranks.
     """
     if checkpoint.trtllm is None:
         raise CheckpointError(
-            "has no TRT-LLM form, which the engine flow builds from",
+            "was not written in TRT-LLM format, which the engine flow needs",
             where=checkpoint.path,
             hint=HINT,
         )
     path = checkpoint.trtllm.path
     config = read_json(path / "config.json")
-    if not is_trtllm_form(config):
+    if not is_trtllm_format(config):
         raise CheckpointError(
-            "is no config of TRT-LLM's form", where=path / "config.json", hint=HINT
+            "is not the config of a checkpoint in TRT-LLM format",
+            where=path / "config.json",
+            hint=HINT,
         )
     return _checked(path, config, tp_size, pp_size)
 
@@ -66,7 +73,7 @@ def _checked(path: Path, config: dict[str, Any], tp_size: int, pp_size: int) -> 
     made_for = (int(mapping.get("tp_size", 1)), int(mapping.get("pp_size", 1)))
     if made_for != (tp_size, pp_size):
         raise CheckpointError(
-            f"made for tp_size {made_for[0]}, pp_size {made_for[1]}; the engine is asked for"
+            f"was made for tp_size {made_for[0]} and pp_size {made_for[1]}, but the engine needs"
             f" {tp_size} and {pp_size}",
             where=path / "config.json",
             hint=HINT,

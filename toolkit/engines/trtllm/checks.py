@@ -1,9 +1,8 @@
-"""Looking at a finished engine directory: is it what was asked, is it whole, and what did the
-builder change on its own.
+"""Check a finished engine directory: whether it is the engine requested, whether it is complete,
+and what the builder changed.
 
-The engine's own config.json is the witness. A value that makes the engine useless for what was
-asked is an error; a value that the builder altered, and that one can live with, is a warning that
-says so.
+The checks read the engine's config.json. A value with which the engine cannot do what was requested
+is an error. A value that the builder changed without that effect is a warning.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
 __all__ = ["BuiltEngine", "check_engine", "read_engine", "speculative_mode"]
 
-# An engine holds its rank's weights as they are, with kernels and plans beside them.
-LEAST_OF_WEIGHTS = 0.9
-MOST_OF_WEIGHTS = 1.5
+# An engine contains the unchanged weights of its rank, and kernels and plans.
+MIN_SHARE_OF_WEIGHTS = 0.9
+MAX_SHARE_OF_WEIGHTS = 1.5
 KERNELS_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine directory as its config.json describes it. rank_bytes: of the ranks that are
-    there.
+    """An engine directory as its config.json describes it. rank_bytes: file sizes of the ranks
+    that exist.
     """
 
     path: Path
@@ -57,7 +56,7 @@ class BuiltEngine:
 
 
 def read_engine(path: Path) -> BuiltEngine:
-    """Raises StageError for a directory that is no engine's."""
+    """Read the config and file sizes. Raises StageError if the directory is not an engine's."""
     try:
         config = read_json(path / "config.json")
         pretrained, build = config["pretrained_config"], config["build_config"]
@@ -97,8 +96,9 @@ def read_engine(path: Path) -> BuiltEngine:
 
 
 def speculative_mode(stored: int | str) -> str:
-    """The name of what is stored: a bit flag, or a name (`SpeculativeDecodingMode.NONE`). Raises
-    ValueError for neither.
+    """The name of a mode that is stored as a bit flag or as `SpeculativeDecodingMode.NAME`.
+
+    Raises ValueError if it is neither.
     """
     if isinstance(stored, str) and not stored.isdigit():
         name = stored.rpartition(".")[2].upper()
@@ -118,7 +118,7 @@ def check_engine(
     asked: TensorRtLlmSpec,
     command: BuildCommand,
 ) -> list[Finding]:
-    """Every check with its outcome: ok, warning or error."""
+    """The outcome of every check: ok, warning or error."""
     return [
         *_identity(engine, checkpoint, asked),
         *_lengths(engine, spec, asked),
@@ -128,10 +128,10 @@ def check_engine(
     ]
 
 
-def _equal(check: str, found: object, wanted: object, why: str = "") -> Finding:
-    if found == wanted:
-        return Finding(check, "ok", str(found))
-    return Finding(check, "error", f"{found}, and {wanted} was asked{why}")
+def _equal(check: str, actual: object, expected: object) -> Finding:
+    if actual == expected:
+        return Finding(check, "ok", str(actual))
+    return Finding(check, "error", f"is {actual}, but {expected} was requested")
 
 
 def _identity(
@@ -141,8 +141,8 @@ def _identity(
         yield Finding("version", "ok", engine.version)
     else:
         detail = (
-            f"built by {engine.version}, and {asked.version} was asked; a runtime loads only its"
-            " own version's engines"
+            f"built by {engine.version}, but {asked.version} was requested; a runtime loads only"
+            " engines of its own version"
         )
         yield Finding("version", "error", detail)
     yield _equal("quant_algo", engine.quant_algo, checkpoint.quant_algo)
@@ -156,22 +156,22 @@ def _lengths(engine: BuiltEngine, spec: EngineSpec, asked: TensorRtLlmSpec) -> I
     yield _equal("max_batch_size", engine.max_batch_size, spec.max_batch_size)
     yield _equal("max_beam_width", engine.max_beam_width, 1)
     yield _equal("max_input_len", engine.max_input_len, min(spec.max_input_len, spec.max_seq_len))
-    wanted = spec.max_seq_len + spec.max_draft_len
-    if engine.max_seq_len == wanted and spec.max_draft_len:
+    expected = spec.max_seq_len + spec.max_draft_len
+    if engine.max_seq_len == expected and spec.max_draft_len:
         detail = (
             f"{engine.max_seq_len}: the builder added max_draft_len {spec.max_draft_len} to"
             f" {spec.max_seq_len}"
         )
         yield Finding("max_seq_len", "ok", detail)
     else:
-        yield _equal("max_seq_len", engine.max_seq_len, wanted)
+        yield _equal("max_seq_len", engine.max_seq_len, expected)
     floor = spec.max_batch_size * (spec.max_draft_len + 1) if spec.max_draft_len else 0
     if asked.max_num_tokens is None or engine.max_num_tokens == asked.max_num_tokens:
-        short = engine.max_num_tokens < floor
-        detail = f"{engine.max_num_tokens}" + (
-            f", below a verify step's {floor} tokens" if short else ""
-        )
-        yield Finding("max_num_tokens", "error" if short else "ok", detail)
+        if engine.max_num_tokens < floor:
+            detail = f"{engine.max_num_tokens}, but a verify step needs {floor} tokens"
+            yield Finding("max_num_tokens", "error", detail)
+        else:
+            yield Finding("max_num_tokens", "ok", f"{engine.max_num_tokens}")
     elif engine.max_num_tokens == floor > asked.max_num_tokens:
         detail = (
             f"the builder raised {asked.max_num_tokens} to {floor}: max_batch_size * (max_draft_len"
@@ -187,41 +187,39 @@ def _speculation(engine: BuiltEngine, spec: EngineSpec) -> Iterator[Finding]:
     yield _equal("speculative_decoding_mode", engine.speculative_mode, mode)
     yield _equal("max_draft_len", engine.max_draft_len, spec.max_draft_len)
     yield _equal("kv_cache_type", engine.kv_cache_type, "PAGED")
-    paged = engine.plugins.get("use_paged_context_fmha") is True
-    detail = (
-        "on"
-        if paged
-        else (
+    if engine.plugins.get("use_paged_context_fmha") is True:
+        yield Finding("use_paged_context_fmha", "ok", "on")
+    else:
+        detail = (
             "the builder switched it off; without it no KV block is reused, and draft-target"
             " cannot run"
         )
-    )
-    yield Finding("use_paged_context_fmha", "ok" if paged else "error", detail)
+        yield Finding("use_paged_context_fmha", "error", detail)
 
 
 def _plugins(engine: BuiltEngine, command: BuildCommand) -> Iterator[Finding]:
-    """Switches and sizes that were said, against what is recorded: where they differ the builder
-    changed them in silence.
+    """Compare the flags of the command with the engine's config; the builder silently changed those
+    that differ.
     """
     for flag, value in command.flags.items():
         name = flag.removeprefix("--")
         if name not in engine.plugins or name == "use_paged_context_fmha":
             continue
         recorded = engine.plugins[name]
-        wanted = {"enable": True, "disable": False}.get(str(value), value)
-        if wanted is False and recorded in (False, None):
+        requested = {"enable": True, "disable": False}.get(str(value), value)
+        if requested is False and recorded in (False, None):
             continue
-        if str(recorded) != str(wanted) and value != "auto":
-            yield Finding(
-                name, "warning", f"the builder recorded {recorded}, and {value} was asked"
-            )
+        if str(recorded) != str(requested) and value != "auto":
+            detail = f"the builder recorded {recorded}, but {value} was requested"
+            yield Finding(name, "warning", detail)
 
 
 def _files(engine: BuiltEngine, checkpoint: TrtLlmCheckpoint) -> Iterator[Finding]:
     world_size = checkpoint.tp_size * checkpoint.pp_size
     missing = [f"rank{rank}.engine" for rank in range(world_size) if rank not in engine.rank_bytes]
     if missing:
-        yield Finding("ranks", "error", f"{', '.join(missing)} missing of {world_size}")
+        detail = f"{', '.join(missing)} missing, of {world_size} ranks"
+        yield Finding("ranks", "error", detail)
         return
     yield Finding("ranks", "ok", f"{world_size} of {world_size}")
     for rank, weights in enumerate(checkpoint.rank_bytes):
@@ -229,11 +227,11 @@ def _files(engine: BuiltEngine, checkpoint: TrtLlmCheckpoint) -> Iterator[Findin
         share = (
             f"rank{rank}.engine has {size} bytes, {size / weights:.2f} of its weights' {weights}"
         )
-        if size < LEAST_OF_WEIGHTS * weights:
-            yield Finding("engine size", "error", f"{share}: weights are missing from it")
-        elif size > MOST_OF_WEIGHTS * weights + KERNELS_BYTES:
+        if size < MIN_SHARE_OF_WEIGHTS * weights:
+            yield Finding("engine size", "error", f"{share}: it lacks weights")
+        elif size > MAX_SHARE_OF_WEIGHTS * weights + KERNELS_BYTES:
             detail = (
-                f"{share}: it may hold weights in a wider type than"
+                f"{share}: it may contain weights in a wider type than"
                 f" {checkpoint.quant_algo or checkpoint.dtype}"
             )
             yield Finding("engine size", "warning", detail)

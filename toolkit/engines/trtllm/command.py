@@ -1,10 +1,9 @@
-"""What `trtllm-build` is told: pure functions from what is asked of an engine to the arguments of
-one version.
+"""Make the arguments of `trtllm-build` for an engine and a TensorRT-LLM version.
 
-Everything that decides the engine is said, also where it is the default, so that a default that
-moves between versions changes nothing, and so that what the builder then alters on its own can be
-seen by comparing (`checks.py`). Flags that a version does not have are never sent:
-`facts.trtllm_build.FLAGS` says which it has, and the tests hold every command against it.
+Every setting that decides the engine is passed, even if it equals the default. So a default that
+changes between versions changes nothing, and `checks.py` can find what the builder changed. Flags
+that a version does not have are never passed: `facts.trtllm_build.FLAGS` lists the flags of each
+version, and the tests compare every command with it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FP8_WEIGHTS = ("FP8",)
 
 @dataclass(frozen=True, slots=True)
 class BuildCommand:
-    """`trtllm-build` with its arguments. None as a value: the flag stands alone."""
+    """The arguments of `trtllm-build`. A flag with the value None takes no value."""
 
     flags: Mapping[str, str | None]
 
@@ -46,7 +45,7 @@ def build_flags(
     output_dir: str,
     timing_cache: str,
 ) -> BuildCommand:
-    """The command for one engine. The three paths are as the builder will see them, which may be
+    """Make the command for one engine. The three paths are as the builder sees them, which may be
     inside a container.
 
     A target that verifies drafts is built with draft_tokens_external; the draft is a plain engine.
@@ -83,9 +82,8 @@ def build_flags(
         flags["--speculative_decoding_mode"] = DRAFT_TOKENS_EXTERNAL
         flags["--max_draft_len"] = str(spec.max_draft_len)
     if asked.speculation == "draft_target":
-        flags["--gather_generation_logits"] = (
-            None  # Triton's backend has no other switch for what a request may ask of them
-        )
+        # Triton's backend returns generation logits only if the engine was built to gather them.
+        flags["--gather_generation_logits"] = None
     return BuildCommand(flags)
 
 
@@ -94,7 +92,7 @@ def _switch(on: bool) -> str:
 
 
 def flags_of(version: str) -> dict[str, Flag]:
-    """Name or alias -> flag, of one version. Empty for versions without the command."""
+    """The flags of a version, by name and alias. Empty for a version without the command."""
     if version not in VERSIONS:
         return {}
     return {
@@ -106,18 +104,16 @@ def flags_of(version: str) -> dict[str, Flag]:
 
 
 def misfits(command: BuildCommand, known: Mapping[str, Flag]) -> list[str]:
-    """What of the command such a builder would refuse to parse: unknown flags, values of the
-    wrong form.
-    """
-    found = []
+    """The errors that a builder with these flags would report: unknown flags and wrong values."""
+    errors = []
     for name, value in command.flags.items():
         flag = known.get(name)
         if flag is None:
-            found.append(f"{name} is not a flag")
+            errors.append(f"{name} is not a flag")
         elif (flag.type == "flag") != (value is None):
-            found.append(f"{name} takes {'no' if flag.type == 'flag' else 'a'} value")
+            errors.append(f"{name} takes {'no' if flag.type == 'flag' else 'a'} value")
         elif value is not None and flag.type == "int" and not value.lstrip("-").isdigit():
-            found.append(f"{name} takes a whole number, not {value!r}")
+            errors.append(f"{name} takes a whole number, not {value!r}")
         elif value is not None and flag.choices is not None and value not in flag.choices:
-            found.append(f"{name} takes {', '.join(flag.choices)}, not {value!r}")
-    return found
+            errors.append(f"{name} takes {', '.join(flag.choices)}, not {value!r}")
+    return errors

@@ -1,4 +1,4 @@
-"""Why a build failed, from its exit status and its log, in words that say what to do."""
+"""Explain why a build failed, from its exit status and its log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ SHELL_KILLED = 128 + signal.SIGKILL
 
 
 def explain_failure(returncode: int, log: str) -> tuple[Failure | None, str | None]:
-    """The known failure that this is, and the line that shows it; None where it is none that we
-    know.
+    """The known failure, and the line of the log that shows it; None for an unknown failure.
 
-    A cause in the log goes before the signal that ended the process: a builder that ran out of GPU
-    memory may be killed as well.
+    A cause in the log comes before the signal that ended the process, since a builder that ran out
+    of GPU memory may be killed as well.
     """
     for failure in FAILURES:
         matches = list(re.finditer(failure.pattern, log))

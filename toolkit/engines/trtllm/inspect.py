@@ -1,8 +1,7 @@
-"""Opening a finished engine with TensorRT itself, where it is installed: tensors in and out,
-precisions, fusions.
+"""Open a finished engine with TensorRT and report its tensors, precisions and fused layers.
 
-The module `tensorrt` is an argument, since it is there only beside a GPU. An engine that cannot be
-deserialized where it was built will not be served either, so that is an error.
+The module `tensorrt` is an argument, since it is installed only on machines with a GPU. It is an
+error if an engine cannot be deserialized where it was built, since no server could load it either.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ __all__ = ["count_layers", "inspect_engine", "tensor_findings"]
 def inspect_engine(
     file: Path, trt: Any, *, first: bool, last: bool
 ) -> tuple[list[Finding], LayerCounts | None]:
-    """Deserialize one rank's engine. first, last: whether the rank is so in its pipeline, which
-    decides its tensors.
+    """Deserialize one rank's engine.
+
+    first, last: whether the rank is the first or last of its pipeline, which decides its tensors.
     """
     logger = trt.Logger(trt.Logger.ERROR)
     trt.init_libnvinfer_plugins(logger, "")
@@ -45,7 +45,7 @@ def inspect_engine(
 def tensor_findings(
     inputs: set[str], outputs: set[str], *, first: bool, last: bool
 ) -> Iterator[Finding]:
-    """The tensors that the runtime will look for, against those that are there."""
+    """Check that the engine has all tensors that the runtime needs."""
     needed_in = (set(ENGINE_INPUTS) - ({"input_ids"} if not first else set())) | (
         set() if first else {HIDDEN_STATES[0]}
     )
@@ -59,11 +59,11 @@ def tensor_findings(
 
 
 def count_layers(text: str) -> LayerCounts:
-    """From the inspector's JSON: its layers are names, or, in an engine built with detailed
-    verbosity, objects.
+    """Count the layers in the inspector's JSON.
 
-    A layer counts as fused where its name joins several with ` + `, or where it is a region that
-    the compiler made of a subgraph (ForeignNode).
+    Layers are names, or objects in an engine built with detailed verbosity. A layer counts as fused
+    if its name joins several names with ` + `, or if the compiler made it of a subgraph
+    (ForeignNode).
     """
     layers = json.loads(text).get("Layers", [])
     names = [layer if isinstance(layer, str) else str(layer.get("Name", "")) for layer in layers]

@@ -1,8 +1,8 @@
-"""The arguments of `LLM()` for the PyTorch flow: made from what is asked, in a version's spelling,
-and judged by our tables.
+"""Make the arguments of `LLM()` for the PyTorch flow, spelled for a version, and check them against
+our tables.
 
-A file of them stands in the engine directory with paths relative to it, since the folder moves:
-into the store, to `engines/`, into a container. `resolved` puts the places of the day in.
+The engine directory holds them in a file. Its paths are relative, since the directory moves: into
+the store, to `engines/`, into a container. `resolved` fills in the current paths.
 """
 
 from __future__ import annotations
@@ -30,21 +30,17 @@ __all__ = [
 
 FILE = "llm_args.json"
 HERE, DRAFT = ".", "../draft"
-TWO_MODEL_VERSIONS = (
-    "1.0",
-    "1.1",
-    "1.2.0",
-    "1.2.1",
-)  # whose draft-target cannot overlap scheduling with the step
+# In these versions, draft-target with two models cannot overlap scheduling with the step.
+TWO_MODEL_VERSIONS = ("1.0", "1.1", "1.2.0", "1.2.1")
 
 
 def llm_args(
     spec: EngineSpec, asked: TensorRtLlmSpec, kv_cache_quant_algo: KvCacheQuantAlgo | None
 ) -> dict[str, Any]:
-    """Of the target; the draft is part of them. What equals the default is left out where versions
-    differ about the key.
+    """The arguments of the target, which include the draft's.
 
-    Raises UsageError for what this version has no word for.
+    If versions differ in a key, it is left out where its value equals the default. Raises
+    UsageError for a setting that this version does not have.
     """
     version = VERSIONS[asked.version]
     graphs = (
@@ -93,7 +89,7 @@ def _kv_cache(
         raise UsageError(
             f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is"
             f" {kv_cache_quant_algo}",
-            hint="remove kv_cache_quant_algo, or take a newer engine.tensorrt_llm",
+            hint="remove kv_cache_quant_algo, or set a newer engine.tensorrt_llm",
         )
     if asked.tokens_per_block != 32:
         if not _has(NESTED["KvCacheConfig"], "tokens_per_block", asked.version):
@@ -135,10 +131,9 @@ def _speculative(
 def schedule_of(
     schedule: Mapping[int, int], version: Version, max_batch_size: int
 ) -> dict[int, int]:
-    """Ours, least batch size -> draft length, in the version's sense; steps beyond the largest
-    batch are left out.
+    """Convert our schedule (smallest batch size -> draft length) to the version's meaning.
 
-    Raises UsageError where the version has none.
+    Steps above max_batch_size are left out. Raises UsageError if the version has no schedule.
     """
     if version.draft_len_schedule is None:
         hint = "remove speculation.draft_len_schedule, or take engine.tensorrt_llm 1.2.1"
@@ -161,7 +156,7 @@ def write_llm_args(args: Mapping[str, Any], out_dir: Path) -> None:
 
 
 def read_llm_args(engine_dir: Path) -> dict[str, Any]:
-    """As they were written. Raises StageError for a directory without them."""
+    """Read the arguments back. Raises StageError if the directory does not have them."""
     try:
         args = json.loads((engine_dir / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -179,7 +174,7 @@ def read_llm_args(engine_dir: Path) -> dict[str, Any]:
 def resolved(
     args: Mapping[str, Any], target: str | Path, draft: str | Path | None
 ) -> dict[str, Any]:
-    """The same arguments with the models' places filled in."""
+    """The same arguments with the models' paths filled in."""
     placed = {**args, "model": str(target)}
     speculative = args.get("speculative_config")
     if speculative is not None:
@@ -193,24 +188,25 @@ def resolved(
 
 
 def faults(args: Mapping[str, Any], version: str, world_size: int | None = None) -> list[str]:
-    """What such a TensorRT-LLM would refuse, by our tables: unknown keys, wrong types, values
-    out of bounds, broken rules.
+    """The errors that this version of TensorRT-LLM would report, according to our tables.
+
+    They are unknown keys, wrong types, values out of bounds and broken rules.
     """
-    found = list(_faults_of(args, LLM_ARGS, version, ""))
+    errors = list(_faults_of(args, LLM_ARGS, version, ""))
     speculative = args.get("speculative_config")
     if isinstance(speculative, Mapping):
-        found += _speculative_faults(speculative, args, version)
-    asked = (args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1))
+        errors += _speculative_faults(speculative, args, version)
+    sizes = (args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1))
     if (
         world_size is not None
-        and all(isinstance(size, int) for size in asked)
-        and asked[0] * asked[1] > world_size
+        and all(isinstance(size, int) for size in sizes)
+        and sizes[0] * sizes[1] > world_size
     ):
-        found.append(
-            f"tensor_parallel_size * pipeline_parallel_size is {asked[0] * asked[1]}, above"
+        errors.append(
+            f"tensor_parallel_size * pipeline_parallel_size is {sizes[0] * sizes[1]}, above"
             f" {world_size} GPUs"
         )
-    return found
+    return errors
 
 
 def _speculative_faults(
@@ -298,7 +294,7 @@ def _value_faults(field: Field, value: Any, version: str, where: str) -> Iterato
 
 
 def _is(kind: str, value: Any) -> bool:
-    """Strictly: true is no number."""
+    """Whether the value has this type. A boolean does not count as a number."""
     if kind == "bool":
         return isinstance(value, bool)
     if kind == "int":

@@ -1,9 +1,8 @@
-"""Asking the installed TensorRT-LLM's own classes about `LLM()` arguments, before and against our
-tables.
+"""Check `LLM()` arguments with the installed TensorRT-LLM's own classes, besides our tables.
 
-The class is an argument: any pydantic model will do, which is how this is tested where TensorRT-LLM
-is not. A refusal by the class of what our tables allow stops the build; fields that only one side
-knows are reported as a disagreement.
+The class is an argument and may be any pydantic model, so tests need no TensorRT-LLM. If the class
+refuses what our tables allow, the build stops. Fields that only one side knows are reported as a
+disagreement.
 """
 
 from __future__ import annotations
@@ -28,19 +27,17 @@ def installed_version() -> str | None:
 
 
 def installed_class() -> Any | None:
-    """`TorchLlmArgs`, or None where TensorRT-LLM is not installed. Raises whatever its import
-    raises.
-    """
+    """`TorchLlmArgs`, or None if TensorRT-LLM is not installed. Raises what its import raises."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         return None
     return importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
 
 
 def refusal(args: Mapping[str, Any], args_class: Any) -> str | None:
-    """What the class says against the arguments; None: it takes them.
+    """The error with which the class refuses the arguments; None if it accepts them.
 
-    Up to 1.2 the class of a speculative_config is looked up by `DecodingBaseConfig.from_dict`;
-    where the module has that, it is asked first, as `trtllm-serve` does with a YAML.
+    Up to 1.2, `DecodingBaseConfig.from_dict` chooses the class of a speculative_config. If the
+    module has that function, it is called first, as `trtllm-serve` does with a YAML.
     """
     given = dict(args)
     module = importlib.import_module(args_class.__module__)
@@ -59,7 +56,7 @@ def refusal(args: Mapping[str, Any], args_class: Any) -> str | None:
 
 
 def field_disagreements(args_class: Any, of_version: str) -> list[Finding]:
-    """Fields of the class against our table of that version."""
+    """The differences between the fields of the class and our table of the version."""
     theirs = {
         name
         for field, info in args_class.model_fields.items()
@@ -71,7 +68,7 @@ def field_disagreements(args_class: Any, of_version: str) -> list[Finding]:
             Finding(
                 "our facts",
                 "warning",
-                f"LLM() {of_version} here has no {name}, our table says it has",
+                f"LLM() {of_version} here has no {name}, but our table lists it",
             )
             for name in sorted(ours - theirs)
         ),

@@ -1,9 +1,8 @@
-"""A program of its own: load an `LLM` from a file of arguments, generate one token, say so in a
-line of JSON.
+"""A separate program that loads an `LLM` from a file of arguments and generates one token.
 
-It runs apart from the build, since TensorRT-LLM starts processes that import the main module again,
-and since only the end of a process gives a GPU's memory back for sure. The last line of its output
-is {"tokens": N, "gpu": NAME}.
+It is not part of the build's process, since TensorRT-LLM starts processes that import the main
+module again, and since only the end of a process surely frees a GPU's memory. The last line of its
+output is {"tokens": N, "gpu": NAME}.
 """
 
 from __future__ import annotations

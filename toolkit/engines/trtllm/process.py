@@ -1,8 +1,7 @@
-"""Running a builder: its output goes line by line into a file and, by the milestones it prints,
-into the progress display.
+"""Run a builder, write its output to a file, and show its milestones as progress.
 
-The builder has a process group of its own and dies with us: an interrupted or failed build leaves
-no process, and no container, behind.
+The builder has its own process group and ends when this process ends, so an interrupted or failed
+build leaves no process and no container behind.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ STAMP = re.compile(r"^\[[^\]]+\] (\[[A-Z-]+\] )?\[[A-Z]\] ")  # [11/16/2024-00:0
 
 @dataclass(frozen=True, slots=True)
 class BuildOutcome:
-    """log: everything it printed, both streams in the order they came."""
+    """The end of a build. log: everything it printed on both streams, in order."""
 
     returncode: int
     log: str
@@ -47,16 +46,16 @@ def run_build(
     environment: Mapping[str, str],
     stop_command: tuple[str, ...] | None = None,
 ) -> BuildOutcome:
-    """Run to the end, whatever it is. what: begins every line of the display, `target: `.
+    """Run the command until it ends, with success or not.
 
-    stop_command: stops what the command has started elsewhere, such as a container. Raises
-    BackendUnavailable if the program cannot be started.
+    what: the beginning of every progress line, such as `target: `. stop_command: stops what the
+    command started elsewhere, such as a container. Raises BackendUnavailable if the program cannot
+    be started.
     """
     ranks = 0
     progress(0, world_size, f"{what}starting trtllm-build")
-    libc = ctypes.CDLL(
-        None, use_errno=True
-    )  # before the fork: nothing may be imported or allocated much after it
+    # Loaded before the fork, since a forked child should not import or allocate much.
+    libc = ctypes.CDLL(None, use_errno=True)
 
     def in_the_child() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -92,13 +91,13 @@ def run_build(
     except BaseException:
         _stop(process, stop_command)
         raise
-    _end_group(process)  # workers of a killed builder
+    _end_group(process)  # a killed builder may leave workers
     return BuildOutcome(returncode, log_path.read_text(encoding="utf-8", errors="replace"))
 
 
 def _milestone(line: str) -> str | None:
     text = STAMP.sub("", line)
-    return next((said for sign, said in MILESTONES if text.startswith(sign)), None)
+    return next((milestone for start, milestone in MILESTONES if text.startswith(start)), None)
 
 
 def _stop(process: subprocess.Popen[str], stop_command: tuple[str, ...] | None) -> None:
@@ -110,5 +109,5 @@ def _stop(process: subprocess.Popen[str], stop_command: tuple[str, ...] | None) 
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended already
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Where `trtllm-build` runs: in this environment, or in the build container of the version.
+"""Choose where `trtllm-build` runs: in this environment or in the version's build container.
 
-An engine runs only under the version that built it, so a local builder of another version is never
-taken by itself. In the container it sees two folders, the checkpoint (read-only) and the output, no
-network, and runs as the calling user, so that what it writes belongs to that user.
+An engine runs only under the version that built it, so `auto` never takes a local builder of
+another version. In the container, the builder has no network and sees two folders: the checkpoint
+(read-only) and the output. It runs as the calling user, who then owns the files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ASK_TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class LocalBuilder:
-    """version None: it could not be found out; the finished engine will say."""
+    """A builder in this environment. version: None if it is unknown; the engine will state it."""
 
     executable: Path
     version: str | None
@@ -47,7 +47,7 @@ class LocalBuilder:
         return f"local: {self.executable}"
 
     def paths(self, checkpoint: Path, out_dir: Path, scratch: Path) -> tuple[str, str, str]:
-        """How it sees the checkpoint, the output folder, and a file for the timing cache."""
+        """The paths of the checkpoint, the output folder and the timing cache for the builder."""
         return str(checkpoint), str(out_dir), str(scratch / "model.cache")
 
     def command(
@@ -61,8 +61,8 @@ class LocalBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ContainerBuilder:
-    """label: names the container, so that it can be stopped; a killed `docker run` leaves its
-    container running.
+    """A builder in a container. label: the container's name, by which it can be stopped; a killed
+    `docker run` leaves its container running.
     """
 
     docker: Path
@@ -81,14 +81,12 @@ class ContainerBuilder:
     def command(
         self, arguments: tuple[str, ...], checkpoint: Path, out_dir: Path
     ) -> tuple[str, ...]:
-        """Both folders as docker wants them: absolute."""
-        label = (
-            f"{self.label}-help" if "--help" in arguments else self.label
-        )  # the name of a run before may not be free yet
+        """The docker command. Both folders have to be absolute."""
+        # The name of an earlier run may still be taken, so --help gets another one.
+        label = f"{self.label}-help" if "--help" in arguments else self.label
         run = ("run", "--rm", "--init", "--name", label, "--gpus", self.gpus, "--network", "none")
         limits = ("--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
-        # Nobody in the container has this number: torch asks for the user's name, and takes it from
-        # USER.
+        # The container has no user with this number. torch needs a user name, and reads USER.
         user = (
             "--user",
             self.user,
@@ -120,28 +118,32 @@ def choose_builder(
     which: Callable[[str], str | None],
     environment: Mapping[str, str] = os.environ,
 ) -> Builder:
-    """asked: auto | local | container. auto: local where it has the version or does not say, else
-    the container.
+    """Choose the builder. asked: auto, local or container.
 
-    Raises UsageError for a version without trtllm-build, BackendUnavailable where neither is there.
+    auto takes the local builder if its version is right or unknown, else the container. Raises
+    UsageError for a version without trtllm-build, StageError if `local` has another version,
+    BackendUnavailable if there is no builder.
     """
     if version not in VERSIONS:
         raise UsageError(
             f"TensorRT-LLM {version} has no engine flow",
-            hint=f"engine.kind trtllm_pytorch works there; trtllm-build ends with {VERSIONS[-1]}",
+            hint=(
+                f"set engine.kind: trtllm_pytorch; the last version with trtllm-build is"
+                f" {VERSIONS[-1]}"
+            ),
         )
     local = which(COMMAND)
     if local is not None and asked != "container":
-        found = LocalBuilder(Path(local), _version_beside(Path(local), environment))
-        if found.version is None or same_version(found.version, version):
-            return found
+        builder = LocalBuilder(Path(local), _version_beside(Path(local), environment))
+        if builder.version is None or same_version(builder.version, version):
+            return builder
         if asked == "local":
             raise StageError(
                 "compile",
-                f"the trtllm-build here is {found.version}, the YAML asks for {version}",
+                f"the trtllm-build here is {builder.version}, but the YAML asks for {version}",
                 where=local,
                 hint=(
-                    "set engine.tensorrt_llm to what is installed, or engine.builder: container"
+                    "set engine.tensorrt_llm to that version, or set engine.builder: container"
                     f" ({build_image(version)})"
                 ),
             )
@@ -167,8 +169,8 @@ def choose_builder(
 def planned_builder(
     asked: str, version: str, role: Role, *, which: Callable[[str], str | None]
 ) -> Builder:
-    """What choose_builder would take here, with nothing run or refused; for a plan, so without
-    numbers of this very build.
+    """The builder that choose_builder would take here, for a plan: nothing is run or refused, and
+    ids are placeholders.
     """
     if asked == "local" or (asked == "auto" and which(COMMAND) is not None):
         return LocalBuilder(Path(COMMAND), None)
@@ -178,13 +180,13 @@ def planned_builder(
 
 
 def build_image(version: str) -> str:
-    """Of the row that the serving tags of the version stand in."""
+    """The build image of the version."""
     return BUILD_IMAGE.format(release=ROWS[version].release)
 
 
 def same_version(found: str, asked: str) -> bool:
-    """Whether 1.0.3 is what 1.0 names; 1.2.0rc8 is 1.2.0's candidate and counts as it, since a
-    serving tag carries it.
+    """Whether `found` belongs to the version `asked`: 1.0.3 belongs to 1.0. The release candidate
+    1.2.0rc8 counts as 1.2.0, since a serving image contains it.
     """
     return found == asked or found.startswith(
         (f"{asked}.", f"{asked}rc", f"{asked}.post", f"{asked}+")
@@ -192,8 +194,9 @@ def same_version(found: str, asked: str) -> bool:
 
 
 def _version_beside(executable: Path, environment: Mapping[str, str]) -> str | None:
-    """Of the tensorrt_llm that the executable belongs to: asked from the interpreter beside it,
-    which may not be ours.
+    """The version of the executable's tensorrt_llm; None if it cannot be determined.
+
+    The Python interpreter beside the executable is asked, which may not be the one running now.
     """
     for name in ("python3", "python"):
         python = executable.parent / name
