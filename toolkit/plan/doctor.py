@@ -91,8 +91,8 @@ def _python() -> Iterator[Diagnosis]:
     running = platform.python_version()
     is_supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
     hint = None if is_supported else "make PYTHON=python3.11 quickstart (3.10 to 3.12)"
-    status = OK if is_supported else MISSING
-    yield Diagnosis("python", status, f"{running} at {sys.executable}", hint, essential=True)
+    detail = f"{running} at {sys.executable}"
+    yield Diagnosis("python", OK if is_supported else MISSING, detail, hint, essential=True)
     library, libc = platform.libc_ver()
     if library == "glibc":
         is_new_enough = tuple(int(part) for part in libc.split(".")[:2]) >= (2, 35)
