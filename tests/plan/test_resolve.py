@@ -283,7 +283,7 @@ def test_a_checkpoint_that_is_quantized_otherwise_is_refused_before_anything_run
     judgements = refused("pytorch", keys)
     assert [judgement.rule for judgement in judgements] == ["toolkit-already-quantized"] * 2
     assert (
-        "is already quantized with FP8, the YAML asks for FP8 and a FP8 KV cache"
+        "is already quantized with FP8, but the YAML asks for FP8 and a FP8 KV cache"
         in judgements[0].what
     )
     assert (

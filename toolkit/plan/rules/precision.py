@@ -182,7 +182,9 @@ def _toolkit_fp8_kv(subject: Subject) -> Findings:
 def _already_quantized(subject: Subject) -> Findings:
     for role, present in subject.quantized.items():
         configured = subject.models[role].quantization
-        fault = other_than_asked(present, configured.quant_algo, configured.kv_cache_quant_algo)
+        fault = quantization_conflict(
+            present, configured.quant_algo, configured.kv_cache_quant_algo
+        )
         if fault is not None:
             what, hint = fault
             yield refuse(f"{role}.quantization", f"the checkpoint {what}", hint)
