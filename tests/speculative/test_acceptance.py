@@ -1,5 +1,5 @@
-"""The accept rules by exact enumeration: the law of the output is the target's, and planted
-faults are seen.
+"""The accept rules, by exact enumeration: the output has the target's distribution, and planted
+faults are detected.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def law(
     """Value -> (measure, a point where it is taken) of a step function of one uniform, by bisection
     of its steps.
 
-    The functions here never take a value on both sides of another one, so equal ends mean a
-    constant stretch.
+    The functions here never take a value on both sides of another one. So if both ends of a range
+    are equal, the function is constant on it.
     """
     left, right = outcome(low), outcome(high)
     if left == right:
@@ -39,12 +39,13 @@ def law(
     if high - low < 1e-13:
         return {left: (high - low, low)}
     middle = (low + high) / 2
-    found = law(outcome, low, middle)
+    measures = law(outcome, low, middle)
     for value, (size, point) in law(outcome, middle, high).items():
-        found[value] = (
-            (found[value][0] + size, found[value][1]) if value in found else (size, point)
-        )
-    return found
+        if value in measures:
+            measures[value] = (measures[value][0] + size, measures[value][1])
+        else:
+            measures[value] = (size, point)
+    return measures
 
 
 def output_law(
@@ -75,8 +76,8 @@ def output_law(
         for value, (size, _) in law(
             lambda u: rule(drafts, draft_probs, target_probs, [*fixed, u])
         ).items():
-            kept, token = value  # type: ignore[misc]
-            tokens = (*drafts[:kept], token)
+            accepted, token = value  # type: ignore[misc]
+            tokens = (*drafts[:accepted], token)
             out[tokens] = out.get(tokens, 0.0) + chance * size
 
     if drafts:
@@ -89,11 +90,11 @@ def output_law(
 def block_law(
     draft: Callable[[list[int]], Rows], target: Callable[[list[int]], Rows], k: int, rule: Reject
 ) -> dict[int, float]:
-    """First two tokens of a block's output, as one number, -> probability, over all drafts and
+    """First two tokens of a block's output, as one number -> probability, over all drafts and
     uniforms.
 
-    draft and target give a row of probabilities behind the drafts before it. A block that ends
-    after one token goes on with the target's own next row, as the next block would.
+    draft and target return the row of probabilities that follows the given drafts. A block that
+    ends after one token goes on with the target's own next row, as the next block would.
     """
     total = dict.fromkeys(range(VOCAB * VOCAB), 0.0)
 
@@ -137,11 +138,11 @@ def distance(seed: int, sampling: Sampling, k: int, rule: Reject) -> float:
     tokens.
     """
     draft, target = model(seed, sampling), model(seed + 1000, sampling)
-    found = block_law(draft, target, k, rule)
+    actual = block_law(draft, target, k, rule)
     expected = {
         a * VOCAB + b: target([])[a] * target([a])[b] for a in range(VOCAB) for b in range(VOCAB)
     }
-    return sum(abs(found[pair] - expected[pair]) for pair in expected) / 2
+    return sum(abs(actual[pair] - expected[pair]) for pair in expected) / 2
 
 
 SAMPLINGS = {
@@ -162,8 +163,8 @@ def match_samples(
     target_probs: Rows,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """sample_match in the form of the enumeration: uniform i is what the target's sample at
-    position i is drawn with.
+    """sample_match with the enumeration's signature: the target's sample at position i is drawn
+    with uniform i.
     """
     return match(drafts, lambda index: draw(target_probs[index], uniforms[index]))
 
@@ -191,19 +192,17 @@ def test_rejection_gives_the_targets_distribution_whatever_the_sampling(
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sample_match_gives_the_targets_distribution(name: str) -> None:
-    """The replacement is the very sample that did not match the draft, so one uniform decides
-    both.
-    """
+    """The recovered token is the sample that differs from the draft: one uniform decides both."""
     sampling = SAMPLINGS[name]
     draft, target = model(1, sampling), model(1001, sampling)
-    found = dict.fromkeys(range(VOCAB), 0.0)
+    chances = dict.fromkeys(range(VOCAB), 0.0)
     for token, share in enumerate(draft([])):
         rows = np.array([target([]), target([token])])
         decide = functools.partial(match_samples, [token], [], rows)
         for value, (size, _) in law(lambda u, decide=decide: decide([u, 0.5])).items():  # type: ignore[misc]
-            kept, replacement = value  # type: ignore[misc]
-            found[token if kept else replacement] += share * size
-    assert list(found.values()) == pytest.approx(target([]).tolist(), abs=1e-9)
+            accepted, recovered = value  # type: ignore[misc]
+            chances[token if accepted else recovered] += share * size
+    assert list(chances.values()) == pytest.approx(target([]).tolist(), abs=1e-9)
 
 
 def accept_by_argmax(
@@ -212,11 +211,9 @@ def accept_by_argmax(
     target_probs: Rows,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: keeps a draft while it is the target's most likely token, at a temperature above
-    0.
-    """
-    kept = next((i for i, d in enumerate(drafts) if d != target_probs[i].argmax()), len(drafts))
-    return kept, draw(target_probs[kept], uniforms[-1])
+    """Broken: accepts a draft if it is the target's most likely token, at a temperature above 0."""
+    accepted = next((i for i, d in enumerate(drafts) if d != target_probs[i].argmax()), len(drafts))
+    return accepted, draw(target_probs[accepted], uniforms[-1])
 
 
 def without_residual(
@@ -225,11 +222,9 @@ def without_residual(
     target_probs: Rows,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: replaces a rejected draft by a draw from the target instead of from what the draft
-    left over.
-    """
-    kept, _ = reject(drafts, draft_probs, target_probs, uniforms)
-    return kept, draw(target_probs[kept], uniforms[-1])
+    """Broken: draws the recovered token from the target's row instead of from the residual."""
+    accepted, _ = reject(drafts, draft_probs, target_probs, uniforms)
+    return accepted, draw(target_probs[accepted], uniforms[-1])
 
 
 def without_normalisation(
@@ -238,12 +233,12 @@ def without_normalisation(
     target_probs: Rows,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: reads the residual as if it summed to 1; what is missing falls to the last token."""
-    kept, token = reject(drafts, draft_probs, target_probs, uniforms)
-    if kept == len(drafts):
-        return kept, token
-    residual = (target_probs[kept] - draft_probs[kept]).clip(min=0.0)
-    return kept, min(int(residual.cumsum().searchsorted(uniforms[-1], side="right")), VOCAB - 1)
+    """Broken: reads the residual as if it summed to 1; the last token gets what is missing."""
+    accepted, token = reject(drafts, draft_probs, target_probs, uniforms)
+    if accepted == len(drafts):
+        return accepted, token
+    residual = (target_probs[accepted] - draft_probs[accepted]).clip(min=0.0)
+    return accepted, min(int(residual.cumsum().searchsorted(uniforms[-1], side="right")), VOCAB - 1)
 
 
 def bonus_from_the_draft(
@@ -252,42 +247,40 @@ def bonus_from_the_draft(
     target_probs: Rows,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Broken: the token behind a fully kept block is drawn from the draft's last row."""
-    kept, token = reject(drafts, draft_probs, target_probs, uniforms)
-    return kept, draw(draft_probs[-1], uniforms[-1]) if kept == len(drafts) else token
+    """Broken: draws the bonus token from the draft's last row."""
+    accepted, token = reject(drafts, draft_probs, target_probs, uniforms)
+    return accepted, draw(draft_probs[-1], uniforms[-1]) if accepted == len(drafts) else token
 
 
 BROKEN_RULES = [accept_by_argmax, without_residual, without_normalisation, bonus_from_the_draft]
 
 
 @pytest.mark.parametrize("rule", BROKEN_RULES, ids=lambda rule: rule.__name__)
-def test_the_enumeration_sees_a_broken_rule(rule: Reject) -> None:
+def test_the_enumeration_detects_a_broken_rule(rule: Reject) -> None:
     assert distance(0, SAMPLINGS["plain"], 1, rule) > 0.02
 
 
-def test_rows_that_agree_are_always_kept() -> None:
+def test_drafts_are_always_accepted_if_the_rows_agree() -> None:
     row = np.array([0.25, 0.5, 0.25, 0.0])
     assert reject(
         [1, 2], [row, row], np.array([row, row, row]), [1.0 - 2**-53, 1.0 - 2**-53, 0.9]
     ) == (2, 2)
 
 
-def test_a_draft_that_the_target_excludes_is_never_kept() -> None:
+def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
     assert reject(
         [3], [np.array([0.0, 0.0, 0.0, 1.0])], np.array([[0.5, 0.5, 0.0, 0.0]] * 2), [0.0, 0.6]
     ) == (0, 1)
 
 
-def test_match_keeps_the_common_beginning() -> None:
-    assert match([5, 6, 7], [5, 6, 9].__getitem__) == (
-        2,
-        9,
-    )  # nothing is asked behind the first that differs
+def test_match_accepts_the_common_beginning() -> None:
+    # No choice is requested after the first that differs.
+    assert match([5, 6, 7], [5, 6, 9].__getitem__) == (2, 9)
     assert match([], [4].__getitem__) == (0, 4)
     assert match([5], [5, 8, 0, 0].__getitem__) == (1, 8)  # a padded row
 
 
-def test_the_rule_follows_from_temperature_wish_and_seed() -> None:
+def test_the_rule_follows_from_temperature_requested_rule_and_seed() -> None:
     assert choose_rule(make_request(acceptance="rejection"), "auto") == "greedy"
     assert choose_rule(make_request(temperature=1.0), "auto") == "rejection"
     assert choose_rule(make_request(temperature=1.0, seed=3), "auto") == "coupled"

@@ -1,5 +1,5 @@
-"""Rounds over two engines that can only be called: the plain text, whatever the drafts, the ends
-and the failures.
+"""Rounds over two engines that can only be called: whatever the drafts, the text is that of plain
+decoding. Ends and failures.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ END = 257
 
 
 class Scripted:
-    """Engines of a fixed text. hides_end: the target keeps its end token to itself, as some
-    backends do.
+    """Engines that return a fixed text. hides_end: the target does not return its end token, as
+    some backends do not.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Scripted:
         self.fails_after = fails_after
 
     def _new(self, ids: Sequence[int], count: int) -> list[int]:
-        at = len(ids) - len(PROMPT)
-        new = self.text[at : at + count]
+        start = len(ids) - len(PROMPT)
+        new = self.text[start : start + count]
         if END in new:
             new = new[: new.index(END) + (0 if self.hides_end else 1)]
         return new
@@ -48,15 +48,15 @@ class Scripted:
         self.draft_calls += 1
         if self.fails_after is not None and self.draft_calls > self.fails_after:
             raise DraftFailed("it is dead")
-        at = len(ids) - len(PROMPT)
-        return Drafts(tuple(self.drafts[at : at + count]))
+        start = len(ids) - len(PROMPT)
+        return Drafts(tuple(self.drafts[start : start + count]))
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
         new = self._new(ids, len(drafts.ids) + 1)
-        kept = 0
-        while kept < min(len(new), len(drafts.ids)) and new[kept] == drafts.ids[kept]:
-            kept += 1
-        new = new[: kept + 1]
+        accepted = 0
+        while accepted < min(len(new), len(drafts.ids)) and new[accepted] == drafts.ids[accepted]:
+            accepted += 1
+        new = new[: accepted + 1]
         return Part(tuple(new), tuple(-0.5 for _ in new))
 
     def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
@@ -76,7 +76,7 @@ def serve(
 ) -> tuple[list[TokenEvent], Rounds]:
     cancelled = fields.pop("cancelled", lambda: False)
     clock = fields.pop("clock", lambda: 0)
-    asked = {
+    settings_fields = {
         "max_tokens": 12,
         "draft_len": 3,
         "end_ids": frozenset([END]),
@@ -84,7 +84,7 @@ def serve(
         **fields,
     }
     rounds = Rounds(
-        Settings("r", PROMPT, **asked),
+        Settings("r", PROMPT, **settings_fields),
         engines,
         CODEC.stream(PROMPT, stop),
         cancelled=cancelled,
@@ -145,7 +145,7 @@ def test_the_drafts_change_nothing(
     )
 
 
-def test_a_step_that_keeps_all_counts_them() -> None:
+def test_a_step_that_accepts_all_drafts_counts_them() -> None:
     text = [97, 98, 99, 97, 98, 99, 97, 98, 99]
     events, rounds = serve(Scripted(text, text), max_tokens=9, log_probs=True)
     figures = stats(events)
@@ -154,7 +154,7 @@ def test_a_step_that_keeps_all_counts_them() -> None:
     assert len(rounds.log_probs) == 9
 
 
-def test_verify_only_checks_drafts_and_keeps_none() -> None:
+def test_verify_only_verifies_drafts_and_accepts_none() -> None:
     text = [97, 98, 99, 97, 98, 99]
     events, _ = serve(Scripted(text, text), max_tokens=6, verify_only=True)
     assert summary(events)[0] == tuple(text)
@@ -163,7 +163,7 @@ def test_verify_only_checks_drafts_and_keeps_none() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_failed_draft_ends_the_request_or_is_borne(after: int) -> None:
+def test_a_failed_draft_ends_the_request_or_leaves_it_to_the_target(after: int) -> None:
     text = [97, 98, 99] * 5
     with pytest.raises(DraftFailed, match="it is dead"):
         serve(Scripted(text, [0] * 15, fails_after=after))
@@ -187,10 +187,10 @@ def test_deadlines_and_cancellation_end_between_calls(draft_len: int) -> None:
     assert events[-1].finish_reason == "cancelled"
 
 
-def test_an_engine_that_answers_too_much_is_a_fault() -> None:
+def test_an_engine_that_returns_too_many_tokens_is_a_fault() -> None:
     class Talkative(Scripted):
         def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
             return Part((97,) * 30)
 
-    with pytest.raises(RequestError, match="answered 30 tokens"):
+    with pytest.raises(RequestError, match="returned 30 tokens"):
         serve(Talkative([97] * 20, [97] * 20))

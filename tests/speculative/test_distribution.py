@@ -1,10 +1,9 @@
-"""The distribution of what the runtime really says, against the target's own by the chain rule;
-broken parts fail it.
+"""The distribution of the runtime's outputs, compared with the target's own by the chain rule.
+Broken parts fail the test.
 
-Each run starts anew from one prompt with its own seed, and says four tokens of a vocabulary of
+Each run starts from the same prompt with its own seed, and writes four tokens of a vocabulary of
 four: the first from prefill, the rest from blocks with drafts. The 256 outputs are counted and
-compared with their exact probabilities by a G-test. Seeds are fixed, so a run of this file always
-counts the same.
+compared with their exact probabilities by a G-test. Seeds are fixed, so the counts never change.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from toolkit.speculative.sampling import Floats, Penalties, weights
 
 VOCAB, TOKENS, PROMPT = 4, 4, (0, 3, 2)
 RUNS = 2000
-ALPHA = 1e-3  # a right runtime fails a fixed set of seeds with this probability, once and for all
+ALPHA = 1e-3  # how likely it is that these fixed seeds fail although the runtime is right
 SAMPLINGS = {
     "plain": {"temperature": 1.0},
     "filters": {"temperature": 0.8, "top_k": 3, "top_p": 0.9},
@@ -46,9 +45,7 @@ def engine(seed: int, kind: type[TableEngine] = TableEngine) -> TableEngine:
 
 
 def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Output -> probability: the target asked token by token, each choice by the request's own
-    sampling.
-    """
+    """Output -> probability, from the target's logits token by token and the request's sampling."""
     target, out = engine(1), {}
     for output in itertools.product(range(VOCAB), repeat=TOKENS):
         logits = target.forward([0], torch.tensor([[*PROMPT, *output]]))[0].numpy()
@@ -72,7 +69,9 @@ def p_value(
     target: type[TableEngine] = TableEngine,
     **options: Any,
 ) -> float:
-    """G-test of RUNS outputs; outputs that are expected fewer than five times are pooled."""
+    """P-value of a G-test of RUNS outputs. Outputs that are expected fewer than five times are
+    pooled.
+    """
     runtime = make_runtime(
         engine(1, target), engine(2), max_draft_len=2, max_queue_size=RUNS, **options
     )
@@ -84,9 +83,9 @@ def p_value(
     expected = {output: RUNS * chance for output, chance in exact(Sampling(**fields)).items()}
     if any(expected[output] == 0 for output in counts):
         return 0.0
-    often = [output for output in expected if expected[output] >= 5]
-    rest = sum(expected.values()) - sum(expected[output] for output in often)
-    pairs = [(counts[output], expected[output]) for output in often]
+    frequent = [output for output in expected if expected[output] >= 5]
+    rest = sum(expected.values()) - sum(expected[output] for output in frequent)
+    pairs = [(counts[output], expected[output]) for output in frequent]
     if rest > 0:
         pairs.append((RUNS - sum(count for count, _ in pairs), rest))
     statistic = 2 * sum(count * np.log(count / mean) for count, mean in pairs if count)
@@ -124,7 +123,7 @@ def with_rule(rule: Reject) -> type[Rule]:
     return type("Broken", (WithRule,), {"rule": staticmethod(rule)})
 
 
-def rejects(name: str, *, factory: Any = None, **options: Any) -> None:
+def assert_detected(name: str, *, factory: Any = None, **options: Any) -> None:
     rules = RULES if factory is None else {**RULES, "rejection": factory}
     assert p_value(SAMPLINGS[name], "rejection", rules=rules, **options) < 1e-6
 
@@ -134,19 +133,19 @@ def rejects(name: str, *, factory: Any = None, **options: Any) -> None:
     [accept_by_argmax, without_residual, without_normalisation],
     ids=lambda rule: rule.__name__,
 )
-def test_a_broken_accept_rule_is_seen(rule: Reject) -> None:
-    rejects("plain", factory=with_rule(rule))
+def test_a_broken_accept_rule_is_detected(rule: Reject) -> None:
+    assert_detected("plain", factory=with_rule(rule))
 
 
-def test_penalties_that_do_not_see_the_block_are_seen() -> None:
-    rejects("penalties", factory=WithoutPenaltiesInBlock)
+def test_penalties_that_ignore_the_block_are_detected() -> None:
+    assert_detected("penalties", factory=WithoutPenaltiesInBlock)
 
 
-def test_a_missing_rewind_is_seen() -> None:
-    rejects("plain", target=ForgetfulRewind)
+def test_a_missing_rewind_is_detected() -> None:
+    assert_detected("plain", target=ForgetfulRewind)
 
 
-def test_the_planted_rule_itself_is_no_fault() -> None:
+def test_planting_the_right_rule_is_no_fault() -> None:
     from toolkit.speculative.acceptance import reject
 
     def intact(

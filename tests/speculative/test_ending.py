@@ -1,4 +1,4 @@
-"""The one rule of an end, in blocks, is that of a reader who looks at one token after the other."""
+"""Reading an output in blocks ends it where reading it token by token would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = {A: "a", B: "b", C: "c"}
 END_IDS = frozenset([256, 257])
 TOKENS = st.sampled_from([A, B, C, *END_IDS])
 EURO = CODEC.encode("\N{EURO SIGN}")
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def text_read_token_by_token(
@@ -31,8 +31,8 @@ def text_read_token_by_token(
         text += LETTERS[token]
         completed = [(text.index(word), -len(word), word) for word in stop if word in text]
         if completed:
-            at, _, word = min(completed)
-            return count, text[:at], "stop", word
+            start, _, word = min(completed)
+            return count, text[:start], "stop", word
         if count == max_tokens:
             return count, text, "length", None
     return len(tokens), text, None, None
@@ -92,7 +92,7 @@ def test_blocks_of_tokens_end_where_a_reader_of_single_tokens_ends(
             tokens,
             max_tokens - len(output),
             END_IDS,
-            lambda shown, known=known: after_stop_sequence(known, shown, stop),
+            lambda visible, known=known: after_stop_sequence(known, visible, stop),
         )
         output += tokens[: ending.count]
         reason = ending.reason
@@ -106,8 +106,8 @@ def test_blocks_of_tokens_end_where_a_reader_of_single_tokens_ends(
 @pytest.mark.parametrize(
     ("tokens", "room", "count", "reason"),
     [
-        ([A, B, 256], 3, 3, "stop"),  # the last one that there is room for is an end token
-        ([A, B, 256], 2, 2, "length"),  # an end token behind the room is not seen
+        ([A, B, 256], 3, 3, "stop"),  # the last token that there is room for is an end token
+        ([A, B, 256], 2, 2, "length"),  # an end token that there is no room for does not count
         ([A, B], 2, 2, "length"),
         ([A, 256, B, 257], 9, 2, "stop"),  # the first of two
         ([A, B], 3, 2, None),
@@ -120,7 +120,7 @@ def test_the_edges_of_the_rule(
     count: int,
     reason: str | None,
 ) -> None:
-    ending = ending_of(tokens, room, END_IDS, lambda shown: None)
+    ending = ending_of(tokens, room, END_IDS, lambda visible: None)
     assert (ending.count, ending.reason) == (count, reason)
 
 
@@ -131,8 +131,8 @@ def test_a_stop_word_wins_over_a_later_end_token_and_over_the_room() -> None:
 
 
 def test_what_was_held_back_may_complete_a_stop_word() -> None:
-    stream: TextStream = CODEC.stream([], (BROKEN,))
+    stream: TextStream = CODEC.stream([], (REPLACEMENT_CHARACTER,))
     block = read_block(stream, [A, *EURO[:2]], 3, END_IDS)
     assert (block.text, block.reason, stream.stopped_by) == ("a", "length", None)
     assert last_text(stream, "length") == ("", "stop")
-    assert stream.stopped_by == BROKEN
+    assert stream.stopped_by == REPLACEMENT_CHARACTER

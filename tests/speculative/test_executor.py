@@ -1,5 +1,5 @@
-"""An engine that is called with whole sequences: the tokens of plain decoding, computed from
-where a slot left off.
+"""An engine that is called with whole sequences: it returns the tokens of plain decoding, and
+computes only what its slot does not hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS = [
 
 
 def run(executor: Executor, *calls: Call) -> list[list[Output]]:
-    """The outputs of calls that are made together."""
+    """Make the calls together and return their outputs."""
     outputs: dict[str, list[Output]] = {call.call_id: [] for call in calls}
     for call in calls:
         executor.submit(call, outputs[call.call_id].append)
@@ -46,7 +46,7 @@ def rounds(
     draft_len: int,
     **fields: Any,
 ) -> tuple[int, ...]:
-    """What a client does: ask for drafts, have them checked, until there are `count` tokens."""
+    """What a client does: request drafts and have them verified, until there are `count` tokens."""
     ids = prompt
     while len(ids) < len(prompt) + count:
         room = min(draft_len, len(prompt) + count - len(ids) - 1)
@@ -105,7 +105,7 @@ def test_a_round_feeds_only_what_is_new() -> None:
     assert outputs[-1].computed_tokens == 1
 
 
-def test_a_sequence_that_turned_elsewhere_is_computed_from_there() -> None:
+def test_a_sequence_that_branches_off_is_computed_from_the_branch() -> None:
     executor = Executor(TableEngine(1))
     ids_of(executor, PROMPTS[8], 6)
     other = (*PROMPTS[8][:20], 39, 38)
@@ -124,7 +124,7 @@ def test_a_shared_beginning_does_not_throw_away_a_long_sequence() -> None:
     assert outputs[-1].reused_tokens == len(PROMPTS[8]) - 1
 
 
-def test_a_call_with_drafts_ends_with_one_token_more_than_were_kept() -> None:
+def test_a_call_with_drafts_ends_with_one_token_more_than_were_accepted() -> None:
     executor = Executor(TableEngine(1))
     plain = ids_of(executor, PROMPTS[3], 4)
     assert ids_of(executor, PROMPTS[3], 4, drafts=plain[:3]) == plain
@@ -132,7 +132,7 @@ def test_a_call_with_drafts_ends_with_one_token_more_than_were_kept() -> None:
     assert ids_of(executor, PROMPTS[3], 4, drafts=wrong) == plain[:2]
 
 
-def test_ends_hold_inside_a_block() -> None:
+def test_end_tokens_and_stop_sequences_end_a_call_inside_a_block() -> None:
     executor = Executor(TableEngine(1))
     plain = ids_of(executor, PROMPTS[4], 8)
     end = plain[2]
@@ -145,8 +145,8 @@ def test_ends_hold_inside_a_block() -> None:
 
 
 def test_draft_logits_keep_the_distribution_of_the_target() -> None:
-    """Speculative sampling over two engines: the first token, drafted by another model, against
-    its probability.
+    """Speculative sampling over two engines: how often the first token is drawn, drafted by another
+    model, is compared with its probability under the target.
     """
     target_engine, draft_engine = (
         TableEngine(1, vocab_size=6, sharpness=0.8),
@@ -155,25 +155,22 @@ def test_draft_logits_keep_the_distribution_of_the_target() -> None:
     target, draft = Executor(target_engine), Executor(draft_engine)
     prompt, counts = (1, 2, 3), np.zeros(6)
     for seed in range(3000):
-        (proposed,) = run(
-            draft,
-            Call(
-                "d", prompt, 1, sampling=Sampling(temperature=1.0, seed=2 * seed + 1), logits=True
-            ),
+        draft_sampling = Sampling(temperature=1.0, seed=2 * seed + 1)
+        (proposed,) = run(draft, Call("d", prompt, 1, sampling=draft_sampling, logits=True))
+        output = ids_of(
+            target,
+            prompt,
+            2,
+            drafts=proposed[-1].ids,
+            draft_logits=np.stack(proposed[-1].logits),
+            sampling=Sampling(temperature=1.0, seed=2 * seed),
         )
-        logits = np.stack(proposed[-1].logits)
-        asked = Sampling(temperature=1.0, seed=2 * seed)
-        counts[
-            ids_of(target, prompt, 2, drafts=proposed[-1].ids, draft_logits=logits, sampling=asked)[
-                0
-            ]
-        ] += 1
+        counts[output[0]] += 1
     (reference,) = run(Executor(target_engine), Call("r", prompt, 1, logits=True))
     row = np.exp(reference[-1].logits[0] - reference[-1].logits[0].max())
     expected = 3000 * row / row.sum()
-    assert (
-        (counts - expected) ** 2 / expected
-    ).sum() < 25  # chi-squared, 5 degrees of freedom: p = 0.0001
+    # chi-squared, 5 degrees of freedom: p = 0.0001
+    assert ((counts - expected) ** 2 / expected).sum() < 25
 
 
 def test_log_probabilities_are_the_model_s_own() -> None:
@@ -233,26 +230,25 @@ def test_draft_logits_that_are_not_finite_end_their_call_and_no_other() -> None:
     executor, warm = Executor(TableEngine(1)), Sampling(temperature=1.0, seed=3)
     fields: dict[str, Any] = {"drafts": (1, 2), "sampling": warm}
     poisoned = Call("poisoned", PROMPTS[2], 3, draft_logits=np.full((2, 40), np.nan), **fields)
-    one, bad, other = run(
-        executor, Call("one", PROMPTS[2], 9), poisoned, Call("other", PROMPTS[2], 9)
+    first, bad, last = run(
+        executor, Call("first", PROMPTS[2], 9), poisoned, Call("last", PROMPTS[2], 9)
     )
     assert "not finite" in str(bad[-1].error)
     expected = ids_of(Executor(TableEngine(1)), PROMPTS[2], 9)
-    assert [tuple(token for output in each for token in output.ids) for each in (one, other)] == [
-        expected
-    ] * 2
+    for outputs in (first, last):
+        assert tuple(token for output in outputs for token in output.ids) == expected
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (Call("x", (), 1), "the sequence is empty"),
-        (Call("x", (1,), 0), "0 tokens are asked for"),
+        (Call("x", (1,), 0), "0 tokens are requested"),
         (Call("x", (40,), 1), "outside the vocabulary of 40"),
-        (Call("x", (1,), 96), "exceed max_seq_len 96 together"),
+        (Call("x", (1,), 96), "together exceed max_seq_len 96"),
         (
             Call("x", (1,), 9, drafts=(1,) * 8),
-            "8 draft tokens were sent, and this engine checks at most 7",
+            "8 draft tokens were sent, and this engine verifies at most 7",
         ),
         (
             Call("x", (1,), 3, drafts=(1, 2), draft_logits=np.zeros((1, 40))),

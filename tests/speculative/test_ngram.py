@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter: what it finds, and that it changes no output under any rule."""
+"""Prompt lookup as a drafter: it finds the right drafts, and changes no output under any rule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from toolkit.speculative.drafters import Lookup, NgramDrafter
 from toolkit.speculative.sampling import weights
 
 
-def slow_lookup(ids: list[int], room: int, most: int) -> list[int]:
-    for size in range(most, 0, -1):
+def slow_lookup(ids: list[int], room: int, max_size: int) -> list[int]:
+    for size in range(max_size, 0, -1):
         for end in range(len(ids) - 1, size - 1, -1):
             if size < len(ids) and ids[end - size : end] == ids[-size:]:
                 return ids[end : end + room]
@@ -24,15 +24,13 @@ def slow_lookup(ids: list[int], room: int, most: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4))
-def test_lookup_finds_the_latest_place_of_the_longest_end(
-    ids: list[int], room: int, most: int
+def test_lookup_finds_the_last_occurrence_of_the_longest_ending(
+    ids: list[int], room: int, max_size: int
 ) -> None:
-    lookup, grown = Lookup(most), 0
-    for length in range(
-        1, len(ids) + 1, 1 + len(ids) % 3
-    ):  # sequences grow by one token or several
+    lookup, grown = Lookup(max_size), 0
+    for length in range(1, len(ids) + 1, 1 + len(ids) % 3):  # grows by one token or several
         grown = length
-        assert lookup(ids[:length], room) == slow_lookup(ids[:length], room, most)
+        assert lookup(ids[:length], room) == slow_lookup(ids[:length], room, max_size)
     assert grown > 0
 
 
@@ -48,13 +46,13 @@ def test_prompt_lookup_does_not_change_the_output(sampling: dict[str, object]) -
     engine = TableEngine(1)
     runtime = make_runtime(engine, None, max_draft_len=4, drafter=NgramDrafter(3))
     drafted = serve(runtime, requests)
-    assert [each.ids for each in drafted] == [each.ids for each in plain]
-    assert sum(each.stats.drafted for each in drafted) > 0
+    assert [outcome.ids for outcome in drafted] == [outcome.ids for outcome in plain]
+    assert sum(outcome.stats.drafted for outcome in drafted) > 0
     assert_idle(runtime, engine)
 
 
 def test_prompt_lookup_saves_steps_where_text_repeats() -> None:
-    """A target of few tokens runs into a cycle, and from then on a block is kept whole."""
+    """A target with few tokens runs into a cycle. From then on every block is fully accepted."""
     engine = TableEngine(4, vocab_size=5, sharpness=6.0)
     outcome = serve_one(
         make_runtime(engine, None, max_draft_len=4, drafter=NgramDrafter(3)),
@@ -65,7 +63,7 @@ def test_prompt_lookup_saves_steps_where_text_repeats() -> None:
 
 
 def test_rejection_keeps_the_distribution_when_drafts_are_certain() -> None:
-    """The second token, given the first, against the target's own distribution; the draft is
+    """The second token, given the first, has the target's own distribution, although the draft is
     always the same token.
     """
     engine = TableEngine(1, vocab_size=6, sharpness=1.0)
@@ -93,8 +91,8 @@ def test_rejection_keeps_the_distribution_when_drafts_are_certain() -> None:
 
 
 def test_schedule_bounds_drafts_by_load_and_lets_them_return() -> None:
-    """Four requests run undrafted; as three end, the last one drafts again, with its text
-    unchanged.
+    """Four requests run without drafts. When three have ended, the last one drafts again, and its
+    text does not change.
     """
     target, draft = TableEngine(1), TableEngine(1)
     runtime = make_runtime(
@@ -102,15 +100,13 @@ def test_schedule_bounds_drafts_by_load_and_lets_them_return() -> None:
     )
     requests = [make_request([1, index], 8 if index else 60, str(index)) for index in range(4)]
     outcomes = serve(runtime, requests)
-    assert [each.ids for each in outcomes] == [
-        each.ids for each in serve(make_runtime(TableEngine(1)), requests)
-    ]
-    assert all(each.stats.drafted == 0 for each in outcomes[1:])
+    alone = serve(make_runtime(TableEngine(1)), requests)
+    assert [outcome.ids for outcome in outcomes] == [outcome.ids for outcome in alone]
+    assert all(outcome.stats.drafted == 0 for outcome in outcomes[1:])
     last = outcomes[0].stats
     assert last.drafted_by_position[3] > 0
-    assert (
-        last.acceptance_rate == 1.0
-    )  # the same engine: what it missed while drafting was off was caught up
+    # Both engines are the same, so the draft must have caught up on what it missed.
+    assert last.acceptance_rate == 1.0
 
 
 def test_a_request_that_states_its_draft_length_is_not_bound_by_the_schedule() -> None:

@@ -1,5 +1,5 @@
-"""Speculation against plain decoding on real transformers: 200 prompts, four draft lengths, one
-by one and eight at a time.
+"""Speculation gives the output of plain decoding on real transformers: 200 prompts, four draft
+lengths, one by one and eight at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from toolkit.speculative.runtime import SpeculativeRuntime
 from toolkit.speculative.text import TextCodec
 
 PROMPTS, MAX_TOKENS, DRAFT_LENS = 200, 9, (1, 2, 4, 7)
-# In logits, of which best and second best are 0.2 apart at the median here. float32: a forward of
-# another shape was seen to round differently by up to 4e-6. INT8: such a difference can push an
-# activation across the edge of its quantization step.
+# In units of logits; the best and the second best are 0.2 apart at the median here. float32: a
+# forward of another shape was seen to round differently by up to 4e-6. INT8: such a difference can
+# push an activation across the edge of its quantization step.
 EPSILON = {"float32": 1e-4, "int8": 2e-2}
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -37,7 +37,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The models are too small to share out, and a busy machine makes sharing slow."""
+    """The models are too small to split over threads, and on a busy machine splitting is slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,8 +46,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kindred(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a draft that is the target with noise on its weights: it agrees often and
-    not always.
+    """A target, and a draft that is the target with noise on its weights: it agrees often, but not
+    always.
     """
     folder = tmp_path_factory.mktemp("kindred")
     target = write_checkpoint(folder / "target", dtype="float32", init_scale=1.5)
@@ -152,22 +152,24 @@ def test_other_precisions_differ_from_plain_decoding_at_near_ties_only(
     expected = outputs(runtime_of(pair, "float32", 1, 0), "greedy")
     reference, _ = open_pair(pair, "float32", 1)
     for batch, draft_len in itertools.product((1, 8), DRAFT_LENS):
-        found = outputs(runtime_of(pair, "float32", batch, draft_len), "greedy")
-        pairs = [
+        actual = outputs(runtime_of(pair, "float32", batch, draft_len), "greedy")
+        divergences = [
             triple
-            for triple in zip(requests(), found, expected, strict=True)
+            for triple in zip(requests(), actual, expected, strict=True)
             if triple[1] != triple[2]
         ]
-        assert len(pairs) <= PROMPTS // 20
-        for asked, one, other in pairs:
-            at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-            ids = [*asked.prompt_ids, *other[:at]]
+        assert len(divergences) <= PROMPTS // 20
+        for diverging, output, plain_output in divergences:
+            tokens = enumerate(zip(output, plain_output, strict=False))
+            index = next(i for i, (a, b) in tokens if a != b)
+            ids = [*diverging.prompt_ids, *plain_output[:index]]
             for start in range(0, len(ids), 16):
                 logits = reference.forward(
                     [0], torch.tensor([ids[start : start + 16]]), last_only=True
                 )[0, -1].clone()
             reference.rewind([0], [0])
-            margin = float(logits.max() - logits[[one[at], other[at]]].min())
+            token, plain_token = output[index], plain_output[index]
+            margin = float(logits.max() - logits[[token, plain_token]].min())
             assert margin < EPSILON[precision], (
-                f"{asked.request_id} at {at}: {one[at]} instead of {other[at]}"
+                f"{diverging.request_id} at {index}: {token} instead of {plain_token}"
             )

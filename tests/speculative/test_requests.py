@@ -1,5 +1,5 @@
-"""How requests come and go: refusals, overload, cancellation, deadlines, faults, threads.
-Nothing is ever left behind.
+"""How requests begin and end: refusals, overload, cancellation, deadlines, faults, threads. Every
+test checks that no slot stays occupied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature is no number": ({"temperature": float("nan")}, "temperature"),
     "top_p": ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
     "top_k": ({"temperature": 1.0, "top_k": -1}, "top_k"),
-    "penalty": ({"presence_penalty": float("inf")}, "presence_penalty inf; from -1000"),
+    "penalty": (
+        {"presence_penalty": float("inf")},
+        "presence_penalty inf; each has to be from -1000",
+    ),
     "penalty that float32 cannot add up": (
         {"frequency_penalty": -3.4e38},
         "frequency_penalty is -3.4e",

@@ -1,5 +1,5 @@
-"""What the runtime gives a request: the same tokens as plain decoding, whatever the draft, its
-length and the company.
+"""What the runtime returns for a request: the tokens of plain decoding, whatever the draft, the
+draft length and the other requests.
 """
 
 from __future__ import annotations
@@ -80,9 +80,11 @@ def test_the_draft_changes_nothing(
     target = TableEngine(1, closeness=closeness, max_batch_size=batch)
     draft = TableEngine(draft_seed, closeness=closeness, max_batch_size=batch, max_step_tokens=5)
     runtime = make_runtime(target, draft, max_draft_len=draft_len, eos_token_ids=eos)
-    found = serve(runtime, requests)
-    assert ids_of(found) == ids_of(expected)
-    assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+    outcomes = serve(runtime, requests)
+    assert ids_of(outcomes) == ids_of(expected)
+    assert [outcome.finish_reason for outcome in outcomes] == [
+        outcome.finish_reason for outcome in expected
+    ]
     assert_idle(runtime, target, draft)
 
 
@@ -127,65 +129,65 @@ def test_500_mixed_requests_at_concurrency_16_come_out_as_one_by_one() -> None:
     many_target = TableEngine(1, closeness=0.8, max_batch_size=16, max_step_tokens=24)
     many_draft = TableEngine(2, closeness=0.8, max_batch_size=16)
     runtime = make_runtime(many_target, many_draft, eos_token_ids=(3,), max_queue_size=500)
-    found = serve(runtime, requests)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.ids, one.text, one.finish_reason) == (
-            other.ids,
-            other.text,
-            other.finish_reason,
+    outcomes = serve(runtime, requests)
+    for outcome, alone in zip(outcomes, expected, strict=True):
+        assert (outcome.ids, outcome.text, outcome.finish_reason) == (
+            alone.ids,
+            alone.text,
+            alone.finish_reason,
         )
-        assert one.events[-1].stop_reason == other.events[-1].stop_reason
-        assert (one.stats.accepted, one.stats.verify_steps) == (
-            other.stats.accepted,
-            other.stats.verify_steps,
+        assert outcome.events[-1].stop_reason == alone.events[-1].stop_reason
+        assert (outcome.stats.accepted, outcome.stats.verify_steps) == (
+            alone.stats.accepted,
+            alone.stats.verify_steps,
         )
     assert max(rows for rows, _ in many_target.forwards) == 16
-    assert {each.finish_reason for each in found} == {"stop", "length"}
+    assert {outcome.finish_reason for outcome in outcomes} == {"stop", "length"}
     assert_idle(runtime, many_target, many_draft)
     counters = runtime.counters()
     assert sum(counters.requests.values()) == 500
-    assert counters.output_tokens == sum(len(each.ids) for each in found)
+    assert counters.output_tokens == sum(len(outcome.ids) for outcome in outcomes)
 
 
 # The caches.
 
 
-def test_a_draft_equal_to_the_target_is_always_kept() -> None:
+def test_drafts_of_the_target_itself_are_always_accepted() -> None:
     for kind in ("greedy", "coupled", "greedy, penalties"):
         runtime = make_runtime(TableEngine(1), TableEngine(1), max_draft_len=3)
         for outcome in serve(runtime, requests_of(8, 25, **SAMPLED[kind])):
             assert outcome.stats.acceptance_rate == 1.0
-            assert outcome.stats.acceptance_length == 4.0  # 24 tokens behind the first in 6 steps
+            assert outcome.stats.acceptance_length == 4.0  # 24 tokens after the first, in 6 steps
 
 
 class WithoutCatchUp(ModelDrafter):
-    """Broken: takes a cache behind a wholly kept block for complete, so the last draft is never
+    """Broken: takes the cache for complete after a fully accepted block, so the last draft is never
     fed.
     """
 
     def settle(self, slot: int, length: int) -> None:
         super().settle(slot, length)
-        missing = length - self._valid[slot]
+        missing = length - self._valid_tokens[slot]
         if missing:
             self._engine.forward([slot], torch.zeros((1, missing), dtype=torch.int64))
-            self._valid[slot] = length
+            self._valid_tokens[slot] = length
 
 
-def test_a_missing_catch_up_is_seen() -> None:
+def test_a_missing_catch_up_is_detected() -> None:
     draft = TableEngine(1)
     runtime = make_runtime(TableEngine(1), drafter=WithoutCatchUp(draft), max_draft_len=3)
     rates = [outcome.stats.acceptance_rate for outcome in serve(runtime, requests_of(8, 25))]
     assert all(rate is not None and rate < 0.9 for rate in rates)
 
 
-def test_a_missing_rewind_is_seen() -> None:
+def test_a_missing_rewind_is_detected() -> None:
     requests = requests_of(8, 20)
     expected = ids_of(serve(make_runtime(TableEngine(1, closeness=0.7), max_draft_len=0), requests))
     broken = make_runtime(ForgetfulRewind(1, closeness=0.7), TableEngine(2, closeness=0.7))
     assert sum(a != b for a, b in zip(ids_of(serve(broken, requests)), expected, strict=True)) >= 6
 
 
-def test_plain_decoding_touches_no_draft_and_takes_one_token_per_forward() -> None:
+def test_plain_decoding_never_runs_the_draft_and_takes_one_token_per_forward() -> None:
     target, draft = TableEngine(1), TableEngine(2)
     runtime = make_runtime(target, draft)
     outcome = serve_one(runtime, make_request((1, 2), 6, draft_len=0))
@@ -213,12 +215,12 @@ def test_a_long_prompt_does_not_stall_others() -> None:
     runtime.submit(make_request((1, 2), 30, "short"), short.events.append)
     runtime.step()
     runtime.submit(make_request(tuple(range(40)), 30, "long"), long.events.append)
-    seen = []
+    new_tokens = []
     while not long.events:
         before = len(short.ids)
         runtime.step()
-        seen.append(len(short.ids) - before)
-    assert seen == [1] * 8  # eight chunks, and a token of the other request beside each
+        new_tokens.append(len(short.ids) - before)
+    assert new_tokens == [1] * 8  # eight chunks, each with one token of the other request
     assert [n for rows, n in target.forwards if n > 1] == [2, *[5] * 8]
 
 
@@ -226,32 +228,32 @@ def test_a_long_prompt_does_not_stall_others() -> None:
 
 
 def ending_target() -> tuple[TableEngine, TableEngine, list[int]]:
-    """A pair that agrees on everything, and what it says after PROMPTS[5]."""
+    """A pair that agrees on everything, and its output after PROMPTS[5]."""
     target, draft = TableEngine(4), TableEngine(4)
-    said = serve_one(make_runtime(target, max_draft_len=0), make_request(PROMPTS[5], 20)).ids
-    return target, draft, said
+    output = serve_one(make_runtime(target, max_draft_len=0), make_request(PROMPTS[5], 20)).ids
+    return target, draft, output
 
 
 @pytest.mark.parametrize("position", range(12))
 def test_eos_ends_the_output_at_any_place_of_a_block(position: int) -> None:
-    target, draft, said = ending_target()
-    position = said.index(said[position])
-    runtime = make_runtime(target, draft, eos_token_ids=(said[position], 99))
+    target, draft, output = ending_target()
+    position = output.index(output[position])
+    runtime = make_runtime(target, draft, eos_token_ids=(output[position], 99))
     outcome = serve_one(runtime, make_request(PROMPTS[5], 20))
-    assert outcome.ids == said[: position + 1]
+    assert outcome.ids == output[: position + 1]
     assert outcome.finish_reason == "stop"
     assert outcome.events[-1].stop_reason is None
-    assert outcome.text == continuation(said[:position])
+    assert outcome.text == continuation(output[:position])
     assert_consistent(outcome)
     assert_idle(runtime, target, draft)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 13))
 def test_max_tokens_is_exact_at_any_place_of_a_block(max_tokens: int) -> None:
-    target, draft, said = ending_target()
+    target, draft, output = ending_target()
     runtime = make_runtime(target, draft)
     outcome = serve_one(runtime, make_request(PROMPTS[5], max_tokens))
-    assert outcome.ids == said[:max_tokens]
+    assert outcome.ids == output[:max_tokens]
     assert outcome.finish_reason == "length"
     assert_consistent(outcome)
     assert_idle(runtime, target, draft)
@@ -260,11 +262,11 @@ def test_max_tokens_is_exact_at_any_place_of_a_block(max_tokens: int) -> None:
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("position", range(9))
 def test_a_stop_word_ends_the_text_at_any_place_of_a_block(position: int, length: int) -> None:
-    target, draft, said = ending_target()
-    word = CODEC.decode(said[position : position + length])
+    target, draft, output = ending_target()
+    word = CODEC.decode(output[position : position + length])
     if "\N{REPLACEMENT CHARACTER}" in word:
         pytest.skip("these ids are no text")
-    text = continuation(said)
+    text = continuation(output)
     start = text.index(word)
     runtime = make_runtime(target, draft)
     outcome = serve_one(runtime, make_request(PROMPTS[5], 20, stop=("zzz", word)))
@@ -322,8 +324,8 @@ def continuation(ids: list[int]) -> str:
 
 
 def assert_consistent(outcome: Outcome) -> None:
-    """One token from prefill, one per verify step and the accepted ones; a block cut at a draft
-    brought no bonus token.
+    """Output tokens are one from prefill, one per verify step and the accepted ones. The last block
+    may end at a draft, and then adds no token of the target's own.
     """
     stats = outcome.stats
     assert stats.output_tokens == len(outcome.ids)
@@ -343,8 +345,10 @@ def assert_consistent(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(SAMPLED))
-def test_verify_only_drafts_and_verifies_and_keeps_nothing(kind: str) -> None:
-    """The plain text, on the speculative path: what tells its forwards from its accept rule."""
+def test_verify_only_drafts_and_verifies_and_accepts_nothing(kind: str) -> None:
+    """verify_only gives the plain text on the speculative path, so a fault of the forwards can be
+    told from a fault of the accept rule.
+    """
     plain = serve(
         make_runtime(TableEngine(1, closeness=0.9), max_draft_len=0),
         requests_of(8, **SAMPLED[kind]),
@@ -352,7 +356,7 @@ def test_verify_only_drafts_and_verifies_and_keeps_nothing(kind: str) -> None:
     runtime = make_runtime(
         TableEngine(1, closeness=0.9), TableEngine(2, closeness=0.9), max_draft_len=3
     )
-    found = serve(runtime, requests_of(8, acceptance="verify_only", **SAMPLED[kind]))
-    assert ids_of(found) == ids_of(plain)
-    assert all(outcome.stats.drafted > 0 and outcome.stats.accepted == 0 for outcome in found)
-    assert all(outcome.stats.verify_steps == len(outcome.ids) - 1 for outcome in found)
+    outcomes = serve(runtime, requests_of(8, acceptance="verify_only", **SAMPLED[kind]))
+    assert ids_of(outcomes) == ids_of(plain)
+    assert all(outcome.stats.drafted > 0 and outcome.stats.accepted == 0 for outcome in outcomes)
+    assert all(outcome.stats.verify_steps == len(outcome.ids) - 1 for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Weights against a plain reference, draws and races against the distribution they stand for."""
+"""Weights are compared with a simple reference, draws and races with their exact distribution."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from toolkit.speculative.sampling import (
 
 
 def reference(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[Any, Any]:
-    """Probabilities by the definition, token by token: a token stays if fewer than top_k are
-    better, and if the better ones together hold less than top_p."""
+    """Probabilities by the definition, token by token: a token stays if fewer than top_k tokens are
+    better, and if the better ones together have less than top_p."""
     out = np.zeros_like(logits)
     for row, target in zip(logits, out, strict=True):
         scaled = np.exp((row - row.max()) / sampling.temperature)
-        kept = [sampling.top_k == 0 or (row > own).sum() < sampling.top_k for own in row]
+        kept = [sampling.top_k == 0 or (row > logit).sum() < sampling.top_k for logit in row]
         scaled = np.where(kept, scaled, 0.0)
         share = scaled / scaled.sum()
-        inside = [share[share > own].sum() < sampling.top_p for own in share]
+        inside = [share[share > token_share].sum() < sampling.top_p for token_share in share]
         target[:] = np.where(inside, share, 0.0)
         target /= target.sum()
     return out
@@ -51,24 +51,24 @@ def test_weights_are_those_of_the_definition(
 ) -> None:
     logits = np.random.default_rng(seed).normal(scale=2.0, size=(3, vocab))
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    found = weights(logits, sampling)
-    assert found.max(axis=-1) == pytest.approx(1.0)
+    actual = weights(logits, sampling)
+    assert actual.max(axis=-1) == pytest.approx(1.0)
     np.testing.assert_allclose(
-        found / found.sum(axis=-1, keepdims=True), reference(logits, sampling), atol=1e-12
+        actual / actual.sum(axis=-1, keepdims=True), reference(logits, sampling), atol=1e-12
     )
 
 
 def test_a_nucleus_larger_than_the_candidates_is_found_by_the_full_sort() -> None:
     logits = np.random.default_rng(1).normal(scale=0.1, size=(2, 5000))
     sampling = Sampling(temperature=1.0, top_p=0.9)
-    found = weights(logits, sampling)
-    assert (found > 0).sum() > 5000
-    np.testing.assert_array_equal(found > 0, reference(logits, sampling) > 0)
+    actual = weights(logits, sampling)
+    assert (actual > 0).sum() > 5000
+    np.testing.assert_array_equal(actual > 0, reference(logits, sampling) > 0)
 
 
 def test_a_tiny_temperature_leaves_the_best_token_without_a_warning() -> None:
-    found = weights(np.array([[1.0, 3.0, 2.0]], dtype=np.float32), Sampling(temperature=1e-38))
-    np.testing.assert_array_equal(found, [[0.0, 1.0, 0.0]])
+    actual = weights(np.array([[1.0, 3.0, 2.0]], dtype=np.float32), Sampling(temperature=1e-38))
+    np.testing.assert_array_equal(actual, [[0.0, 1.0, 0.0]])
 
 
 def test_weights_leave_the_logits_as_they_were() -> None:
@@ -97,8 +97,8 @@ def test_draw_inverts_the_cumulative_distribution_and_never_takes_a_token_of_wei
 def test_draw_by_blocks_is_the_search_through_one_cumulative_sum(
     weight: list[float], uniform: float, dtype: type
 ) -> None:
-    """Weights whose sums are exact in either dtype, so that the two must agree to the token, at
-    the blocks' edges too.
+    """The sums of these weights are exact in either dtype, so both must find the same token, also
+    at the edges of blocks.
     """
     row = np.array(weight, dtype=dtype)
     cumulative = row.cumsum(dtype=np.float64)
@@ -125,9 +125,8 @@ def test_penalties_count_the_output_and_inside_a_block_the_drafts_before_a_posit
         penalties.note(token)
     rows = penalties.apply(np.zeros((3, 4)), [2, 1], first=0)
     np.testing.assert_array_equal(rows, [[0, -3.0, 0, 0], [0, -3.0, -2.5, 0], [0, -3.5, -2.5, 0]])
-    np.testing.assert_array_equal(
-        penalties.apply(np.zeros((1, 4)), [2, 1], first=2), rows[2:]
-    )  # as the draft sees it
+    as_the_draft_sees_it = penalties.apply(np.zeros((1, 4)), [2, 1], first=2)
+    np.testing.assert_array_equal(as_the_draft_sees_it, rows[2:])
 
 
 def test_noise_depends_on_seed_and_position_and_on_nothing_else() -> None:
@@ -154,16 +153,15 @@ def test_races_are_won_in_proportion_to_the_weights() -> None:
     assert chisquare(counts[weight > 0], 400 * weight[weight > 0]).pvalue > 1e-3
 
 
-def test_noise_is_bearable_for_a_large_vocabulary() -> None:
+def test_noise_is_fast_enough_for_a_large_vocabulary() -> None:
     weight = np.ones(128_256, dtype=np.float32)
     race, spans = ExponentialRace(3, 128_256), []
     for position in range(5):
         start = time.perf_counter()
         race.winner(weight, position)
         spans.append(time.perf_counter() - start)
-    assert (
-        min(spans) < 0.05
-    )  # 1.5 ms on an idle core; the bound only catches another order of magnitude
+    # It takes 1.5 ms on an idle core. The bound only catches another order of magnitude.
+    assert min(spans) < 0.05
 
 
 def test_log_probability_is_that_of_the_softmax() -> None:

@@ -1,4 +1,4 @@
-"""Text comes out bit by bit, is never taken back, and adds up to the decoding of all ids."""
+"""Text is released piece by piece, is never taken back, and adds up to the decoding of all ids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.support.runtimes import CODEC
 from toolkit.errors import CheckpointError
-from toolkit.speculative.text import LONGEST_WAIT, TextCodec
+from toolkit.speculative.text import MAX_BROKEN_CHARACTERS, TextCodec
 
 WORDS = ["▁the", "▁cat", "s", "▁", "é", "▁sat", "ing", "▁mat"]
 
 
 def metaspace_codec() -> TextCodec:
-    """Llama 2's form: words with a leading ▁, bytes as <0xNN> where the vocabulary has no piece,
-    the first space stripped.
+    """Llama 2's format: words have a leading ▁, bytes are <0xNN> if the vocabulary has no piece,
+    and the first space is stripped.
     """
     pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *WORDS]
     tokenizer = Tokenizer(
@@ -95,13 +95,13 @@ PIECES = st.sampled_from(
 def test_word_pieces_and_byte_fallback_add_up_to_the_continuation_of_the_prompt(
     pieces: list[list[int]], cuts: list[int]
 ) -> None:
-    ids = [each for piece in pieces for each in piece]
+    ids = [token for piece in pieces for token in piece]
     prompt = [SPECIAL, WORD_IDS["▁the"]]
     whole = METASPACE.decode([*prompt, *ids])
     assert "the" + "".join(stream(METASPACE, chunks_of(ids, cuts), prompt)) == whole
 
 
-def test_a_word_keeps_its_leading_space_behind_a_prompt() -> None:
+def test_a_word_keeps_its_leading_space_after_a_prompt() -> None:
     assert stream(METASPACE, [[WORD_IDS["▁cat"]], [WORD_IDS["s"]]], [WORD_IDS["▁the"]]) == [
         " cat",
         "s",
@@ -111,7 +111,7 @@ def test_a_word_keeps_its_leading_space_behind_a_prompt() -> None:
 
 def test_broken_bytes_between_words_do_not_hurt_the_words() -> None:
     ids = [WORD_IDS["▁the"], 1 + 0xE2, 1 + 0x82, WORD_IDS["▁cat"]]
-    assert stream(METASPACE, [[each] for each in ids]) == [
+    assert stream(METASPACE, [[token] for token in ids]) == [
         "the",
         "",
         "",
@@ -121,8 +121,8 @@ def test_broken_bytes_between_words_do_not_hurt_the_words() -> None:
 
 
 @pytest.mark.parametrize("before", range(8))
-def test_bytes_behind_a_prompt_of_bytes_are_not_broken(before: int) -> None:
-    """The context is a few tokens: it may begin inside one of the prompt's characters."""
+def test_bytes_after_a_prompt_of_bytes_are_not_broken(before: int) -> None:
+    """The context is a few tokens, so it may begin inside one of the prompt's characters."""
     emoji = [1 + byte for byte in "\N{GRINNING FACE}".encode()]
     prompt = [SPECIAL, WORD_IDS["▁the"], *emoji, *[WORD_IDS["s"]] * before, *emoji, *emoji]
     for cuts in ([], [1, 2, 3], [2]):
@@ -144,7 +144,7 @@ def test_chunks_that_always_end_inside_a_character_are_not_broken(
     assert "".join(stream(codec, chunks, stop=stop)) == text
 
 
-def test_a_character_behind_many_broken_bytes_is_waited_for() -> None:
+def test_a_character_after_many_broken_bytes_is_held_back() -> None:
     broken = CODEC.encode("\N{EURO SIGN}")[1:2]
     word, emoji = CODEC.encode("ab"), CODEC.encode("\N{GRINNING FACE}")
     ids = [*broken * 3, *word] * 15 + [*broken * 3, *emoji]
@@ -156,21 +156,21 @@ def test_a_character_behind_many_broken_bytes_is_waited_for() -> None:
 
 def test_special_tokens_are_not_printed() -> None:
     ids = [WORD_IDS["▁the"], SPECIAL, WORD_IDS["▁cat"]]
-    assert "".join(stream(METASPACE, [[each] for each in ids])) == "the cat"
+    assert "".join(stream(METASPACE, [[token] for token in ids])) == "the cat"
 
 
-def test_an_unfinished_character_is_held_back_and_stands_for_itself_at_the_end() -> None:
+def test_an_unfinished_character_is_held_back_and_replaced_at_the_end() -> None:
     euro = CODEC.encode("€")
     assert stream(CODEC, [[each] for each in euro]) == ["", "", "€", ""]
     assert stream(CODEC, [CODEC.encode("a"), euro[:2]]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
     assert stream(CODEC, [euro[:2], CODEC.encode("a")]) == ["", "\N{REPLACEMENT CHARACTER}a", ""]
 
 
-def test_endless_broken_bytes_are_let_out_in_time() -> None:
+def test_endless_broken_bytes_are_released_in_time() -> None:
     broken = CODEC.encode("€")[0]
-    out = stream(CODEC, [[broken]] * (3 * LONGEST_WAIT))
-    assert "".join(out) == "\N{REPLACEMENT CHARACTER}" * (3 * LONGEST_WAIT)
-    assert len("".join(out[: 2 * LONGEST_WAIT])) >= LONGEST_WAIT
+    out = stream(CODEC, [[broken]] * (3 * MAX_BROKEN_CHARACTERS))
+    assert "".join(out) == "\N{REPLACEMENT CHARACTER}" * (3 * MAX_BROKEN_CHARACTERS)
+    assert len("".join(out[: 2 * MAX_BROKEN_CHARACTERS])) >= MAX_BROKEN_CHARACTERS
 
 
 def test_the_beginning_of_a_stop_word_is_held_back() -> None:
@@ -201,11 +201,11 @@ def test_text_ends_before_the_first_stop_word_however_it_is_cut(text: str, stop:
         if complete is None
         else text[: min(text[:complete].index(word) for word in stop if word in text[:complete])]
     )
-    assert "".join(stream(CODEC, [[each] for each in ids], stop=tuple(stop))) == expected
+    assert "".join(stream(CODEC, [[token] for token in ids], stop=tuple(stop))) == expected
     assert "".join(stream(CODEC, [ids], stop=tuple(stop))) == expected
 
 
-def test_encoding_has_the_tokenizers_own_habits_and_no_limits(
+def test_encoding_adds_what_the_tokenizer_adds_and_has_no_limits(
     tmp_path: Path, tiny_pair: tuple[Path, Path]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_pair[0] / "tokenizer.json"))

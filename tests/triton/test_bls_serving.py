@@ -331,7 +331,7 @@ def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
     [
         ("", Options(max_tokens=1), "text_input is empty"),
         ("x", Options(max_tokens=0), "max_tokens is 0"),
-        ("x", Options(max_tokens=MAX_SEQ_LEN + 1), f"exceed max_seq_len {MAX_SEQ_LEN} together"),
+        ("x", Options(max_tokens=MAX_SEQ_LEN + 1), f"together exceed max_seq_len {MAX_SEQ_LEN}"),
         ("x" * (MAX_INPUT_LEN + 1), Options(max_tokens=1), f"up to {MAX_INPUT_LEN}"),
         (
             "x",

@@ -246,7 +246,7 @@ class ForgetfulDrafter(ModelDrafter):
     def propose(self, sequences: Sequence[Running]) -> None:
         super().propose(sequences)
         for sequence in sequences:
-            self._valid[sequence.slot] += 1
+            self._valid_tokens[sequence.slot] += 1
             engine = self._engine
             engine.forward(
                 [sequence.slot], torch.zeros((1, 1), dtype=torch.int64)
@@ -319,7 +319,7 @@ class NextRow(Greedy):
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
-        self.by_argmax = False
+        self.is_argmax = False
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         rows = logits if not drafts else np.concatenate([logits[1:], logits[-1:]])
@@ -331,7 +331,7 @@ class KeepsAll(Greedy):
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
-        self.by_argmax = False
+        self.is_argmax = False
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         return len(drafts), int(logits[-1].argmax())

@@ -1,3 +1,3 @@
-"""The speculative runtime: a draft proposes, the target verifies, and requests share both in
-flight.
+"""The speculative runtime: a draft proposes tokens, the target verifies them, and all running
+requests share both models.
 """

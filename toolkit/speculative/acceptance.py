@@ -1,19 +1,21 @@
 """Which draft tokens the target keeps, and which token follows them.
 
-`match` and `reject` are the two rules, pure functions. Around them stand the ways a request can ask
-for them, each an object with the state of one request: it proposes with the draft's logits and
-decides with the target's.
+`match` and `reject` are pure functions: the two ways to compare drafts with the target. The classes
+below use them. Each object holds the state of one request: it proposes from the draft's logits and
+decides from the target's.
 
-    Greedy       temperature 0: the output is the plain greedy output Rejection    speculative
-    sampling: the output is distributed exactly as the target's own Coupled      shared noise per
-    position: with a seed, the output is the same whatever the draft, its length or the batch
-    SampleMatch  the target's own sample at each position, accepted while it equals the draft; what
-    TensorRT-LLM does by default VerifyOnly   drafts are proposed, verified and all thrown away:
-    plain decoding on the speculative path, to tell the two apart
+    Greedy       temperature 0: the output is the plain greedy output
+    Rejection    speculative sampling: the output is distributed exactly as the target's own
+    Coupled      draft and target share their noise at each position: with a seed, the output is
+                 the same whatever the draft, the draft length or the batch
+    SampleMatch  the target samples at each position, and a draft is accepted while it equals that
+                 sample; this is what TensorRT-LLM does by default
+    VerifyOnly   drafts are proposed, verified and all thrown away: plain decoding on the
+                 speculative path, which shows which of the two is at fault
 
-Plain decoding is the same decision with no drafts. The logits of a draft and of its target pass
-through the same penalties, temperature and filters, and inside a block the penalties see the draft
-tokens before a position.
+Plain decoding is the same decision without drafts. The logits of the draft and of the target go
+through the same penalties, temperature and filters. Inside a block, the penalties at a position
+also count the draft tokens before it.
 """
 
 from __future__ import annotations
@@ -52,12 +54,13 @@ __all__ = [
 
 
 def match(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[int, int]:
-    """Keep drafts while they equal the target's own choices. Returns (kept, the target's choice
-    behind them).
+    """Accept drafts while they equal the target's own choices.
 
-    choose(i) is what the target chooses behind drafts[:i]; it is asked in order and not beyond the
-    first that differs. The output is that of choosing one by one, since every choice that is used
-    stands behind a prefix that was chosen.
+    Returns (accepted, the target's choice after the accepted drafts).
+
+    choose(i) returns what the target chooses after drafts[:i]. It is called in order, and not
+    beyond the first draft that differs. The output is the same as without drafts, since every
+    choice that is used follows a prefix that the target chose itself.
     """
     for index, draft in enumerate(drafts):
         choice = choose(index)
@@ -72,54 +75,55 @@ def reject(
     target_probs: Floats,
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Speculative sampling. Returns (kept, the token behind them).
+    """Speculative sampling. Returns (accepted, the recovered or bonus token).
 
     drafts [k], each drawn from its row; draft_probs k rows [vocab]; target_probs [k + 1, vocab];
-    rows sum to 1; uniforms [k + 1] in [0, 1). Draft i is kept with probability min(1, target/draft)
-    at that token. At the first one that is not, the replacement is drawn from max(0, target -
-    draft), renormalised; if all are kept, the bonus token comes from target_probs[k]. The output is
-    distributed exactly as the target's own. Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1
-    and A.1; Chen et al. 2023 (arXiv:2302.01318), Algorithm 2.
+    rows sum to 1; uniforms [k + 1] in [0, 1). Draft i is accepted with probability
+    min(1, target/draft) at that token. At the first rejection, the recovered token is drawn from
+    max(0, target - draft), renormalised. If all drafts are accepted, the bonus token is drawn from
+    target_probs[k]. The output is distributed exactly as the target's own. Leviathan et al. 2023
+    (arXiv:2211.17192), Algorithm 1 and A.1; Chen et al. 2023 (arXiv:2302.01318), Algorithm 2.
     """
     for index, token in enumerate(drafts):
         target_row, draft_row = target_probs[index], draft_probs[index]
         if uniforms[index] * float(draft_row[token]) < float(target_row[token]):
             continue
         residual = (target_row - draft_row).clip(min=0.0)
-        # Rows that agree up to rounding leave nothing behind; such a rejection has a probability of
-        # about the rounding error.
+        # The residual is all zeros if the rows agree up to rounding. A rejection then has a
+        # probability of about the rounding error.
         return index, draw(residual if residual.any() else target_row, uniforms[-1])
     return len(drafts), draw(target_probs[len(drafts)], uniforms[-1])
 
 
 class Rule(Protocol):
-    """How one request chooses its tokens. Not thread-safe; a block at a time: propose or adopt
+    """How one request chooses its tokens. Not thread-safe. For each block, call propose or adopt
     0..k times, then decide once.
     """
 
-    # both calls would only take the argmax: the runtime may do so for a whole batch at once
-    by_argmax: bool
+    # True if propose and decide only take the argmax: the runtime may then do so for a whole batch
+    # at once.
+    is_argmax: bool
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
-        """The next draft token. logits [vocab] are the draft's behind `drafts`; position: the
-        token's index in the sequence.
+        """Choose the next draft token. logits [vocab]: the draft's, after `drafts`. position: the
+        index of the token in the sequence.
         """
         ...
 
     def adopt(self, token: int) -> None:
-        """The next draft token is this one, for certain: it was looked up, not drawn from a
-        draft's distribution.
+        """Take this token as the next draft. It was looked up, not drawn from a distribution, so
+        its draft probability is 1.
         """
         ...
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        """(kept drafts, next token). logits [k + 1, vocab] are the target's; position: index of
-        the first draft.
+        """Return (accepted drafts, next token). logits [k + 1, vocab]: the target's. position: the
+        index of the first draft.
         """
         ...
 
     def note(self, tokens: Sequence[int]) -> None:
-        """These tokens were added to the output."""
+        """Record that these tokens were added to the output."""
         ...
 
 
@@ -128,17 +132,17 @@ class RuleFactory(Protocol):
 
 
 class _Penalised:
-    """The part that all rules share: penalties on a copy of the logits, where a request has any."""
+    """What all rules share: penalties, applied to a copy of the logits if the request has any."""
 
-    by_argmax = False
+    is_argmax = False
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         self._sampling = sampling
-        penalised = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-        self._penalties = Penalties(sampling, vocab_size) if penalised else None
+        has_penalties = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+        self._penalties = Penalties(sampling, vocab_size) if has_penalties else None
 
     def adopt(self, token: int) -> None:
-        """Nothing to remember where the target's own choice decides."""
+        """Does nothing: this rule decides by the target's choices, not by draft probabilities."""
 
     def note(self, tokens: Sequence[int]) -> None:
         if self._penalties is not None:
@@ -155,7 +159,7 @@ class _Penalised:
 class Greedy(_Penalised):
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
-        self.by_argmax = self._penalties is None
+        self.is_argmax = self._penalties is None
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return int(self._penalised(logits[None], drafts, len(drafts)).argmax())
@@ -165,15 +169,14 @@ class Greedy(_Penalised):
 
 
 class Rejection(_Penalised):
-    """Draws come from one generator per request, in order: a seed reproduces the output for one
-    and the same draft length.
+    """Draws come in order from one generator per request, so a seed reproduces the output only for
+    the same draft length.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         super().__init__(sampling, vocab_size)
-        self._random = random.Random(
-            sampling.seed
-        )  # without a seed: fresh entropy from the operating system
+        # Without a seed: fresh entropy from the operating system.
+        self._random = random.Random(sampling.seed)
         self._draft_probs: list[Floats] = []
         self._vocab_size = vocab_size
 
@@ -183,9 +186,9 @@ class Rejection(_Penalised):
         return draw(probs, self._random.random())
 
     def adopt(self, token: int) -> None:
-        certain = np.zeros(self._vocab_size)
-        certain[token] = 1.0
-        self._draft_probs.append(certain)
+        one_hot = np.zeros(self._vocab_size)
+        one_hot[token] = 1.0
+        self._draft_probs.append(one_hot)
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         target_probs = normalised(self._weights(logits, drafts, 0))
@@ -196,8 +199,8 @@ class Rejection(_Penalised):
 
 
 class Coupled(_Penalised):
-    """Draft and target race with the same noise, a draft is kept if both chose it. Daliri et al.
-    2024 (arXiv:2408.07978).
+    """Draft and target choose with the same noise, and a draft is accepted if both chose it.
+    Daliri et al. 2024 (arXiv:2408.07978).
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
@@ -210,9 +213,11 @@ class Coupled(_Penalised):
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         rows = self._weights(logits, drafts, 0)
-        kept, token = match(drafts, lambda index: self._race.winner(rows[index], position + index))
-        self._race.forget_before(position + kept + 1)
-        return kept, token
+        accepted, token = match(
+            drafts, lambda index: self._race.winner(rows[index], position + index)
+        )
+        self._race.forget_before(position + accepted + 1)
+        return accepted, token
 
 
 class SampleMatch(_Penalised):
@@ -229,25 +234,24 @@ class SampleMatch(_Penalised):
 
 
 class VerifyOnly:
-    """The plain decision (greedy, or coupled) from the first row of a full verify forward. Not a
-    way to serve, but to test.
+    """The plain decision (greedy or coupled), made from the first row of a full verify forward. It
+    is for tests, not for serving.
 
-    Where its text differs from plain decoding's, the verify forward or the rewinding behind it is
-    at fault, since nothing is accepted; where only real speculation differs, the accept rule is.
+    It accepts nothing. So if its text differs from that of plain decoding, the verify forward or
+    the rewind after it is at fault. If only real speculation differs, the accept rule is.
     """
 
-    by_argmax = False
+    is_argmax = False
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
-        self._rule: Rule = (Greedy if sampling.temperature == 0.0 else Coupled)(
-            sampling, vocab_size
-        )
+        plain_rule = Greedy if sampling.temperature == 0.0 else Coupled
+        self._rule: Rule = plain_rule(sampling, vocab_size)
 
     def propose(self, logits: Floats, position: int, drafts: list[int]) -> int:
         return self._rule.propose(logits, position, drafts)
 
     def adopt(self, token: int) -> None:
-        """Thrown away like the others."""
+        """Does nothing: every draft is thrown away."""
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
         return self._rule.decide(logits[:1], position, [])
@@ -266,8 +270,10 @@ RULES: Mapping[RuntimeRule, RuleFactory] = {
 
 
 def choose_rule(request: GenerationRequest, default: AcceptanceChoice) -> RuntimeRule:
-    """The name of the rule for a request: its own wish, else the deployment's default; "auto"
-    couples where there is a seed.
+    """The name of the rule for a request: the one it asks for, else the deployment's default.
+    "auto" means coupled with a seed, and rejection without one.
+
+    Raises RequestError for an unknown name.
     """
     if request.acceptance == "verify_only":
         return "verify_only"

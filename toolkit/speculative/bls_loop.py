@@ -1,14 +1,14 @@
-"""Draft-target speculation over two engines that can only be called: tokens in, tokens out. What a
-BLS model runs.
+"""Draft-target speculation over two engines that can only be called with tokens and answer with
+tokens. The BLS model runs this loop.
 
-Unlike `decode`, which owns both KV caches, a round here is two calls that each carry the whole
-sequence: the draft is asked for a few tokens behind it, then the target is asked to check them and
-to add one of its own. That the engines do not compute the sequence anew each time is their business
-(KV reuse by prefix). What the rounds of one request mean is decided here: end tokens, stop words,
-lengths, statistics, and what becomes of the request when the draft fails.
+`runtime` owns both KV caches; this loop does not. A round here is two calls, and each carries the
+whole sequence: the draft is asked for a few tokens that follow it, then the target is asked to
+verify them and to add one of its own. The engines avoid computing the sequence again by reusing the
+KV cache of a common prefix. This module decides what the rounds of one request mean: end tokens,
+stop words, lengths, statistics, and what happens to the request if the draft fails.
 
-Pure but for the calls, and without any library beside Python's own, so that it can be shipped in a
-repository and run where only Triton is. The engines come in as an argument.
+Apart from the calls it is pure, and it needs only Python's standard library, so it can be shipped
+in a repository and run where only Triton is installed. The engines are an argument.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ __all__ = ["DraftFailed", "Drafts", "Engines", "Part", "Rounds", "Settings"]
 
 
 class DraftFailed(RequestError):
-    """The draft model did not answer: it is missing, dead, or refused."""
+    """The draft model did not answer: it is missing, it died, or it refused the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposed tokens. logits [len(ids), vocab] are the draft's behind which each was chosen,
-    where the target wants them.
+    """Proposed tokens. logits [len(ids), vocab]: the draft's logits that each was chosen from,
+    present only if the target needs them.
     """
 
     ids: tuple[int, ...] = ()
     logits: Any = None
 
 
-NONE = Drafts()
+NO_DRAFTS = Drafts()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a call of the target added to the sequence. log_probs: one per token, empty where they
-    were not asked for. next_best: likewise, the likeliest of the other tokens with its
-    log-probability, empty where the engine does not tell.
+    """What one call of the target added to the sequence.
+
+    log_probs: one per token, or empty if they were not requested. next_best: for each token, the
+    likeliest other token and its log-probability, or empty if the engine does not return them.
     """
 
     ids: tuple[int, ...]
@@ -59,31 +60,31 @@ class Part:
 
 
 class Engines(Protocol):
-    """The two engines as one request sees them. ids: the whole sequence so far. Raise
-    RequestError for a failed call.
+    """The two engines as one request sees them. ids: the whole sequence so far. All methods raise
+    RequestError if a call fails.
     """
 
     def draft(self, ids: Sequence[int], count: int) -> Drafts:
-        """Up to `count` tokens behind ids. Raises DraftFailed."""
+        """Propose up to `count` tokens that follow ids. Raises DraftFailed."""
         ...
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
-        """The drafts that the target keeps, and one token of its own behind them unless the text
-        ends before it.
+        """Return the drafts that the target accepts, and one token of its own after them unless
+        the text ends before it.
         """
         ...
 
     def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
-        """Up to `count` tokens of the target alone, in as many parts as the engine sends them.
-        Closing it cancels the call.
+        """Yield up to `count` tokens of the target alone, in as many parts as the engine sends.
+        Closing the generator cancels the call.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One request. draft_len 0: plain decoding. on_draft_failure: error | plain (the rest of it
-    is decoded plainly).
+    """One request. draft_len 0: plain decoding. on_draft_failure: error | plain (the rest of the
+    request is decoded without drafts).
     """
 
     request_id: str
@@ -94,15 +95,16 @@ class Settings:
     arrival_ns: int
     deadline_ns: int | None = None
     on_draft_failure: str = "error"
-    verify_only: bool = (
-        False  # drafts are checked and none is kept: a way to test the target's verify call
-    )
+    # Drafts are verified and none is accepted: this tests the target's verify call.
+    verify_only: bool = False
     log_probs: bool = False
 
 
 class Rounds:
-    """The events of one request: `for event in Rounds(...)`. draft_failure: what the draft
-    failed with, if it was borne.
+    """The events of one request: `for event in Rounds(...)`.
+
+    draft_failure: the draft's error, if the request went on without the draft. log_probs and
+    next_best: those of all output tokens so far, as in `Part`.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Rounds:
         cancelled: Callable[[], bool] = lambda: False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """cancelled: asked between calls, whether the client is gone."""
+        """cancelled: called between engine calls; returns whether the client is gone."""
         self.draft_failure: DraftFailed | None = None
         self.log_probs: list[float] = []
         self.next_best: list[tuple[int, float]] = []
@@ -131,8 +133,8 @@ class Rounds:
         self._tally.first_scheduled_ns = clock()
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """The last event has a finish_reason and the statistics. Raises what the engines raise,
-        if it ends the request.
+        """The last event has a finish_reason and the statistics. Raises the engines' error if it
+        ends the request.
         """
         speculates = self._settings.draft_len > 0 and self._settings.max_tokens > 2
         parts = self._speculative() if speculates else self._plain()
@@ -142,14 +144,14 @@ class Rounds:
                 return
 
     def _speculative(self) -> Iterator[TokenEvent]:
-        # The first token comes without drafts: nobody who waits for it should wait for the draft's
-        # prefill, too.
-        yield self._take(self._engines.verify(self._ids, NONE))
-        while (over := self._overdue()) is None:
+        # The first token is requested without drafts, so that it does not wait for the draft's
+        # prefill.
+        yield self._take(self._engines.verify(self._ids, NO_DRAFTS))
+        while (overdue_event := self._overdue_event()) is None:
             started = self._clock()
             room = min(self._settings.draft_len, self._end - len(self._ids) - 1)
             try:
-                drafts = self._engines.draft(self._ids, room) if room > 0 else NONE
+                drafts = self._engines.draft(self._ids, room) if room > 0 else NO_DRAFTS
             except DraftFailed as failure:
                 if self._settings.on_draft_failure == "error":
                     raise
@@ -166,10 +168,10 @@ class Rounds:
                 )
             else:
                 yield self._take(part, drafts, checked=len(drafts.ids))
-        yield over
+        yield overdue_event
 
     def _plain(self) -> Iterator[TokenEvent]:
-        """The rest of the request, by the target alone."""
+        """Decode the rest of the request with the target alone."""
         with contextlib.closing(
             self._engines.plain(self._ids, self._end - len(self._ids))
         ) as parts:
@@ -177,36 +179,35 @@ class Rounds:
             for part in parts:
                 self._tally.add_time(0, self._clock() - started, 0)
                 yield self._take(part)
-                if (over := self._overdue()) is not None:
-                    yield over
+                if (overdue_event := self._overdue_event()) is not None:
+                    yield overdue_event
                     return
                 started = self._clock()
-        yield self._last(
-            "stop"
-        )  # at a stop word that the engine knows, or an end token that it keeps to itself
+        # The engine stopped early: at a stop word, or at an end token that it does not return.
+        yield self._ending_event("stop")
 
-    def _take(self, part: Part, drafts: Drafts = NONE, *, checked: int = 0) -> TokenEvent:
-        """Add what the target gave, up to the first thing that ends the request. checked: drafts
-        the step counts with.
+    def _take(self, part: Part, drafts: Drafts = NO_DRAFTS, *, checked: int = 0) -> TokenEvent:
+        """Add the target's tokens, up to the first that ends the request. checked: how many drafts
+        this step verified, for the statistics.
         """
         settings, new, proposed = self._settings, list(part.ids), drafts.ids
-        room, first = self._end - len(self._ids), len(self._ids) == len(settings.prompt_ids)
+        room, is_first = self._end - len(self._ids), len(self._ids) == len(settings.prompt_ids)
         if len(new) > max(room, 1 + len(proposed)):
-            raise RequestError(f"the target answered {len(new)} tokens where {room} were asked for")
-        kept = next(
-            (i for i, (one, other) in enumerate(zip(new, proposed, strict=False)) if one != other),
-            None,
+            raise RequestError(f"the target returned {len(new)} tokens, and {room} were requested")
+        pairs = zip(new, proposed, strict=False)
+        accepted = next(
+            (index for index, (token, draft) in enumerate(pairs) if token != draft), None
         )
-        if kept is None:
-            kept = min(len(new), len(proposed))
+        if accepted is None:
+            accepted = min(len(new), len(proposed))
         block = read_block(self._text, new, room, settings.end_ids)
         new, text = block.tokens, block.text
         reason: Reason | None = block.reason
         self._ids += new
-        if reason is None and kept == len(part.ids):
-            # nothing of the target's own behind the drafts: an end token that it keeps to itself
+        if reason is None and accepted == len(part.ids):
+            # The target added no token of its own: it met an end token, which it does not return.
             reason = "stop"
-        self._count(len(new), checked, min(kept, len(new)), first)
+        self._count(len(new), checked, min(accepted, len(new)), is_first)
         for value in part.log_probs[: len(new)]:
             self.log_probs.append(value)
             self._tally.add_logprob(value)
@@ -218,23 +219,24 @@ class Rounds:
         text += rest
         return TokenEvent(settings.request_id, tuple(new), text, reason, stop_reason, None, stats)
 
-    def _count(self, new: int, checked: int, kept: int, first: bool) -> None:
+    def _count(self, new: int, checked: int, accepted: int, is_first: bool) -> None:
         if new:
             self._tally.add_tokens(new, self._clock())
         if checked:
-            self._tally.add_step(checked, kept)
+            self._tally.add_step(checked, accepted)
             return
-        for _ in range(new - first):  # one step per token; the first one comes from prefill
+        for _ in range(new - is_first):  # one step per token; the first token comes from prefill
             self._tally.add_step(0, 0)
 
-    def _overdue(self) -> TokenEvent | None:
+    def _overdue_event(self) -> TokenEvent | None:
+        """The last event, if the request is past its deadline or cancelled."""
         deadline = self._settings.deadline_ns
         if deadline is not None and self._clock() >= deadline:
-            return self._last("deadline")
-        return self._last("cancelled") if self._cancelled() else None
+            return self._ending_event("deadline")
+        return self._ending_event("cancelled") if self._cancelled() else None
 
-    def _last(self, reason: FinishReason) -> TokenEvent:
-        """An end that no token brought."""
+    def _ending_event(self, reason: FinishReason) -> TokenEvent:
+        """The last event of a request that no token ended."""
         return TokenEvent(
             self._settings.request_id,
             (),

@@ -1,15 +1,16 @@
-"""Where drafts come from. A drafter keeps up with every sequence that speculates and proposes
-tokens behind it.
+"""Where drafts come from. A drafter follows every sequence that speculates, and proposes the tokens
+that come next.
 
-`ModelDrafter` runs a draft model. Its KV cache follows the sequence by one invariant: per slot it
-knows how many leading tokens of the cache are the sequence's own. A rejected draft shortens that
-prefix. A block that was kept whole leaves it two tokens behind, since the last draft was proposed
-and never fed: the next block begins by feeding both (the catch-up; without it the draft would look
-at a sequence with a hole, and acceptance would sink with nothing to show why).
+`ModelDrafter` runs a draft model. One invariant ties its KV cache to the sequence: for each slot it
+knows how many leading tokens of the cache belong to the sequence. A rejected draft shortens that
+prefix. After a fully accepted block the cache is two tokens behind: the last draft, which was
+proposed but never fed, and the bonus token. The next block begins by feeding both (the catch-up).
+Without it the draft would see a sequence with a hole, and acceptance would fall with nothing to
+show why.
 
-`NgramDrafter` needs no model: where the last few tokens stood before in prompt or output, what
-followed them then is proposed (prompt lookup). Such a draft is a certain token, not a draw, and the
-accept rules are told so.
+`NgramDrafter` needs no model (prompt lookup): if the last few tokens occurred before in prompt or
+output, it proposes what followed them then. Such a draft is certain, not drawn from a distribution;
+it is passed to the accept rule with `adopt`.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from toolkit.speculative.sampling import argmax, to_host, token_rows
 
 __all__ = ["Drafter", "Lookup", "ModelDrafter", "NgramDrafter"]
 
-# tokens a cache may be behind at the start of a block: the last draft and the one that followed it
-STEADY = 2
+# How far a cache may be behind at the start of a block: the last draft and the bonus token.
+MAX_LAG_TOKENS = 2
 
 
 class Drafter(Protocol):
     def feed(self, slot: int, ids: list[int]) -> None:
-        """Bring the slot up to the sequence `ids`, of which it may already hold a beginning."""
+        """Bring the slot up to the sequence `ids`. The slot may already hold its beginning."""
         ...
 
     def propose(self, sequences: Slots[Sequence]) -> None:
-        """Append to each sequence's `drafts` up to draft_room() tokens, which is one at least.
-        All were fed before.
+        """Append up to draft_room() tokens to each sequence's `drafts`. Every sequence was fed
+        before and has room for at least one token.
         """
         ...
 
     def settle(self, slot: int, length: int) -> None:
-        """The target kept a sequence of `length` tokens: whatever stands behind them in the
-        cache is not part of it.
+        """Record that the sequence is now `length` tokens long: what the cache holds beyond them
+        does not belong to it.
         """
         ...
 
@@ -50,38 +51,32 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """Slots are numbered as the target's."""
+    """Drafts with a model of its own. Slots have the same numbers as the target's."""
 
     def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
-        self._valid = [
-            0
-        ] * engine.max_batch_size  # leading tokens of the cache that are the sequence's own
+        # Per slot: how many leading tokens of the cache belong to the sequence.
+        self._valid_tokens = [0] * engine.max_batch_size
 
     def feed(self, slot: int, ids: list[int]) -> None:
-        engine, start = self._engine, self._valid[slot]
+        engine, start = self._engine, self._valid_tokens[slot]
         self._rewind([slot], [start])
         while start < len(ids):
             chunk = ids[start : start + engine.max_step_tokens]
             engine.forward([slot], token_rows([chunk]), last_only=True)
             start += len(chunk)
-        self._valid[slot] = start
+        self._valid_tokens[slot] = start
 
     def propose(self, sequences: Slots[Sequence]) -> None:
         rooms = {sequence.slot: sequence.draft_room() for sequence in sequences}
-        # The longest drafts first: as shorter ones end, those that go on are a beginning of the
-        # list.
-        rows = (
-            sorted(sequences, key=lambda sequence: -rooms[sequence.slot])
-            if len(sequences) > 1
-            else list(sequences)
-        )
+        # The longest drafts come first, so the rows that go on are always the start of the list.
+        rows = sorted(sequences, key=lambda sequence: -rooms[sequence.slot])
         for row in rows:
-            if len(row.ids) - self._valid[row.slot] > STEADY:
+            if len(row.ids) - self._valid_tokens[row.slot] > MAX_LAG_TOKENS:
                 self.feed(row.slot, row.ids[:-1])
-        # One width for all: a cache that is one token behind is fed one token again, beside one
-        # that is two behind.
-        width = max(len(row.ids) - self._valid[row.slot] for row in rows)
+        # All rows have one width: if one cache is two tokens behind, a cache that is one behind
+        # gets one token a second time.
+        width = max(len(row.ids) - self._valid_tokens[row.slot] for row in rows)
         self._rewind([row.slot for row in rows], [len(row.ids) - width for row in rows])
         tokens = [row.ids[-width:] for row in rows]
         for index in range(rooms[rows[0].slot]):
@@ -94,18 +89,18 @@ class ModelDrafter:
             for row, (token,) in zip(rows, tokens, strict=True):
                 row.drafts.append(token)
         for sequence in sequences:
-            self._valid[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
+            self._valid_tokens[sequence.slot] = len(sequence.ids) + len(sequence.drafts) - 1
 
     def settle(self, slot: int, length: int) -> None:
-        self._valid[slot] = min(self._valid[slot], length)
+        self._valid_tokens[slot] = min(self._valid_tokens[slot], length)
 
     def free(self, slots: Slots[int]) -> None:
         for slot in slots:
-            self._valid[slot] = 0
+            self._valid_tokens[slot] = 0
         self._engine.rewind(slots, [0] * len(slots))
 
     def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> list[int]:
-        if all(row.rule.by_argmax for row in rows):
+        if all(row.rule.is_argmax for row in rows):
             return [ids[0] for ids in argmax(logits)]
         host = to_host(logits)
         return [
@@ -120,41 +115,40 @@ class ModelDrafter:
 
 
 class Lookup:
-    """Where the n-grams of one growing sequence stood last. Each token is indexed once, whatever
-    the number of look-ups.
+    """Finds where the n-grams of one growing sequence occurred last. Each token is indexed once,
+    however many look-ups there are.
     """
 
     def __init__(self, max_ngram_size: int) -> None:
         self._sizes = range(max_ngram_size, 0, -1)
-        self._behind: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> the index behind its latest place, the end left out
-        self._indexed = 0
+        # n-gram -> the index after its last occurrence, not counting the one at the very end
+        self._index_after: dict[tuple[int, ...], int] = {}
+        self._indexed_tokens = 0
 
     def __call__(self, ids: Slots[int], room: int) -> list[int]:
-        """What followed the longest end of `ids` that stood before, at its latest place: up to
-        `room` tokens, or none.
+        """Find the longest ending of `ids` that occurred before, and return up to `room` tokens
+        that followed its last occurrence. Empty if there is none.
 
-        ids has to begin with what the last call was given.
+        ids must begin with the ids of the previous call.
         """
-        for end in range(max(1, self._indexed), len(ids)):
+        for end in range(max(1, self._indexed_tokens), len(ids)):
             for size in self._sizes:
                 if size <= end:
-                    self._behind[tuple(ids[end - size : end])] = end
-        self._indexed = len(ids)
+                    self._index_after[tuple(ids[end - size : end])] = end
+        self._indexed_tokens = len(ids)
         for size in self._sizes:
-            place = self._behind.get(tuple(ids[-size:])) if size < len(ids) else None
-            if place is not None:
-                return list(ids[place : place + room])
+            start = self._index_after.get(tuple(ids[-size:])) if size < len(ids) else None
+            if start is not None:
+                return list(ids[start : start + room])
         return []
 
 
 class NgramDrafter:
-    """Prompt lookup. max_ngram_size: the longest end of a sequence that is looked for; shorter ones
-    are tried after it.
+    """Prompt lookup. max_ngram_size: the longest ending that is looked for; shorter ones are tried
+    after it.
 
-    padded: always draft as much as there is room for, with repetitions of the last token, so that a
-    step of a given width can be timed whether or not the text repeats itself.
+    padded: always fill the room, with copies of the last token if need be. A step of a given width
+    can then be timed whether or not the text repeats itself.
     """
 
     def __init__(self, max_ngram_size: int, *, padded: bool = False) -> None:
@@ -168,15 +162,15 @@ class NgramDrafter:
     def propose(self, sequences: Slots[Sequence]) -> None:
         for sequence in sequences:
             room = sequence.draft_room()
-            found = self._lookups[sequence.slot](sequence.ids, room)
+            drafts = self._lookups[sequence.slot](sequence.ids, room)
             if self._padded:
-                found += [sequence.ids[-1]] * (room - len(found))
-            for token in found:
+                drafts += [sequence.ids[-1]] * (room - len(drafts))
+            for token in drafts:
                 sequence.drafts.append(token)
                 sequence.rule.adopt(token)
 
     def settle(self, slot: int, length: int) -> None:
-        """What was looked up is no part of a sequence until the target has kept it."""
+        """Does nothing: look-ups read the sequence itself, which holds accepted tokens only."""
 
     def free(self, slots: Slots[int]) -> None:
         for slot in slots:

@@ -1,18 +1,18 @@
-"""Where an output ends: the one rule that the runtime, the rounds and the executor share.
+"""Where an output ends: the one rule that the runtime, the BLS loop and the executor share.
 
-A step brings a block of tokens: accepted drafts and one of the target's own behind them. Read from
-the first to the last, the output ends with the first token that
+A step adds a block of tokens: the accepted drafts and one token of the target's own after them.
+Read from the first to the last, the output ends with the first token that
 
-- is an end token (EOS), or completes a stop word: the reason is "stop"; or
+- is an end token (EOS) or completes a stop word: the reason is "stop"; or
 - is the last one that there is room for: the reason is "length".
 
-Where one token is both, the reason is "stop". The token that ends the output belongs to it, and
-what the block holds behind that token is dropped. An end token is no part of the text, so no stop
-word is looked for in it.
+If one token is both, the reason is "stop". The token that ends the output belongs to it, and the
+rest of the block is dropped. An end token is not part of the text, so it is not searched for stop
+words.
 
-Room is what is left of max_tokens. The context length needs no rule of its own: `limits` refuses a
-request whose prompt and max_tokens exceed it together. Pure, and in Python's own library only: it
-is shipped with the BLS model.
+Room is what is left of max_tokens. The context length needs no rule here: `limits` refuses a
+request whose prompt and max_tokens together exceed it. This module is pure and needs only Python's
+standard library, since it is shipped with the BLS model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Reason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """count: tokens of the block that belong to the output. reason: why it ends there, or None."""
+    """count: tokens of the block that belong to the output. reason: why the output ends there, or
+    None if it goes on.
+    """
 
     count: int
     reason: Reason | None
@@ -50,13 +52,13 @@ def ending_of(
     end_ids: Set[int],
     after_stop_word: Callable[[Sequence[int]], int | None],
 ) -> Ending:
-    """What a block means for the output.
+    """Find where a block ends the output, if it does.
 
-    after_stop_word: is called once, with the tokens that stand before the first end token and that
-    there is room for. It returns after how many of them a stop word is complete, or None.
+    after_stop_word: called once, with the tokens before the first end token that there is room for.
+    It returns after how many of them a stop word is complete, or None.
     """
-    places = (index for index, token in enumerate(tokens) if token in end_ids)
-    before_end = next(places, len(tokens))
+    end_indices = (index for index, token in enumerate(tokens) if token in end_ids)
+    before_end = next(end_indices, len(tokens))
     stopped = after_stop_word(tokens[: min(before_end, room)])
     if stopped is not None:
         return Ending(stopped, "stop")
@@ -69,7 +71,7 @@ def ending_of(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """tokens: those that belong to the output. text: what is certain now. reason: as in Ending."""
+    """tokens: those that belong to the output. text: what is final now. reason: as in Ending."""
 
     tokens: list[int]
     text: str
@@ -77,22 +79,25 @@ class Block:
 
 
 def read_block(text: TextStream, tokens: Sequence[int], room: int, end_ids: Set[int]) -> Block:
-    """The rule for stop words that are text. `text.stopped_by` names the one that ended it."""
-    certain = ""
+    """Apply the rule with stop words that are text. `text.stopped_by` names the one that ended
+    the output.
+    """
+    final_text = ""
 
-    def push(shown: Sequence[int]) -> int | None:
-        nonlocal certain
-        count, certain = text.push(shown)
+    def push(visible_tokens: Sequence[int]) -> int | None:
+        nonlocal final_text
+        count, final_text = text.push(visible_tokens)
         return None if text.stopped_by is None else count
 
     ending = ending_of(tokens, room, end_ids, push)
-    return Block(list(tokens[: ending.count]), certain, ending.reason)
+    return Block(list(tokens[: ending.count]), final_text, ending.reason)
 
 
 def last_text(text: TextStream, reason: Reason) -> tuple[str, Reason]:
-    """The text that was held back until an end for this reason, and the reason now that it is out.
+    """Release the text that was held back. Returns it, and the final reason.
 
-    An unfinished character comes out as the replacement character, which may complete a stop word.
+    An unfinished character becomes the replacement character. That may complete a stop word, which
+    makes the reason "stop".
     """
     rest = text.finish()
     if text.stopped_by is not None:
@@ -105,9 +110,10 @@ def after_stop_sequence(
     tokens: Sequence[int],
     stop_sequences: Sequence[tuple[int, ...]],
 ) -> int | None:
-    """For stop words that are tokens: after how many of `tokens`, behind `output`, one is complete.
+    """For stop words that are tokens: after how many of `tokens`, which follow `output`, a stop
+    word is complete. None if none is.
 
-    No stop word reaches back into the prompt, which is no part of `output`.
+    `output` does not hold the prompt, so no stop word reaches back into it.
     """
     longest = max(map(len, stop_sequences), default=0)
     if longest == 0:

@@ -1,18 +1,18 @@
 """One model as an engine that is called with whole sequences: in-flight batching over slots that
-remember what they hold.
+keep their KV cache between calls.
 
-What TensorRT-LLM's executor is to its Triton backend, for a `StepEngine`. A call brings the tokens
-of a sequence and how many more it wants. One that brings draft tokens, too, ends once they are
-checked, with a token more than were kept. A slot that was left by an earlier call still holds that
-call's sequence, so the next round of the same request is computed from where it differs: one or two
-tokens, however long it is.
+It is to a `StepEngine` what TensorRT-LLM's executor is to its Triton backend. A call states the
+tokens of a sequence and how many more it wants. A call with draft tokens ends once they are
+verified: it returns the accepted drafts and one token more. A free slot still holds the sequence of
+its last call. So the next round of the same request is computed only from where the two differ: one
+or two tokens, however long the sequence is.
 
-Greedy calls take the most likely token. Others race with noise keyed by (seed, position), so draft
-and target that are called with the same seed are coupled, and a seeded text is the same whatever
-the drafts were. A call that brings the draft's logits is judged by speculative sampling instead.
-Penalties count the whole sequence, the prompt included, as TensorRT-LLM's do.
+Greedy calls take the most likely token. Other calls choose with noise keyed by (seed, position). So
+a draft and a target that are called with the same seed are coupled, and a seeded text is the same
+whatever the drafts were. A call that states the draft's logits is judged by speculative sampling
+instead. Penalties count the whole sequence, including the prompt, as TensorRT-LLM's do.
 
-Threads as in `decode`: submit and cancel from anywhere, steps by one thread.
+Threads: submit and cancel may be called from anywhere; one thread takes the steps.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from toolkit.words import FinishReason
 
 __all__ = ["Call", "Executor", "Output"]
 
-# how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+# How long an idle `run` sleeps before it looks at its stop event again. A submit wakes it at once.
 IDLE_S = 0.1
-# tokens that a sequence may be ahead of its slot and still take part in a batch; more are fed in
-# chunks before
-STEADY = 2
+# How many tokens a slot's cache may lack for its call to take part in a batch. If it lacks more,
+# they are first fed in chunks.
+MAX_LAG_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """ids: the sequence so far. draft_logits [len(drafts), vocab]: speculative sampling against
-    them; None: equality.
+    """ids: the sequence so far. draft_logits [len(drafts), vocab]: drafts are judged by speculative
+    sampling against them; None: a draft is accepted if it equals the target's choice.
     """
 
     call_id: str
@@ -57,18 +57,18 @@ class Call:
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0  # end tokens are not chosen before
+    min_tokens: int = 0  # no end token is chosen before so many output tokens
     log_probs: bool = False
     logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step added to a call. The last one has finish_reason: stop | length | cancelled |
-    error.
+    """What one step added to a call. The last output has a finish_reason: stop | length | cancelled
+    | error.
 
-    log_probs: one per token under the model's own logits; logits: their rows [vocab]; each where it
-    was asked for.
+    log_probs: one per token, under the model's own logits. logits: one row [vocab] per token. Each
+    is empty unless the call requested it.
     """
 
     call_id: str
@@ -77,7 +77,7 @@ class Output:
     error: str | None = None
     log_probs: tuple[float, ...] = ()
     logits: tuple[Floats, ...] = ()
-    reused_tokens: int = 0  # of the sequence, found in a slot
+    reused_tokens: int = 0  # of the sequence, already in a slot's cache
     computed_tokens: int = 0  # of the sequence, fed before the first output token
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
@@ -88,14 +88,14 @@ OnOutput = Callable[[Output], None]
 
 @dataclass(slots=True)
 class _Slot:
-    """held: the tokens in the engine's cache. A free slot keeps them for whoever comes with the
-    same beginning.
+    """held: the tokens in the engine's cache. A free slot keeps them for the next call that begins
+    with them.
     """
 
     number: int
     held: list[int] = field(default_factory=list)
-    used: int = 0  # a clock of admissions: the smallest was left alone longest
-    free: bool = True
+    last_admission: int = 0  # admissions are numbered, so the smallest number is the oldest
+    is_free: bool = True
 
 
 @dataclass(slots=True)
@@ -112,7 +112,8 @@ class _Row:
     reused: int = 0
     scheduled_ns: int = 0
 
-    def behind(self) -> int:
+    def lag_tokens(self) -> int:
+        """How many tokens of the sequence the slot's cache lacks."""
         assert self.slot is not None
         return len(self.ids) - len(self.slot.held)
 
@@ -152,17 +153,17 @@ class Executor:
                 raise RequestError(
                     f"call id {call.call_id!r} is already being served", hint="Send another id."
                 )
-            most = self._engine.max_batch_size + self._max_queue_size
-            if len(self._open) >= most:
+            max_open = self._engine.max_batch_size + self._max_queue_size
+            if len(self._open) >= max_open:
                 raise RequestError(
-                    f"{most} calls are being served or waiting", hint="Send it again later."
+                    f"{max_open} calls are being served or waiting", hint="Send it again later."
                 )
             self._open.add(call.call_id)
             self._waiting.append(row)
         self._wake.set()
 
     def cancel(self, call_id: str) -> None:
-        """End a call before the next step; no effect on one that is unknown or has ended."""
+        """End a call before the next step. Does nothing for an unknown or ended call."""
         with self._lock:
             if call_id in self._open:
                 self._cancelled.add(call_id)
@@ -173,25 +174,22 @@ class Executor:
         if length == 0:
             raise RequestError("the sequence is empty", hint="Send at least one token.")
         if call.max_tokens < 1:
-            raise RequestError(f"{call.max_tokens} tokens are asked for; it has to be at least 1")
+            raise RequestError(f"{call.max_tokens} tokens are requested; it has to be at least 1")
         if not all(0 <= token < engine.vocab_size for token in (*call.ids, *call.drafts)):
             raise RequestError(
                 f"the sequence holds token ids outside the vocabulary of {engine.vocab_size}"
             )
         check_total_length(length, call.max_tokens, engine.max_seq_len, unit="tokens")
-        if len(call.drafts) + STEADY > engine.max_step_tokens:
+        if len(call.drafts) + MAX_LAG_TOKENS > engine.max_step_tokens:
             raise RequestError(
-                f"{len(call.drafts)} draft tokens were sent, and this engine checks at most"
-                f" {engine.max_step_tokens - STEADY}"
+                f"{len(call.drafts)} draft tokens were sent, and this engine verifies at most"
+                f" {engine.max_step_tokens - MAX_LAG_TOKENS}"
             )
-        if call.draft_logits is not None and call.draft_logits.shape != (
-            len(call.drafts),
-            engine.vocab_size,
-        ):
-            shape = (len(call.drafts), engine.vocab_size)
+        shape = (len(call.drafts), engine.vocab_size)
+        if call.draft_logits is not None and call.draft_logits.shape != shape:
             raise RequestError(
                 f"draft_logits has the shape {call.draft_logits.shape}; for these draft tokens it"
-                f" is {shape}"
+                f" has to be {shape}"
             )
 
     def _rule(self, call: Call) -> Rule:
@@ -199,7 +197,7 @@ class Executor:
         if call.sampling.temperature == 0.0:
             rule: Rule = Greedy(call.sampling, vocab)
         elif call.draft_logits is not None:
-            rule = _Judged(call.sampling, vocab, call.draft_logits)
+            rule = _GivenDraftLogits(call.sampling, vocab, call.draft_logits)
         else:
             rule = Coupled(call.sampling, vocab)
         rule.note(call.ids)
@@ -208,7 +206,7 @@ class Executor:
     # The stepping thread.
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set; what is open then is ended as cancelled."""
+        """Step until `stop` is set. Calls that are still open then end as cancelled."""
         while not stop.is_set():
             self._wake.clear()
             if not self.step():
@@ -218,21 +216,20 @@ class Executor:
         self._end_cancelled()
 
     def step(self) -> bool:
-        """One iteration: at most a chunk of prefill per call that waits for one, then a batch.
-        False: nothing to do.
+        """One iteration: at most one chunk of prefill for each call that needs it, then a batch.
+        Returns False if there was nothing to do.
         """
         if self._cancelled:
             self._end_cancelled()
         self._admit()
         if not self._active:
             return False
-        feeding = [row for row in self._active if row.behind() > STEADY]
-        allowance = max(
-            1, 2 * len(feeding) - len(self._active)
-        )  # as in decode: a long prompt must not stall those that run
-        for row in feeding[:allowance]:
+        feeding = [row for row in self._active if row.lag_tokens() > MAX_LAG_TOKENS]
+        # A long prompt must not stall the calls that decode; `runtime` has the same rule.
+        allowed_rows = max(1, 2 * len(feeding) - len(self._active))
+        for row in feeding[:allowed_rows]:
             self._guarded([row], self._feed)
-        ready = [row for row in self._active if row.behind() <= STEADY]
+        ready = [row for row in self._active if row.lag_tokens() <= MAX_LAG_TOKENS]
         if ready:
             self._guarded(ready, self._advance)
         return True
@@ -248,30 +245,31 @@ class Executor:
 
     def _admit(self) -> None:
         with self._lock:
-            while self._waiting and any(slot.free for slot in self._slots):
+            while self._waiting and any(slot.is_free for slot in self._slots):
                 row = self._waiting.popleft()
                 slot, row.reused = self._choose(row.ids)
                 self._admissions += 1
-                slot.free, slot.used = False, self._admissions
+                slot.is_free, slot.last_admission = False, self._admissions
                 row.slot, row.scheduled_ns = slot, self._clock()
                 self._cut(slot, row.reused)
                 self._active.append(row)
 
     def _choose(self, ids: list[int]) -> tuple[_Slot, int]:
-        """The slot whose sequence this one continues, else the one left alone longest; and how much
-        of it can be used.
+        """Choose a free slot: the one whose sequence this one continues, else the one that was used
+        least recently. Returns it, and how many of its tokens can be reused.
 
-        A sequence continues another if most of that one is its beginning: a shared system prompt
-        alone is no reason to throw away what another request will ask for in its next round.
+        A sequence continues another if it begins with more than half of it. A shared system prompt
+        alone is not enough: the slot's own request may need the rest in its next round.
         """
-        free = sorted((slot for slot in self._slots if slot.free), key=lambda slot: slot.used)
-        common = [_common(slot.held, ids) for slot in free]
+        free = sorted(
+            (slot for slot in self._slots if slot.is_free), key=lambda slot: slot.last_admission
+        )
+        common = [_common_length(slot.held, ids) for slot in free]
         best = max(range(len(free)), key=lambda index: common[index])
         if 2 * common[best] <= len(free[best].held):
             best = 0
-        return free[best], min(
-            common[best], len(ids) - 1
-        )  # the last token is fed in any case: its logits are wanted
+        # The last token is always fed, since its logits are needed.
+        return free[best], min(common[best], len(ids) - 1)
 
     def _cut(self, slot: _Slot, length: int) -> None:
         del slot.held[length:]
@@ -287,45 +285,43 @@ class Executor:
         row.slot.held += chunk
 
     def _advance(self, rows: list[_Row]) -> None:
-        """One forward for all: what each is behind, its drafts, and padding that is forgotten
-        again.
+        """One forward for all rows. Each row holds the tokens its cache lacks, its drafts, and
+        padding, which is removed from the cache afterwards.
         """
-        fed = [row.ids[-row.behind() :] + row.drafts for row in rows]
+        fed = [row.ids[-row.lag_tokens() :] + row.drafts for row in rows]
         width = max(map(len, fed))
         numbers = [row.slot.number for row in rows if row.slot is not None]
-        tokens = token_rows([[*one, *[0] * (width - len(one))] for one in fed])
+        tokens = token_rows([[*row_ids, *[0] * (width - len(row_ids))] for row_ids in fed])
         host = to_host(self._engine.forward(numbers, tokens))  # [rows, width, vocab]
         for index, row in enumerate(rows):
-            count = len(row.drafts)
-            own = host[index, len(fed[index]) - 1 - count : len(fed[index])]  # [count + 1, vocab]
-            self._guarded(
-                [row], functools.partial(self._decide, logits=own)
-            )  # its numbers are its own
+            end = len(fed[index])
+            row_logits = host[index, end - 1 - len(row.drafts) : end]  # [drafts + 1, vocab]
+            # Guarded one by one: a fault in one row's logits ends that call alone.
+            self._guarded([row], functools.partial(self._decide, logits=row_logits))
 
     def _decide(self, rows: list[_Row], logits: Floats) -> None:
         (row,) = rows
         call, before, drafts = row.call, len(row.ids), row.drafts
         made = before - len(call.ids)
-        shown = self._without_ends(logits, call, made) if made < call.min_tokens else logits
-        kept, token = row.rule.decide(shown, before, drafts)
-        new, reason = self._until_the_end(row, [*drafts[:kept], token])
+        allowed = self._without_end_ids(logits, call, made) if made < call.min_tokens else logits
+        accepted, token = row.rule.decide(allowed, before, drafts)
+        new, reason = self._until_the_end(row, [*drafts[:accepted], token])
         if drafts and reason is None:
             reason = "length"  # a call with drafts is one verification
         row.rule.note(new)
         row.ids += new
+        log_probs: tuple[float, ...] = ()
+        if call.log_probs:
+            log_probs = tuple(log_probability(logits[i], token) for i, token in enumerate(new))
         output = Output(
             call.call_id,
             tuple(new),
             reason,
-            log_probs=(
-                tuple(log_probability(logits[i], each) for i, each in enumerate(new))
-                if call.log_probs
-                else ()
-            ),
+            log_probs=log_probs,
             logits=tuple(logits[i].copy() for i in range(len(new))) if call.logits else (),
         )
         assert row.slot is not None
-        row.slot.held = row.ids[: before + min(kept, len(new))]
+        row.slot.held = row.ids[: before + min(accepted, len(new))]
         self._engine.rewind([row.slot.number], [len(row.slot.held)])
         row.drafts = []
         if reason is None:
@@ -345,16 +341,15 @@ class Executor:
         return new[: ending.count], ending.reason
 
     @staticmethod
-    def _without_ends(logits: Floats, call: Call, made: int) -> Floats:
+    def _without_end_ids(logits: Floats, call: Call, made: int) -> Floats:
         rows = logits.copy()
-        rows[
-            : call.min_tokens - made, sorted(call.end_ids)
-        ] = -1e30  # finite: a probability of 0 without a warning
+        # -1e30 is finite, so it becomes a probability of 0 without a warning.
+        rows[: call.min_tokens - made, sorted(call.end_ids)] = -1e30
         return rows
 
     def _guarded(self, rows: list[_Row], work: Callable[[list[_Row]], None]) -> None:
-        """A forward or decision that fails ends the calls that took part, and the executor goes
-        on.
+        """Run a forward or a decision. If it fails, the calls that took part end with the error,
+        and the executor goes on.
         """
         try:
             work(rows)
@@ -375,7 +370,7 @@ class Executor:
         if row in self._active:
             self._active.remove(row)
         if row.slot is not None:
-            row.slot.free = True
+            row.slot.is_free = True
             self._cut(row.slot, min(len(row.slot.held), self._engine.length(row.slot.number)))
         self._tell(row, output)
 
@@ -389,15 +384,14 @@ class Executor:
         )
         try:
             row.on_output(output)
-        except Exception:  # a receiver that fails has nobody left to be told
+        except Exception:  # the receiver failed, so there is nobody to report the error to
             self.cancel(row.call.call_id)
 
 
-class _Judged(Coupled):
-    """Speculative sampling of drafts that came with their logits; without drafts, the race.
+class _GivenDraftLogits(Coupled):
+    """Speculative sampling of drafts that came with their logits. Without drafts, as `Coupled`.
 
-    The draws are keyed by seed and position, and independent of the noise that draft and target
-    race with.
+    The draws are keyed by seed and position, and independent of the noise of `Coupled`.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, draft_logits: Floats) -> None:
@@ -407,25 +401,23 @@ class _Judged(Coupled):
         self._draft_logits: Floats | None = draft_logits
 
     def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        given, self._draft_logits = self._draft_logits, None
-        if given is None or not drafts:
+        draft_logits, self._draft_logits = self._draft_logits, None
+        if draft_logits is None or not drafts:
             return super().decide(logits, position, drafts)
+        rows = [row[None].astype(logits.dtype) for row in draft_logits]
         draft_probs = [
-            normalised(
-                self._weights(given[None, index].astype(logits.dtype), drafts[:index], index)
-            )[0]
+            normalised(self._weights(rows[index], drafts[:index], index))[0]
             for index in range(len(drafts))
         ]
         target_probs = normalised(self._weights(logits, drafts, 0))
-        draws = random.Random(f"{self._seed} {position}")
-        return reject(
-            drafts, draft_probs, target_probs, [draws.random() for _ in range(len(drafts) + 1)]
-        )
+        generator = random.Random(f"{self._seed} {position}")
+        uniforms = [generator.random() for _ in range(len(drafts) + 1)]
+        return reject(drafts, draft_probs, target_probs, uniforms)
 
 
-def _common(held: Sequence[int], ids: Sequence[int]) -> int:
+def _common_length(held: Sequence[int], ids: Sequence[int]) -> int:
     """Length of the common beginning."""
-    for index, (one, other) in enumerate(zip(held, ids, strict=False)):
-        if one != other:
+    for index, (held_id, new_id) in enumerate(zip(held, ids, strict=False)):
+        if held_id != new_id:
             return index
     return min(len(held), len(ids))

@@ -1,5 +1,5 @@
-"""What can be served at all: refusals that need no engine to run, each with what would be
-accepted.
+"""What can be served at all. These checks refuse a request before any engine runs, and each message
+says what would be accepted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ __all__ = ["Limits", "check_engines", "check_prompt_length", "check_total_length
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """What a deployment can serve."""
+
     vocab_size: int
     max_input_len: int  # prompt tokens
     max_seq_len: int  # prompt and output together
     max_draft_len: int
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestError for what can never be served. Nothing is cut down to fit."""
+        """Raises RequestError if the request can never be served. Nothing is shortened to fit."""
         length, sampling = len(request.prompt_ids), request.sampling
         if length == 0:
             raise RequestError("the prompt is empty", hint="Send at least one token.")
@@ -46,13 +48,14 @@ class Limits:
             )
         if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(
-                f"top_k is {sampling.top_k} and top_p {sampling.top_p}; at least 0 (off), and in"
-                " (0, 1]"
+                f"top_k is {sampling.top_k} and top_p {sampling.top_p}; top_k has to be 0 (off) or"
+                " more, and top_p in (0, 1]"
             )
         if not max(abs(sampling.frequency_penalty), abs(sampling.presence_penalty)) <= MAX_PENALTY:
             raise RequestError(
                 f"frequency_penalty is {sampling.frequency_penalty} and presence_penalty"
-                f" {sampling.presence_penalty}; from {-MAX_PENALTY} to {MAX_PENALTY}"
+                f" {sampling.presence_penalty}; each has to be from {-MAX_PENALTY} to"
+                f" {MAX_PENALTY}"
             )
 
 
@@ -73,24 +76,24 @@ def check_total_length(
     *,
     unit: str = "prompt tokens",
 ) -> None:
-    """Raises RequestError where the tokens that are there and those asked for do not fit together.
+    """Raises RequestError if `length` tokens and max_tokens more exceed the context.
 
-    unit: what the message calls those that are there; an engine's call may hold output, too.
+    unit: what the message calls the `length` tokens; an engine's call may hold output, too.
     """
     if length + max_tokens > max_seq_len:
         raise RequestError(
-            f"{length} {unit} and max_tokens {max_tokens} exceed max_seq_len {max_seq_len}"
-            " together",
+            f"{length} {unit} and max_tokens {max_tokens} together exceed max_seq_len"
+            f" {max_seq_len}",
             hint=f"Ask for at most {max_seq_len - length} tokens.",
         )
 
 
 def check_engines(target: StepEngine, draft: StepEngine | None, max_draft_len: int) -> None:
-    """Raises UsageError for engines that cannot serve together."""
+    """Raises UsageError if the engines cannot serve together."""
     if max_draft_len and target.max_step_tokens <= max_draft_len:
         raise UsageError(
-            f"the target's engine takes {target.max_step_tokens} tokens at once, too few to verify"
-            f" {max_draft_len}",
+            f"the target's engine takes {target.max_step_tokens} tokens per step, too few to verify"
+            f" {max_draft_len} draft tokens",
             hint="Build it with this draft length, or lower speculation.max_draft_len.",
         )
     if draft is None:

@@ -1,5 +1,5 @@
-"""One request while it is served: its tokens, its slot, its rule, and what a verify step means
-for it.
+"""One request while it is served: its tokens, its slot, its accept rule, and what a verify step
+changes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ OnEvent = Callable[[TokenEvent], None]
 
 
 class Sequence:
-    """ids is prompt and output together. All of it but the last token stands in the target's
-    cache between steps.
+    """ids: prompt and output together. Between steps, the target's cache holds all of them but the
+    last.
     """
 
     def __init__(
@@ -48,44 +48,42 @@ class Sequence:
         self._eos = eos
         self._end = len(self.ids) + request.max_tokens
         self._draft_len = draft_len
-        self.load_limit = draft_len  # what the load allows in this step; the runtime sets it
+        self.load_limit = draft_len  # draft tokens the load allows; the runtime sets it each step
 
     @property
     def speculates(self) -> bool:
-        """A draft can be of use at all: the first token comes from prefill, and the last one of
-        a step is never drafted.
+        """Whether a draft can be of any use. The first token comes from prefill, and the last token
+        of a step is never a draft, so max_tokens has to be above 2.
         """
         return self._draft_len > 0 and self.request.max_tokens > 2
 
     def draft_room(self) -> int:
-        """Tokens to draft in this step: a step adds one token more than it keeps, and no token
-        beyond max_tokens is of use.
+        """How many tokens to draft in this step. A step adds one token more than it accepts, and
+        tokens beyond max_tokens are of no use.
         """
         return min(self._draft_len, self.load_limit, self._end - len(self.ids) - 1)
 
-    def take(self, kept: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
-        """Add the kept drafts and `token`, up to the first that ends the request. Returns what is
-        to be told, without stats.
+    def take(self, accepted: int, token: int, logits: Floats | None, now_ns: int) -> TokenEvent:
+        """Add the accepted drafts and `token`, up to the first that ends the request. Returns the
+        event for the client, without stats.
 
-        logits: the target's rows behind which the tokens stand, needed only where log-probabilities
-        are asked for.
+        logits: the target's rows that the tokens were chosen from; None unless log-probabilities
+        are requested.
         """
-        verified = len(self.ids) > len(
-            self.request.prompt_ids
-        )  # the first token comes from prefill
+        is_verify_step = len(self.ids) > len(self.request.prompt_ids)  # else: from prefill
         block = read_block(
-            self._text, [*self.drafts[:kept], token], self._end - len(self.ids), self._eos
+            self._text, [*self.drafts[:accepted], token], self._end - len(self.ids), self._eos
         )
         new, text = block.tokens, block.text
         reason: Reason | None = block.reason
         self.ids += new
         self.rule.note(new)
         self.tally.add_tokens(len(new), now_ns)
-        if verified:
-            self.tally.add_step(len(self.drafts), min(kept, len(new)))
+        if is_verify_step:
+            self.tally.add_step(len(self.drafts), min(accepted, len(new)))
         if logits is not None:
-            for index, each in enumerate(new):
-                self.tally.add_logprob(log_probability(logits[index], each))
+            for index, new_id in enumerate(new):
+                self.tally.add_logprob(log_probability(logits[index], new_id))
         if reason is not None:
             rest, reason = last_text(self._text, reason)
             text += rest
@@ -94,7 +92,7 @@ class Sequence:
         return TokenEvent(self.request.request_id, tuple(new), text, reason, self._text.stopped_by)
 
     def end(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
-        """The event of an end that no token brought: cancelled, deadline, error."""
+        """End the request without a new token (cancelled, deadline, error). Returns the event."""
         self.finish_reason = reason
         self.drafts.clear()
         return TokenEvent(

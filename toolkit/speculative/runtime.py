@@ -1,19 +1,21 @@
 """The speculative runtime: requests join and leave between steps, and every step gives each running
 request its next tokens.
 
-A step: end what was cancelled or is too late; give free slots to waiting requests; prefill a
-bounded number of prompt tokens; then one verify step for all that run. In it the draft proposes,
-the target looks at all proposals in one forward, each request keeps what its own rule allows and
-gets one token more, and both caches are cut back to what was kept. A request that decodes plainly
-takes the same way with no drafts: its row of the forward is one token wide, and the draft is not
-touched for it.
+A step has four parts. It ends the requests that are cancelled or past their deadline, gives free
+slots to waiting requests, prefills a bounded number of prompt tokens, and runs one verify step for
+all running requests. In a verify step the draft proposes tokens, the target verifies all of them in
+one forward, each request accepts what its own rule allows and gets one token more, and both caches
+are cut back to the accepted tokens. A request that decodes plainly goes the same way without
+drafts: its row of the forward is one token wide, and the draft does not run for it.
 
-What a request gets does not depend on who else is in the batch: rows are independent, every request
-draws from its own generator, and prompts are prefilled one by one in chunks that start at fixed
-places. (Forwards of other shapes may round differently; in float64 that decides nothing.)
+The output of a request does not depend on the other requests in the batch: rows are independent,
+every request draws from its own generator, and prompts are prefilled one by one in chunks that
+start at fixed positions. (Forwards of other shapes may round differently; in float64 that changes
+no token.)
 
-Threads: submit, cancel and counters may be called from anywhere. Steps are taken by one thread at a
-time, in `run`, or by `generate` where nothing runs. Events are delivered on the stepping thread.
+Threads: submit, cancel and counters may be called from anywhere. One thread at a time takes the
+steps: the one in `run`, or `generate` itself if none is. Events are delivered on the stepping
+thread.
 """
 
 from __future__ import annotations
@@ -43,25 +45,29 @@ from toolkit.words import AcceptanceChoice, FinishReason, RuntimeRule
 
 __all__ = ["QueueFull", "RuntimeSettings", "SpeculativeRuntime"]
 
-NOT_FINITE = "the target's logits are not finite; its weights are damaged or its dtype overflows"
-# how long an idle `run` sleeps before it looks at its stop event again; a submit wakes it at once
+NOT_FINITE_MESSAGE = (
+    "the target's logits are not finite; its weights are damaged or its dtype overflows"
+)
+# How long an idle `run` sleeps before it looks at its stop event again. A submit wakes it at once.
 IDLE_S = 0.1
 
 
 class QueueFull(RequestError):
-    """Overload: the request was refused and may be sent again later."""
+    """Overload: the request is refused, and may be sent again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
-    """max_draft_len 0: plain decoding only. acceptance (auto | rejection | coupled | sample_match)
-    holds where a request states none, and so does draft_len_schedule: (running requests, draft
-    length) pairs, each holding from that many requests on.
+    """max_draft_len 0: plain decoding only.
+
+    acceptance (auto | rejection | coupled | sample_match) and draft_len_schedule are defaults for
+    requests that state no rule or no draft length of their own. The schedule holds (running
+    requests, draft length) pairs; each applies from that many requests on.
     """
 
     max_draft_len: int
     acceptance: AcceptanceChoice = "auto"
-    max_queue_size: int = 256  # requests waiting for a slot; beyond it they are refused
+    max_queue_size: int = 256  # requests that may wait for a slot; more are refused
     eos_token_ids: tuple[int, ...] = ()
     draft_len_schedule: tuple[tuple[int, int], ...] = ()
     max_input_len: int | None = None  # None: as long as the target's context allows
@@ -81,8 +87,8 @@ class SpeculativeRuntime:
         drafter: Drafter | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """drafter: another source of drafts than the draft engine. clock: monotonic nanoseconds.
-        Raises UsageError.
+        """drafter: a source of drafts to use instead of the draft engine. clock: monotonic
+        nanoseconds. Raises UsageError if the engines cannot serve together.
         """
         check_engines(target, draft, settings.max_draft_len)
         self.codec = codec
@@ -118,19 +124,19 @@ class SpeculativeRuntime:
     # From any thread.
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> None:
-        """Queue a request; on_event is called on the stepping thread, the last time with a
+        """Queue a request. on_event is called on the stepping thread; the last event has a
         finish_reason.
 
-        Raises RequestError for what can never be served, and QueueFull at overload. Nothing is cut
-        down to fit: a request whose prompt and max_tokens together exceed the context is refused.
+        Raises RequestError if the request can never be served, and QueueFull at overload. Nothing
+        is shortened to fit: a request whose prompt and max_tokens together exceed the context is
+        refused.
         """
         self._limits.check(request)
+        make_rule = self._rules[choose_rule(request, self.settings.acceptance)]
         sequence = Sequence(
             request,
             on_event,
-            rule=self._rules[choose_rule(request, self.settings.acceptance)](
-                request.sampling, self.vocab_size
-            ),
+            rule=make_rule(request.sampling, self.vocab_size),
             text=self.codec.stream(request.prompt_ids, request.stop),
             eos=self._eos,
             draft_len=self._max_draft_len if request.draft_len is None else request.draft_len,
@@ -144,17 +150,17 @@ class SpeculativeRuntime:
                     f"request id {request.request_id!r} is already being served",
                     hint="Send another id.",
                 )
-            most = self._target.max_batch_size + self.settings.max_queue_size
-            if len(self._open) >= most:
+            max_open = self._target.max_batch_size + self.settings.max_queue_size
+            if len(self._open) >= max_open:
                 raise QueueFull(
-                    f"{most} requests are being served or waiting", hint="Send it again later."
+                    f"{max_open} requests are being served or waiting", hint="Send it again later."
                 )
             self._open[request.request_id] = sequence
             self._waiting.append(sequence)
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; no effect on one that is unknown or has ended."""
+        """End a request before the next step. Does nothing for an unknown or ended request."""
         with self._lock:
             if request_id in self._open:
                 self._cancelled.add(request_id)
@@ -166,9 +172,9 @@ class SpeculativeRuntime:
             return self._totals.snapshot(active=len(self._open) - queued, queued=queued)
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Serve one request and yield its events; takes the steps itself where no `run` is at work.
+        """Serve one request and yield its events. Takes the steps itself if no thread is in `run`.
 
-        Leaving the iterator early cancels the request. Raises as submit does, at the first `next`.
+        Leaving the iterator early cancels the request. The first `next` raises what submit raises.
         """
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         self.submit(request, events.put)
@@ -193,8 +199,8 @@ class SpeculativeRuntime:
     # The stepping thread.
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set; sleeps while there is nothing to do. What is open then stays
-        open: see close().
+        """Step until `stop` is set, and sleep while there is nothing to do. Requests that are open
+        then stay open: see close().
         """
         self._runner = threading.current_thread()
         try:
@@ -220,7 +226,7 @@ class SpeculativeRuntime:
             return True
 
     def close(self) -> None:
-        """End whatever is open as cancelled and refuse what comes later. Call it once `run` has
+        """End all open requests as cancelled and refuse later ones. Call it after `run` has
         returned.
         """
         with self._lock:
@@ -230,7 +236,7 @@ class SpeculativeRuntime:
             self._end_overdue()
 
     def _end_overdue(self) -> None:
-        """Cancelled requests and those past their deadline, wherever they stand."""
+        """End cancelled requests and those past their deadline, waiting or running."""
         with self._lock:
             if not self._open:
                 return
@@ -257,24 +263,24 @@ class SpeculativeRuntime:
         """Feed prompts in the order they came, in whole chunks, until the step's allowance of
         tokens is spent.
 
-        That is one forward's worth while most slots decode, so that a long prompt stalls them by a
-        chunk per step at most, and more where those that wait for their first token outnumber those
-        that would be stalled.
+        The allowance is one chunk while most slots decode, so a long prompt delays them by at most
+        one chunk per step. It is larger when more requests wait for their first token than would be
+        delayed.
         """
         chunk_len = self._target.max_step_tokens
-        left = chunk_len * max(1, len(self._prefilling) - len(self._running))
-        while self._prefilling and left > 0:
+        tokens_left = chunk_len * max(1, len(self._prefilling) - len(self._running))
+        while self._prefilling and tokens_left > 0:
             sequence = self._prefilling[0]
             chunk = sequence.ids[sequence.prefilled : sequence.prefilled + chunk_len]
-            left -= len(chunk)
+            tokens_left -= len(chunk)
             try:
                 logits = self._target.forward([sequence.slot], token_rows([chunk]), last_only=True)
                 sequence.prefilled += len(chunk)
                 prompt = sequence.ids[: sequence.prefilled]
                 if len(prompt) == len(sequence.ids):
                     self._begin(sequence, logits)
-                # The draft reads behind the target, so that the first token waits for the target
-                # alone.
+                # The draft reads the prompt after the target, so that the first token waits only
+                # for the target.
                 if (
                     sequence.finish_reason is None
                     and sequence.speculates
@@ -285,10 +291,10 @@ class SpeculativeRuntime:
                 self._fail([sequence], error)
 
     def _begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """The first token, from the last logits of the prompt."""
+        """Choose the first token, from the last logits of the prompt."""
         host = to_host(logits)[0]  # [1, vocab]
         if not math.isfinite(float(host.max())):
-            raise ValueError(NOT_FINITE)
+            raise ValueError(NOT_FINITE_MESSAGE)
         _, token = sequence.rule.decide(host, len(sequence.ids), [])
         event = sequence.take(
             0, token, host if sequence.request.cumulative_logprob else None, self._clock()
@@ -316,30 +322,31 @@ class SpeculativeRuntime:
             self._drafter.propose(speculating)
         drafted = self._clock()
         width = 1 + max(len(row.drafts) for row in rows)
-        # A row with fewer drafts is padded with a token that is in range; what follows a row's last
-        # draft is cut off again.
+        # Rows with fewer drafts are padded with any valid token; the cache is cut back to each
+        # row's own tokens afterwards.
         tokens = token_rows(
             [[row.ids[-1], *row.drafts, *[0] * (width - 1 - len(row.drafts))] for row in rows]
         )
         logits = self._target.forward([row.slot for row in rows], tokens)  # [rows, width, vocab]
         verified = self._clock()
 
-        choices = argmax(logits) if any(row.rule.by_argmax for row in rows) else []
-        # On the CPU this is a view; on a GPU a copy, which greedy decoding does without.
-        on_host = not logits.is_cuda or any(
-            not row.rule.by_argmax or row.request.cumulative_logprob for row in rows
+        choices = argmax(logits) if any(row.rule.is_argmax for row in rows) else []
+        # On the CPU this is a view. On a GPU it is a copy, which greedy decoding does not need.
+        needs_host = not logits.is_cuda or any(
+            not row.rule.is_argmax or row.request.cumulative_logprob for row in rows
         )
-        host = to_host(logits) if on_host else None
+        host = to_host(logits) if needs_host else None
         slots, lengths, outcomes = [], [], []
         for index, row in enumerate(rows):
             before, count = len(row.ids), len(row.drafts)
-            own = None if host is None else host[index, : count + 1]
+            row_logits = None if host is None else host[index, : count + 1]
             try:
-                kept, token = _decide(row, own, choices[index] if choices else [])
-            except Exception as error:  # of this request's numbers alone
+                accepted, token = _decide(row, row_logits, choices[index] if choices else [])
+            except Exception as error:  # only this request's logits are at fault
                 self._fail([row], error)
                 continue
-            event = row.take(kept, token, own if row.request.cumulative_logprob else None, verified)
+            scored_logits = row_logits if row.request.cumulative_logprob else None
+            event = row.take(accepted, token, scored_logits, verified)
             outcomes.append((row, event))
             if row.finish_reason is None:
                 length = len(row.ids) - 1  # the newest token is fed by the next step
@@ -357,8 +364,8 @@ class SpeculativeRuntime:
             self._deliver(row, event)
 
     def _limit_by_load(self, rows: list[Sequence]) -> None:
-        """What the schedule says for so many requests. A draft that was left behind catches up
-        when it is asked again.
+        """Apply the schedule's draft length for this many requests. A draft that skipped some steps
+        catches up when it is used again.
         """
         if not self.settings.draft_len_schedule:
             return
@@ -372,8 +379,8 @@ class SpeculativeRuntime:
     # The ends of a request.
 
     def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Tell the client. With the last event the slot is free already, so that whoever hears
-        it finds room.
+        """Send an event to the client. The slot is freed before the last event, so a client that
+        reacts to it finds room.
         """
         if sequence.finish_reason is not None:
             event = dataclasses.replace(event, stats=sequence.tally.stats())
@@ -383,7 +390,7 @@ class SpeculativeRuntime:
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
         try:
             sequence.on_event(event)
-        except Exception as error:  # a client's own fault ends its request and nobody else's
+        except Exception as error:  # a fault of the receiver ends its own request only
             if sequence.finish_reason is None:
                 self._release(
                     sequence, sequence.end("error", f"the receiver of the events failed: {error!r}")
@@ -395,15 +402,13 @@ class SpeculativeRuntime:
         self._tell(sequence, event)
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
-        """A forward or a decision failed: the requests that took part end with it, and the
-        runtime goes on.
-        """
+        """End the requests that took part in a failed forward or decision. The runtime goes on."""
         for sequence in sequences:
             if self._open.get(sequence.request.request_id) is sequence:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}")
 
     def _release(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Forget a request that has ended: queue, slot and both caches."""
+        """Remove an ended request from the queue, and free its slot in both caches."""
         request_id = sequence.request.request_id
         with self._lock:
             self._open.pop(request_id, None)
@@ -425,15 +430,17 @@ class SpeculativeRuntime:
         heapq.heappush(self._free_slots, slot)
 
 
-def _decide(row: Sequence, own: Floats | None, choices: list[int]) -> tuple[int, int]:
-    """(kept drafts, next token) of one request. own: the target's logits behind the output and each
-    draft, where they are at hand; choices: the best token of each row. Raises ValueError for logits
-    that are not finite.
+def _decide(row: Sequence, logits: Floats | None, choices: list[int]) -> tuple[int, int]:
+    """Return (accepted drafts, next token) of one request.
+
+    logits [drafts + 1, vocab]: the target's, after the output and after each draft; None if they
+    are not on the host. choices: the most likely token of each of these rows. Raises ValueError for
+    logits that are not finite.
     """
-    if row.rule.by_argmax or own is None:
-        kept, token = match(row.drafts, choices.__getitem__)
+    if row.rule.is_argmax or logits is None:
+        accepted, token = match(row.drafts, choices.__getitem__)
     else:
-        kept, token = row.rule.decide(own, len(row.ids), row.drafts)
-    if own is not None and not math.isfinite(float(own[kept, token])):
-        raise ValueError(NOT_FINITE)
-    return kept, token
+        accepted, token = row.rule.decide(logits, len(row.ids), row.drafts)
+    if logits is not None and not math.isfinite(float(logits[accepted, token])):
+        raise ValueError(NOT_FINITE_MESSAGE)
+    return accepted, token

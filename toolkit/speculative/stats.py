@@ -1,4 +1,4 @@
-"""What is counted: per request while it runs, and over the life of the runtime."""
+"""Counters: of each request while it runs, and of the runtime since it started."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ __all__ = ["RuntimeCounters", "Tally", "Totals"]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeCounters:
-    """The runtime at one moment. requests: finish_reason -> finished requests; all but active and
-    queued only ever grow.
+    """The runtime at one moment. requests: finish_reason -> number of finished requests. All
+    counters but active and queued only grow.
 
-    draft_ns, verify_ns and host_ns split the time of the verify steps, each step counted once
-    however many requests shared it.
+    draft_ns, verify_ns and host_ns together are the time of the verify steps. Each step counts
+    once, however many requests shared it.
     """
 
     requests: dict[str, int]
     prompt_tokens: int
     output_tokens: int
-    verify_steps: (
-        int  # as requests count them: a step that served three requests counts three times
-    )
+    verify_steps: int  # counted per request: a step that served three requests counts three times
     drafted: int
     accepted: int
     steps: int  # target forwards after prefill
@@ -37,7 +35,7 @@ class RuntimeCounters:
 
 @dataclass(slots=True)
 class Totals:
-    """The growing part of RuntimeCounters; finished requests are added whole."""
+    """The growing part of RuntimeCounters. A request is added when it has finished."""
 
     requests: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -105,8 +103,8 @@ class Tally:
         self._output_tokens += count
 
     def add_step(self, drafted: int, accepted: int) -> None:
-        """One verify step; accepted counts the draft tokens that became output, so one cut off
-        behind EOS is not among them.
+        """Add one verify step. accepted: draft tokens that became output, so a draft that was
+        dropped after EOS does not count.
         """
         self._verify_steps += 1
         for position in range(drafted):
