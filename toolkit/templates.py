@@ -1,8 +1,9 @@
-"""Texts that people review are Jinja2 templates: files in the folder `templates` beside the module
-that renders them.
+"""Renders Jinja2 templates. Texts that people review are such templates: they lie in the folder
+`templates` beside the module that renders them.
 
-What comes from a configuration passes a filter where it stands: `words` for a shell's command,
-`yaml` for a scalar. In templates named `*.html.j2` every value is escaped unless it says `safe`.
+A value from a configuration goes through a filter where the template uses it: `words` in a shell
+command, `yaml` as a YAML scalar. In templates named `*.html.j2` every value is escaped, unless it
+has the filter `safe`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["render_template"]
 
-FOLDER = "templates"
+TEMPLATES_FOLDER = "templates"
 
 
 def render_template(module_file: str, name: str, **values: Any) -> str:
     """The text of a module's template: `render_template(__file__, "launch.sh.j2", image=image)`.
 
-    Raises jinja2.UndefinedError where the template uses a name that is not among the values.
+    Raises jinja2.UndefinedError if the template uses a name that is not among the values.
     """
-    return _environment(Path(module_file).parent / FOLDER).get_template(name).render(values)
+    return (
+        _environment(Path(module_file).parent / TEMPLATES_FOLDER).get_template(name).render(values)
+    )
 
 
 @cache
 def _environment(folder: Path) -> Environment:
-    import jinja2  # here, since `toolkit plan` comes by and renders nothing
+    import jinja2  # imported here because `toolkit plan` loads this module and renders nothing
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -52,7 +55,7 @@ def _is_html(name: str | None) -> bool:
 
 
 def _escaped(context: EvalContext, value: Any) -> Any:
-    """As `html.escape` does it everywhere else; Jinja2's own would write quotes in another way."""
+    """Escape as `html.escape` does elsewhere. Jinja2's own escape writes quotes differently."""
     from markupsafe import Markup
 
     if not context.autoescape or hasattr(value, "__html__"):
@@ -61,8 +64,8 @@ def _escaped(context: EvalContext, value: Any) -> Any:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Text on one line, in quotes where YAML would read something else: `null` is a name that a
-    deployment may have.
+    """The value on one line, in quotes if YAML would read something else. A deployment may be named
+    `null`, for example.
     """
     import yaml
 
