@@ -243,14 +243,14 @@ class Servers:
 
 def _launch_of(deployment: Deployment) -> Launch:
     """What launch.sh does in the container, for a repository that lies elsewhere."""
-    from toolkit.triton.package.deploy import started_here
+    from toolkit.triton.package.deploy import local_launch_command
     from toolkit.triton.process.server import Workspace, launch_command
 
     def launch(
         repository: Path, workspace: Workspace, config: TritonConfig
     ) -> tuple[list[str], dict[str, str]]:
         command, environment = launch_command(repository, workspace, config)
-        command, more = started_here(deployment, command)
+        command, more = local_launch_command(deployment, command)
         return command, {**environment, **more}
 
     return launch

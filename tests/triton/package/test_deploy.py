@@ -1,5 +1,5 @@
-"""Launch files: the words of TensorRT-LLM's launcher, and manifests that the schemas of
-Kubernetes and Compose allow.
+"""Launch files: the commands use the words of TensorRT-LLM's launcher, and the schemas of
+Kubernetes and Compose allow the manifests.
 """
 
 from __future__ import annotations
@@ -21,49 +21,46 @@ from toolkit.triton.package.deploy import (
     Deployment,
     docker_run,
     launch_script,
+    local_launch_command,
     slurm_script,
-    started_here,
     write,
 )
 
-DNS = re.compile(
-    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
-)  # of a Service and of a LeaderWorkerSet's own one: RFC 1035
+# Names of a Service, and of the Service that a LeaderWorkerSet makes: RFC 1035.
+DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def deployment(**changes: Any) -> Deployment:
     return Deployment(**{"name": "Llama_70b", "layout": "bls", "version": "1.2.1", **changes})
 
 
-def compose(asked: Deployment) -> dict[str, Any]:
-    read: dict[str, Any] = yaml.safe_load(deploy.compose(asked))
-    return read
+def compose(of: Deployment) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(deploy.compose(of))
+    return content
 
 
-def kubernetes(asked: Deployment) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(deploy.kubernetes(asked)))
+def kubernetes(of: Deployment) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(deploy.kubernetes(of)))
 
 
-def leader_worker_set(asked: Deployment) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(deploy.leader_worker_set(asked)))
+def leader_worker_set(of: Deployment) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(deploy.leader_worker_set(of)))
 
 
-KUBERNETES = (
-    "1.29",
-    "1.37",
-)  # the API server's own published schemas, strict: unknown fields are refused
+# The API server's own published schemas. They are strict: unknown fields are refused.
+KUBERNETES_VERSIONS = ("1.29", "1.37")
 
 
-# LeaderWorkerSet is a custom resource. Its v1: field -> its schema; `!` marks a required one. From
-# kubernetes-sigs/lws: config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml (103a98aa, an
-# early one with v1) and api/leaderworkerset/v1/leaderworkerset_types.go (024af084, a late one).
-# Only what both take is here: of restart policies the early one has Default, its default, which the
-# late one calls None. Pods are plain Kubernetes ones.
-def number(value: Any) -> bool:
+# LeaderWorkerSet is a custom resource. This is its v1: field -> schema; `!` marks a required field.
+# Source: kubernetes-sigs/lws, config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml
+# (103a98aa, an early version with v1) and api/leaderworkerset/v1/leaderworkerset_types.go
+# (024af084, a late one). Only what both accept is listed here: the early version has the restart
+# policy Default, which the late one calls None. Pods are plain Kubernetes pods.
+def is_positive_int32(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def pod(value: Any) -> bool:
+def is_pod(value: Any) -> bool:
     conforms(
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": value}
     )
@@ -71,35 +68,37 @@ def pod(value: Any) -> bool:
 
 
 LEADER_WORKER_SET: dict[str, Any] = {
-    "replicas": number,
+    "replicas": is_positive_int32,
     "startupPolicy": lambda value: value in ("LeaderCreated", "LeaderReady"),
     "networkConfig": {"subdomainPolicy!": lambda value: value in ("Shared", "UniquePerReplica")},
     "rolloutStrategy": {"type!": lambda value: value == "RollingUpdate"},
     "leaderWorkerTemplate!": {
-        "size": number,
-        "restartPolicy!": lambda value: (
-            value == "RecreateGroupOnPodRestart"
-        ),  # stated: defaults differ
-        "leaderTemplate": pod,
-        "workerTemplate!": pod,
+        "size": is_positive_int32,
+        # It has to be stated, since the defaults of the two versions differ.
+        "restartPolicy!": lambda value: value == "RecreateGroupOnPodRestart",
+        "leaderTemplate": is_pod,
+        "workerTemplate!": is_pod,
     },
 }
 
 
 def conforms(manifest: dict[str, Any]) -> None:
-    for version in KUBERNETES:
+    for version in KUBERNETES_VERSIONS:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def check(value: Any, schema: Any, where: str) -> None:
     if isinstance(schema, dict):
         assert isinstance(value, dict), where
-        known = {key.rstrip("!"): (each, key.endswith("!")) for key, each in schema.items()}
-        assert set(value) <= set(known), f"{where}: {set(value) - set(known)}"
-        for key, (each, required) in known.items():
-            assert key in value or not required, f"{where}.{key} is missing"
+        fields = {
+            key.rstrip("!"): (field_schema, key.endswith("!"))
+            for key, field_schema in schema.items()
+        }
+        assert set(value) <= set(fields), f"{where}: {set(value) - set(fields)}"
+        for key, (field_schema, is_required) in fields.items():
+            assert key in value or not is_required, f"{where}.{key} is missing"
             if key in value:
-                check(value[key], each, f"{where}.{key}")
+                check(value[key], field_schema, f"{where}.{key}")
     elif isinstance(schema, list):
         assert isinstance(value, list), where
         assert value, where
@@ -111,7 +110,7 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 def check_manifests(manifests: list[dict[str, Any]]) -> None:
     for manifest in manifests:
-        assert DNS.fullmatch(manifest["metadata"]["name"])
+        assert DNS_LABEL.fullmatch(manifest["metadata"]["name"])
         if manifest["kind"] == "LeaderWorkerSet":
             assert manifest["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
             check(manifest["spec"], LEADER_WORKER_SET, "spec")
@@ -120,23 +119,25 @@ def check_manifests(manifests: list[dict[str, Any]]) -> None:
 
 
 def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
+    templates = []
     for manifest in manifests:
         spec = manifest["spec"]
-        found += [spec["template"]] if "template" in spec else []
-        inner = spec.get("leaderWorkerTemplate", {})
-        found += [inner[key] for key in ("leaderTemplate", "workerTemplate") if key in inner]
-    return found
+        templates += [spec["template"]] if "template" in spec else []
+        group = spec.get("leaderWorkerTemplate", {})
+        templates += [group[key] for key in ("leaderTemplate", "workerTemplate") if key in group]
+    return templates
 
 
 def check_references(manifests: list[dict[str, Any]]) -> None:
-    """What a name points at is there: volumes, ports of probes and services, pods of selectors."""
+    """Every name refers to something that exists: volumes, ports of probes and services, pods of
+    selectors.
+    """
     templates = pods(manifests)
     for template in templates:
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
         for container in template["spec"]["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-            ports = {each["name"] for each in container["ports"]}
+            ports = {port["name"] for port in container["ports"]}
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 target = container.get(probe, {}).get("httpGet")
                 assert target is None or target["port"] in ports
@@ -150,11 +151,11 @@ def check_references(manifests: list[dict[str, Any]]) -> None:
             ]
             assert len(chosen) == 1
             ports = {
-                each["name"]
+                port["name"]
                 for container in chosen[0]["spec"]["containers"]
-                for each in container["ports"]
+                for port in container["ports"]
             }
-            assert {each["targetPort"] for each in spec["ports"]} <= ports
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
         if manifest["kind"] == "Deployment":
             assert (
                 spec["selector"]["matchLabels"].items()
@@ -167,8 +168,8 @@ def check_references(manifests: list[dict[str, Any]]) -> None:
 def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(
     layout: str, world_size: int
 ) -> None:
-    asked = deployment(layout=layout, world_size=world_size)
-    manifests = kubernetes(asked)
+    requested = deployment(layout=layout, world_size=world_size)
+    manifests = kubernetes(requested)
     check_manifests(manifests)
     check_references(manifests)
     (container,) = manifests[0]["spec"]["template"]["spec"]["containers"]
@@ -176,7 +177,7 @@ def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(
     assert container["image"] == "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
     entry = "tensorrt_llm_bls" if layout == "bls" else "tensorrt_llm"
     assert container["readinessProbe"]["httpGet"]["path"] == f"/v2/models/{entry}/ready"
-    service = compose(asked)["services"]["llama-70b"]
+    service = compose(requested)["services"]["llama-70b"]
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == world_size
     assert service["shm_size"] == 4 * 2**30 * world_size
     assert all(published.startswith("127.0.0.1:") for published in service["ports"])
@@ -184,8 +185,8 @@ def test_one_node_is_a_deployment_with_probes_gpus_and_shared_memory(
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
 def test_several_nodes_are_a_leader_and_workers(layout: str) -> None:
-    asked = deployment(layout=layout, world_size=16)
-    manifests = leader_worker_set(asked)
+    requested = deployment(layout=layout, world_size=16)
+    manifests = leader_worker_set(requested)
     check_manifests(manifests)
     check_references(manifests)
     assert manifests[0]["spec"]["leaderWorkerTemplate"]["size"] == 2
@@ -195,28 +196,28 @@ def test_several_nodes_are_a_leader_and_workers(layout: str) -> None:
 
 
 def test_a_name_that_begins_with_a_digit_becomes_one_that_a_service_may_have() -> None:
-    asked = deployment(name="70b.Llama", world_size=16)
-    assert asked.resource_name == "triton-70b-llama"
-    check_manifests(kubernetes(asked))
-    check_manifests(leader_worker_set(asked))
+    requested = deployment(name="70b.Llama", world_size=16)
+    assert requested.resource_name == "triton-70b-llama"
+    check_manifests(kubernetes(requested))
+    check_manifests(leader_worker_set(requested))
 
 
 @pytest.mark.parametrize(
     "name", ["null", "Yes", "off", "~", "a: b #c", "$(id)`id`'\"", "70b", "_", "a" * 60]
 )
 def test_a_name_is_never_more_than_a_name(name: str) -> None:
-    """To YAML, which reads some words as something else, and to a shell."""
-    asked = deployment(name=name)
-    assert list(compose(asked)["services"]) == [asked.resource_name]
-    assert kubernetes(asked)[1]["spec"]["selector"] == {"app": asked.resource_name}
-    check_manifests(kubernetes(asked))
+    """Neither to YAML, which reads some words as something else, nor to a shell."""
+    requested = deployment(name=name)
+    assert list(compose(requested)["services"]) == [requested.resource_name]
+    assert kubernetes(requested)[1]["spec"]["selector"] == {"app": requested.resource_name}
+    check_manifests(kubernetes(requested))
     several = deployment(name=name, world_size=16)
     check_manifests(leader_worker_set(several))
     assert f"#SBATCH --job-name={several.resource_name}\n" in slurm_script(several)
 
 
 def test_the_leader_s_probe_outlives_its_wait_for_workers() -> None:
-    """Else it would be killed while the workers' image is pulled, and the group with it."""
+    """Otherwise it would be killed while the workers pull their image, and the group with it."""
     (leader,) = pods(leader_worker_set(deployment(world_size=16)))[0]["spec"]["containers"]
     (alone,) = pods(kubernetes(deployment()))[0]["spec"]["containers"]
     seconds = [
@@ -230,7 +231,7 @@ def test_the_leader_s_probe_outlives_its_wait_for_workers() -> None:
     assert seconds[0] - seconds[1] == tries * pause
 
 
-def test_the_check_finds_what_kubernetes_would_refuse() -> None:
+def test_the_check_detects_what_kubernetes_would_refuse() -> None:
     manifests = kubernetes(deployment())
     manifests[0]["spec"]["template"]["spec"]["containers"][0]["image_pull_policy"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError, match="image_pull_policy"):
@@ -248,7 +249,7 @@ def test_the_check_finds_what_kubernetes_would_refuse() -> None:
 
 
 def commands(script: str) -> list[list[str]]:
-    """The ranks that mpirun starts."""
+    """The command of each rank that mpirun starts."""
     words = shlex.split(script[script.index("exec mpirun") :].replace("\\\n", " "))
     ranks: list[list[str]] = [[]]
     for word in words:
@@ -258,9 +259,9 @@ def commands(script: str) -> list[list[str]]:
             ranks[-1].append(word)
     starts = [rank.index("-n") + 1 for rank in ranks]
     return [
-        without_exports(rank[at + 1 :])
-        for rank, at in zip(ranks, starts, strict=True)
-        for _ in range(int(rank[at]))
+        without_exports(rank[start + 1 :])
+        for rank, start in zip(ranks, starts, strict=True)
+        for _ in range(int(rank[start]))
     ]
 
 
@@ -271,9 +272,7 @@ def without_exports(rank: list[str]) -> list[str]:
 def run_on_nodes(
     folder: Path, script: str, *, ssh: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """launch.sh with programs of its own in the place of ssh, sleep and mpirun, and its files in
-    `folder`.
-    """
+    """Run launch.sh with stand-ins for ssh, sleep and mpirun, and with its files in `folder`."""
     programs = {
         "ssh": ssh,
         "sleep": "exit 0",
@@ -292,10 +291,13 @@ def run_on_nodes(
 
 
 def test_the_leader_waits_for_its_workers_and_gives_each_its_ranks(tmp_path: Path) -> None:
-    answers_at_last = f'echo x >> {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" -gt 3 ]'
+    answers_at_fourth_try = f'echo x >> {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" -gt 3 ]'
     script = launch_script(deployment(world_size=24, gpus_per_node=8))
     done = run_on_nodes(
-        tmp_path, script, ssh=answers_at_last, LWS_LEADER_ADDRESS="llama-70b-0.llama-70b.default"
+        tmp_path,
+        script,
+        ssh=answers_at_fourth_try,
+        LWS_LEADER_ADDRESS="llama-70b-0.llama-70b.default",
     )
     assert done.returncode == 0, done.stderr
     hosts = [line.split() for line in done.stdout.splitlines()[:3]]
@@ -305,9 +307,8 @@ def test_the_leader_waits_for_its_workers_and_gives_each_its_ranks(tmp_path: Pat
         "llama-70b-0-2.llama-70b.default",
     ]
     assert hosts == [[names[0], "slots=17"], [names[1], "slots=16"], [names[2], "slots=16"]]
-    assert (
-        len((tmp_path / "calls").read_text().split()) == 3 + 2
-    )  # the first worker at its fourth try, then the second
+    # The first worker answers at its fourth try, then the second at once.
+    assert len((tmp_path / "calls").read_text().split()) == 3 + 2
     assert "--hostfile" in done.stdout
 
 
@@ -319,7 +320,7 @@ def test_a_worker_that_never_answers_is_named(tmp_path: Path) -> None:
     assert "--hostfile" not in done.stdout
 
 
-def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_hosts_may_be_listed_in_a_file(tmp_path: Path) -> None:
     script = launch_script(deployment(layout="llmapi", world_size=16))
     assert run_on_nodes(tmp_path, script, ssh="exit 0").returncode == 2
     (tmp_path / "hosts").write_text("# two machines\nfirst slots=4\n\nsecond\n")
@@ -330,8 +331,8 @@ def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
 
 
 def test_ranks_on_other_nodes_have_the_container_s_paths() -> None:
-    """What sshd starts has a bare environment, and what mpirun is told before the first rank
-    holds for that rank alone.
+    """sshd starts ranks with a bare environment, and mpirun's options before the first rank hold
+    for that rank alone. So every rank needs them.
     """
     for layout in ("bls", "llmapi"):
         script = launch_script(deployment(layout=layout, world_size=16))
@@ -364,8 +365,8 @@ def test_two_engines_on_one_node_are_orchestrated_and_spawn_their_ranks() -> Non
 
 
 def test_two_engines_on_two_nodes_have_a_rank_each_and_an_orchestrator() -> None:
-    asked = deployment(world_size=16)
-    script = launch_script(asked)
+    requested = deployment(world_size=16)
+    script = launch_script(requested)
     assert "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0\n" in script
     ranks = commands(script)
     assert len(ranks) == 33  # the orchestrator, 16 of the target, 16 of the draft
@@ -374,21 +375,23 @@ def test_two_engines_on_two_nodes_have_a_rank_each_and_an_orchestrator() -> None
         {"--load-model=tensorrt_llm", "--load-model=tensorrt_llm_draft"} <= set(rank)
         for rank in ranks[1:]
     )
-    tasks = slurm_script(asked)
+    tasks = slurm_script(requested)
     assert "#SBATCH --ntasks=33" in tasks
     assert "\n32 /opt/tritonserver/bin/tritonserver" in tasks
 
 
 def test_the_pytorch_flow_is_launched_by_its_own_wrapper_on_several_nodes() -> None:
-    asked = deployment(layout="llmapi", world_size=16)
-    assert commands(launch_script(asked)) == [commands(launch_script(asked))[0]] * 16
-    assert commands(launch_script(asked))[0][0] == "trtllm-llmapi-launch"
-    assert "-n 16 " in launch_script(asked)  # all run the same
+    requested = deployment(layout="llmapi", world_size=16)
+    assert commands(launch_script(requested)) == [commands(launch_script(requested))[0]] * 16
+    assert commands(launch_script(requested))[0][0] == "trtllm-llmapi-launch"
+    assert "-n 16 " in launch_script(requested)  # all run the same
     # NVIDIA/enroot src/docker.sh: [USER@][REGISTRY#]IMAGE[:TAG]; without # it asks Docker's own
     # registry.
     image = "nvcr.io#nvidia/tritonserver:26.07-trtllm-python-py3"
-    assert f"srun --mpi=pmix --container-image={image} --container-mounts" in slurm_script(asked)
-    assert "TRTLLM_ORCHESTRATOR" not in launch_script(asked)
+    assert f"srun --mpi=pmix --container-image={image} --container-mounts" in slurm_script(
+        requested
+    )
+    assert "TRTLLM_ORCHESTRATOR" not in launch_script(requested)
     one_node = launch_script(deployment(layout="llmapi", world_size=8))
     assert "mpirun" not in one_node  # the runtime starts its ranks itself
     assert "--model-repository=/models " in one_node
@@ -440,14 +443,14 @@ def test_a_version_without_a_container_is_refused() -> None:
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
 def test_a_build_starts_one_node_as_its_script_does(layout: str) -> None:
     script = launch_script(deployment(layout=layout, world_size=2))
-    command, environment = started_here(
+    command, environment = local_launch_command(
         deployment(layout=layout, world_size=2), ["tritonserver", "--x"]
     )
     assert [f"export {name}={value}" for name, value in environment.items()] == re.findall(
         r"^export .*$", script, re.MULTILINE
     )
-    said = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
-    assert set(command) - {"tritonserver", "--x"} <= set(said)
-    assert ("mpirun" in command) is ("mpirun" in said) is (layout == "bls")
-    pools = [word for word in said if "pool" in word or "peer" in word]
+    script_words = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
+    assert set(command) - {"tritonserver", "--x"} <= set(script_words)
+    assert ("mpirun" in command) is ("mpirun" in script_words) is (layout == "bls")
+    pools = [word for word in script_words if "pool" in word or "peer" in word]
     assert [word for word in command if "pool" in word or "peer" in word] == pools

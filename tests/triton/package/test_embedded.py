@@ -1,4 +1,4 @@
-"""The packaged repository: self-contained, readable, without a path of this machine in it."""
+"""The packaged repository is self-contained and readable, and names no path of this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engines(tmp_path: Path) -> tuple[CompiledEngine, CompiledEngine]:
     return engine("target"), engine("draft")
 
 
-def test_repository_is_complete_and_its_record_true(
+def test_repository_is_complete_and_its_record_is_right(
     engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
 ) -> None:
     target, draft = engines
@@ -222,10 +222,10 @@ def test_launch_script_says_which_python_is_missing(
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("sh", "dirname"):
-        found = next(
+        program = next(
             Path(folder) / name for folder in ("/bin", "/usr/bin") if (Path(folder) / name).exists()
         )
-        (tools / name).symlink_to(found)
+        (tools / name).symlink_to(program)
     done = subprocess.run(
         [record.path / "launch.sh"],
         env={"PATH": str(tools)},

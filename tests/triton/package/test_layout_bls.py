@@ -1,6 +1,4 @@
-"""The bls layout's files: TensorRT-LLM's tensors and parameters one by one, for the embedded
-engine and for its own backend.
-"""
+"""The bls layout's files hold TensorRT-LLM's tensors and parameters, each checked by itself."""
 
 from __future__ import annotations
 
@@ -39,11 +37,11 @@ def engines(**changes: Any) -> Engines:
     return Engines(**{"version": "1.2.1", **sizes, **changes})
 
 
-def rendered(asked: Engines, folder: Path, **triton: Any) -> dict[str, Any]:
-    """Model -> its configuration, written and read again."""
+def rendered(requested: Engines, folder: Path, **triton: Any) -> dict[str, Any]:
+    """Model -> its configuration, written and read back."""
     configs = {}
     for name, config in model_configs(
-        bls_of_engines(asked, TritonConfig(**triton), (7, 8))
+        bls_of_engines(requested, TritonConfig(**triton), (7, 8))
     ).items():
         model_config.write(config, folder / f"{name}.pbtxt")
         configs[name] = model_config.read(folder / f"{name}.pbtxt")
@@ -55,11 +53,11 @@ def parameters(config: Any) -> dict[str, str]:
 
 
 def check_tensors(config: Any, facts: ModelFacts, ours: tuple[set[str], set[str]]) -> None:
-    for given, expected, own in (
+    for given, expected, our_names in (
         (config.input, facts.inputs, ours[0]),
         (config.output, facts.outputs, ours[1]),
     ):
-        assert [tensor.name for tensor in given if tensor.name not in own] == [
+        assert [tensor.name for tensor in given if tensor.name not in our_names] == [
             fact.name for fact in expected
         ]
         by_name = {tensor.name: tensor for tensor in given}
@@ -73,7 +71,7 @@ def check_tensors(config: Any, facts: ModelFacts, ours: tuple[set[str], set[str]
                 assert tensor.optional is fact.optional, fact.name
                 assert tensor.allow_ragged_batch is fact.ragged, fact.name
                 assert tensor.HasField("reshape") is fact.scalar, fact.name
-        assert all(by_name[name].optional for name in own if given is config.input)
+        assert all(by_name[name].optional for name in our_names if given is config.input)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
@@ -115,7 +113,7 @@ def test_every_tensor_and_parameter_is_the_template_s(tmp_path: Path, tp_size: i
         assert list(configs[name].dynamic_batching.preferred_batch_size) == [16]
 
 
-def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Path) -> None:
+def test_the_fractions_of_both_engines_add_up_to_the_configured_one(tmp_path: Path) -> None:
     configs = rendered(engines(free_gpu_memory_fraction=0.8, draft_share=0.25), tmp_path)
     shares = [
         float(parameters(configs[name])["kv_cache_free_gpu_mem_fraction"])
@@ -126,12 +124,12 @@ def test_the_fractions_of_both_engines_add_up_to_the_one_asked_for(tmp_path: Pat
 
 @pytest.mark.parametrize("world, per_node", [(16, 8), (24, 8), (6, 4), (8, 8)])
 def test_each_node_has_as_many_ranks_of_an_engine_as_gpus(world: int, per_node: int) -> None:
-    asked = engines(tp_size=world, gpus_per_node=per_node)
-    ranks = ranks_of(asked)
+    requested = engines(tp_size=world, gpus_per_node=per_node)
+    ranks = ranks_of(requested)
     assert sorted(rank for of_model in ranks.values() for rank in of_model) == list(
         range(1, 1 + 2 * world)
     )
-    # The launchers fill a node before the next; the first one has the orchestrator besides.
+    # Launchers fill one node before the next. The first node also has the orchestrator.
     for of_model in ranks.values():
         assert list(of_model) == sorted(of_model)
         for position, rank in enumerate(of_model):
@@ -141,7 +139,7 @@ def test_each_node_has_as_many_ranks_of_an_engine_as_gpus(world: int, per_node: 
 def test_ranks_of_several_nodes_are_named(tmp_path: Path) -> None:
     configs = rendered(engines(tp_size=16), tmp_path)
     stated = [parameters(configs[name]) for name in ("tensorrt_llm", "tensorrt_llm_draft")]
-    assert [one["num_nodes"] for one in stated] == ["2", "2"]
+    assert [parameters["num_nodes"] for parameters in stated] == ["2", "2"]
     assert stated[0]["participant_ids"] == "1,2,3,4,5,6,7,8,17,18,19,20,21,22,23,24"
     assert stated[1]["participant_ids"] == "9,10,11,12,13,14,15,16,25,26,27,28,29,30,31,32"
     (tmp_path / "alone").mkdir()
@@ -169,7 +167,7 @@ def test_an_old_version_has_its_own_names(tmp_path: Path) -> None:
     assert parameters(configs["tensorrt_llm_bls"])["engine_seed"] == "random_seed"
 
 
-def test_bls_streams_and_queues_what_is_asked(tmp_path: Path) -> None:
+def test_bls_streams_and_queues_as_configured(tmp_path: Path) -> None:
     front = rendered(engines(), tmp_path, decoupled=False, max_queue_size=9)["tensorrt_llm_bls"]
     assert not front.model_transaction_policy.decoupled
     assert front.max_batch_size == 1
@@ -180,8 +178,8 @@ def test_bls_streams_and_queues_what_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm_bls"])
 def test_a_model_finds_all_it_imports_in_its_own_folder(tmp_path: Path, model: str) -> None:
-    """As in a container without the toolkit: only Python's own modules, numpy and tokenizers are
-    there beside it.
+    """It runs as in a container without the toolkit: besides its folder there are only Python's own
+    modules, numpy and tokenizers.
     """
     write_byte_tokenizer(tmp_path / "tokenizer")
     write_models(tmp_path / "repository", tmp_path / "tokenizer")

@@ -1,5 +1,5 @@
-"""config.pbtxt: Triton's own message type reads back what was written, and it is TensorRT-LLM's
-template plus ours.
+"""config.pbtxt: Triton's own message type reads back what was written. The tensors are those of
+TensorRT-LLM's template and ours.
 """
 
 from __future__ import annotations

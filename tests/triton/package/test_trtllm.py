@@ -1,5 +1,5 @@
-"""Repositories for TensorRT-LLM's containers, and our model.py over a stand-in of its `LLM` in a
-real tritonserver.
+"""Repositories for TensorRT-LLM's containers, and our model.py in a real tritonserver, over a
+stand-in for TensorRT-LLM's `LLM`.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def test_the_llmapi_repository_is_the_template_s(
 
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])
-def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
-    """Every tensor that the entry's configuration has, and every file that starts the
+def test_the_readme_names_every_tensor_and_launch_file(tmp_path: Path, layout: str) -> None:
+    """It names every tensor of the entry model's configuration, and every file that starts the
     repository.
     """
     if layout == "bls":
@@ -149,10 +149,11 @@ def test_the_readme_tells_what_is_there(tmp_path: Path, layout: str) -> None:
     assert files == set(re.findall(r"^\| `([\w.-]+)` \|", text.split("## Call")[0], re.MULTILINE))
     assert "target FP8, draft FP8, up to 3 draft tokens per step" in text
     assert "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3" in text
-    asked = re.search(r"-d '(.*)' localhost:8000/v2/models/(\w+)/generate", text)
-    assert asked is not None and asked[2] == record.model
-    assert set(json.loads(asked[1])) <= {tensor.name for tensor in config.input}
-    assert ("--prompts" in text) is (layout == "bls")  # `llmapi` has no request for plain decoding
+    call = re.search(r"-d '(.*)' localhost:8000/v2/models/(\w+)/generate", text)
+    assert call is not None and call[2] == record.model
+    assert set(json.loads(call[1])) <= {tensor.name for tensor in config.input}
+    # With `llmapi` a request cannot ask for plain decoding.
+    assert ("--prompts" in text) is (layout == "bls")
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
@@ -184,7 +185,9 @@ def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
     import dataclasses
 
     foreign = dataclasses.replace(engine(tmp_path, "target", "torch"), tensorrt_llm=None)
-    with pytest.raises(StageError, match="an engine of kind torch is none of TensorRT-LLM's"):
+    with pytest.raises(
+        StageError, match="TensorRT-LLM did not build this engine: its kind is torch"
+    ):
         package_bls(
             foreign, None, TritonConfig(), tmp_path / "out", name="x", end_ids=(), max_draft_len=0
         )
@@ -193,7 +196,7 @@ def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "average", "steps"), [(10, 2.5, 3), (1, 1.0, 0), (10, None, None), (0, 1.0, None)]
 )
-def test_verify_steps_are_the_iterations_behind_the_first(
+def test_verify_steps_are_the_iterations_after_the_first(
     tokens: int, average: float | None, steps: int | None
 ) -> None:
     assert verify_steps(tokens, average) == steps
@@ -201,7 +204,9 @@ def test_verify_steps_are_the_iterations_behind_the_first(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The stand-in lies in the model's version folder, where Triton looks for modules."""
+    """The stand-in lies in the model's version folder, where Python finds it when Triton runs the
+    model.
+    """
     record = llmapi(tmp_path_factory.mktemp("trtllm"))
     shutil.copytree(STANDIN, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
     with TritonServer(record.path) as server:
@@ -226,28 +231,33 @@ def test_counts_ids_and_acceptance_come_with_the_answer(client: Client) -> None:
         figures.accepted,
     ) == (2, 10, 3, 6)
     assert figures.acceptance_length == 3.0
-    assert figures.drafted is None  # not to be had, so not guessed
+    assert figures.drafted is None  # the runtime does not report it, and we do not guess
 
 
-def test_log_probabilities_come_with_the_last_chunk_where_they_are_asked_for(
+def test_log_probabilities_come_with_the_last_chunk_if_requested(
     client: Client,
 ) -> None:
-    (told,) = (
+    (statistics,) = (
         chunk.statistics
         for chunk in client.stream("a prompt", max_tokens=10, log_probs=True)
         if chunk.statistics
     )
     assert (
-        told.log_probs is not None
-        and told.next_best is not None
-        and told.next_best_log_probs is not None
+        statistics.log_probs is not None
+        and statistics.next_best is not None
+        and statistics.next_best_log_probs is not None
     )
-    assert len(told.log_probs) == len(told.next_best) == len(told.next_best_log_probs) == 10
+    assert (
+        len(statistics.log_probs)
+        == len(statistics.next_best)
+        == len(statistics.next_best_log_probs)
+        == 10
+    )
     assert all(
-        other < own < 0.0
-        for own, other in zip(told.log_probs, told.next_best_log_probs, strict=True)
+        other < chosen < 0.0
+        for chosen, other in zip(statistics.log_probs, statistics.next_best_log_probs, strict=True)
     )
-    assert all(token != 100 + place for place, token in enumerate(told.next_best))
+    assert all(token != 100 + place for place, token in enumerate(statistics.next_best))
     assert client.generate("a prompt", max_tokens=10).statistics.log_probs is None
 
 
@@ -268,14 +278,14 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_chosen() -> None:
     }
     (unknown,) = token_log_probs([7], [place(t5=-0.7)])["output_log_probs"]
     assert math.isnan(unknown)
-    assert token_log_probs([7, 8], [place(t7=-0.1)]) == {}  # one is missing, and nobody knows which
+    assert token_log_probs([7, 8], [place(t7=-0.1)]) == {}  # one is missing, unknown which
 
 
 def test_a_version_without_log_probabilities_refuses_them() -> None:
-    asked = Request("x", returns=frozenset({"return_log_probs"}))
-    assert sampling_arguments(asked, 5, 2)["logprobs"] == 2
+    request = Request("x", returns=frozenset({"return_log_probs"}))
+    assert sampling_arguments(request, 5, 2)["logprobs"] == 2
     with pytest.raises(RequestError, match="gives no log-probabilities under speculation"):
-        sampling_arguments(asked, 5, 0)
+        sampling_arguments(request, 5, 0)
 
 
 def test_chunks_hold_what_is_new(client: Client) -> None:
@@ -289,13 +299,11 @@ def test_chunks_hold_what_is_new(client: Client) -> None:
 def test_the_prompt_comes_first_unless_it_is_left_out(server: TritonServer) -> None:
     body = {"text_input": "a prompt ", "sampling_param_max_tokens": 2}
     url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
-    answer = json.loads(
-        urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read()
-    )
-    assert answer["text_output"] == "a prompt one two"
+    response = urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
+    assert json.loads(response.read())["text_output"] == "a prompt one two"
 
 
-def test_refusals_are_told_and_the_server_goes_on(client: Client) -> None:
+def test_refusals_reach_the_client_and_the_server_goes_on(client: Client) -> None:
     with pytest.raises(RequestRefused, match="the runtime refuses this prompt"):
         client.generate("refuse me")
     with pytest.raises(RequestRefused, match="sampling_param_top_p is 0"):

@@ -1,1 +1,1 @@
-"""What is written: model repositories for `tritonserver`, and how they are launched elsewhere."""
+"""Writes model repositories for `tritonserver`, and the files that launch them elsewhere."""

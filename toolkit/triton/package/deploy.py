@@ -1,5 +1,5 @@
-"""How a repository for TensorRT-LLM is started: one script for inside the container, and the files
-that start the container.
+"""Writes the files that start a repository for TensorRT-LLM: one script that runs inside the
+container, and the files that start the container.
 
     launch.sh             inside: environment, mpirun where ranks are needed, tritonserver
     docker-run.sh         one node
@@ -8,13 +8,14 @@ that start the container.
     slurm.sh              several nodes
     leaderworkerset.yaml  several nodes: LeaderWorkerSet and Service
 
-They lie beside the models and in no folder of their own, which Triton would take for one more
-model.
+They lie beside the models, not in a folder of their own: Triton would take such a folder for
+another model.
 
-What they say stands in templates/; the words of commands are made here. Pure but for `write`. The
-image is that of the version's row, since engines are tied to it. The arguments are those of
-TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f), which
-itself starts the server and leaves: as a container's first process it would end the container.
+Their text is in templates/; this module makes the words of the commands. It is pure, except for
+`write`. The image is the one in the version's row, since engines are tied to it. The arguments are
+those of TensorRT-LLM's own launcher (TRT triton_backend/scripts/launch_triton_server.py, 0a2e2c1f).
+That launcher itself starts the server and exits, so as a container's first process it would end the
+container.
 """
 
 from __future__ import annotations
@@ -42,31 +43,33 @@ __all__ = [
     "launch_command",
     "launch_script",
     "leader_worker_set",
+    "local_launch_command",
     "slurm_script",
-    "started_here",
     "write",
 ]
 
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
-SERVER = "/opt/tritonserver/bin/tritonserver"
-SHM_BYTES_PER_GPU = 4 << 30  # NCCL's buffers and the Python backend's regions
+SERVER_PROGRAM = "/opt/tritonserver/bin/tritonserver"
+SHM_BYTES_PER_GPU = 4 << 30  # for NCCL's buffers and the Python backend's regions
 MPIRUN = ("mpirun", "--allow-run-as-root")
-STARTUP_PERIOD_S, STARTUP_ATTEMPTS = (
-    10,
-    180,
-)  # half an hour: weights of hundreds of gigabytes are read
+# Half an hour together, since weights of hundreds of gigabytes have to be read.
+STARTUP_PERIOD_S = 10
+STARTUP_ATTEMPTS = 180
 SSH_PORT = 2222
-# hosts are new with every start
-SSH = f"-p {SSH_PORT} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
-WORKER_WAIT_S, WORKER_ATTEMPTS = 5, 180  # a quarter of an hour: a worker's image is pulled
-HANDED_ON = ("PATH", "LD_LIBRARY_PATH")  # of the container; sshd starts ranks without them
-CONTAINER_MODEL, WRITABLE = "/app/all_models/llmapi/tensorrt_llm/1", "/tmp/models"
+# Host keys are not checked, because every start makes new hosts.
+SSH_OPTIONS = f"-p {SSH_PORT} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+# A quarter of an hour together, since a worker may have to pull its image.
+WORKER_WAIT_S = 5
+WORKER_ATTEMPTS = 180
+FORWARDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")  # the container's; sshd starts ranks without them
+CONTAINER_MODEL_FOLDER = "/app/all_models/llmapi/tensorrt_llm/1"
+WRITABLE_REPOSITORY = "/tmp/models"
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is started. world_size: ranks of one engine; speculates: a second engine with as many
-    beside it (`bls` only).
+    """What is started. world_size: the number of ranks of one engine. speculates: in the `bls`
+    layout, a second engine (the draft) runs beside it with as many ranks.
     """
 
     name: str
@@ -75,14 +78,14 @@ class Deployment:
     world_size: int = 1
     gpus_per_node: int = 8
     speculates: bool = True
-    model_py: ModelPy = "ours"  # of llmapi
+    model_py: ModelPy = "ours"  # for the llmapi layout
 
     @property
     def image(self) -> str:
-        """Raises StageError for a version that no published container serves."""
+        """The container image. Raises StageError if no published container serves the version."""
         tags = VERSIONS[self.version].serving_tags
         if not tags:
-            hint = "Take an engine.tensorrt_llm that has one, or serve with your own image."
+            hint = "Choose an engine.tensorrt_llm that has one, or serve with your own image."
             raise StageError(
                 "package",
                 f"no serving container of TensorRT-LLM {self.version} is known",
@@ -96,47 +99,43 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        """On each node."""
+        """GPUs on each node."""
         return min(self.world_size, self.gpus_per_node)
 
     @property
-    def entry(self) -> str:
+    def entry_model(self) -> str:
+        """The model that clients call."""
         return BLS_MODEL if self.layout == "bls" else MODEL
 
     @property
-    def engines(self) -> int:
-        """In the server, with as many ranks each."""
+    def engine_count(self) -> int:
+        """Engines that have their own ranks in the server."""
         return 2 if self.layout == "bls" and self.speculates else 1
 
     @property
-    def slots(self) -> int:
-        """Ranks on each node, but for the orchestrator, which the first node has besides."""
-        return self.engines * self.gpus
+    def ranks_per_node(self) -> int:
+        """Engine ranks on each node. The first node also has the orchestrator's rank."""
+        return self.engine_count * self.gpus
 
     @property
     def resource_name(self) -> str:
-        """As Kubernetes names services (RFC 1035): lower case, digits and hyphens, a letter
-        first, at most 40 characters.
+        """A name that Kubernetes allows for services (RFC 1035): lower-case letters, digits and
+        hyphens, a letter first, at most 40 characters.
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return (name if name[:1].isalpha() else f"triton-{name}")[:40].strip("-")
 
 
-def _server(deployment: Deployment, rank: int = 0) -> list[str]:
-    command = [
-        SERVER,
-        f"--model-repository={REPOSITORY if deployment.model_py == 'ours' else WRITABLE}",
-    ]
+def _server_command(deployment: Deployment, rank: int = 0) -> list[str]:
+    repository = REPOSITORY if deployment.model_py == "ours" else WRITABLE_REPOSITORY
+    command = [SERVER_PROGRAM, f"--model-repository={repository}"]
     command += [f"--{name}-port={port}" for name, port in PORTS.items()]
     if rank:
         command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
-        command += (
-            [f"--load-model={DRAFT_MODEL}"]
-            if deployment.layout == "bls" and deployment.speculates
-            else []
-        )
+        if deployment.layout == "bls" and deployment.speculates:
+            command.append(f"--load-model={DRAFT_MODEL}")
     else:
-        command += _pools(deployment)
+        command += _memory_pool_options(deployment)
     return [
         *command,
         "--disable-auto-complete-config",
@@ -144,9 +143,9 @@ def _server(deployment: Deployment, rank: int = 0) -> list[str]:
     ]
 
 
-def _pools(deployment: Deployment) -> list[str]:
-    """Of an orchestrator whose engines are processes of their own: it keeps no memory of the
-    GPUs to itself.
+def _memory_pool_options(deployment: Deployment) -> list[str]:
+    """Options that leave all GPU memory to the engines, for an orchestrator whose engines run in
+    processes of their own.
     """
     if deployment.layout != "bls" or deployment.nodes > 1:
         return []
@@ -163,30 +162,31 @@ def _environment(deployment: Deployment) -> dict[str, str]:
     }
 
 
-def started_here(
+def local_launch_command(
     deployment: Deployment, command: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, additions to its environment): what launch.sh adds to a tritonserver command, on
-    one node.
+    """Add to a tritonserver command what launch.sh adds on one node. Returns (command, additions to
+    its environment).
     """
     mpirun = [*MPIRUN, "-n", "1"] if deployment.layout == "bls" else []
-    return [*mpirun, *command, *_pools(deployment)], _environment(deployment)
+    return [*mpirun, *command, *_memory_pool_options(deployment)], _environment(deployment)
 
 
-def _ranks(deployment: Deployment) -> list[list[str]]:
-    """The command of each MPI rank."""
+def _rank_commands(deployment: Deployment) -> list[list[str]]:
+    """The command of each MPI rank that the launcher starts."""
     if deployment.nodes == 1:
-        return [_server(deployment)]  # further ranks are spawned
+        return [_server_command(deployment)]  # the server spawns the other ranks
     if deployment.layout == "llmapi":
-        return [["trtllm-llmapi-launch", *_server(deployment)]] * deployment.world_size
+        return [["trtllm-llmapi-launch", *_server_command(deployment)]] * deployment.world_size
     return [
-        _server(deployment, rank) for rank in range(1 + deployment.engines * deployment.world_size)
+        _server_command(deployment, rank)
+        for rank in range(1 + deployment.engine_count * deployment.world_size)
     ]
 
 
 def launch_script(deployment: Deployment) -> str:
-    """launch.sh, for inside the container."""
-    command, *ranks = _launch(deployment)
+    """launch.sh, which runs inside the container."""
+    command, *ranks = _launch_segments(deployment)
     orchestrators = 1 if deployment.layout == "bls" else 0
     return _render(
         "launch.sh.j2",
@@ -195,34 +195,36 @@ def launch_script(deployment: Deployment) -> str:
         command=command,
         ranks=ranks,
         model=MODEL,
-        container_model=CONTAINER_MODEL,
-        writable=WRITABLE,
-        first_slots=deployment.slots + orchestrators,
-        ssh_options=SSH,
+        container_model=CONTAINER_MODEL_FOLDER,
+        writable=WRITABLE_REPOSITORY,
+        first_slots=deployment.ranks_per_node + orchestrators,
+        ssh_options=SSH_OPTIONS,
         ssh_port=SSH_PORT,
         worker_attempts=WORKER_ATTEMPTS,
         worker_wait_s=WORKER_WAIT_S,
     )
 
 
-def _launch(deployment: Deployment) -> list[list[str]]:
-    """What launch.sh executes: a command, and behind mpirun a segment for all ranks that run the
-    same.
+def _launch_segments(deployment: Deployment) -> list[list[str]]:
+    """What launch.sh executes: one command, and after mpirun one segment for each group of ranks
+    that run the same command.
     """
     if deployment.layout == "llmapi" and deployment.nodes == 1:
-        return [_server(deployment)]  # the runtime starts its ranks itself
+        return [_server_command(deployment)]  # the runtime starts its ranks itself
     if deployment.nodes == 1:
-        return [[*MPIRUN], *(["-n", "1", *command] for command in _ranks(deployment))]
-    mpirun = [*MPIRUN, "--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", SSH]
-    # Of each rank: what stands before the first command is of the first rank alone.
-    kept = [word for name in (*HANDED_ON, *_environment(deployment)) for word in ("-x", name)]
-    same = ((command, len(list(ranks))) for command, ranks in itertools.groupby(_ranks(deployment)))
-    return [mpirun, *(["-n", str(count), *kept, *command] for command, count in same)]
+        return [[*MPIRUN], *(["-n", "1", *command] for command in _rank_commands(deployment))]
+    mpirun = [*MPIRUN, "--hostfile", "/tmp/hostfile", "--mca", "plm_rsh_args", SSH_OPTIONS]
+    # Every segment repeats them, since options before the first command hold for its ranks alone.
+    names = (*FORWARDED_VARIABLES, *_environment(deployment))
+    exports = [word for name in names for word in ("-x", name)]
+    groups = itertools.groupby(_rank_commands(deployment))
+    counts = [(command, len(list(ranks))) for command, ranks in groups]
+    return [mpirun, *(["-n", str(count), *exports, *command] for command, count in counts)]
 
 
 def launch_command(deployment: Deployment) -> list[str]:
-    """The command of launch.sh in one line of words."""
-    first, *ranks = _launch(deployment)
+    """The command of launch.sh as one list of words."""
+    first, *ranks = _launch_segments(deployment)
     return [
         *first,
         *(word for number, rank in enumerate(ranks) for word in ([":"] if number else []) + rank),
@@ -230,7 +232,7 @@ def launch_command(deployment: Deployment) -> list[str]:
 
 
 def docker_run(deployment: Deployment, repository: str) -> list[str]:
-    """The command for one node. Ports are published on loopback."""
+    """The docker command for one node. It publishes the ports on loopback."""
     volume = f"--volume={repository}:{REPOSITORY}:ro"
     return [
         "docker",
@@ -251,7 +253,7 @@ def _docker_options(deployment: Deployment) -> list[str]:
 
 
 def docker_run_script(deployment: Deployment) -> str:
-    """docker-run.sh: the command for the folder that it lies in."""
+    """docker-run.sh, which serves the folder that it lies in."""
     return _render("docker-run.sh.j2", deployment, options=_docker_options(deployment))
 
 
@@ -266,8 +268,8 @@ def kubernetes(deployment: Deployment) -> str:
 
 
 def leader_worker_set(deployment: Deployment) -> str:
-    """leaderworkerset.yaml: a LeaderWorkerSet and a Service. The leader's probe outlives its
-    wait for the workers.
+    """leaderworkerset.yaml: a LeaderWorkerSet and a Service. The leader's startup probe also covers
+    its wait for the workers.
     """
     waiting_attempts = WORKER_ATTEMPTS * WORKER_WAIT_S // STARTUP_PERIOD_S
     attempts = STARTUP_ATTEMPTS + waiting_attempts
@@ -288,21 +290,21 @@ def _manifests(template: str, deployment: Deployment, **values: Any) -> str:
 
 
 def slurm_script(deployment: Deployment) -> str:
-    """sbatch script: Slurm starts the ranks, and no mpirun. It reads the repository's folder from
-    the environment, since sbatch runs a copy of the script that lies elsewhere.
+    """slurm.sh, for sbatch. Slurm starts the ranks, without mpirun. The script reads the
+    repository's folder from the environment, since sbatch runs a copy of it in another place.
     """
-    ranks = _ranks(deployment)
+    ranks = _rank_commands(deployment)
     return _render(
         "slurm.sh.j2",
         deployment,
         ranks=ranks,
         tasks_per_node=-(-len(ranks) // deployment.nodes),
-        enroot_image=deployment.image.replace("/", "#", 1),  # as enroot separates the registry
+        enroot_image=deployment.image.replace("/", "#", 1),  # enroot writes REGISTRY#IMAGE
     )
 
 
 def write(deployment: Deployment, folder: Path) -> None:
-    """The files for this deployment, beside the models in `folder`."""
+    """Write the files for this deployment beside the models in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"launch.sh": launch_script(deployment)}
     if deployment.nodes == 1:

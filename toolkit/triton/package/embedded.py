@@ -1,4 +1,6 @@
-"""The `package` stage: two engines in, a model repository out, checked by reading it back."""
+"""The `package` stage for embedded engines. It takes the compiled engines, writes a model
+repository, and checks the files by reading them back.
+"""
 
 from __future__ import annotations
 
@@ -29,36 +31,36 @@ def package(
     *,
     end_ids: Sequence[int] = (),
 ) -> TritonRepository:
-    """Write the repository into out_dir. end_ids: what ends a text; the bls layout has to be told.
+    """Write the repository into out_dir. end_ids: the ids that end a text; only the bls layout
+    needs them.
 
-    Raises StageError if the engines do not fit together or the files do not read back.
+    Raises StageError if the engines do not fit together, or if a file reads back differently.
     """
     _check(target, draft, speculation)
     if triton.layout == "bls" and (speculation.has_ngram or speculation.draft_len_by_load):
-        what = (
+        setting = (
             "draft_len_schedule and max_concurrency"
             if speculation.draft_len_by_load
             else "kind ngram"
         )
         raise StageError(
             "package",
-            f"speculation: {what} cannot be had with triton.layout bls, whose drafts come from a"
-            " model of their own",
+            f"speculation: triton.layout bls does not support {setting}, since a model of its own"
+            " proposes the drafts",
             where=out_dir,
             hint="Use triton.layout: llmapi.",
         )
     write_repository(target, draft, speculation, triton, threads, end_ids, out_dir)
-    bls = triton.layout == "bls"
-    if bls:
-        _read_back_bls(
-            model_configs(bls_of(target, draft, speculation, triton, threads, end_ids)), out_dir
-        )
+    is_bls = triton.layout == "bls"
+    if is_bls:
+        bls = bls_of(target, draft, speculation, triton, threads, end_ids)
+        _read_back_bls(model_configs(bls), out_dir)
     else:
         _read_back(target, draft, speculation, triton, threads, out_dir)
     return TritonRepository(
         path=out_dir,
-        layout="bls" if bls else "llmapi",
-        model=BLS_MODEL if bls else MODEL,
+        layout="bls" if is_bls else "llmapi",
+        model=BLS_MODEL if is_bls else MODEL,
         decoupled=triton.decoupled,
         max_draft_len=speculation.longest_draft,
     )
@@ -73,7 +75,7 @@ def _check(
                 "package",
                 f"no {engine.role} engine here: config.json is missing",
                 where=engine.path,
-                hint="Compile it.",
+                hint="Compile the engine first.",
             )
     if target.max_draft_len < speculation.longest_draft:
         raise StageError(
@@ -92,7 +94,7 @@ def _check(
                 f"the draft engine's {name} {getattr(draft, name)} is below the target's"
                 f" {getattr(target, name)}",
                 where=draft.path,
-                hint="Compile both with the same engine section.",
+                hint="Compile both engines with the same engine section.",
             )
 
 
@@ -124,5 +126,5 @@ def _read_back_bls(configs: Mapping[str, Any], folder: Path) -> None:
         path = folder / name / "config.pbtxt"
         if model_config.read(path) != config:
             raise StageError(
-                "package", "config.pbtxt reads back differently from what was meant", where=path
+                "package", "config.pbtxt reads back differently from what was written", where=path
             )

@@ -2,9 +2,10 @@
 clients call.
 
 Tensors and parameters are those of TensorRT-LLM's `inflight_batcher_llm` templates
-(`toolkit.facts.triton_tensors`), so its clients work; the three models around the engines are ours.
-Which backend serves the engines is an argument. Every model's version folder carries the few
-modules of the toolkit that it needs: the container that serves it has none of it.
+(`toolkit.facts.triton_tensors`), so TensorRT-LLM's clients work. The three models around the
+engines are ours. The backend that serves the engines is an argument. Every version folder of our
+models holds the few modules of the toolkit that the model imports, since the container that serves
+it does not have the toolkit.
 """
 
 from __future__ import annotations
@@ -23,29 +24,32 @@ from toolkit.words import AcceptanceChoice, LogProbSource, SeedScope
 
 __all__ = ["Bls", "EngineModel", "model_configs", "settings_of", "write_model", "write_models"]
 
-MODELS = Path(__file__).parents[1] / "models"
-MOST_INSTANCES = 32  # each is a small process
-TOKENIZER = "tokenizer"  # folder beside the model.py of preprocessing and postprocessing
-TYPES = {"logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16"}
+MODEL_SOURCES = Path(__file__).parents[1] / "models"
+MAX_BLS_INSTANCES = 32  # each is a small process
+TOKENIZER_FOLDER = "tokenizer"  # beside the model.py of preprocessing and postprocessing
+PLACEHOLDER_TYPES = {
+    "logits_datatype": "TYPE_FP32",
+    "encoder_input_features_data_type": "TYPE_FP16",
+}
 
 TritonBackend: TypeAlias = Literal["tensorrtllm", "python"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """One of the two engine models. parameters: what is set of the template's, by name; own:
-    parameters beside them.
+    """One of the two engine models. parameters: values of the template's parameters, by name.
+    our_parameters: parameters that the template does not have.
     """
 
     backend: TritonBackend
     parameters: Mapping[str, str]
-    own: Mapping[str, str] = field(default_factory=dict)
+    our_parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Bls:
-    """What the layout is filled with. draft None: nothing is speculated. settings: our
-    parameters of the BLS model.
+    """The values that fill the layout. draft None: no speculation. settings: our parameters of the
+    BLS model.
     """
 
     target: EngineModel
@@ -55,17 +59,15 @@ class Bls:
     end_ids: Sequence[int]
     settings: Mapping[str, str]
     accumulate_tokens: bool = False
-    names: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of engine tensors that this version spells otherwise
-    # A request takes an instance of BLS while it runs, and well under a millisecond of the other
-    # two.
+    # Engine tensors that this version spells differently: new name -> its name.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # A request occupies one BLS instance while it runs, and the other two models for well under a
+    # millisecond.
     preprocessing_instances: int = 1
     postprocessing_instances: int = 1
-    bls_instances: int | None = (
-        None  # None: as many as the target has room for, MOST_INSTANCES at most
-    )
-    request_timeout_s: float = 120.0  # in BLS's queue
+    # None: as many as the target has slots, at most MAX_BLS_INSTANCES.
+    bls_instances: int | None = None
+    request_timeout_s: float = 120.0  # how long a request may wait in the queue of BLS
     bls_queue_size: int = 256
     max_queue_delay_microseconds: int = 0
     max_queue_size: int = 0
@@ -83,9 +85,7 @@ def settings_of(
     log_probs: LogProbSource,
     vocab_size: int | None = None,
 ) -> dict[str, str]:
-    """Our parameters of the BLS model. seeds, log_probs: what an engine does with them, see
-    `toolkit.triton.tensors.bls`.
-    """
+    """Our parameters of the BLS model. For seeds and log_probs see `toolkit.triton.tensors.bls`."""
     return {
         "log_probs": log_probs,
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),
@@ -102,14 +102,17 @@ def settings_of(
 
 
 def model_configs(bls: Bls) -> dict[str, Any]:
-    """Model -> its ModelConfig message.
+    """Model name -> its ModelConfig message.
 
-    The engines answer once and are not decoupled, as TensorRT-LLM has it for draft-target; the BLS
-    model streams.
+    The engines answer each call once and are not decoupled, as in TensorRT-LLM's own draft-target
+    setup. Only the BLS model streams.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
-    types = {**TYPES, "prompt_embedding_table_data_type": bls.prompt_embedding_table_data_type}
+    types = {
+        **PLACEHOLDER_TYPES,
+        "prompt_embedding_table_data_type": bls.prompt_embedding_table_data_type,
+    }
     draft_name = (
         {} if bls.draft is None else {"tensorrt_llm_draft_model_name": contract.DRAFT_MODEL}
     )
@@ -117,14 +120,14 @@ def model_configs(bls: Bls) -> dict[str, Any]:
         contract.PREPROCESSING: _config(
             contract.PREPROCESSING,
             PREPROCESSING,
-            {"tokenizer_dir": TOKENIZER, "add_special_tokens": "true"},
+            {"tokenizer_dir": TOKENIZER_FOLDER, "add_special_tokens": "true"},
             {"end_ids": ",".join(map(str, bls.end_ids))},
             types=types,
         ),
         contract.POSTPROCESSING: _config(
             contract.POSTPROCESSING,
             POSTPROCESSING,
-            {"tokenizer_dir": TOKENIZER, "skip_special_tokens": "true"},
+            {"tokenizer_dir": TOKENIZER_FOLDER, "skip_special_tokens": "true"},
             {},
             types=types,
         ),
@@ -151,7 +154,7 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             contract.MODEL,
             ENGINE,
             bls.target.parameters,
-            bls.target.own,
+            bls.target.our_parameters,
             types=types,
             backend=bls.target.backend,
             names=bls.names,
@@ -162,7 +165,7 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             contract.DRAFT_MODEL,
             ENGINE,
             bls.draft.parameters,
-            bls.draft.own,
+            bls.draft.our_parameters,
             types=types,
             backend=bls.draft.backend,
             names=bls.names,
@@ -170,7 +173,7 @@ def model_configs(bls: Bls) -> dict[str, Any]:
     instances = {
         contract.PREPROCESSING: bls.preprocessing_instances,
         contract.POSTPROCESSING: bls.postprocessing_instances,
-        contract.BLS_MODEL: bls.bls_instances or min(bls.max_batch_size, MOST_INSTANCES),
+        contract.BLS_MODEL: bls.bls_instances or min(bls.max_batch_size, MAX_BLS_INSTANCES),
     }
     for name, config in configs.items():
         config.max_batch_size = bls.max_batch_size
@@ -181,15 +184,14 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             config.dynamic_batching.default_queue_policy.max_queue_size = bls.max_queue_size
     for name in {contract.MODEL, contract.DRAFT_MODEL} & set(configs):
         configs[name].model_transaction_policy.decoupled = False
-    front = configs[contract.BLS_MODEL]
-    front.model_transaction_policy.decoupled = bls.decoupled
-    # so that Triton's queue, which refuses what is too much, never puts two requests together
-    front.max_batch_size = 1
-    front.dynamic_batching.default_queue_policy.max_queue_size = bls.bls_queue_size
-    front.dynamic_batching.default_queue_policy.default_timeout_microseconds = int(
-        1e6 * bls.request_timeout_s
-    )
-    _add_ours(configs[contract.BLS_MODEL])
+    bls_config = configs[contract.BLS_MODEL]
+    bls_config.model_transaction_policy.decoupled = bls.decoupled
+    # Triton's queue refuses requests that are too many. With 1 it never batches two of them.
+    bls_config.max_batch_size = 1
+    queue_policy = bls_config.dynamic_batching.default_queue_policy
+    queue_policy.max_queue_size = bls.bls_queue_size
+    queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)
+    _add_our_tensors(bls_config)
     return configs
 
 
@@ -197,14 +199,14 @@ def _config(
     name: str,
     facts: ModelFacts,
     parameters: Mapping[str, str],
-    own: Mapping[str, str],
+    our_parameters: Mapping[str, str],
     *,
     types: Mapping[str, str],
     backend: TritonBackend = "python",
     names: Mapping[str, str] | None = None,
 ) -> Any:
-    """A template, filled. A parameter of it that is not given stays a placeholder, which the
-    backend reads as unset.
+    """Fill a template. A parameter without a value stays a placeholder, which the backend reads as
+    unset.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
@@ -225,8 +227,8 @@ def _config(
     for tensor in facts.outputs:
         config.output.add(name=tensor.name, data_type=dtype(tensor.dtype), dims=tensor.dims)
     known = {fact.name for fact in facts.parameters}
-    if foreign := sorted(set(parameters) - known):
-        raise ValueError(f"the template of {name} has no parameters {foreign}")
+    if unknown := sorted(set(parameters) - known):
+        raise ValueError(f"the template of {name} has no parameters {unknown}")
     for fact in facts.parameters:
         if fact.fixed is not None:
             config.parameters[fact.name].string_value = fact.fixed
@@ -234,12 +236,12 @@ def _config(
             config.parameters[fact.name].string_value = parameters[fact.name]
         elif fact.in_template and fact.key is not None:
             config.parameters[fact.name].string_value = f"${{{fact.key}}}"
-    for key, value in own.items():
+    for key, value in our_parameters.items():
         config.parameters[key].string_value = value
     return config
 
 
-def _add_ours(config: Any) -> None:
+def _add_our_tensors(config: Any) -> None:
     from tritonclient.grpc import model_config_pb2 as pb
 
     for spec in contract.BLS_INPUTS:
@@ -251,10 +253,10 @@ def _add_ours(config: Any) -> None:
 
 
 def write_model(source: str, version: Path) -> None:
-    """One of our models with the modules of the toolkit that it imports."""
+    """Write one of our models, with the modules of the toolkit that it imports."""
     version.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(MODELS / source / "model.py", version / "model.py")
-    models = MODELS.relative_to(ROOT).as_posix()
+    shutil.copyfile(MODEL_SOURCES / source / "model.py", version / "model.py")
+    models = MODEL_SOURCES.relative_to(ROOT).as_posix()
     for relative in source_files([f"toolkit.triton.models.{source}.model"]):
         if relative.startswith(models):
             continue
@@ -264,7 +266,7 @@ def write_model(source: str, version: Path) -> None:
 
 
 def write_models(folder: Path, tokenizer_dir: Path) -> None:
-    """The three models that are ours, with what they need: code, modules, tokenizer."""
+    """Write our three models with what they need: code, modules and tokenizer."""
     sources = {
         contract.PREPROCESSING: "preprocessing",
         contract.POSTPROCESSING: "postprocessing",
@@ -274,9 +276,9 @@ def write_models(folder: Path, tokenizer_dir: Path) -> None:
         version = folder / model / "1"
         write_model(source, version)
         if model != contract.BLS_MODEL:
-            (version / TOKENIZER).mkdir(exist_ok=True)
+            (version / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             for file in _tokenizer_files(tokenizer_dir):
-                shutil.copyfile(file, version / TOKENIZER / file.name)
+                shutil.copyfile(file, version / TOKENIZER_FOLDER / file.name)
 
 
 def _tokenizer_files(folder: Path) -> Iterator[Path]:

@@ -1,13 +1,13 @@
-"""The repositories that TensorRT-LLM's own backends serve: what the `bls` layout is filled with for
-two engines.
+"""The values of the `bls` layout for repositories that TensorRT-LLM's own backend serves.
 
-Engines lie in the repository, beneath the models that serve them, and are named by the path that
-the repository has in the container, since the backend resolves no relative one.
+The engines lie in the repository, below the models that serve them. The configuration names them by
+their path in the container, since the backend does not resolve relative paths.
 
-Memory: every model takes its fraction of what is free when it loads, in an order that nobody
-promises. Fractions that add up to the one that is asked for keep to it in either order.
-Orchestrator mode: without it two engines of several ranks do not start (TRT#3797); one node's ranks
-are spawned by the backend, ranks of several nodes are given by mpirun and named here.
+Memory: every model takes its fraction of the memory that is free when it loads, and the order of
+loading is not fixed. Fractions that add up to the configured one stay within it in either order.
+
+Orchestrator mode: without it, two engines with several ranks do not start (TRT#3797). On one node
+the backend spawns the ranks. On several nodes mpirun starts them, and the configuration names them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from toolkit.words import AcceptanceChoice
 
 __all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 
-REPOSITORY = "/models"  # where the repository is mounted in the container
-ENGINES = (
-    f"{REPOSITORY}/{contract.MODEL}/1/engines"  # of the PyTorch flow, which has one model for both
-)
+REPOSITORY = "/models"  # where the container mounts the repository
+# For the PyTorch flow, where one model runs both engines.
+ENGINES = f"{REPOSITORY}/{contract.MODEL}/1/engines"
 DRAFT_SHARE = 0.1  # of the memory for KV caches
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Two engines of the engine flow, and how they are placed. max_draft_len 0: the target
-    alone.
-    """
+    """Two engines of the engine flow, and their placement. max_draft_len 0: the target alone."""
 
     version: str  # of TensorRT-LLM
     max_batch_size: int
@@ -56,27 +53,28 @@ class Engines:
 
     @property
     def nodes(self) -> int:
-        """Of one engine's ranks; both engines share the GPUs."""
+        """How many nodes the ranks of one engine need. Both engines share the GPUs."""
         return -(-self.world_size // self.gpus_per_node)
 
 
 def ranks_of(engines: Engines) -> dict[str, tuple[int, ...]]:
-    """The MPI ranks of each engine model where nothing is spawned: 0 is the orchestrator.
+    """The MPI ranks of each engine model on several nodes. Rank 0 is the orchestrator.
 
-    Launchers number the ranks node by node, so each node has its share of the target, then the same
-    of the draft: the GPUs of a node are those of both engines' ranks on it.
+    Launchers number the ranks node by node. So each node first has its ranks of the target, then as
+    many ranks of the draft, and both engines' ranks on a node share its GPUs.
     """
     models = (contract.MODEL, contract.DRAFT_MODEL) if engines.max_draft_len else (contract.MODEL,)
     ranks: dict[str, tuple[int, ...]] = dict.fromkeys(models, ())
     for first in range(0, engines.world_size, engines.gpus_per_node):
-        here = min(engines.gpus_per_node, engines.world_size - first)
+        on_node = min(engines.gpus_per_node, engines.world_size - first)
         for position, model in enumerate(models):
-            start = 1 + len(models) * first + position * here
-            ranks[model] += tuple(range(start, start + here))
+            start = 1 + len(models) * first + position * on_node
+            ranks[model] += tuple(range(start, start + on_node))
     return ranks
 
 
 def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int]) -> Bls:
+    """The values of the `bls` layout for these engines."""
     speculates = engines.max_draft_len > 0
     share = engines.draft_share if speculates else 0.0
     return Bls(
@@ -93,11 +91,10 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             max_input_len=engines.max_input_len,
             max_seq_len=engines.max_seq_len,
             max_draft_len=engines.max_draft_len,
-            # Token equality is how the backend accepts unless it is sent logits.
+            # The backend accepts by token equality unless it receives logits.
             acceptance="sample_match" if engines.acceptance == "auto" else engines.acceptance,
             seeds="call",
-            # The decoder of an engine for external drafts writes no log-probabilities; its logits
-            # are there.
+            # An engine for external drafts returns no log-probabilities, but it returns logits.
             log_probs="logits" if speculates else "engine",
             vocab_size=engines.vocab_size,
         ),
@@ -112,12 +109,12 @@ def _engine(model: str, engines: Engines, share: float) -> EngineModel:
         "batch_scheduler_policy": "guaranteed_no_evict",
         "kv_cache_free_gpu_mem_fraction": f"{engines.free_gpu_memory_fraction * share:.4g}",
         "exclude_input_in_output": "false",
-        # else they are taken over the tokens kept by top-k: all 0 in greedy decoding
+        # If true, log-probabilities count only the tokens that top-k keeps: all 0 when greedy.
         "normalize_log_probs": "false",
-        # Rounds depend on it, whatever the rest of the deployment wants.
-        "enable_kv_cache_reuse": "true"
-        if engines.max_draft_len or engines.enable_block_reuse
-        else "false",
+        # Speculation by rounds depends on reuse, whatever the configuration states.
+        "enable_kv_cache_reuse": str(
+            engines.max_draft_len > 0 or engines.enable_block_reuse
+        ).lower(),
         "gpu_device_ids": ",".join(map(str, range(min(engines.world_size, engines.gpus_per_node)))),
     }
     if engines.nodes > 1:

@@ -1,8 +1,8 @@
-"""Triton's configuration of our model, as protobuf: built, written as text, read back, and
+"""Triton's configuration of our model, as a protobuf message: built, written as text, read back and
 compared.
 
-The message type is Triton's own, out of `tritonclient`, so a misspelt field cannot be written. What
-the tensors are is said in `contract`; this module only gives it the form that Triton reads.
+The message type is Triton's own, from `tritonclient`, so a misspelt field cannot be written.
+`contract` defines the tensors; this module only puts them into the format that Triton reads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["build", "build_trtllm", "read", "render", "write"]
 def build(*, decoupled: bool) -> Any:
     """The ModelConfig message of the `llmapi` model.
 
-    max_batch_size is 0: requests are batched by the runtime, between steps, not by Triton. One
-    instance on the CPU, since the instance is the runtime; which device the engines use is said in
-    their own config.
+    max_batch_size is 0: the runtime batches requests between steps, not Triton. There is one
+    instance, which is the runtime itself. Its kind is CPU; the engines' own config states their
+    device.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
@@ -48,8 +48,8 @@ def build(*, decoupled: bool) -> Any:
 
 
 def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
-    """The ModelConfig of TensorRT-LLM's own `llmapi` model. ours: with the optional tensors of
-    our model.py.
+    """The ModelConfig of TensorRT-LLM's own `llmapi` model. ours: add the optional tensors of our
+    model.py.
     """
     from tritonclient.grpc import model_config_pb2 as pb
 
@@ -85,15 +85,15 @@ def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
 
 
 def render(config: Any) -> str:
-    """The text form, as in config.pbtxt."""
+    """The message as text, as config.pbtxt holds it."""
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(config))
 
 
 def read(path: Path) -> Any:
-    """The message that a config.pbtxt holds. Raises StageError with the position of what Triton
-    would not understand.
+    """Read the message from a config.pbtxt. Raises StageError with the position of anything that
+    Triton would not understand.
     """
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2 as pb
@@ -107,9 +107,7 @@ def read(path: Path) -> Any:
 
 
 def write(config: Any, path: Path) -> None:
-    """Write config.pbtxt and read it back. Raises StageError if the file does not say what was
-    meant.
-    """
+    """Write config.pbtxt and read it back. Raises StageError if it reads back differently."""
     path.write_text(render(config), encoding="utf-8")
     if read(path) != config:
         raise StageError(

@@ -1,9 +1,9 @@
-"""README.md of a repository for TensorRT-LLM's containers: how to start it, how to call it, its
-tensors.
+"""Writes the README.md of a repository for TensorRT-LLM's containers: how to start it, how to call
+it, and its tensors.
 
-Made from the folder itself. The tables of tensors are read from the configuration that Triton will
-read, and a file to start it with is named where it was written; so nothing stands in it that the
-repository does not have.
+The README is made from the folder itself, so it names nothing that the repository does not have.
+The tables of tensors come from the configuration that Triton reads, and a launch file is named only
+if it was written.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def write_readme(
     draft: CompiledEngine | None,
     draft_len: int,
 ) -> None:
-    """When everything else is in `folder`."""
-    config = model_config.read(folder / deployment.entry / "config.pbtxt")
+    """Write README.md. Call it last, when everything else is in `folder`."""
+    config = model_config.read(folder / deployment.entry_model / "config.pbtxt")
     decoupled, is_bls = config.model_transaction_policy.decoupled, deployment.layout == "bls"
     text = render_template(
         __file__,
@@ -50,7 +50,11 @@ def write_readme(
         target=target,
         interface="`inflight_batcher_llm` templates" if is_bls else "`llmapi` template",
         pair=_pair(target, draft, draft_len),
-        streams="streams (decoupled)" if decoupled else "answers each request once (not decoupled)",
+        streams=(
+            "streams its answers (decoupled)"
+            if decoupled
+            else "answers each request once (not decoupled)"
+        ),
         gpus=_gpus(deployment),
         repository=REPOSITORY,
         not_executed=_not_executed(target, draft),
@@ -71,11 +75,9 @@ def _pair(target: CompiledEngine, draft: CompiledEngine | None, draft_len: int) 
             f"{pair}, draft {draft.quant_algo or draft.dtype}, up to {draft_len} draft tokens per"
             " step"
         )
-    return (
-        f"{pair}, up to {draft_len} draft tokens per step, looked up in the text"
-        if draft_len
-        else pair
-    )
+    if draft_len:
+        return f"{pair}, prompt lookup, up to {draft_len} draft tokens per step"
+    return pair
 
 
 def _gpus(deployment: Deployment) -> str:
@@ -84,7 +86,7 @@ def _gpus(deployment: Deployment) -> str:
 
 
 def _not_executed(*engines: CompiledEngine | None) -> list[str]:
-    """What no GPU has run of these engines, each once."""
+    """The steps of these builds that no GPU has executed, each named once."""
     built = [
         engine.tensorrt_llm
         for engine in engines

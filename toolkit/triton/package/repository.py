@@ -1,16 +1,16 @@
-"""The files of a Triton model repository: what `tritonserver --model-repository FOLDER` loads, and
-how people use it.
+"""Writes a Triton model repository for embedded engines: the files that
+`tritonserver --model-repository FOLDER` loads, and the files that help people use them.
 
     llmapi  FOLDER/tensorrt_llm/config.pbtxt                tensors, decoupled or not
             FOLDER/tensorrt_llm/1/model.py  model.yaml      our Python model and its settings
-            FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines, so that the repository is
-            self-contained
-    bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  an engine each
+            FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines
+    bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  one engine each
             FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls}
     both    FOLDER/README.md  launch.sh  validate_latency.py
 
-Triton looks at the subfolders of a repository only, so files beside the model do not disturb it.
-Nothing in it names a path of the machine that made it: it can be moved and copied.
+Triton looks only at the subfolders of a repository, so files beside the models do not disturb it.
+The repository is self-contained, and no file in it names a path of the machine that made it, so it
+can be moved and copied.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repos
 
 MODEL_SOURCE = Path(__file__).parents[1] / "models" / "llmapi" / "model.py"
 ENGINE_SOURCE = Path(__file__).parents[1] / "models" / "engine" / "model.py"
-CANCELLATION_CHECK_PERIOD_MS = (
-    50  # each look at a request costs about 0.1 ms of the model's process
-)
+CANCELLATION_CHECK_PERIOD_MS = 50  # one check of a request costs the model about 0.1 ms
 
 
 def model_settings(
@@ -58,8 +56,8 @@ def model_settings(
     triton: TritonConfig,
     threads: int | None,
 ) -> dict[str, Any]:
-    """The content of model.yaml: arguments of TensorRT-LLM's LLM() where it has the word, then
-    Triton's and our own section.
+    """The content of model.yaml: first settings that are named like TensorRT-LLM's LLM() arguments,
+    then Triton's section, then ours.
     """
     settings: dict[str, Any] = {
         "model": "engines/target",
@@ -88,8 +86,7 @@ def model_settings(
     settings["toolkit"] = {
         "package_version": PACKAGE_VERSION,
         "acceptance": speculation.acceptance,
-        # Here and not in speculative_config: TensorRT-LLM's versions mean different things by its
-        # keys.
+        # Not in speculative_config, where TensorRT-LLM's versions give this key different meanings.
         "draft_len_schedule": [list(step) for step in speculation.draft_len_by_load.items()],
         "default_max_tokens": triton.default_max_tokens,
         "max_queue_size": triton.max_queue_size,
@@ -108,8 +105,7 @@ def bls_of(
     threads: int | None,
     end_ids: Sequence[int],
 ) -> layout_bls.Bls:
-    """The `bls` layout over two embedded engines."""
-
+    """The values of the `bls` layout for embedded engines."""
     parameters = {
         "max_beam_width": "1",
         "gpt_model_type": "inflight_fused_batching",
@@ -118,8 +114,8 @@ def bls_of(
         "exclude_input_in_output": "false",
         "tokenizer_dir": "engine",
     }
-    own = {} if threads is None else {"threads": str(threads)}
-    engine = layout_bls.EngineModel("python", parameters, own)
+    our_parameters = {} if threads is None else {"threads": str(threads)}
+    engine = layout_bls.EngineModel("python", parameters, our_parameters)
     return layout_bls.Bls(
         target=engine,
         draft=None if draft is None else engine,
@@ -149,8 +145,8 @@ def write_repository(
     end_ids: Sequence[int],
     folder: Path,
 ) -> None:
-    """Write the whole repository into `folder`, which is made if need be. Raises StageError when
-    it cannot be written.
+    """Write the whole repository into `folder`, and create the folder if needed. Raises StageError
+    if it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -211,14 +207,12 @@ def _write_bls(
 
 
 def write_client(folder: Path) -> None:
-    """The latency client, which needs nothing of the toolkit."""
+    """Write the latency client, which runs without the toolkit."""
     shutil.copyfile(client.__file__, folder / "validate_latency.py")
 
 
 def link_tree(source: Path, destination: Path) -> None:
-    """Copy a folder by hard links, which cost no space; by content where the file system has
-    none.
-    """
+    """Copy a folder by hard links, which cost no space. Files that cannot be linked are copied."""
 
     def link(origin: str, copy: str) -> str:
         try:
@@ -246,15 +240,16 @@ def _readme(
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     if triton.layout == "bls":
         interface = (
-            f"Clients call `{BLS_MODEL}`, in the form of TensorRT-LLM's `inflight_batcher_llm`"
-            f" templates: {pair}."
+            f"Clients call the model `{BLS_MODEL}`. Its tensors are those of TensorRT-LLM's"
+            " `inflight_batcher_llm` templates."
         )
         model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
         inputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.inputs), *_rows(BLS_INPUTS)]
         outputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.outputs), *_rows(BLS_OUTPUTS)]
     else:
         interface = (
-            f"One model, `{MODEL}`, in the form of TensorRT-LLM's `llmapi` template: {pair}."
+            f"Clients call the model `{MODEL}`. Its tensors are those of TensorRT-LLM's `llmapi`"
+            " template."
         )
         model, prompt_tensor = MODEL, "sampling_param_exclude_input_from_output"
         tokens_tensor = "sampling_param_max_tokens"
@@ -263,8 +258,9 @@ def _readme(
         __file__,
         "readme_torch.md.j2",
         interface=interface,
+        pair=pair,
         streams=(
-            "streams (decoupled)"
+            "streams its answers (decoupled)"
             if triton.decoupled
             else "answers each request once (not decoupled)"
         ),

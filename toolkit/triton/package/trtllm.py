@@ -1,9 +1,9 @@
-"""The package stage for the kinds of TensorRT-LLM: engines in, the repository that its containers
-serve, and how to start it.
+"""The package stage for TensorRT-LLM's kinds: it takes engines and writes the repository that
+TensorRT-LLM's containers serve, with the files that start it.
 
-trt_engine: the `bls` layout over backend tensorrtllm. trtllm_pytorch: the `llmapi` layout,
-model.yaml holding the arguments of `LLM()`. Nothing here needs TensorRT-LLM or a GPU; every
-configuration is read back and compared.
+trt_engine: the `bls` layout over the backend tensorrtllm. trtllm_pytorch: the `llmapi` layout,
+whose model.yaml holds the arguments of `LLM()`. This module needs neither TensorRT-LLM nor a GPU.
+Every configuration is read back and compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.words import AcceptanceChoice
 
 __all__ = ["model_yaml", "package_bls", "package_llmapi"]
 
-CANCELLATION_CHECK_PERIOD_MS = 100  # the template's own
+CANCELLATION_CHECK_PERIOD_MS = 100  # the template's default
 
 
 def package_bls(
@@ -42,16 +42,16 @@ def package_bls(
     enable_block_reuse: bool = True,
     acceptance: AcceptanceChoice = "auto",
 ) -> TritonRepository:
-    """The engine flow. Raises StageError where something does not read back."""
-    built = _built(target)
+    """Package the engine flow. Raises StageError if a configuration reads back differently."""
+    build = _tensorrt_llm_build(target)
     engines = Engines(
-        version=built.version,
+        version=build.version,
         max_batch_size=target.max_batch_size,
         max_input_len=target.max_input_len,
         max_seq_len=target.max_seq_len,
         max_draft_len=0 if draft is None else max_draft_len,
-        tp_size=built.tp_size,
-        pp_size=built.pp_size,
+        tp_size=build.tp_size,
+        pp_size=build.pp_size,
         gpus_per_node=gpus_per_node,
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
@@ -67,7 +67,7 @@ def package_bls(
         if engine is not None:
             link_tree(engine.path, out_dir / model / "1" / "engine")
     deployment = deploy.Deployment(
-        name, "bls", built.version, engines.world_size, gpus_per_node, draft is not None
+        name, "bls", build.version, engines.world_size, gpus_per_node, draft is not None
     )
     _finish(out_dir, deployment, target, draft, engines.max_draft_len)
     return TritonRepository(
@@ -86,33 +86,36 @@ def package_llmapi(
     max_draft_len: int,
     gpus_per_node: int = 8,
 ) -> TritonRepository:
-    """The PyTorch flow. llm_args: with the models' places in the container, `ENGINES/target` and
-    `ENGINES/draft`.
+    """Package the PyTorch flow. llm_args: the arguments of LLM(), with the models' paths in the
+    container, `ENGINES/target` and `ENGINES/draft`.
+
+    Raises StageError if a configuration reads back differently.
     """
-    built, version = _built(target), out_dir / MODEL / "1"
-    ours = triton.model_py == "ours"
+    build, version = _tensorrt_llm_build(target), out_dir / MODEL / "1"
+    is_ours = triton.model_py == "ours"
     version.mkdir(parents=True, exist_ok=True)
     model_config.write(
-        model_config.build_trtllm(decoupled=triton.decoupled, ours=ours),
+        model_config.build_trtllm(decoupled=triton.decoupled, ours=is_ours),
         out_dir / MODEL / "config.pbtxt",
     )
-    log_probs = LOG_PROBS["trtllm_pytorch"].get(built.version, 0)
+    log_probs = LOG_PROBS["trtllm_pytorch"].get(build.version, 0)
     _write_yaml(model_yaml(llm_args, triton, log_probs), version / "model.yaml")
-    if ours:
+    if is_ours:
         layout_bls.write_model("trtllm", version)
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
-    world = built.tp_size * built.pp_size
+    world = build.tp_size * build.pp_size
     deployment = deploy.Deployment(
-        name, "llmapi", built.version, world, gpus_per_node, draft is not None, triton.model_py
+        name, "llmapi", build.version, world, gpus_per_node, draft is not None, triton.model_py
     )
     _finish(out_dir, deployment, target, draft, max_draft_len)
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
 
 
 def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int) -> dict[str, Any]:
-    """The arguments of LLM(), and Triton's section. Our own goes with our model.py alone: the
-    container's knows none. log_probs: how many a place the version gives.
+    """The content of model.yaml: the arguments of LLM(), Triton's section, and for our model.py a
+    section of our own, which the container's model.py would not understand. log_probs: how many
+    log-probabilities per token this version returns.
     """
     settings = {
         **llm_args,
@@ -122,15 +125,19 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int
             "cancellation_check_period_ms": CANCELLATION_CHECK_PERIOD_MS,
         },
     }
-    own = {"default_max_tokens": triton.default_max_tokens, "log_probs": log_probs}
-    return {**settings, "toolkit": own} if triton.model_py == "ours" else settings
+    if triton.model_py == "ours":
+        settings["toolkit"] = {
+            "default_max_tokens": triton.default_max_tokens,
+            "log_probs": log_probs,
+        }
+    return settings
 
 
-def _built(engine: CompiledEngine) -> TensorRtLlmBuild:
+def _tensorrt_llm_build(engine: CompiledEngine) -> TensorRtLlmBuild:
     if engine.tensorrt_llm is None:
         raise StageError(
             "package",
-            f"an engine of kind {engine.kind} is none of TensorRT-LLM's",
+            f"TensorRT-LLM did not build this engine: its kind is {engine.kind}",
             where=engine.path,
         )
     return engine.tensorrt_llm
