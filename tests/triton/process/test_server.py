@@ -1,5 +1,5 @@
-"""A real tritonserver process: found, started, watched, stopped, and nothing of it left; with
-models of a few lines.
+"""A real tritonserver process with models of a few lines: it is found, started, watched and
+stopped, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ input { name: "x" data_type: TYPE_INT32 dims: 1 }
 output { name: "y" data_type: TYPE_INT32 dims: 1 }
 instance_group { kind: KIND_CPU }
 """
-GOOD = """
+GOOD_MODEL = """
 class TritonPythonModel:
     def execute(self, requests):
         return []
 """
-BROKEN = "raise RuntimeError('this model is broken on purpose')\n"
-HANGING = """
+BROKEN_MODEL = "raise RuntimeError('this model is broken on purpose')\n"
+HANGING_MODEL = """
 import time
 class TritonPythonModel:
     def initialize(self, args):
@@ -63,7 +63,7 @@ def repository(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.fixture
 def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary directory of this test's own, so that workspaces in it are this test's."""
+    """A temporary directory for this test alone, so that all workspaces in it are its own."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -104,11 +104,11 @@ def test_it_serves_on_loopback_only_and_leaves_nothing(
 ) -> None:
     waits: list[str] = []
     with TritonServer(
-        repository(GOOD), progress=lambda done, total, what: waits.append(what)
+        repository(GOOD_MODEL), progress=lambda done, total, what: waits.append(what)
     ) as server:
         names = [path.name for path in own_tmp.glob("toolkit-serve-*")]
         pid, stubs = server.pid, children(server.pid)
-        assert alive(pid)
+        assert is_alive(pid)
         assert stubs
         assert regions(names)
         ports = {
@@ -118,16 +118,16 @@ def test_it_serves_on_loopback_only_and_leaves_nothing(
         assert len(ports) == 3
         assert listening_addresses(ports) == {"127.0.0.1"}
     assert waits
-    assert not any(alive(process) for process in [pid, *stubs])
+    assert not any(is_alive(process) for process in [pid, *stubs])
     assert not list(own_tmp.iterdir())
     assert not regions(names)
 
 
 def listening_addresses(ports: set[int]) -> set[str]:
-    """The addresses that sockets listen on at these ports; a v4 address inside a v6 one (gRPC's
-    sockets) as the v4 one.
+    """The addresses that sockets listen on at these ports. A v4 address inside a v6 one, as gRPC's
+    sockets have it, counts as the v4 address.
     """
-    found = set()
+    addresses = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:]:
             local, state = line.split()[1], line.split()[3]
@@ -139,14 +139,14 @@ def listening_addresses(ports: set[int]) -> set[str]:
             )
             address = ipaddress.ip_address(packed)
             mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-            found.add(str(mapped or address))
-    return found
+            addresses.add(str(mapped or address))
+    return addresses
 
 
 def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
     repository: Callable[[str], Path], own_tmp: Path
 ) -> None:
-    with pytest.raises(ServerError) as failed, TritonServer(repository(BROKEN)):
+    with pytest.raises(ServerError) as failed, TritonServer(repository(BROKEN_MODEL)):
         pass
     assert "tritonserver ended with exit code 1" in str(failed.value)
     assert "this model is broken on purpose" in failed.value.log_tail
@@ -159,7 +159,7 @@ def test_a_server_that_hangs_at_start_is_stopped_after_the_timeout(
     started = time.monotonic()
     with (
         pytest.raises(ServerError) as failed,
-        TritonServer(repository(HANGING), TritonConfig(start_timeout_s=1.0)),
+        TritonServer(repository(HANGING_MODEL), TritonConfig(start_timeout_s=1.0)),
     ):
         pass
     assert "tritonserver was not ready after 1 s" in str(failed.value)
@@ -178,7 +178,7 @@ def test_a_port_in_use_is_named_before_anything_starts(
         port = other.getsockname()[1]
         with (
             pytest.raises(ServerError) as failed,
-            TritonServer(repository(GOOD), TritonConfig(**{f"{protocol}_port": port})),
+            TritonServer(repository(GOOD_MODEL), TritonConfig(**{f"{protocol}_port": port})),
         ):
             pass
     assert f"{protocol} port {port} on 127.0.0.1 cannot be used: Address already in use" in str(
@@ -196,10 +196,10 @@ def test_a_missing_repository_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_server_that_dies_later_is_told_by_check(
+def test_check_reports_a_server_that_dies_later(
     repository: Callable[[str], Path], own_tmp: Path
 ) -> None:
-    with TritonServer(repository(GOOD)) as server:
+    with TritonServer(repository(GOOD_MODEL)) as server:
         server.check()
         stubs = children(server.pid)
         os.kill(server.pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def test_a_server_that_dies_later_is_told_by_check(
         )
         with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL"):
             server.check()
-        assert not any(alive(stub) for stub in stubs)
+        assert not any(is_alive(stub) for stub in stubs)
     assert not list(own_tmp.iterdir())
 
 
@@ -216,7 +216,7 @@ def test_a_model_whose_process_dies_stops_the_server(
     repository: Callable[[str], Path], own_tmp: Path
 ) -> None:
     """Triton alone would stay ready and answer nothing."""
-    with TritonServer(repository(GOOD)) as server:
+    with TritonServer(repository(GOOD_MODEL)) as server:
         (stub,) = children(server.pid)
         os.kill(stub, signal.SIGKILL)
         assert eventually(
@@ -240,16 +240,16 @@ def test_nothing_outlives_a_killed_parent(
         " print(server.pid, flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "TMPDIR": str(own_tmp)}
-    command = [sys.executable, "-c", program, str(repository(GOOD))]
+    command = [sys.executable, "-c", program, str(repository(GOOD_MODEL))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         names = [path.name for path in own_tmp.glob("toolkit-serve-*")]
         processes = [pid, *children(pid)]
-        assert all(alive(process) for process in processes)
+        assert all(is_alive(process) for process in processes)
         parent.send_signal(killer)
         parent.wait()
-    assert eventually(lambda: not any(alive(process) for process in processes))
+    assert eventually(lambda: not any(is_alive(process) for process in processes))
     assert eventually(lambda: not list(own_tmp.iterdir()))
     assert not regions(names)
 
@@ -274,9 +274,7 @@ def test_leftovers_of_a_killed_server_are_swept_and_those_in_use_are_not(own_tmp
 
 
 def test_a_workspace_that_vanishes_while_others_are_swept_is_no_fault(own_tmp: Path) -> None:
-    """Its server ended between the look into the folder and the look at it, as a link to nothing
-    shows.
-    """
+    """Its server ended after the sweep had listed the folder. A broken link behaves the same."""
     (own_tmp / "toolkit-serve-gone").symlink_to(own_tmp / "nowhere")
     sweep(own_tmp)
 

@@ -1,1 +1,1 @@
-"""What is started: a `tritonserver` process on this machine, watched and cleaned up after."""
+"""Starts a `tritonserver` process on this machine, watches it, and cleans up after it."""

@@ -1,9 +1,8 @@
-"""A packaged repository as this machine can serve it, where it does not lie in the container's
-folder.
+"""Prepares a packaged repository so that this machine can serve it outside the container's folder.
 
-What is packaged names its engines by the path that it has in the container. Here the same models
-are laid out in a folder of their own, as links, with the configurations written anew: the paths of
-this machine, and where it is wanted no speculation.
+A packaged repository names its engines by their path in the container. This module makes a folder
+with links to the same models and new configurations: with this machine's paths and, if wanted,
+without speculation.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from toolkit.triton.package.layout_trtllm import REPOSITORY
 
 __all__ = ["render_here"]
 
-ONLY_FOR_SPECULATION = (
-    "speculative_config",
-    "disable_overlap_scheduler",
-)  # arguments of LLM(): it runs plainly without them
+# Arguments of LLM() that only speculation needs.
+SPECULATION_ARGUMENTS = ("speculative_config", "disable_overlap_scheduler")
 
 
 def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Path:
-    """Lay the repository out in `folder`, which it returns. speculates False (`llmapi` alone):
-    LLM() without speculation.
+    """Write the repository for this machine into `folder`, and return the folder. speculates False
+    (`llmapi` only): LLM() runs without speculation.
     """
     for config_file in sorted(packaged.glob("*/config.pbtxt")):
         model = config_file.parent.name
@@ -32,7 +29,7 @@ def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Pat
         version.mkdir(parents=True)
         config = model_config.read(config_file)
         for parameter in config.parameters.values():
-            parameter.string_value = _moved(parameter.string_value, folder)
+            parameter.string_value = _with_local_paths(parameter.string_value, folder)
         model_config.write(config, folder / model / "config.pbtxt")
         for entry in sorted((config_file.parent / "1").iterdir()):
             if entry.name == "model.yaml":
@@ -48,16 +45,16 @@ def _write_settings(source: Path, destination: Path, folder: Path, speculates: b
     settings = yaml.safe_load(source.read_text(encoding="utf-8"))
     if not speculates:
         settings = {
-            name: value for name, value in settings.items() if name not in ONLY_FOR_SPECULATION
+            name: value for name, value in settings.items() if name not in SPECULATION_ARGUMENTS
         }
     destination.write_text(
-        yaml.safe_dump(_moved(settings, folder), sort_keys=False), encoding="utf-8"
+        yaml.safe_dump(_with_local_paths(settings, folder), sort_keys=False), encoding="utf-8"
     )
 
 
-def _moved(value: Any, folder: Path) -> Any:
-    """The same with this folder's paths in the place of the container's."""
+def _with_local_paths(value: Any, folder: Path) -> Any:
+    """The same value, with this folder's path in place of the container's."""
     if isinstance(value, dict):
-        return {name: _moved(inner, folder) for name, inner in value.items()}
-    inside = isinstance(value, str) and value.startswith(f"{REPOSITORY}/")
-    return f"{folder}{value.removeprefix(REPOSITORY)}" if inside else value
+        return {name: _with_local_paths(inner, folder) for name, inner in value.items()}
+    is_container_path = isinstance(value, str) and value.startswith(f"{REPOSITORY}/")
+    return f"{folder}{value.removeprefix(REPOSITORY)}" if is_container_path else value

@@ -1,14 +1,14 @@
-"""Find a tritonserver, start it on a repository, wait until it serves, and leave nothing behind.
+"""Finds a tritonserver, starts it on a repository, waits until it serves, and cleans up after it.
 
-The server is the one on PATH, else the one inside the nvidia-pytriton wheel, which is complete but
-expects a few things to be arranged: its libraries and the interpreter's libpython on
-LD_LIBRARY_PATH, and the Python backend's stub of the interpreter's version beside the backend. Both
-are arranged in a private workspace; nothing is written into site-packages.
+The server is the one on PATH, else the one inside the nvidia-pytriton wheel. The wheel's server is
+complete, but needs some preparation: its libraries and the interpreter's libpython on
+LD_LIBRARY_PATH, and the Python backend's stub for the interpreter's version beside the backend.
+This is prepared in a private workspace; nothing is written into site-packages.
 
-A workspace is a folder in the temporary directory whose lock is held by the server and everything
-it starts, so a leftover can be told exactly: its lock is free. Its name is also the prefix of the
-server's shared-memory regions. The next start sweeps leftovers, for the case that not even
-`supervise` lived to do it.
+A workspace is a folder in the temporary directory. The server and everything it starts hold its
+lock, so a leftover is recognised exactly: its lock is free. The name of the workspace is also the
+prefix of the server's shared-memory regions. The next start sweeps leftovers, in case even
+`supervise` was killed before it could clean up.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ __all__ = [
 
 WORKSPACE_PREFIX = "toolkit-serve-"
 LOCK_FILE = "lock"
-STALE_S = 60.0  # a workspace without a lock for this long was abandoned while it was made
-STUB_TIMEOUT_S = (
-    300  # for a model that loads torch and compiled packages on a slow disk; Triton's default is 30
-)
-EXIT_TIMEOUT_S = 5  # how long a stopping server waits for requests in flight
+STALE_S = 60.0  # a workspace that still has no lock file after this time was abandoned
+# Enough for a model that loads torch and compiled packages from a slow disk. Triton's default: 30.
+STUB_TIMEOUT_S = 300
+EXIT_TIMEOUT_S = 5  # how long a stopping server waits for running requests
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 PORT_ATTEMPTS = 3
-LOG_LINES = 40
+LOG_TAIL_LINES = 40
+# As model.yaml (YAML) or config.pbtxt (text format of protobuf) state it.
 PACKAGED_VERSION = re.compile(
     r'package_version(?:: |"\s+value:? \{\s+string_value: ")(?P<version>\d+)'
-)  # YAML, pbtxt
+)
 # Waiting OpenMP threads sleep. On two cores, target forwards of the quickstart pair (INT8, 1 token,
-# 2 threads): 0.60 ms at best with either policy, but at the median of a busy machine 1.0 to 1.7 ms
-# spinning and 0.66 ms sleeping; ACTIVE made served tokens 2.5 times slower. What the environment
-# states wins.
+# 2 threads) take 0.60 ms at best with either policy. At the median on a busy machine they take 1.0
+# to 1.7 ms when threads spin, and 0.66 ms when they sleep. ACTIVE made served tokens 2.5 times
+# slower. A policy that the environment states takes precedence.
 THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInstall:
-    """A tritonserver program. wheel: the folder of the one inside nvidia-pytriton; None for one
-    on PATH, complete in itself.
+    """A tritonserver program. wheel: the server's folder inside nvidia-pytriton; None for a server
+    on PATH, which needs no preparation.
     """
 
     binary: Path
@@ -88,8 +88,8 @@ class ServerInstall:
 
 
 def find_server() -> ServerInstall:
-    """The tritonserver on PATH, else the one of the installed nvidia-pytriton wheel. Raises
-    BackendUnavailable.
+    """The tritonserver on PATH, else the one in the installed nvidia-pytriton wheel. Raises
+    BackendUnavailable if there is neither.
     """
     on_path = shutil.which("tritonserver")
     if on_path is not None:
@@ -103,8 +103,8 @@ def find_server() -> ServerInstall:
 
 
 def find_libpython() -> Path | None:
-    """The folder with the interpreter's shared library, which the Python backend's stub needs;
-    None if it is nowhere.
+    """The folder with the interpreter's shared library, which the Python backend's stub needs. None
+    if there is no such library.
     """
     name = sysconfig.get_config_var("INSTSONAME") or ""
     if ".so" not in name:
@@ -118,15 +118,15 @@ def find_libpython() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The private folder of one server. lock is the open descriptor that says that it is in use."""
+    """The private folder of one server. lock: the open file descriptor that marks it as in use."""
 
     path: Path
     lock: int
 
     @classmethod
     def create(cls, *, inheritable: bool = False) -> Workspace:
-        """Make a workspace, after sweeping those of servers that are gone. inheritable: the lock
-        outlives an exec.
+        """Sweep the workspaces of servers that are gone, then make a new one. inheritable: the lock
+        stays held after an exec.
         """
         sweep(Path(tempfile.gettempdir()))
         path = Path(tempfile.mkdtemp(prefix=WORKSPACE_PREFIX))
@@ -139,14 +139,14 @@ class Workspace:
         return cls(path, lock)
 
     def close(self) -> None:
-        """Give the lock up; whoever inherited it still holds it."""
+        """Release the lock. Processes that inherited it still hold it."""
         os.close(self.lock)
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that is there until the block ends; where the process is killed before, the next
-    server sweeps it away.
+    """A folder that exists until the block ends. If the process is killed before, the next server
+    start sweeps it away.
     """
     workspace = Workspace.create()
     try:
@@ -157,19 +157,18 @@ def private_folder() -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the workspaces, and shared memory, of servers that are no longer there."""
+    """Remove the workspaces and the shared memory of servers that are gone."""
     for path in folder.glob(f"{WORKSPACE_PREFIX}*"):
         try:
             lock = os.open(path / LOCK_FILE, os.O_RDWR)
         except FileNotFoundError:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # it is gone altogether: its own server has just ended
+            # The folder itself may also be gone: its own server has just ended.
+            with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > STALE_S:
                     supervise.clean(path)
             continue
         except OSError:
-            continue  # somebody else's
+            continue  # it belongs to another user
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             supervise.clean(path)
@@ -182,11 +181,11 @@ def sweep(folder: Path) -> None:
 def launch_command(
     repository: Path, workspace: Workspace, config: TritonConfig | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) that serve `repository` on loopback. A config with ports of 0 leaves
-    Triton's defaults.
+    """The (command, environment) that serve `repository` on loopback. Ports of 0 in the config
+    leave Triton's defaults.
 
-    Raises BackendUnavailable if there is no tritonserver, or no libpython for its Python backend,
-    ServerError for a repository of another package version.
+    Raises BackendUnavailable if there is no tritonserver or no libpython for its Python backend,
+    and ServerError for a repository of another package version.
     """
     config = config or TritonConfig()
     _check_package_version(repository)
@@ -194,13 +193,13 @@ def launch_command(
     command = [str(install.binary), *server_arguments(repository, config)]
     command.append(f"--backend-config=python,shm-region-prefix-name={workspace.path.name}-")
     environment = {**THREAD_POLICY, **os.environ}
-    # The stub finds its packages through the `python3` that comes first on PATH: a virtual
-    # environment is recognised by it.
+    # The stub finds its packages through the first `python3` on PATH, which is also how it
+    # recognises a virtual environment.
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
     )
-    # Compiled packages are unpacked into the temporary directory, and would stay there if the
-    # server were killed.
+    # Compiled packages are unpacked into the temporary directory. In the shared one they would stay
+    # if the server were killed.
     environment["TMPDIR"] = str(workspace.path / "tmp")
     if install.wheel is not None:
         libpython = find_libpython()
@@ -222,19 +221,21 @@ def launch_command(
 
 
 def _check_package_version(repository: Path) -> None:
-    """Models that are packaged import the toolkit by the names that its modules had then."""
+    """Raise ServerError for a repository of another version: its models import the toolkit's
+    modules by the names that they had then.
+    """
     for file in (*repository.glob("*/1/model.yaml"), *repository.glob("*/config.pbtxt")):
-        stated = PACKAGED_VERSION.search(file.read_text(encoding="utf-8", errors="replace"))
-        if stated is not None and int(stated["version"]) != PACKAGE_VERSION:
-            what = (
-                f"this repository has package version {stated['version']}, and this toolkit serves"
-                f" {PACKAGE_VERSION}"
+        match = PACKAGED_VERSION.search(file.read_text(encoding="utf-8", errors="replace"))
+        if match is not None and int(match["version"]) != PACKAGE_VERSION:
+            raise ServerError(
+                f"this repository has package version {match['version']}, and this toolkit serves"
+                f" version {PACKAGE_VERSION}: {file}",
+                hint="Package it again: toolkit package CONFIG.",
             )
-            raise ServerError(f"{what}: {file}", hint="Package it again: toolkit package CONFIG.")
 
 
 def server_arguments(repository: Path, config: TritonConfig) -> list[str]:
-    """Of any tritonserver, whatever it was found in."""
+    """The arguments that every tritonserver gets, wherever it was found."""
     arguments = [f"--model-repository={repository}", "--disable-auto-complete-config"]
     for protocol, port in (
         ("http", config.http_port),
@@ -255,10 +256,10 @@ Launch = Callable[[Path, Workspace, TritonConfig], tuple[list[str], dict[str, st
 
 
 def supervised(command: list[str], workspace: Path, repository: Path, *, parent: int) -> list[str]:
-    """The command that runs `command` beneath its supervisor, which watches the process `parent`
-    (0: none).
+    """The command that runs `command` under the supervisor. parent: the id of the process that the
+    supervisor watches; 0: none.
     """
-    own = [
+    supervisor = [
         sys.executable,
         "-I",
         "-S",
@@ -267,12 +268,12 @@ def supervised(command: list[str], workspace: Path, repository: Path, *, parent:
         str(workspace),
         str(GRACE_S),
     ]
-    return [*own, *_dispensable(repository), "--", *command]
+    return [*supervisor, *_dispensable_models(repository), "--", *command]
 
 
-def _dispensable(repository: Path) -> list[str]:
-    """The models whose death the rest of this repository bears: the draft's, where it was
-    packaged so.
+def _dispensable_models(repository: Path) -> list[str]:
+    """The models that the rest of this repository can do without: the draft, if the repository was
+    packaged with on_draft_failure: plain.
     """
     path = repository / BLS_MODEL / "config.pbtxt"
     if not path.is_file():
@@ -282,8 +283,8 @@ def _dispensable(repository: Path) -> list[str]:
 
 
 def _backends(wheel: Path, workspace: Workspace) -> Path:
-    """A backend directory like the wheel's, with the stub of this interpreter's version where
-    the backend looks for it.
+    """Make a backend directory like the wheel's, with the stub for this interpreter's version where
+    the backend looks for it. Raises BackendUnavailable if the wheel has no such stub.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -297,7 +298,7 @@ def _backends(wheel: Path, workspace: Workspace) -> Path:
     for file in (wheel / "backends" / "python").iterdir():
         if file.is_file():
             (python / file.name).symlink_to(file)
-    # A copy, since the backend makes it executable where it is not.
+    # A copy, since the backend makes the file executable if it is not.
     shutil.copy(stub, python / stub.name)
     return python.parent
 
@@ -306,9 +307,9 @@ class TritonServer:
     """A running tritonserver: `with TritonServer(repository, config) as server: ...
     server.grpc_url`.
 
-    Raises ServerError when it cannot start: a port in use, the server dead or not ready within
-    start_timeout_s; with the end of its log. log_path defaults to a file that is removed with the
-    server. launch: makes the command and its environment, as `launch_command` does.
+    Raises ServerError with the end of the log if it cannot start: a port is in use, or the server
+    dies or is not ready within start_timeout_s. log_path: defaults to a file that is removed with
+    the server. launch: makes the command and its environment, as `launch_command` does.
     """
 
     def __init__(
@@ -321,7 +322,7 @@ class TritonServer:
         launch: Launch | None = None,
     ) -> None:
         self.repository = Path(repository)
-        self._command_of: Launch = launch or launch_command
+        self._make_command: Launch = launch or launch_command
         self.config = config or TritonConfig()
         self.log_path = log_path or Path()
         self._own_log = log_path is None
@@ -346,7 +347,7 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        """Of tritonserver itself."""
+        """The process id of tritonserver itself."""
         return int((self._workspace / supervise.PID_FILE).read_text())
 
     def __enter__(self) -> TritonServer:
@@ -362,29 +363,32 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start, and return when the model can be called."""
+        """Start the server, and return when the models can be called."""
         if not self.repository.is_dir():
             raise ServerError(
                 f"no model repository at {self.repository}",
                 hint="Package one first: toolkit package CONFIG.",
             )
-        asked = {
+        requested_ports = {
             "http": self.config.http_port,
             "grpc": self.config.grpc_port,
             "metrics": self.config.metrics_port,
         }
         for attempt in range(PORT_ATTEMPTS):
-            self._ports = _reserve(self.config.host, asked)
+            self._ports = _reserve(self.config.host, requested_ports)
             try:
                 self._launch()
                 self._wait_until_ready()
                 return
             except BaseException as error:
                 self.stop()
-                # A free port may be taken by somebody else before the server binds it; then others
-                # are tried.
-                taken = isinstance(error, ServerError) and "ddress already in use" in error.log_tail
-                if not (taken and attempt + 1 < PORT_ATTEMPTS and 0 in asked.values()):
+                # Another process may take a free port before the server binds it. Then other free
+                # ports are tried.
+                is_taken = (
+                    isinstance(error, ServerError) and "ddress already in use" in error.log_tail
+                )
+                can_retry = attempt + 1 < PORT_ATTEMPTS and 0 in requested_ports.values()
+                if not (is_taken and can_retry):
                     raise
 
     def _launch(self) -> None:
@@ -395,19 +399,18 @@ class TritonServer:
                 self.log_path = workspace.path / "server.log"
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             ports = {f"{name}_port": port for name, port in self._ports.items()}
-            command, environment = self._command_of(
+            command, environment = self._make_command(
                 self.repository, workspace, self.config.model_copy(update=ports)
             )
-            self._log = self.log_path.open(
-                "w+b"
-            )  # kept open, so that it can be read when the server and its folder are gone
+            # It stays open, so that it can be read after the server and its folder are gone.
+            self._log = self.log_path.open("w+b")
             self._process = subprocess.Popen(
                 supervised(command, workspace.path, self.repository, parent=os.getpid()),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # a Ctrl-C in our terminal is ours; we stop the server in order
+                # A Ctrl-C in our terminal must reach only us. We then stop the server in order.
                 start_new_session=True,
                 pass_fds=[workspace.lock],
             )
@@ -427,15 +430,15 @@ class TritonServer:
                     f"tritonserver was not ready after {self.config.start_timeout_s:g} s",
                     log_tail=self.log_tail(),
                     hint=(
-                        "Look for what it waits for at the end of its log; raise"
-                        " triton.start_timeout_s if it is only slow."
+                        "The end of its log shows what it waits for. If it is only slow, raise"
+                        " triton.start_timeout_s."
                     ),
                 )
             self._progress(int(waited), None, f"waiting for tritonserver, {waited:.0f} s")
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
-        # Through no proxy: the server is on this machine.
+        # No proxy, since the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(f"http://{self.http_url}/v2/health/ready", timeout=5) as response:
@@ -455,21 +458,21 @@ class TritonServer:
                 hint="The end of its log says why.",
             )
 
-    def log_tail(self, lines: int = LOG_LINES) -> str:
-        """The last lines that the server printed; also after it died."""
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines that the server printed, also after it died."""
         if self._log is None:
             return ""
         text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(
             "utf-8", errors="replace"
         )
-        # Triton prints wide tables of options after every error, and each error in them was a line
-        # of its own before.
+        # Triton prints wide tables of options after every error. They are left out, since each
+        # error in them was also printed as a line before.
         return "\n".join(
             [line for line in text.splitlines() if line and line[0] not in "+|"][-lines:]
         )
 
     def stop(self) -> None:
-        """Stop the server and everything it started. Safe to call again, and after it died."""
+        """Stop the server and everything it started. May be called again, and after it died."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -477,7 +480,7 @@ class TritonServer:
         try:
             process.wait(GRACE_S + 10)
         except subprocess.TimeoutExpired:
-            process.kill()  # the server dies with its supervisor
+            process.kill()  # kills the supervisor; the server dies with it
             process.wait()
             supervise.clean(self._workspace)
         if self._log is not None:
@@ -488,32 +491,29 @@ class TritonServer:
 def _how_it_ended(code: int) -> str:
     if code == supervise.STUB_DIED:
         return "was stopped, because the Python process of a model had died"
-    return (
-        f"was killed by {signal.Signals(code - 128).name}"
-        if code > 128
-        else f"ended with exit code {code}"
-    )
+    if code > 128:
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"ended with exit code {code}"
 
 
-def _reserve(host: str, asked: dict[str, int]) -> dict[str, int]:
-    """A port per protocol: the one asked for, if it is free, or any free one for 0. Raises
-    ServerError naming one in use.
+def _reserve(host: str, requested_ports: dict[str, int]) -> dict[str, int]:
+    """A port for each protocol: the requested one if it is free, or any free one for 0. Raises
+    ServerError that names a port in use.
     """
     sockets: list[socket.socket] = []
     ports: dict[str, int] = {}
     try:
-        for protocol, port in asked.items():
+        for protocol, port in requested_ports.items():
             probe = socket.socket()
             sockets.append(probe)
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # a port in TIME_WAIT is free
+            # A port in TIME_WAIT counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError as error:
                 hint = (
-                    f"Stop what listens there, choose another triton.{protocol}_port, or 0 for a"
-                    " free one."
+                    f"Stop the program that listens there, or set triton.{protocol}_port to another"
+                    " port, or to 0 for a free one."
                 )
                 if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                     hint = (
