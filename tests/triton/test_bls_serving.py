@@ -1,5 +1,5 @@
-"""The bls layout in a real tritonserver: the answers of the llmapi layout, with streaming,
-company, and drafts that fail.
+"""The bls layout in a real tritonserver gives the answers of llmapi: also when streaming, with
+other requests at the same time, and when drafts fail.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def infer(
     client.async_stream_infer(model, inputs)
     client.stop_stream()
     (answer,) = [
-        each for each in answers if isinstance(each, Exception) or each.get_response().outputs
+        item for item in answers if isinstance(item, Exception) or item.get_response().outputs
     ]
     if isinstance(answer, Exception):
         raise answer
@@ -217,8 +217,8 @@ def test_accumulated_chunks_repeat_the_text(tiny_bls_server: TritonServer, clien
 def test_a_loop_written_against_the_engine_models_gives_the_same_text(
     tiny_bls_server: TritonServer, client: Client
 ) -> None:
-    """The loop of TensorRT-LLM's own client: every model by its own tensors, prompt and output
-    together in every answer.
+    """The loop of TensorRT-LLM's own client: it calls every model with that model's tensors, and
+    every answer holds prompt and output together.
     """
     expected = client.generate(PROMPTS[4], max_tokens=20)
     with triton_grpc.InferenceServerClient(tiny_bls_server.grpc_url) as raw:
@@ -257,9 +257,8 @@ def test_a_loop_written_against_the_engine_models_gives_the_same_text(
             reused.append(int(target["kv_cache_reused_blocks"][0][0]) / (len(ids) - 1))
             ids = new
         assert tuple(ids[len(prompt) :]) == expected.token_ids
-        assert reused[1:] == [1.0] * len(
-            reused[1:]
-        )  # every round but the first computes one token and the drafts
+        # Every round but the first computes only one token and the drafts.
+        assert reused[1:] == [1.0] * len(reused[1:])
         rows = {
             "TOKENS_BATCH": np.array([[ids]], dtype=np.int32),
             "SEQUENCE_LENGTH": np.array([[len(ids)]], dtype=np.int32),
@@ -277,24 +276,24 @@ def test_draft_logits_travel_from_engine_to_engine(tiny_bls_server: TritonServer
             "runtime_top_p": np.array([[1.0]], dtype=np.float32),
             "seed": np.array([[5]], dtype=np.uint64),
         }
-        asked = {
+        draft_inputs = {
             "request_output_len": np.array([[3]], dtype=np.int32),
             "return_generation_logits": np.array([[True]]),
         }
-        draft = infer(raw, "tensorrt_llm_draft", {**common, **asked})
+        draft = infer(raw, "tensorrt_llm_draft", {**common, **draft_inputs})
         assert draft["generation_logits"].shape == (1, 1, 3, 258)
-        more = {
+        target_inputs = {
             "request_output_len": np.array([[4]], dtype=np.int32),
             "draft_input_ids": draft["output_ids"][0],
             "draft_logits": draft["generation_logits"][0],
         }
-        target = infer(raw, "tensorrt_llm", {**common, **more})
+        target = infer(raw, "tensorrt_llm", {**common, **target_inputs})
         assert 1 <= target["sequence_length"][0][0] <= 4
-        with pytest.raises(Exception, match="for these draft tokens it is"):
+        with pytest.raises(Exception, match="for these draft tokens it has to be"):
             infer(
                 raw,
                 "tensorrt_llm",
-                {**common, **more, "draft_logits": draft["generation_logits"][0][:, :2]},
+                {**common, **target_inputs, "draft_logits": draft["generation_logits"][0][:, :2]},
             )
 
 
@@ -307,17 +306,19 @@ def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
         for n in (3, 0)
     )
     assert speculative["output_log_probs"] == pytest.approx(plain["output_log_probs"])
-    for told in (speculative, plain):
+    for answer_tensors in (speculative, plain):
         assert (
-            len(told["next_best_ids"])
-            == len(told["next_best_log_probs"])
-            == len(told["output_log_probs"])
+            len(answer_tensors["next_best_ids"])
+            == len(answer_tensors["next_best_log_probs"])
+            == len(answer_tensors["output_log_probs"])
             == 15
         )
         assert all(
-            other <= own
-            for own, other in zip(
-                told["output_log_probs"], told["next_best_log_probs"], strict=True
+            other <= chosen
+            for chosen, other in zip(
+                answer_tensors["output_log_probs"],
+                answer_tensors["next_best_log_probs"],
+                strict=True,
             )
         )
     assert speculative["next_best_ids"] == plain["next_best_ids"]
@@ -397,17 +398,17 @@ def test_leaving_a_stream_frees_its_room(client: Client, tiny_bls_server: Triton
     assert client.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
-def test_rounds_with_a_seed_each_are_repeatable(tiny_bls_server: TritonServer) -> None:
-    """For backends that start their random numbers anew with every call."""
+def test_rounds_with_their_own_seeds_are_repeatable(tiny_bls_server: TritonServer) -> None:
+    """For backends that restart their random numbers with every call."""
     with variant(tiny_bls_server, "seeds_by_call") as by_call:
-        one, two, other = (
+        first, repeated, other_seed = (
             by_call.generate(PROMPTS[8], max_tokens=30, temperature=1.0, seed=seed)
             for seed in (4, 4, 5)
         )
-    assert one.token_ids == two.token_ids != other.token_ids
+    assert first.token_ids == repeated.token_ids != other_seed.token_ids
 
 
-def test_a_missing_draft_is_an_error_or_borne(
+def test_a_missing_draft_is_an_error_or_leaves_the_request_to_the_target(
     tiny_bls_server: TritonServer, client: Client
 ) -> None:
     expected = client.generate(PROMPTS[9], max_tokens=12, num_draft_tokens=0)
@@ -433,12 +434,14 @@ def test_a_missing_draft_is_an_error_or_borne(
     assert "the model 'nowhere'" in json.loads(text)["draft_failure"]
 
 
-def test_a_dead_draft_is_an_error_or_borne(tiny_bls_server: TritonServer, client: Client) -> None:
-    """The last test of this server: the process of the draft model is killed."""
+def test_a_dead_draft_is_an_error_or_leaves_the_request_to_the_target(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
+    """It has to be the last test of this server, since it kills the draft model's process."""
     expected = client.generate(PROMPTS[10], max_tokens=12, num_draft_tokens=0)
     assert client.generate(PROMPTS[10], max_tokens=12).statistics.drafted
     os.kill(stub_of("tensorrt_llm_draft", tiny_bls_server.pid), signal.SIGKILL)
-    time.sleep(2.5)  # the supervisor looks twice at a dead process before it acts
+    time.sleep(2.5)  # the supervisor checks a dead process twice before it acts
     assert client.generate(PROMPTS[10], max_tokens=12).token_ids == expected.token_ids
     with (
         variant(tiny_bls_server, "strict") as strict,
@@ -476,9 +479,9 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 def metric(server: TritonServer, name: str) -> float:
     page = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
-    found = [
+    values = [
         line.split()[-1]
         for line in page.splitlines()
         if line.startswith(f'{name}{{model="tensorrt_llm_bls"')
     ]
-    return float(found[0])
+    return float(values[0])

@@ -1,5 +1,5 @@
-"""Other ways to serve a packaged repository: its launch.sh, a bare `tritonserver
---model-repository`, and not decoupled.
+"""Other ways to serve a packaged repository: by its launch.sh, by a bare `tritonserver
+--model-repository`, and without decoupled responses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def running(command: list[str], log: Path, **settings: object) -> Iterator[subpr
             process.wait()
 
 
-def answers(process: subprocess.Popen[bytes], port: int, log: Path) -> bool:
+def is_answering(process: subprocess.Popen[bytes], port: int, log: Path) -> bool:
     with Client(f"127.0.0.1:{port}") as client:
         deadline = time.monotonic() + 60
         while not client.ready():
@@ -86,7 +86,7 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
     ]
     environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp)}
     with running(command, tmp_path / "log", env=environment, cwd=tmp_path) as process:
-        assert answers(process, grpc, tmp_path / "log")
+        assert is_answering(process, grpc, tmp_path / "log")
         sweep(tmp)
         assert len(list(tmp.iterdir())) == 1  # its workspace is in use
     assert process.returncode == 0
@@ -96,12 +96,11 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
 def test_bare_tritonserver_serves_in_the_right_environment(
     tiny_repository: TritonRepository, tmp_path: Path
 ) -> None:
-    """The right environment: backends in /opt/tritonserver, and a Python with the toolkit for
+    """The right environment has backends in /opt/tritonserver, and a Python with the toolkit for
     the Python backend.
     """
-    namespace = (
-        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-    )
+    as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    namespace = ["unshare", *as_root, "--mount"]
     if (
         shutil.which("unshare") is None
         or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
@@ -129,7 +128,7 @@ def test_bare_tritonserver_serves_in_the_right_environment(
             "mount -t tmpfs none /opt && mkdir -p /opt/tritonserver && "
             f"ln -s {backends} /opt/tritonserver/backends && "
             f"exec {find_server().binary} --model-repository {tiny_repository.path} "
-            # Only where it listens, which is not part of the repository.
+            # The repository does not state where the server listens, so the test does.
             f"--http-address 127.0.0.1 --http-port {http} --grpc-address 127.0.0.1 --grpc-port"
             f" {grpc} "
             f"--metrics-address 127.0.0.1 --metrics-port {metrics}"
@@ -137,7 +136,7 @@ def test_bare_tritonserver_serves_in_the_right_environment(
         with running(
             [*namespace, "sh", "-c", script], tmp_path / "log", env=environment
         ) as process:
-            assert answers(process, grpc, tmp_path / "log")
+            assert is_answering(process, grpc, tmp_path / "log")
     finally:
         workspace.close()
         sweep(workspace.path.parent)
@@ -173,7 +172,7 @@ def test_a_repository_that_is_not_decoupled_answers_once(
 def test_a_repository_of_another_version_is_to_be_packaged_again(
     layout: str, tiny_repository: TritonRepository, tmp_path: Path
 ) -> None:
-    """Its models import the toolkit by names that modules no longer have, so nothing is started."""
+    """Its models import the toolkit by module names that no longer exist, so nothing is started."""
     repository = tmp_path / "old"
     if layout == "llmapi":
         shutil.copytree(tiny_repository.path, repository)
@@ -196,7 +195,7 @@ def test_a_repository_of_another_version_is_to_be_packaged_again(
     assert done.returncode == 1 and "Package it again" in done.stderr
 
 
-def test_a_server_that_goes_away_is_said_so(tiny_repository: TritonRepository) -> None:
+def test_a_server_that_goes_away_is_reported(tiny_repository: TritonRepository) -> None:
     with TritonServer(tiny_repository.path) as server, Client(server.grpc_url) as client:
         chunks = client.stream("def f", max_tokens=200, num_draft_tokens=0)
         next(chunks)

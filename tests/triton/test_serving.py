@@ -1,5 +1,5 @@
-"""The packaged model in a real tritonserver, over gRPC and HTTP: right answers, clear refusals,
-and slots that come back.
+"""The packaged model in a real tritonserver, over gRPC and HTTP: right answers, clear refusals, and
+slots that become free again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def endless(client: Client) -> str:
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
-    """'name' or 'name:outcome' -> value of our own metrics."""
+    """'name' or 'name:outcome' -> value, of our own metrics."""
     text = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
-    found = re.findall(
+    lines = re.findall(
         r'^(toolkit_\w+)\{model="tensorrt_llm"(?:,outcome="(\w+)")?\} (\S+)$', text, re.MULTILINE
     )
     return {
-        f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in found
+        f"{name}:{outcome}" if outcome else name: float(value) for name, outcome, value in lines
     }
 
 
@@ -72,7 +72,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def settled(server: TritonServer) -> dict[str, float]:
-    """The metrics, once nothing is running and they have stood still for a while."""
+    """The metrics, once nothing is running and they have not changed for a while."""
     before: dict[str, float] = {}
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -260,7 +260,7 @@ def test_what_cannot_be_served_is_refused_and_the_server_goes_on(
             {"text_input": "x", "sampling_param_best_of": 2},
             "sampling_param_best_of 2 is not supported",
         ),
-        ({"text_input": ["x", "y"]}, "text_input holds one prompt, 2 were sent"),
+        ({"text_input": ["x", "y"]}, "text_input takes one prompt, and 2 were sent"),
         ({"sampling_param_max_tokens": 2}, "text_input"),
         (
             {"text_input": "x", "sampling_param_temperature": -1},
@@ -390,8 +390,8 @@ def test_an_sse_client_that_hangs_up_frees_its_slot(
 def test_overload_is_refused_at_once_and_the_rest_is_served(
     client: Client, tiny_server: TritonServer, endless: str
 ) -> None:
-    many = MAX_BATCH_SIZE + MAX_QUEUE_SIZE + 24
-    start = threading.Barrier(many)
+    request_count = MAX_BATCH_SIZE + MAX_QUEUE_SIZE + 24
+    start = threading.Barrier(request_count)
 
     def run(_: int) -> str:
         start.wait()
@@ -401,8 +401,8 @@ def test_overload_is_refused_at_once_and_the_rest_is_served(
             return f"refused: {refused}"
 
     before = settled(tiny_server)
-    with ThreadPoolExecutor(many) as pool:
-        results = list(pool.map(run, range(many)))
+    with ThreadPoolExecutor(request_count) as pool:
+        results = list(pool.map(run, range(request_count)))
     refusals = [result for result in results if result.startswith("refused: ")]
     assert 0 < len(refusals) <= 24
     assert all("being served or waiting" in refusal for refusal in refusals)

@@ -27,7 +27,7 @@ from toolkit.records.judged import Divergence
 from toolkit.records.report import ValidationReport
 from toolkit.triton.tensors.bls import token_log_probs
 from toolkit.triton.tensors.requests import Limits, parse
-from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, sampling_arguments
+from toolkit.triton.tensors.trtllm_tensors import REQUEST_FORMAT, Responses, sampling_arguments
 from toolkit.validate.arms import Alternating
 from toolkit.validate.log_probs import judge_log_probs, least_change
 from toolkit.validate.replay import Replay, replay
@@ -272,7 +272,7 @@ class InProcess:
             name: [True]
             for name in (*wanted, *(["return_log_probs"] if options.get("log_probs") else []))
         }
-        request = parse(tensors, {}, Limits(decoupled=True, max_draft_len=0), FORM)
+        request = parse(tensors, {}, Limits(decoupled=True, max_draft_len=0), REQUEST_FORMAT)
         try:
             parameters = SamplingParams(**sampling_arguments(request, 128, self.told))
         except RequestError as error:
@@ -386,7 +386,7 @@ def test_without_log_probabilities_a_divergence_stays_unexplained(tmp_path: Path
         ({"asks": False}, "rounding and a fault look the same"),
         (
             {"told": 0},
-            "the server refuses log-probabilities: return_log_probs: this version gives no",
+            "the server refuses log-probabilities: return_log_probs: this version returns no",
         ),
     ):
         outcome, counts, (one,) = parity_of(judged(tmp_path, [*SOUND, f"{TIED} x"], **options))  # type: ignore[arg-type]

@@ -1,3 +1,3 @@
-"""From engines to a served deployment: the Triton model repository, the Python model in it, and
+"""From engines to a served deployment: the Triton model repository, the Python models in it, and
 the server process.
 """

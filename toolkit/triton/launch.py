@@ -1,10 +1,10 @@
 """`python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]`: serve a packaged
 repository.
 
-This is what `launch.sh` beside the models runs, in systemd, a container or a terminal: the same
-command, environment and supervisor as those of `TritonServer`, but nobody's child. An entry point
-like the CLI, so it prints and exits. It stays where it is: packaged repositories name it, also
-those that have to be told that they are outdated.
+`launch.sh` in the repository runs this, in systemd, a container or a terminal. It uses the same
+command, environment and supervisor as `TritonServer`, but no parent process is watched. It is an
+entry point like the CLI, so it prints and exits. Packaged repositories name this module, so it must
+not move: an outdated repository also calls it, and is then told to be packaged again.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_chosen() -> None:
 def test_a_version_without_log_probabilities_refuses_them() -> None:
     request = Request("x", returns=frozenset({"return_log_probs"}))
     assert sampling_arguments(request, 5, 2)["logprobs"] == 2
-    with pytest.raises(RequestError, match="gives no log-probabilities under speculation"):
+    with pytest.raises(RequestError, match="returns no log-probabilities under speculation"):
         sampling_arguments(request, 5, 0)
 
 

@@ -1,4 +1,4 @@
-"""What one Triton request is turned into, and what its responses hold; no server needed."""
+"""How one Triton request is read, and what its responses hold. No server is needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_bare_prompt_is_greedy_with_every_default_left_open() -> None:
     assert parsed() == Request(prompt="hello")
 
 
-def test_every_option_arrives() -> None:
+def test_every_option_is_read() -> None:
     request = parsed(
         streaming=True,
         sampling_param_best_of=1,
@@ -92,8 +92,8 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(
     ("tensors", "message"),
     [
         ({"text_input": [b""]}, "text_input is empty"),
-        ({"text_input": [b"a", b"b"]}, "text_input holds one prompt, 2 were sent"),
-        ({"text_input": []}, "text_input holds one prompt, 0 were sent"),
+        ({"text_input": [b"a", b"b"]}, "text_input takes one prompt, and 2 were sent"),
+        ({"text_input": []}, "text_input takes one prompt, and 0 were sent"),
         (
             {"text_input": [b"ab\xff"]},
             "text_input is not valid UTF-8: invalid start byte at byte 2",
@@ -122,7 +122,7 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
         ({"acceptance": b"hope"}, "acceptance is 'hope'; known: auto, rejection"),
         ({"timeout_ms": 0}, "timeout_ms is 0"),
-        ({"streaming": [True, False]}, "streaming holds one value, 2 were sent"),
+        ({"streaming": [True, False]}, "streaming takes one value, and 2 were sent"),
         ({"sampling_param_beam_width": 2}, "unknown input 'sampling_param_beam_width'"),
     ],
 )
@@ -137,7 +137,7 @@ def test_missing_prompt_is_refused() -> None:
         parse({}, {}, LIMITS)
 
 
-def test_a_name_that_http_turned_into_a_parameter_is_refused_with_the_likely_one() -> None:
+def test_a_name_that_http_made_a_parameter_is_refused_with_the_likely_tensor() -> None:
     with pytest.raises(
         RequestError, match=r"unknown input 'max_tokens'\n.*'sampling_param_max_tokens'"
     ):
@@ -146,7 +146,7 @@ def test_a_name_that_http_turned_into_a_parameter_is_refused_with_the_likely_one
         parse({"text_input": [b"x"]}, {"num_draft_token": 3}, LIMITS)
 
 
-def test_parameters_of_triton_itself_are_not_ours_to_refuse() -> None:
+def test_parameters_of_triton_itself_are_accepted() -> None:
     assert (
         parse(
             {"text_input": [b"x"]},
@@ -186,7 +186,7 @@ def test_streaming_gives_what_is_new_and_never_the_prompt() -> None:
     ]
 
 
-def test_chunks_of_a_stream_keep_their_distance_and_lose_nothing() -> None:
+def test_chunks_of_a_stream_keep_the_interval_and_lose_nothing() -> None:
     answer = Answer(
         parsed(streaming=True, return_token_ids=True, return_num_output_tokens=True), interval_ns=10
     )
@@ -240,7 +240,7 @@ def test_statistics_come_with_the_last_response_when_asked_for() -> None:
     assert (last["draft_time_ns"], last["verify_time_ns"], last["host_time_ns"]) == ([5], [6], [7])
 
 
-def test_a_rate_of_nothing_is_left_out() -> None:
+def test_the_acceptance_rate_is_left_out_if_nothing_was_drafted() -> None:
     import dataclasses
 
     stats = dataclasses.replace(STATS, drafted=0, accepted=0)

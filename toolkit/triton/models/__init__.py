@@ -1,3 +1,3 @@
-"""The Python models that a repository ships. They run inside tritonserver, where they are an
-entry point like the CLI.
+"""The Python models that a repository ships. They run inside tritonserver, and are entry points
+there, as the CLI is elsewhere.
 """

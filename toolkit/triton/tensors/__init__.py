@@ -1,1 +1,1 @@
-"""What is said: the tensors of requests and answers, on both sides of the server."""
+"""The tensors of requests and responses: what they mean, and how they are read and made."""

@@ -1,7 +1,7 @@
-"""What the models that we ship have in common inside Triton's Python backend: metrics, error codes,
-shapes of requests.
+"""What our models share inside Triton's Python backend: metrics, error codes and the arguments of
+`initialize`.
 
-Triton's own module exists only in the process that serves a model, so it comes in as an argument.
+Triton's own module exists only in the process that serves a model, so it is an argument here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 from toolkit.triton.tensors.contract import METRICS
 from toolkit.words import RequestOutcome
 
-__all__ = ["CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
+__all__ = ["ERROR_CODES", "Metrics", "folder_of", "parameters_of", "traceback_of"]
 
-# Of our outcomes in pb_utils.TritonError, which Triton fills after a model has been imported.
-CODES = {
+# Outcome -> name of its code in pb_utils.TritonError. Names, because Triton fills that class only
+# after a model has been imported.
+ERROR_CODES = {
     "refused": "INVALID_ARG",
     "overloaded": "UNAVAILABLE",
     "deadline": "UNAVAILABLE",
@@ -28,13 +29,13 @@ CODES = {
 
 
 def folder_of(arguments: Mapping[str, str]) -> Path:
-    """The version folder of a model, from what `initialize` is given."""
+    """The version folder of a model. arguments: those of `initialize`."""
     return Path(arguments["model_repository"]) / arguments["model_version"]
 
 
 def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a model's config.pbtxt. A template's placeholder counts as unset, as in
-    TensorRT-LLM's backend.
+    """The parameters of a model's config.pbtxt. A placeholder of a template counts as unset, as it
+    does in TensorRT-LLM's backend.
     """
     stated = json.loads(arguments["model_config"]).get("parameters", {})
     values = {name: str(value["string_value"]) for name, value in stated.items()}
@@ -42,8 +43,8 @@ def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
 
 
 class Metrics:
-    """Triton's custom metrics. Each change is a message to the server process, so they are
-    collected and sent in one place.
+    """Triton's custom metrics. Each change is a message to the server process, so changes are
+    collected and sent from one place.
     """
 
     def __init__(self, pb_utils: Any, model: str) -> None:
@@ -63,11 +64,11 @@ class Metrics:
                 self._metric(spec.name)
 
     def note(self, outcome: RequestOutcome, stats: Any = None) -> None:
-        """Remember a finished request; from any thread."""
+        """Remember a finished request until `publish`. May be called from any thread."""
         self._notes.put((outcome, stats))
 
     def publish(self, active: int, queued: int) -> None:
-        """Bring Triton's values up to date; from one thread only."""
+        """Bring Triton's values up to date. Call it from one thread only."""
         while not self._notes.empty():
             self.finished(*self._notes.get())
         for name, value in (
@@ -79,7 +80,7 @@ class Metrics:
                 self._metric(name).set(value)
 
     def finished(self, outcome: RequestOutcome, stats: Any = None) -> None:
-        """Count a finished request at once; from one thread only."""
+        """Count a finished request now. Call it from one thread only."""
         self._metric("toolkit_requests", outcome).increment(1)
         if stats is not None:
             self.add("toolkit_draft_tokens", stats.drafted)
@@ -94,11 +95,9 @@ class Metrics:
 
     def _metric(self, name: str, outcome: RequestOutcome | None = None) -> Any:
         if (name, outcome) not in self._metrics:
-            labels = (
-                {"model": self._model}
-                if outcome is None
-                else {"model": self._model, "outcome": outcome}
-            )
+            labels = {"model": self._model}
+            if outcome is not None:
+                labels["outcome"] = outcome
             self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
         return self._metrics[name, outcome]
 

@@ -1,20 +1,23 @@
-"""What the BLS model understands: a client's tensors -> a request, and that request -> the tensors
-of its calls and responses.
+"""The tensors of the BLS model: it turns a client's tensors into a request, and that request into
+the tensors of its calls and responses.
 
-The tensors are TensorRT-LLM's own (`toolkit.facts.triton_tensors.BLS`) and a few of ours. What is
-said here is said for every engine: the models behind may be TensorRT-LLM's backend or the embedded
-engine. Pure: arrays in, arrays out.
+The tensors are TensorRT-LLM's own (`toolkit.facts.triton_tensors.BLS`) and a few of ours. This
+module is the same for every engine: the engine models may run on TensorRT-LLM's backend or be
+embedded engines. Pure: arrays in, arrays out.
 
-How tokens are chosen at temperature > 0
+How tokens are chosen at temperature > 0:
 - coupled: draft and target get the same seed, and the embedded engine keys its noise by (seed,
-  position)
-- rejection: the draft's logits go to the target, which judges the drafts by them; the draft draws
-  with a seed of its own
-- sample_match: seeds of their own, and no logits: a draft is kept while it equals what the target
-  samples Log-probabilities come from the target's logits (log_probs = "logits") or from its own
-  tensor ("engine"). A backend that starts its random numbers anew with every call (seeds = "call")
-  gets another seed with every call: with one and the same, all rounds of a request would draw the
-  same numbers.
+  position).
+- rejection: the target receives the draft's logits and judges the drafts by them. The draft draws
+  with a seed of its own.
+- sample_match: draft and target have seeds of their own, and no logits are sent. A draft is
+  accepted while it equals the target's sample.
+
+Log-probabilities come from the target's logits (log_probs = "logits") or from the engine's own
+tensor ("engine").
+
+Some backends restart their random numbers with every call (seeds = "call"). They get another seed
+with every call, since with the same seed all rounds of a request would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import TokenEvent
-from toolkit.triton.tensors.requests import Answer, Form, Limits, Request, parse
+from toolkit.triton.tensors.requests import Answer, Limits, Request, RequestFormat, parse
 from toolkit.triton.tensors.word_lists import pack
 from toolkit.words import AcceptanceChoice, LogProbSource, Role, RuntimeRule, SeedScope
 
@@ -44,12 +47,12 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-WORDS = {
+TENSOR_NAMES = {
     "streaming": "stream",
     "exclude_input": "exclude_input_in_output",
     "best_of": "num_return_sequences",
 }
-# Inputs that go to the engines as they are: BLS's name -> the engine's.
+# Inputs that go to the engines unchanged: name in BLS -> name in the engine.
 TO_BOTH = {"repetition_penalty": "repetition_penalty"}
 TO_TARGET = {
     "length_penalty": "len_penalty",
@@ -69,15 +72,15 @@ NOT_SERVED = {
     "image_url_input": "images are not served",
     "video_bytes_input": "videos are not served",
 }
-LOGITS = ("return_context_logits", "return_generation_logits")
-PERFORMANCE = "sampling_param_return_perf_metrics"  # what Answer calls it
+LOGITS_REQUESTS = ("return_context_logits", "return_generation_logits")
+PERFORMANCE_REQUEST = "sampling_param_return_perf_metrics"  # the name that Answer uses
 
 
 @dataclass(frozen=True, slots=True)
 class BlsRequest:
-    """A parsed request. seed: of the sampling, drawn where the client stated none; None at
-    temperature 0. rule: greedy or one of the above. passed: the arrays that go to the engines as
-    they came.
+    """A parsed request. rule: greedy, verify_only, or one of the rules above. seed: the seed of the
+    sampling, a fresh one if the client stated none; None at temperature 0. passed: the arrays that
+    go to the engines unchanged.
     """
 
     request: Request
@@ -96,7 +99,7 @@ class BlsRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What preprocessing made of a request. bias: empty where there is none."""
+    """What preprocessing returned for a request. bias: None if there is none."""
 
     ids: tuple[int, ...]
     end_ids: tuple[int, ...]
@@ -115,16 +118,16 @@ def parse_bls(
     acceptance: AcceptanceChoice,
     fresh_seed: int,
 ) -> BlsRequest:
-    """Check one request. inputs: the model's tensors, and whether each is single. acceptance: the
-    deployment's rule at temperature > 0. fresh_seed: used where the request has none. Raises
+    """Check one request. inputs: tensor name -> whether it holds a single value. acceptance: the
+    deployment's rule at temperature > 0. fresh_seed: the seed if the request states none. Raises
     RequestError.
     """
-    form = Form(inputs, "", WORDS)
-    for name, why in NOT_SERVED.items():
+    request_format = RequestFormat(inputs, "", TENSOR_NAMES)
+    for name, reason in NOT_SERVED.items():
         if name in arrays:
-            raise RequestError(f"{name}: {why}")
+            raise RequestError(f"{name}: {reason}")
     tensors = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
-    # TensorRT-LLM's examples send an empty word where they mean none.
+    # TensorRT-LLM's examples send an empty word to mean no word.
     tensors.update(
         {
             name: [word for word in tensors[name] if word]
@@ -136,13 +139,13 @@ def parse_bls(
         raise RequestError(
             f"beam_width {tensors['beam_width']} is not supported: one sequence per request"
         )
-    for name in LOGITS:
+    for name in LOGITS_REQUESTS:
         if any(tensors.get(name, [])):
             raise RequestError(
-                f"{name} is not served here", hint="Ask the model tensorrt_llm itself."
+                f"{name} is not served here", hint="Call the model tensorrt_llm itself."
             )
     single = {name: values for name, values in tensors.items() if name not in TO_TARGET}
-    request = parse(single, parameters, limits, form)
+    request = parse(single, parameters, limits, request_format)
     if request.max_tokens is None:
         raise RequestError("max_tokens is missing")
     sampling = request.sampling
@@ -155,7 +158,7 @@ def parse_bls(
     if min_tokens < 0:
         raise RequestError(f"min_tokens is {min_tokens}; it has to be at least 0")
     return BlsRequest(
-        request=_with_answers_words(request),
+        request=_with_answer_names(request),
         max_tokens=request.max_tokens,
         draft_len=limits.max_draft_len if request.draft_len is None else request.draft_len,
         rule=rule,
@@ -169,8 +172,8 @@ def parse_bls(
 def _rule(
     request: Request, use_draft_logits: list[Any] | None, acceptance: AcceptanceChoice
 ) -> RuntimeRule:
-    """use_draft_logits is TensorRT-LLM's way to ask; `acceptance` of the request is ours and
-    says more.
+    """The accept rule of a request. Our tensor `acceptance` comes first, since it names a rule;
+    then TensorRT-LLM's tensor use_draft_logits; then the deployment's default.
     """
     if request.acceptance is not None and request.acceptance != "auto":
         return request.acceptance
@@ -181,16 +184,20 @@ def _rule(
     return "rejection" if request.sampling.seed is None else "coupled"
 
 
-def _with_answers_words(request: Request) -> Request:
+def _with_answer_names(request: Request) -> Request:
     import dataclasses
 
-    words = {"return_perf_metrics": PERFORMANCE, "return_log_probs": "return_cumulative_logprob"}
+    names = {
+        "return_perf_metrics": PERFORMANCE_REQUEST,
+        "return_log_probs": "return_cumulative_logprob",
+    }
     return dataclasses.replace(
-        request, returns=frozenset(words.get(name, name) for name in request.returns)
+        request, returns=frozenset(names.get(name, name) for name in request.returns)
     )
 
 
 def preprocessing_inputs(request: BlsRequest, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The tensors of the preprocessing model's call. arrays: the client's tensors."""
     names = {
         "max_tokens": "REQUEST_OUTPUT_LEN",
         "bad_words": "BAD_WORDS_DICT",
@@ -200,14 +207,14 @@ def preprocessing_inputs(request: BlsRequest, arrays: Mapping[str, Array]) -> di
         "end_id": "END_ID",
         "pad_id": "PAD_ID",
     }
-    found = {
-        theirs: _row(arrays[ours])
-        for ours, theirs in names.items()
-        if ours in arrays and any(arrays[ours].reshape(-1))
+    stated = {
+        preprocessing_name: _row(arrays[name])
+        for name, preprocessing_name in names.items()
+        if name in arrays and any(arrays[name].reshape(-1))
     }
     return {
         "QUERY": np.array([[request.request.prompt.encode("utf-8")]], dtype=np.object_),
-        **found,
+        **stated,
     }
 
 
@@ -224,11 +231,12 @@ def engine_inputs(
     whole: bool = False,
     log_probs: LogProbSource = "engine",
 ) -> dict[str, Array]:
-    """The tensors of one call: `count` tokens behind `ids`, with a batch dimension of 1.
+    """The tensors of one engine call for `count` tokens that follow `ids`, with a batch dimension
+    of 1.
 
     role: draft | target. seeds: request (the engine keys its noise by seed and position) | call.
-    whole: the call may run to the end of the request, so the engine has to know what ends it.
-    log_probs: what they come from where they are asked for.
+    whole: the call may run to the end of the request, so the engine gets its stop words. log_probs:
+    logits | engine, where log-probabilities come from if they are requested.
     """
     made = len(ids) - len(prepared.ids)
     tensors: dict[str, Array] = {
@@ -264,10 +272,9 @@ def engine_inputs(
         if draft_logits is not None:
             tensors["draft_logits"] = np.asarray(draft_logits, dtype=np.float32)[None]
     if request.log_probs:
-        tensors["return_generation_logits" if log_probs == "logits" else "return_log_probs"] = (
-            np.array([[True]])
-        )
-    if PERFORMANCE in request.request.returns:
+        name = "return_generation_logits" if log_probs == "logits" else "return_log_probs"
+        tensors[name] = np.array([[True]])
+    if PERFORMANCE_REQUEST in request.request.returns:
         tensors["return_perf_metrics"] = np.array([[True]])
     return tensors
 
@@ -275,18 +282,21 @@ def engine_inputs(
 def token_log_probs(
     logits: Array, ids: Sequence[int], vocab_size: int | None
 ) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:
-    """logits [n, vocab or more] that ids [n] were chosen from -> the log-probability of each, and
-    the likeliest other token with its own.
+    """Returns the log-probability of each of the ids, and for each the likeliest other token with
+    its log-probability.
+
+    logits [n, vocab or more]: what ids [n] were chosen from. Columns from vocab_size on are
+    padding.
     """
     rows = np.asarray(logits, dtype=np.float64)[:, :vocab_size]
     best = rows.max(axis=1, keepdims=True)
-    scores = rows - best - np.log(np.exp(rows - best).sum(axis=1, keepdims=True))
-    places = np.arange(len(ids))
-    own = scores[places, list(ids)]
-    scores[places, list(ids)] = -np.inf
-    others = scores.argmax(axis=1)
-    told = zip(others.tolist(), scores[places, others].tolist(), strict=True)
-    return tuple(own.tolist()), tuple(told)
+    log_probs = rows - best - np.log(np.exp(rows - best).sum(axis=1, keepdims=True))
+    indices = np.arange(len(ids))
+    chosen = log_probs[indices, list(ids)]
+    log_probs[indices, list(ids)] = -np.inf
+    others = log_probs.argmax(axis=1)
+    next_best = zip(others.tolist(), log_probs[indices, others].tolist(), strict=True)
+    return tuple(chosen.tolist()), tuple(next_best)
 
 
 def _sampling_tensors(
@@ -303,19 +313,22 @@ def _sampling_tensors(
     tensors["temperature"] = np.array([[sampling.temperature]], dtype=np.float32)
     if sampling.top_k:
         tensors["runtime_top_k"] = np.array([[sampling.top_k]], dtype=np.int32)
-    if sampling.top_p < 1.0 or not sampling.top_k:  # with neither, TensorRT-LLM decodes greedily
+    # TensorRT-LLM decodes greedily if it gets neither top_k nor top_p.
+    if sampling.top_p < 1.0 or not sampling.top_k:
         tensors["runtime_top_p"] = np.array([[sampling.top_p]], dtype=np.float32)
-    own = role if request.rule in ("rejection", "sample_match") and role == "draft" else ""
-    where = str(position) if seeds == "call" else ""
-    seed = _mixed(request.seed, own, where) if own or where else request.seed
+    has_own_seed = role == "draft" and request.rule in ("rejection", "sample_match")
+    role_word = role if has_own_seed else ""
+    position_word = str(position) if seeds == "call" else ""
+    seed = request.seed
+    if role_word or position_word:
+        seed = _derived_seed(request.seed, role_word, position_word)
     tensors["seed"] = np.array([[seed]], dtype=np.uint64)
     return tensors
 
 
-def _mixed(seed: int, *words: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed} {' '.join(words)}".encode(), digest_size=8).digest(), "little"
-    )
+def _derived_seed(seed: int, *words: str) -> int:
+    text = f"{seed} {' '.join(words)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _row(array: Array) -> Array:
@@ -323,8 +336,8 @@ def _row(array: Array) -> Array:
 
 
 class BlsAnswer(Answer):
-    """The responses of one request, in BLS's words. accumulate: every chunk repeats the text
-    before it.
+    """Makes the responses of one request, with the names of BLS. accumulate: every chunk repeats
+    the text before it.
     """
 
     def __init__(self, request: BlsRequest, interval_ns: int, *, accumulate: bool) -> None:
@@ -342,8 +355,10 @@ class BlsAnswer(Answer):
         target_figures: Mapping[str, int],
         failure: str | None,
     ) -> dict[str, list[Any]] | None:
-        """Name -> values of the response that is due; None if none is. target_figures: summed
-        over the target's calls.
+        """Name -> values of the response that is due; None if none is due.
+
+        target_figures: the target's figures, summed over its calls. failure: the draft's error, if
+        the rest of the request was decoded without drafts.
         """
         response = self.add(event, now_ns)
         if response is None:
@@ -353,29 +368,30 @@ class BlsAnswer(Answer):
             response["text_output"] = [self._whole]
         if event.finish_reason is None:
             return response
-        kept = {
+        last = {
             name: values for name, values in response.items() if not name.startswith("kv_cache_")
         }
-        if "cumulative_logprob" in kept:
-            kept["cum_log_probs"] = kept.pop("cumulative_logprob")
-            kept["output_log_probs"] = list(log_probs)
+        if "cumulative_logprob" in last:
+            last["cum_log_probs"] = last.pop("cumulative_logprob")
+            last["output_log_probs"] = list(log_probs)
             if len(next_best) == len(log_probs):
-                kept["next_best_ids"] = [token for token, _ in next_best]
-                kept["next_best_log_probs"] = [value for _, value in next_best]
-        if PERFORMANCE in self._request.returns:
-            kept.update({name: [value] for name, value in target_figures.items()})
+                last["next_best_ids"] = [token for token, _ in next_best]
+                last["next_best_log_probs"] = [value for _, value in next_best]
+        if PERFORMANCE_REQUEST in self._request.returns:
+            last.update({name: [value] for name, value in target_figures.items()})
         if failure is not None:
-            kept["draft_failure"] = [failure]
-        kept["batch_index"] = kept["sequence_index"] = [0]
-        return kept
+            last["draft_failure"] = [failure]
+        last["batch_index"] = last["sequence_index"] = [0]
+        return last
 
 
 def shaped(name: str, values: Iterable[Any], dtype: Any) -> Array:
-    """An output as TensorRT-LLM's BLS shapes it: text [1], log-probabilities [1, 1, n],
-    everything else [1, n].
+    """An output in the shape that TensorRT-LLM's BLS gives it: text [1], log-probabilities
+    [1, 1, n], everything else [1, n].
     """
     array = np.array(
-        [each.encode("utf-8") if isinstance(each, str) else each for each in values], dtype=dtype
+        [value.encode("utf-8") if isinstance(value, str) else value for value in values],
+        dtype=dtype,
     )
     if name in ("text_output", "finish_reason", "stop_reason", "draft_failure"):
         return array

@@ -1,21 +1,21 @@
-"""What the served model and its callers agree on: tensors, metrics, and what a chunk of text holds.
-Said here only.
+"""The contract between the served model and its callers: tensors, metrics, and what a chunk of text
+holds. It is defined here only.
 
-Names, types and shapes of the tensors marked TensorRT-LLM are those of its `llmapi` template
-(1.2.1), so its clients work here; the others are ours, all optional, and named with TensorRT-LLM's
-words where it has one elsewhere.
+The tensors that are not marked `ours` have the names, types and shapes of TensorRT-LLM's `llmapi`
+template (1.2.1), so TensorRT-LLM's clients work here. The others are ours. All of ours are
+optional, and they have TensorRT-LLM's own names if it has such a tensor elsewhere.
 
-What a response holds
-- streaming: a chunk per step, but none within triton.stream_interval_ms of the one before: its
-  tokens come with the next. Every chunk holds only what is new (delta) and never the prompt.
-  `output_ids` too holds the chunk's own tokens, and `num_output_tokens` counts all tokens so far,
-  so that the difference of two chunks is what the later one carries. TensorRT-LLM's own model
-  repeats the whole text in every chunk; config.pbtxt carries STREAM_TEXT so that a client can tell.
-- not streaming: exactly one response with the whole text. The prompt precedes it unless
+What a response holds:
+- streaming: one chunk per step, but never two within triton.stream_interval_ms: the tokens in
+  between come with the next chunk. Every chunk holds only new text (delta) and never the prompt.
+  `output_ids` also holds the chunk's own tokens only. `num_output_tokens` counts all tokens so far,
+  so the difference between two chunks is the later chunk's number of tokens. TensorRT-LLM's own
+  model repeats the whole text in every chunk. A client can tell the two apart by the parameter
+  STREAM_TEXT_PARAMETER in config.pbtxt.
+- not streaming: exactly one response with the whole text. The prompt comes before it unless
   sampling_param_exclude_input_from_output is true (false when absent, as in TensorRT-LLM).
 - `output_ids` never holds the prompt. Statistics come with the last response only. A value that
-  does not exist (the acceptance rate of a request that drafted nothing) is left out rather than
-  sent as 0.
+  does not exist (the acceptance rate of a request that drafted nothing) is left out, not sent as 0.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ __all__ = [
     "TensorSpec",
 ]
 
-# Of the packaged files and what they use of the toolkit; written into model.yaml, so that a
-# repository packaged by another version is told apart when it is loaded. Raise it with every change
-# of either: it is the package stage's version, too.
+# The version of the packaged files and of what they use of the toolkit. It is written into the
+# repository, so a repository of another version is recognised when it is loaded. Raise it when
+# either changes; it is also the package stage's version.
 PACKAGE_VERSION = 5
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
-# The models of the other layout, `bls`: clients call the first, which calls the rest; the target is
-# MODEL.
+# The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL
+# is the target.
 BLS_MODEL = "tensorrt_llm_bls"
 DRAFT_MODEL = "tensorrt_llm_draft"
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
 
-STREAM_TEXT_PARAMETER = "stream_text"  # of config.pbtxt
-# delta | cumulative; a config without the parameter is TensorRT-LLM's own and cumulative
+STREAM_TEXT_PARAMETER = "stream_text"  # in config.pbtxt
+# delta | cumulative. A config without the parameter is TensorRT-LLM's own, and cumulative.
 STREAM_TEXT = "delta"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the model. dims as in config.pbtxt (-1: any length); ours: not in
-    TensorRT-LLM's template.
+    """One tensor of the model. dims: as in config.pbtxt (-1: any length). ours: the tensor is not
+    in TensorRT-LLM's template.
     """
 
     name: str
@@ -88,195 +88,235 @@ class MetricSpec:
     meaning: str
 
 
-ONE, ANY = (1,), (-1,)
+ONE_VALUE, ANY_LENGTH = (1,), (-1,)
 
 INPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_input", "TYPE_STRING", ANY, "the prompt, exactly one, UTF-8", optional=False),
+    TensorSpec(
+        "text_input", "TYPE_STRING", ANY_LENGTH, "the prompt, exactly one, UTF-8", optional=False
+    ),
     TensorSpec(
         "streaming",
         "TYPE_BOOL",
-        ONE,
-        "one response per step instead of one in all; needs a decoupled repository",
+        ONE_VALUE,
+        "one response per step instead of a single one; needs a decoupled repository",
     ),
     TensorSpec(
-        "sampling_param_best_of", "TYPE_INT32", ONE, "1 is the only value: one sequence per request"
+        "sampling_param_best_of",
+        "TYPE_INT32",
+        ONE_VALUE,
+        "1 is the only value: one sequence per request",
     ),
     TensorSpec(
         "sampling_param_temperature",
         "TYPE_FP32",
-        ONE,
-        "0 is greedy; absent: 1 with top_k or top_p, else greedy",
+        ONE_VALUE,
+        "0: greedy; absent: 1 if top_k or top_p is sent, else greedy",
     ),
-    TensorSpec("sampling_param_top_k", "TYPE_INT32", ONE, "keep the k most likely tokens; 0: all"),
+    TensorSpec(
+        "sampling_param_top_k", "TYPE_INT32", ONE_VALUE, "keep the k most likely tokens; 0: all"
+    ),
     TensorSpec(
         "sampling_param_top_p",
         "TYPE_FP32",
-        ONE,
-        "keep the most likely tokens up to this mass, in (0, 1]",
+        ONE_VALUE,
+        "keep the most likely tokens up to this total probability, in (0, 1]",
     ),
     TensorSpec(
         "sampling_param_frequency_penalty",
         "TYPE_FP32",
-        ONE,
-        "taken off a logit per earlier output of the token",
+        ONE_VALUE,
+        "subtracted from a token's logit for each time it was output before",
     ),
     TensorSpec(
         "sampling_param_presence_penalty",
         "TYPE_FP32",
-        ONE,
-        "taken off the logit of every token output before",
+        ONE_VALUE,
+        "subtracted from the logit of every token that was output before",
     ),
     TensorSpec(
         "sampling_param_max_tokens",
         "TYPE_INT32",
-        ONE,
-        "most output tokens; absent: the repository's default",
+        ONE_VALUE,
+        "maximum number of output tokens; absent: the repository's default",
     ),
     TensorSpec(
-        "sampling_param_stop", "TYPE_STRING", ANY, "stop words; the text ends before the first one"
+        "sampling_param_stop",
+        "TYPE_STRING",
+        ANY_LENGTH,
+        "stop words; the text ends before the first one",
     ),
     TensorSpec(
         "sampling_param_seed",
         "TYPE_UINT64",
-        ONE,
-        "makes sampling repeatable, whatever the load or draft length",
+        ONE_VALUE,
+        "makes sampling repeatable, whatever the load or the draft length",
     ),
     TensorSpec(
         "sampling_param_exclude_input_from_output",
         "TYPE_BOOL",
-        ONE,
+        ONE_VALUE,
         "leave the prompt out of text_output",
     ),
     TensorSpec(
         "sampling_param_return_perf_metrics",
         "TYPE_BOOL",
-        ONE,
+        ONE_VALUE,
         "return cache, time and acceptance figures",
     ),
     TensorSpec(
-        "return_finish_reason", "TYPE_BOOL", ONE, "return finish_reason with the last response"
+        "return_finish_reason",
+        "TYPE_BOOL",
+        ONE_VALUE,
+        "return finish_reason with the last response",
     ),
-    TensorSpec("return_stop_reason", "TYPE_BOOL", ONE, "return stop_reason with the last response"),
+    TensorSpec(
+        "return_stop_reason", "TYPE_BOOL", ONE_VALUE, "return stop_reason with the last response"
+    ),
     TensorSpec(
         "return_cumulative_logprob",
         "TYPE_BOOL",
-        ONE,
+        ONE_VALUE,
         "return cumulative_logprob with the last response",
     ),
-    TensorSpec("stop", "TYPE_BOOL", ONE, "cancel the running request that has this request's id"),
+    TensorSpec(
+        "stop", "TYPE_BOOL", ONE_VALUE, "cancel the running request that has this request's id"
+    ),
     TensorSpec(
         "num_draft_tokens",
         "TYPE_INT32",
-        ONE,
+        ONE_VALUE,
         "draft length of this request; 0: plain decoding",
         ours=True,
     ),
     TensorSpec(
         "acceptance",
         "TYPE_STRING",
-        ONE,
-        "auto | rejection | coupled | sample_match, at temperature > 0; verify_only drafts,"
-        " verifies and keeps nothing",
+        ONE_VALUE,
+        "rule at temperature > 0: auto | rejection | coupled | sample_match; verify_only drafts and"
+        " verifies, but accepts nothing",
         ours=True,
     ),
     TensorSpec(
         "timeout_ms",
         "TYPE_INT32",
-        ONE,
-        "deadline, counted from arrival; absent: the repository's default",
+        ONE_VALUE,
+        "deadline, in milliseconds from arrival; absent: the repository's default",
         ours=True,
     ),
-    TensorSpec("return_token_ids", "TYPE_BOOL", ONE, "return output_ids", ours=True),
+    TensorSpec("return_token_ids", "TYPE_BOOL", ONE_VALUE, "return output_ids", ours=True),
     TensorSpec(
         "return_num_input_tokens",
         "TYPE_BOOL",
-        ONE,
+        ONE_VALUE,
         "return num_input_tokens with the last response",
         ours=True,
     ),
-    TensorSpec("return_num_output_tokens", "TYPE_BOOL", ONE, "return num_output_tokens", ours=True),
+    TensorSpec(
+        "return_num_output_tokens", "TYPE_BOOL", ONE_VALUE, "return num_output_tokens", ours=True
+    ),
     TensorSpec(
         "return_speculation_stats",
         "TYPE_BOOL",
-        ONE,
-        "return verify_steps and what follows it",
+        ONE_VALUE,
+        "return verify_steps and the outputs listed after it",
         ours=True,
     ),
 )
 
-# A KV-cache block is one slot here: a contiguous cache for one sequence, target's and draft's
-# together. A request therefore takes one block and reuses none, since nothing is kept from one
-# request to the next.
+# A KV-cache block is one slot here: a contiguous cache for one sequence, of target and draft
+# together. So a request takes one block, and it reuses none, since nothing is kept between
+# requests.
 OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_output", "TYPE_STRING", ANY, "the text, or what is new of it"),
-    TensorSpec("finish_reason", "TYPE_STRING", ANY, "stop (end token or stop word) | length"),
+    TensorSpec("text_output", "TYPE_STRING", ANY_LENGTH, "the text, or its new part"),
+    TensorSpec(
+        "finish_reason", "TYPE_STRING", ANY_LENGTH, "stop (end token or stop word) | length"
+    ),
     TensorSpec(
         "stop_reason",
         "TYPE_STRING",
-        ANY,
-        "the stop word that ended it; None as text where none did",
+        ANY_LENGTH,
+        "the stop word that ended the text, or the text None",
     ),
     TensorSpec(
-        "cumulative_logprob", "TYPE_FP32", ANY, "sum of the output tokens' log-probabilities"
+        "cumulative_logprob", "TYPE_FP32", ANY_LENGTH, "sum of the output tokens' log-probabilities"
     ),
     TensorSpec(
-        "kv_cache_reused_block", "TYPE_INT32", ANY, "0: slots are not shared between requests"
+        "kv_cache_reused_block",
+        "TYPE_INT32",
+        ANY_LENGTH,
+        "0: slots are not shared between requests",
     ),
-    TensorSpec("kv_cache_missed_block", "TYPE_INT32", ANY, "1: the slot had to be filled"),
-    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", ANY, "1: the request's slot"),
-    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32", ANY, "1: the request's slot"),
-    TensorSpec("kv_cache_hit_rate", "TYPE_FP32", ANY, "0.0: reused / (reused + missed)"),
-    TensorSpec("arrival_time_ns", "TYPE_INT64", ANY, "monotonic clock of the server's machine"),
-    TensorSpec("first_scheduled_time_ns", "TYPE_INT64", ANY, "when it left the queue"),
-    TensorSpec("first_token_time_ns", "TYPE_INT64", ANY, "when its first token was known"),
-    TensorSpec("last_token_time_ns", "TYPE_INT64", ANY, "when its last token was known"),
+    TensorSpec("kv_cache_missed_block", "TYPE_INT32", ANY_LENGTH, "1: the slot had to be filled"),
+    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", ANY_LENGTH, "1: the request's slot"),
+    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32", ANY_LENGTH, "1: the request's slot"),
+    TensorSpec("kv_cache_hit_rate", "TYPE_FP32", ANY_LENGTH, "0.0: reused / (reused + missed)"),
+    TensorSpec(
+        "arrival_time_ns", "TYPE_INT64", ANY_LENGTH, "monotonic clock of the server's machine"
+    ),
+    TensorSpec(
+        "first_scheduled_time_ns", "TYPE_INT64", ANY_LENGTH, "when the request left the queue"
+    ),
+    TensorSpec("first_token_time_ns", "TYPE_INT64", ANY_LENGTH, "when the first token was known"),
+    TensorSpec("last_token_time_ns", "TYPE_INT64", ANY_LENGTH, "when the last token was known"),
     TensorSpec(
         "acceptance_rate",
         "TYPE_FP32",
-        ANY,
+        ANY_LENGTH,
         "accepted / drafted tokens; left out when nothing was drafted",
     ),
-    TensorSpec("total_accepted_draft_tokens", "TYPE_INT32", ANY, "accepted draft tokens"),
-    TensorSpec("total_draft_tokens", "TYPE_INT32", ANY, "drafted tokens"),
+    TensorSpec("total_accepted_draft_tokens", "TYPE_INT32", ANY_LENGTH, "accepted draft tokens"),
+    TensorSpec("total_draft_tokens", "TYPE_INT32", ANY_LENGTH, "drafted tokens"),
     TensorSpec(
-        "output_ids", "TYPE_INT32", ANY, "output tokens, of this chunk when streaming", ours=True
+        "output_ids",
+        "TYPE_INT32",
+        ANY_LENGTH,
+        "output tokens; when streaming, those of this chunk",
+        ours=True,
     ),
-    TensorSpec("num_input_tokens", "TYPE_INT32", ONE, "tokens of the prompt", ours=True),
-    TensorSpec("num_output_tokens", "TYPE_INT32", ONE, "output tokens so far", ours=True),
-    TensorSpec("verify_steps", "TYPE_INT32", ONE, "target forwards after prefill", ours=True),
+    TensorSpec("num_input_tokens", "TYPE_INT32", ONE_VALUE, "tokens of the prompt", ours=True),
+    TensorSpec("num_output_tokens", "TYPE_INT32", ONE_VALUE, "output tokens so far", ours=True),
+    TensorSpec("verify_steps", "TYPE_INT32", ONE_VALUE, "target forwards after prefill", ours=True),
     TensorSpec(
         "drafted_by_position",
         "TYPE_INT32",
-        ANY,
+        ANY_LENGTH,
         "verify steps that drafted a token at position i",
         ours=True,
     ),
     TensorSpec(
         "accepted_by_position",
         "TYPE_INT32",
-        ANY,
-        "verify steps that kept the token at position i",
+        ANY_LENGTH,
+        "verify steps that accepted the token at position i",
         ours=True,
     ),
     TensorSpec(
         "draft_time_ns",
         "TYPE_INT64",
-        ONE,
-        "in draft forwards, of the steps the request took part in",
+        ONE_VALUE,
+        "time in draft forwards, of the steps that the request took part in",
         ours=True,
     ),
-    TensorSpec("verify_time_ns", "TYPE_INT64", ONE, "in target forwards, likewise", ours=True),
-    TensorSpec("host_time_ns", "TYPE_INT64", ONE, "the rest of those steps", ours=True),
+    TensorSpec(
+        "verify_time_ns",
+        "TYPE_INT64",
+        ONE_VALUE,
+        "time in target forwards of those steps",
+        ours=True,
+    ),
+    TensorSpec(
+        "host_time_ns", "TYPE_INT64", ONE_VALUE, "the rest of the time of those steps", ours=True
+    ),
 )
 
-# Log-probabilities token by token, with the last response. TensorRT-LLM has the first two in its
-# BLS model and not in `llmapi`.
+# Log-probabilities of each token, with the last response. TensorRT-LLM has return_log_probs and
+# output_log_probs in its BLS model, but not in `llmapi`.
 LOG_PROB_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "return_log_probs",
         "TYPE_BOOL",
-        ONE,
-        "return output_log_probs, and what comes with it",
+        ONE_VALUE,
+        "return output_log_probs, next_best_ids and next_best_log_probs",
         ours=True,
     ),
 )
@@ -284,25 +324,31 @@ NEXT_BEST: tuple[TensorSpec, ...] = (
     TensorSpec(
         "next_best_ids",
         "TYPE_INT32",
-        ANY,
-        "at each output token the likeliest of the others",
+        ANY_LENGTH,
+        "for each output token, the likeliest other token",
         ours=True,
     ),
-    TensorSpec("next_best_log_probs", "TYPE_FP32", ANY, "its log-probability", ours=True),
+    TensorSpec(
+        "next_best_log_probs",
+        "TYPE_FP32",
+        ANY_LENGTH,
+        "the log-probabilities of next_best_ids",
+        ours=True,
+    ),
 )
 LOG_PROB_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "output_log_probs",
         "TYPE_FP32",
-        ANY,
-        "of the output tokens, under the target's own logits",
+        ANY_LENGTH,
+        "log-probabilities of the output tokens, under the target's own logits",
         ours=True,
     ),
     *NEXT_BEST,
 )
 
-# What our BLS model has beside the tensors of TensorRT-LLM's (`toolkit.facts.triton_tensors`); the
-# same words as above.
+# Tensors that our BLS model has in addition to TensorRT-LLM's (`toolkit.facts.triton_tensors`).
+# They are the same tensors as above.
 _OURS = {spec.name: spec for spec in (*INPUTS, *OUTPUTS)}
 BLS_INPUTS: tuple[TensorSpec, ...] = tuple(
     _OURS[name]
@@ -334,8 +380,8 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "draft_failure",
         "TYPE_STRING",
-        ONE,
-        "what the draft failed with, where the rest was decoded plainly",
+        ONE_VALUE,
+        "the draft's error, if the rest was decoded without drafts",
         ours=True,
     ),
 )

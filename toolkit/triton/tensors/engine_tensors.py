@@ -1,9 +1,9 @@
-"""The embedded engine behind the tensors of TensorRT-LLM's Triton backend: a request's arrays -> a
-call, its outputs -> arrays.
+"""The embedded engine with the tensors of TensorRT-LLM's Triton backend: request arrays become a
+call, and the call's outputs become arrays.
 
-The meaning of a tensor is TensorRT-LLM's own. Two of its words are read in our way: a KV-cache
-block is one token here, and draft_logits are judged by speculative sampling. What the embedded
-engine cannot do is refused by name.
+Tensors mean what they mean in TensorRT-LLM, with two exceptions: a KV-cache block is one token
+here, and draft_logits make the target judge by speculative sampling. A request for something that
+the embedded engine cannot do is refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.triton.tensors.word_lists import unpack
 __all__ = ["EngineRequest", "arrays_of", "parse_engine"]
 
 Array = NDArray[Any]
-UNDERSTOOD = {
+SERVED_TENSORS = {
     "input_ids",
     "input_lengths",
     "request_output_len",
@@ -48,8 +48,8 @@ UNDERSTOOD = {
     "stop",
     "streaming",
 }
-# Tensors that may be sent with the value that changes nothing.
-NEUTRAL = {
+# Other tensors may be sent only with a value that changes nothing.
+NEUTRAL_VALUES = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
     "repetition_penalty": (1.0,),
@@ -64,8 +64,8 @@ NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """cancels: the request is not to be run, it cancels the one with the same id. draft_logits
-    [k, vocab].
+    """One parsed request. draft_logits [k, vocab]. with_input: the output begins with the input.
+    cancels: the request does not run; it cancels the one with the same id.
     """
 
     ids: tuple[int, ...]
@@ -83,21 +83,21 @@ class EngineRequest:
 
 
 def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineRequest:
-    """Check one request of batch 1. Raises RequestError with what is wrong."""
+    """Check one request of batch 1. Raises RequestError."""
     for name, array in arrays.items():
-        neutral = name in NEUTRAL and all(
-            value in NEUTRAL[name] for value in array.reshape(-1).tolist()
+        is_neutral = name in NEUTRAL_VALUES and all(
+            value in NEUTRAL_VALUES[name] for value in array.reshape(-1).tolist()
         )
-        empty = array.size == 0 or (name.endswith("_words_list") and not unpack(_rows(array)))
-        if name not in UNDERSTOOD and not neutral and not empty:
+        is_empty = array.size == 0 or (name.endswith("_words_list") and not unpack(_rows(array)))
+        if name not in SERVED_TENSORS and not is_neutral and not is_empty:
             raise RequestError(f"{name} is not served by the embedded engine", hint="Leave it out.")
-    if _one(arrays, "stop", False):
+    if _single_value(arrays, "stop", False):
         return EngineRequest((), 0, cancels=True)
     ids = _ids(arrays, "input_ids")
-    stated = int(_one(arrays, "input_lengths", len(ids)))
+    stated = int(_single_value(arrays, "input_lengths", len(ids)))
     if not 0 < stated <= len(ids):
         raise RequestError(f"input_lengths is {stated}, and input_ids holds {len(ids)} tokens")
-    streaming = bool(_one(arrays, "streaming", False))
+    streaming = bool(_single_value(arrays, "streaming", False))
     if streaming and not decoupled:
         raise RequestError(
             "streaming needs a decoupled model, and this one is not", hint="Send streaming=false."
@@ -106,40 +106,46 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
     logits = arrays.get("draft_logits")
     if logits is not None:
         logits = logits.reshape(-1, logits.shape[-1])
-    end_id = int(_one(arrays, "end_id", -1))
+    end_id = int(_single_value(arrays, "end_id", -1))
     try:
         stop_words = unpack(_rows(arrays["stop_words_list"])) if "stop_words_list" in arrays else ()
     except ValueError as error:
         raise RequestError(f"stop_words_list is malformed: {error}") from error
     return EngineRequest(
         ids=ids[:stated],
-        max_tokens=int(_one(arrays, "request_output_len", 0)),
+        max_tokens=int(_single_value(arrays, "request_output_len", 0)),
         drafts=drafts,
         draft_logits=logits if drafts else None,
         sampling=_sampling(arrays),
         end_ids=frozenset(() if end_id < 0 else (end_id,)),
         stop_words=stop_words,
-        min_tokens=int(_one(arrays, "min_tokens", 0)),
+        min_tokens=int(_single_value(arrays, "min_tokens", 0)),
         streaming=streaming,
-        with_input=not _one(arrays, "exclude_input_in_output", False),
+        with_input=not _single_value(arrays, "exclude_input_in_output", False),
         returns=frozenset(
-            name for name in arrays if name.startswith("return_") and _one(arrays, name, False)
+            name
+            for name in arrays
+            if name.startswith("return_") and _single_value(arrays, name, False)
         ),
     )
 
 
 def _sampling(arrays: Mapping[str, Array]) -> Sampling:
-    """Greedy with top_k 1, temperature 0, or nothing said; a top_p of 0 or less is off: all as
-    in TensorRT-LLM.
+    """The sampling of a request. As in TensorRT-LLM, it is greedy if top_k is 1, if temperature is
+    0, or if nothing is stated, and a top_p of 0 or less is off.
     """
-    top_k, top_p = int(_one(arrays, "runtime_top_k", 0)), float(_one(arrays, "runtime_top_p", 0.0))
+    top_k, top_p = (
+        int(_single_value(arrays, "runtime_top_k", 0)),
+        float(_single_value(arrays, "runtime_top_p", 0.0)),
+    )
     stated = any(name in arrays for name in ("runtime_top_k", "runtime_top_p", "temperature"))
-    temperature = float(_one(arrays, "temperature", 1.0)) if stated and top_k != 1 else 0.0
+    temperature = float(_single_value(arrays, "temperature", 1.0)) if stated and top_k != 1 else 0.0
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise RequestError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
     if top_k < 0 or not top_p <= 1.0:
         raise RequestError(
-            f"runtime_top_k is {top_k} and runtime_top_p {top_p}; at least 0 (off), and at most 1"
+            f"runtime_top_k is {top_k} and runtime_top_p {top_p}; runtime_top_k has to be 0 (off)"
+            " or more, and runtime_top_p at most 1"
         )
     return Sampling(
         temperature=temperature,
@@ -147,12 +153,12 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
         top_p=top_p if top_p > 0.0 else 1.0,
         frequency_penalty=_penalty(arrays, "frequency_penalty"),
         presence_penalty=_penalty(arrays, "presence_penalty"),
-        seed=int(_one(arrays, "seed", 0)) if "seed" in arrays else None,
+        seed=int(_single_value(arrays, "seed", 0)) if "seed" in arrays else None,
     )
 
 
 def _penalty(arrays: Mapping[str, Array], name: str) -> float:
-    value = float(_one(arrays, name, 0.0))
+    value = float(_single_value(arrays, name, 0.0))
     if not abs(value) <= MAX_PENALTY:
         raise RequestError(f"{name} is {value}; it has to be from {-MAX_PENALTY} to {MAX_PENALTY}")
     return value
@@ -166,8 +172,8 @@ def arrays_of(
     logits: Sequence[Array],
     figures: Mapping[str, int | float | None],
 ) -> dict[str, Array]:
-    """One response. Streamed ones hold what is new; others begin with the input unless it was to
-    be left out.
+    """The arrays of one response. A streamed response holds only new tokens. Others begin with the
+    input, unless the request excluded it.
     """
     ids = [*request.ids, *new] if request.with_input and not request.streaming else list(new)
     arrays: dict[str, Array] = {
@@ -183,23 +189,22 @@ def arrays_of(
         arrays["generation_logits"] = np.stack(logits)[None, None].astype(np.float32)
     for name, value in figures.items():
         if value is not None:
-            dtype = (
-                np.float32
-                if isinstance(value, float)
-                else np.int64
-                if name.endswith("_ns")
-                else np.int32
-            )
-            arrays[name] = np.array([[value]], dtype=dtype)
+            arrays[name] = np.array([[value]], dtype=_figure_type(name, value))
     return arrays
 
 
-def _one(arrays: Mapping[str, Array], name: str, default: Any) -> Any:
+def _figure_type(name: str, value: int | float) -> Any:
+    if isinstance(value, float):
+        return np.float32
+    return np.int64 if name.endswith("_ns") else np.int32
+
+
+def _single_value(arrays: Mapping[str, Array], name: str, default: Any) -> Any:
     if name not in arrays:
         return default
     if arrays[name].size != 1:
         raise RequestError(
-            f"{name} holds one value, {arrays[name].size} were sent",
+            f"{name} takes one value, and {arrays[name].size} were sent",
             hint="Send one sequence per request.",
         )
     return arrays[name].reshape(-1)[0].item()
@@ -213,7 +218,7 @@ def _ids(arrays: Mapping[str, Array], name: str) -> tuple[int, ...]:
         raise RequestError(
             f"{name} holds {array.shape[0]} sequences", hint="Send one sequence per request."
         )
-    return tuple(int(each) for each in array.reshape(-1))
+    return tuple(int(token) for token in array.reshape(-1))
 
 
 def _rows(array: Array) -> list[list[int]]:

@@ -1,9 +1,9 @@
-"""What the preprocessing model does with one request: arrays in, arrays out, under TensorRT-LLM's
+"""What the preprocessing model does with one request: arrays in, arrays out, with TensorRT-LLM's
 names.
 
-Beside the prompt's ids it turns stop words, bad words and biased words into ids, and says which id
-ends a text. Models with several end ids (Llama 3 has three) have the others among the stop words of
-the calls: TensorRT-LLM's engines know a single one.
+It turns the prompt, stop words, bad words and biased words into ids, and returns the id that ends a
+text. TensorRT-LLM's engines know a single end id. If a model has several (Llama 3 has three), BLS
+sends the others as stop words.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Encoder(Protocol):
 
 
 class Preprocessor:
-    """end_ids: what ends a text, the first one for the engine's end_id. add_special_tokens:
-    whether BOS precedes prompts.
+    """end_ids: the ids that end a text; the first is the engine's end_id. add_special_tokens:
+    whether BOS is put before prompts.
     """
 
     def __init__(
@@ -42,26 +42,24 @@ class Preprocessor:
         self._add_special_tokens = add_special_tokens
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Raises RequestError for more than one prompt, text that is no UTF-8, or what this
-        model does not do.
+        """The output arrays for one request. Raises RequestError for more than one prompt, text
+        that is not UTF-8, or inputs that are not served.
         """
         for name in MULTIMODAL:
             if name in arrays:
-                raise RequestError(f"{name} is not served: text goes in, text comes out")
+                raise RequestError(f"{name} is not served: only text can be sent")
         (prompt,) = self._texts(arrays, "QUERY") if arrays["QUERY"].size == 1 else (None,)
         if prompt is None:
             raise RequestError(
-                f"QUERY holds one prompt, {arrays['QUERY'].size} were sent",
+                f"QUERY takes one prompt, and {arrays['QUERY'].size} were sent",
                 hint="Send one request per prompt.",
             )
         ids = self._encoder.encode(prompt, special_tokens=self._add_special_tokens)
         if not ids:
             raise RequestError("the prompt has no tokens", hint="Send at least one character.")
-        end = (
-            int(arrays["END_ID"].reshape(-1)[0])
-            if "END_ID" in arrays
-            else (self._end_ids[0] if self._end_ids else -1)
-        )
+        end = self._end_ids[0] if self._end_ids else -1
+        if "END_ID" in arrays:
+            end = int(arrays["END_ID"].reshape(-1)[0])
         pad = int(arrays["PAD_ID"].reshape(-1)[0]) if "PAD_ID" in arrays else end
         return {
             "INPUT_ID": _ints([ids]),
@@ -83,8 +81,8 @@ class Preprocessor:
         return [ids for ids in words if ids]
 
     def _bias(self, arrays: Mapping[str, Array]) -> Array:
-        """[1, vocab] with the sum of the weights of the words that hold a token; [1, 0] where
-        there are none.
+        """[1, vocab]: for each token, the sum of the weights of the words that contain it. [1, 0]
+        if no words are biased.
         """
         words = self._words(arrays, "EMBEDDING_BIAS_WORDS")
         if not words:

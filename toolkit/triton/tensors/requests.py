@@ -1,9 +1,9 @@
-"""From the tensors of one Triton request to what the runtime is asked for, and from its events to
-the tensors of the responses.
+"""Turns the tensors of one Triton request into a request for the runtime, and the runtime's events
+into the tensors of the responses.
 
-Pure: values in, values out, so every refusal can be tested without a server. What the tensors mean
-is said in `contract`. A request that asks for something this deployment cannot do is refused by
-name; nothing is dropped or clamped in silence.
+Pure: values in, values out, so every refusal can be tested without a server. `contract` defines the
+tensors. A request for something that this deployment cannot do is refused by name. Nothing is
+silently dropped or clamped.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from toolkit.interfaces import MAX_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
 from toolkit.words import RequestAcceptance
 
-__all__ = ["LLMAPI", "Answer", "Form", "Limits", "Request", "parse"]
+__all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a layout spells a request. inputs: tensor -> whether it holds a single value; prefix: of
-    the sampling parameters; names: other words for what the llmapi form calls so.
+class RequestFormat:
+    """How a layout names the tensors of a request. inputs: tensor name -> whether it holds a single
+    value. prefix: what the names of sampling parameters begin with. names: option -> tensor name,
+    for options whose tensor has another name.
     """
 
     inputs: Mapping[str, bool]
     prefix: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, word: str) -> str:
-        """The tensor that carries this: temperature, max_tokens, streaming..."""
-        name = self.names.get(word, word)
+    def tensor_name(self, option: str) -> str:
+        """The name of the tensor for an option: temperature, max_tokens, streaming..."""
+        name = self.names.get(option, option)
         return self.prefix + name if self.prefix + name in self.inputs else name
 
 
-LLMAPI = Form(
+LLMAPI = RequestFormat(
     {spec.name: spec.dims == (1,) for spec in INPUTS},
     "sampling_param_",
     {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
@@ -50,8 +51,8 @@ ACCEPTANCE: tuple[RequestAcceptance, ...] = (
     "sample_match",
     "verify_only",
 )
-# What Triton itself puts among a request's parameters; `id` is the request's id as HTTP's generate
-# leaves it there.
+# Parameters that Triton itself adds to a request. `id` is the request's id, which HTTP's generate
+# puts there.
 TRITON_PARAMETERS = (
     "id",
     "sequence_id",
@@ -65,7 +66,7 @@ TRITON_PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this deployment can do. max_draft_len 0: there is no draft model."""
+    """What this deployment can serve. max_draft_len 0: there is no draft model."""
 
     decoupled: bool
     max_draft_len: int
@@ -73,8 +74,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One parsed request. None: not stated, so the deployment's default holds. `returns`: the
-    optional outputs asked for.
+    """One parsed request. None means not stated: the deployment's default applies. returns: the
+    inputs return_... that request optional outputs.
     """
 
     prompt: str
@@ -87,66 +88,69 @@ class Request:
     timeout_ms: int | None = None
     include_prompt: bool = True
     returns: frozenset[str] = frozenset()
-    cancels: bool = False  # the request is not to be run: it cancels the one with the same id
+    cancels: bool = False  # the request does not run: it cancels the one with the same id
 
 
 def parse(
     tensors: Mapping[str, list[Any]],
     parameters: Mapping[str, object],
     limits: Limits,
-    form: Form = LLMAPI,
+    request_format: RequestFormat = LLMAPI,
 ) -> Request:
-    """Check one request. tensors: name -> flat list of values (bytes for strings). Raises
-    RequestError with what is wrong.
+    """Check one request. Raises RequestError.
 
-    parameters are what came beside the tensors: over HTTP, Triton turns every name that the model
-    does not know into one.
+    tensors: name -> flat list of values (bytes for strings). parameters: those that Triton passes
+    beside the tensors; over HTTP it makes every name that the model does not know a parameter.
     """
     for name in parameters:
         if name not in TRITON_PARAMETERS and not name.startswith("triton_"):
-            raise _unknown(name, form)
+            raise _unknown_input(name, request_format)
     for name in tensors:
-        if name not in form.inputs:
-            raise _unknown(name, form)
-        if form.inputs[name] and len(tensors[name]) != 1:
-            raise RequestError(f"{name} holds one value, {len(tensors[name])} were sent")
+        if name not in request_format.inputs:
+            raise _unknown_input(name, request_format)
+        if request_format.inputs[name] and len(tensors[name]) != 1:
+            raise RequestError(f"{name} takes one value, and {len(tensors[name])} were sent")
 
-    one = {name: values[0] for name, values in tensors.items() if form.inputs[name]}
-    # A prompt is single in one form and a list of one in the other; it is looked at below in
-    # either.
-    one.pop("text_input", None)
-    streaming = bool(one.get(form.of("streaming"), False))
+    values = {name: rows[0] for name, rows in tensors.items() if request_format.inputs[name]}
+    # The prompt is a single value in one format and a list of one in the other. _prompt reads both.
+    values.pop("text_input", None)
+    streaming_name = request_format.tensor_name("streaming")
+    streaming = bool(values.get(streaming_name, False))
     if streaming and not limits.decoupled:
         raise RequestError(
             "streaming needs a decoupled repository, and this one is not",
-            hint=(
-                f"Send {form.of('streaming')}=false, or package again with triton.decoupled: true."
-            ),
+            hint=f"Send {streaming_name}=false, or package again with triton.decoupled: true.",
         )
-    best_of = form.of("best_of")
-    if one.get(best_of, 1) != 1:
-        raise RequestError(f"{best_of} {one[best_of]} is not supported: one sequence per request")
+    best_of = request_format.tensor_name("best_of")
+    if values.get(best_of, 1) != 1:
+        raise RequestError(
+            f"{best_of} {values[best_of]} is not supported: one sequence per request"
+        )
     return Request(
         prompt=_prompt(tensors),
         streaming=streaming,
-        sampling=_sampling(one, form),
-        max_tokens=_at_least_one(one, form.of("max_tokens")),
-        stop=_stop_words(tensors, form.of("stop_words")),
-        draft_len=_draft_len(one.get("num_draft_tokens"), limits),
-        acceptance=_acceptance(one.get("acceptance")),
-        timeout_ms=_at_least_one(one, "timeout_ms"),
-        include_prompt=not streaming and not one.get(form.of("exclude_input"), False),
-        returns=frozenset(name for name, value in one.items() if "return_" in name and value),
-        cancels=bool(one.get("stop", False)),
+        sampling=_sampling(values, request_format),
+        max_tokens=_positive(values, request_format.tensor_name("max_tokens")),
+        stop=_stop_words(tensors, request_format.tensor_name("stop_words")),
+        draft_len=_draft_len(values.get("num_draft_tokens"), limits),
+        acceptance=_acceptance(values.get("acceptance")),
+        timeout_ms=_positive(values, "timeout_ms"),
+        include_prompt=(
+            not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
+        ),
+        returns=frozenset(name for name, value in values.items() if "return_" in name and value),
+        cancels=bool(values.get("stop", False)),
     )
 
 
-def _unknown(name: str, form: Form) -> RequestError:
-    close = difflib.get_close_matches(name, form.inputs, n=1)
-    likely = form.of(name) if form.of(name) in form.inputs else close[0] if close else None
+def _unknown_input(name: str, request_format: RequestFormat) -> RequestError:
+    likely = difflib.get_close_matches(name, request_format.inputs, n=1)
+    if request_format.tensor_name(name) in request_format.inputs:
+        likely = [request_format.tensor_name(name)]
+    known = ", ".join(request_format.inputs)
     return RequestError(
         f"unknown input {name!r}",
-        hint=f"Did you mean {likely!r}?" if likely else f"Known: {', '.join(form.inputs)}.",
+        hint=f"Did you mean {likely[0]!r}?" if likely else f"Known: {known}.",
     )
 
 
@@ -165,7 +169,7 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
         raise RequestError("text_input is missing")
     if len(prompts) != 1:
         raise RequestError(
-            f"text_input holds one prompt, {len(prompts)} were sent",
+            f"text_input takes one prompt, and {len(prompts)} were sent",
             hint="Send one request per prompt.",
         )
     prompt = _text(prompts[0], "text_input")
@@ -183,21 +187,19 @@ def _stop_words(tensors: Mapping[str, list[Any]], name: str) -> tuple[str, ...]:
     return words
 
 
-def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
-    def number(word: str, default: float, low: float, high: float = math.inf) -> float:
-        name = form.of(word)
-        value = float(one.get(name, default))
+def _sampling(values: Mapping[str, Any], request_format: RequestFormat) -> Sampling:
+    def number(option: str, default: float, low: float, high: float = math.inf) -> float:
+        name = request_format.tensor_name(option)
+        value = float(values.get(name, default))
         if not (math.isfinite(value) and low <= value <= high):
-            bounds = [f"at least {low}"] if math.isfinite(low) else []
-            bounds += [f"at most {high}"] if math.isfinite(high) else []
-            raise RequestError(
-                f"{name} is {value}; it has to be a finite"
-                f" number{' of ' if bounds else ''}{' and '.join(bounds)}"
-            )
+            bounds = f"at least {low}"
+            if math.isfinite(high):
+                bounds += f" and at most {high}"
+            raise RequestError(f"{name} is {value}; it has to be a finite number of {bounds}")
         return value
 
-    top_k_name, top_p_name, seed_name = form.of("top_k"), form.of("top_p"), form.of("seed")
-    top_k = int(one.get(top_k_name, 0))
+    top_k_name, top_p_name, seed_name = map(request_format.tensor_name, ("top_k", "top_p", "seed"))
+    top_k = int(values.get(top_k_name, 0))
     if top_k < 0:
         raise RequestError(f"{top_k_name} is {top_k}; it has to be 0 (off) or more")
     top_p = number("top_p", 1.0, 0.0, 1.0)
@@ -206,23 +208,23 @@ def _sampling(one: Mapping[str, Any], form: Form) -> Sampling:
             f"{top_p_name} is 0, which leaves no token",
             hint="For greedy decoding send temperature 0.",
         )
-    filtered = top_k_name in one or top_p_name in one
+    has_filter = top_k_name in values or top_p_name in values
     return Sampling(
-        temperature=number("temperature", 1.0 if filtered else 0.0, 0.0),
+        temperature=number("temperature", 1.0 if has_filter else 0.0, 0.0),
         top_k=top_k,
         top_p=top_p,
         frequency_penalty=number("frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
         presence_penalty=number("presence_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
-        seed=int(one[seed_name]) if seed_name in one else None,
+        seed=int(values[seed_name]) if seed_name in values else None,
     )
 
 
-def _at_least_one(one: Mapping[str, Any], name: str) -> int | None:
-    if name not in one:
+def _positive(values: Mapping[str, Any], name: str) -> int | None:
+    if name not in values:
         return None
-    if int(one[name]) < 1:
-        raise RequestError(f"{name} is {one[name]}; it has to be at least 1")
-    return int(one[name])
+    if int(values[name]) < 1:
+        raise RequestError(f"{name} is {values[name]}; it has to be at least 1")
+    return int(values[name])
 
 
 def _draft_len(value: Any, limits: Limits) -> int | None:
@@ -251,25 +253,25 @@ def _acceptance(value: Any) -> RequestAcceptance | None:
 
 
 class Answer:
-    """Turns the events of one request into the tensors of its responses. Not thread-safe; one
+    """Turns the events of one request into the tensors of its responses. Not thread-safe: one
     thread answers a request.
 
-    interval_ns: chunks of a stream are at least this far apart, except for the last. What comes in
-    between is held and goes with the next: a response costs time that a small model's step does not
-    have.
+    interval_ns: the least time between two chunks of a stream, except before the last. Tokens in
+    between are sent with the next chunk, because a response takes time that is long beside a small
+    model's step.
     """
 
     def __init__(self, request: Request, interval_ns: int = 0) -> None:
         self._request = request
         self._interval_ns = interval_ns
-        self._due_ns = 0  # when the next chunk may be sent; the first one at once
-        self._tokens = 0  # of the request so far
-        # What has not been sent.
+        self._due_ns = 0  # when the next chunk may be sent; the first may be sent at once
+        self._tokens = 0  # output tokens of the request so far
+        # Text and ids that have not been sent.
         self._text: list[str] = [request.prompt] if request.include_prompt else []
         self._ids: list[int] = []
 
     def add(self, event: TokenEvent, now_ns: int) -> dict[str, list[Any]] | None:
-        """Name -> values of the response that is due after this event; None if none is."""
+        """Name -> values of the response that is due after this event; None if none is due."""
         self._tokens += len(event.token_ids)
         self._text.append(event.text)
         self._ids.extend(event.token_ids)
@@ -301,7 +303,7 @@ class Answer:
         if self._wants("return_cumulative_logprob"):
             if stats.cumulative_logprob is None:
                 raise RequestError(
-                    "return_cumulative_logprob was asked for, and the runtime kept no"
+                    "return_cumulative_logprob was requested, but the runtime kept no"
                     " log-probabilities"
                 )
             ending["cumulative_logprob"] = [stats.cumulative_logprob]

@@ -1,14 +1,14 @@
-"""TensorRT-LLM's PyTorch runtime behind the tensors of its own `llmapi` template, in both
-directions.
+"""TensorRT-LLM's PyTorch runtime with the tensors of its own `llmapi` template: requests in,
+responses out.
 
-Pure: the runtime's objects come in as they are and are read by attribute. Beside the template's
-outputs there are token ids, counts and acceptance. The runtime's own acceptance counters are zeros
-up to 1.2 (TRT#17082), so acceptance comes from `avg_decoded_tokens_per_iter`: one token is
-prefill's, and every further iteration is a verify step. How many tokens were drafted is not to be
-had from it, and is left out rather than guessed (TRT#14724).
+Pure: the runtime's objects are read by attribute. In addition to the template's outputs there are
+token ids, counts and acceptance. The runtime's own acceptance counters are zeros up to 1.2
+(TRT#17082), so acceptance comes from `avg_decoded_tokens_per_iter`: the first token comes from
+prefill, and every later iteration is a verify step. The runtime does not report how many tokens
+were drafted, so that number is left out, not guessed (TRT#14724).
 
-Log-probabilities are the target's own, before temperature and filters, also of accepted drafts. The
-runtime gives the likeliest tokens of every place, of which a greedy text chose the first.
+Log-probabilities are the target's own, before temperature and filters, also for accepted drafts.
+The runtime returns the likeliest tokens at every position; a greedy text chose the first of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from toolkit.triton.tensors.contract import (
     OUTPUTS,
     TensorSpec,
 )
-from toolkit.triton.tensors.requests import Form, Request
+from toolkit.triton.tensors.requests import Request, RequestFormat
 
 __all__ = [
-    "FORM",
     "OUR_INPUTS",
     "OUR_OUTPUTS",
+    "REQUEST_FORMAT",
     "Responses",
     "output_types",
     "sampling_arguments",
@@ -54,7 +54,7 @@ OUR_OUTPUTS: Sequence[TensorSpec] = (
     *(spec for spec in OUTPUTS if spec.name in SHARED_OUTPUTS),
     *LOG_PROB_OUTPUTS,
 )
-FORM = Form(
+REQUEST_FORMAT = RequestFormat(
     {
         **{fact.name: fact.dims == (1,) for fact in LLMAPI.inputs},
         **{spec.name: spec.dims == (1,) for spec in OUR_INPUTS},
@@ -62,10 +62,10 @@ FORM = Form(
     "sampling_param_",
     {"stop_words": "stop", "exclude_input": "exclude_input_from_output"},
 )
-LOG_PROBS = "return_log_probs"
-PERFORMANCE = "sampling_param_return_perf_metrics"
-TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
-BLOCKS = {
+LOG_PROBS_REQUEST = "return_log_probs"
+PERFORMANCE_REQUEST = "sampling_param_return_perf_metrics"
+TIME_NAMES = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
+BLOCK_NAMES = {
     "kv_cache_reused_block": "num_reused_blocks",
     "kv_cache_missed_block": "num_missed_blocks",
     "kv_cache_alloc_new_blocks": "num_new_allocated_blocks",
@@ -75,8 +75,8 @@ BLOCKS = {
 
 
 def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams. log_probs: how many a place this version gives.
-    Raises RequestError.
+    """Keyword arguments of SamplingParams. log_probs: how many log-probabilities per token this
+    version returns. Raises RequestError if it returns none and the request wants them.
     """
     sampling = request.sampling
     arguments: dict[str, Any] = {"max_tokens": request.max_tokens or max_tokens}
@@ -94,41 +94,39 @@ def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) ->
             arguments[name] = getattr(sampling, name)
     if request.stop:
         arguments["stop"] = list(request.stop)
-    if PERFORMANCE in request.returns:
+    if PERFORMANCE_REQUEST in request.returns:
         arguments["return_perf_metrics"] = True
-    if LOG_PROBS in request.returns:
+    if LOG_PROBS_REQUEST in request.returns:
         if log_probs == 0:
             raise RequestError(
-                f"{LOG_PROBS}: this version gives no log-probabilities under speculation"
+                f"{LOG_PROBS_REQUEST}: this version returns no log-probabilities under speculation"
             )
         arguments["logprobs"] = log_probs
     return arguments
 
 
 class Responses:
-    """The responses of one request, out of the runtime's growing outputs. Chunks hold what is
-    new.
+    """Makes the responses of one request from the runtime's outputs, which grow. A chunk holds only
+    what is new.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._text = self._tokens = 0  # characters and tokens that were sent
+        self._sent_chars = self._sent_tokens = 0
 
     def of(self, output: Any, *, final: bool) -> dict[str, list[Any]] | None:
-        """Name -> values of the response after this output of the runtime; None if there is
-        nothing to send.
-        """
+        """Name -> values of the response after this output; None if there is nothing to send."""
         completion = output.outputs[0]
         text, ids = completion.text, list(completion.token_ids)
-        if not final and not (self._request.streaming and len(text) > self._text):
+        if not final and not (self._request.streaming and len(text) > self._sent_chars):
             return None
         prompt = self._request.prompt if self._request.include_prompt else ""
-        response: dict[str, list[Any]] = {"text_output": [prompt + text[self._text :]]}
+        response: dict[str, list[Any]] = {"text_output": [prompt + text[self._sent_chars :]]}
         if self._wants("return_token_ids"):
-            response["output_ids"] = ids[self._tokens :]
+            response["output_ids"] = ids[self._sent_tokens :]
         if self._wants("return_num_output_tokens"):
             response["num_output_tokens"] = [len(ids)]
-        self._text, self._tokens = len(text), len(ids)
+        self._sent_chars, self._sent_tokens = len(text), len(ids)
         if final:
             response.update(self._ending(output, completion, len(ids)))
         return response
@@ -144,7 +142,7 @@ class Responses:
             ending["stop_reason"] = [str(completion.stop_reason)]
         if self._wants("return_cumulative_logprob"):
             ending["cumulative_logprob"] = [completion.cumulative_logprob]
-        if self._wants(LOG_PROBS):
+        if self._wants(LOG_PROBS_REQUEST):
             ending.update(
                 token_log_probs(completion.token_ids, getattr(completion, "logprobs", None) or ())
             )
@@ -153,7 +151,7 @@ class Responses:
         steps = verify_steps(tokens, getattr(output, "avg_decoded_tokens_per_iter", None))
         if self._wants("return_speculation_stats") and steps is not None:
             ending["verify_steps"] = [steps]
-        if self._wants(PERFORMANCE):
+        if self._wants(PERFORMANCE_REQUEST):
             ending.update(_figures(getattr(completion, "request_perf_metrics", None)))
             if steps is not None:
                 ending["total_accepted_draft_tokens"] = [tokens - 1 - steps]
@@ -161,7 +159,7 @@ class Responses:
 
 
 def verify_steps(tokens: int, average: float | None) -> int | None:
-    """Iterations behind the first token; None where the runtime does not say, or nothing was
+    """Iterations after the first token; None if the runtime does not report them, or if nothing was
     decoded.
     """
     if not average or tokens < 1:
@@ -170,30 +168,31 @@ def verify_steps(tokens: int, average: float | None) -> int | None:
 
 
 def token_log_probs(
-    ids: Sequence[int], places: Sequence[Mapping[int, Any]]
+    ids: Sequence[int], likeliest: Sequence[Mapping[int, Any]]
 ) -> dict[str, list[Any]]:
-    """places: per token the likeliest ones with an object that holds `logprob`. Empty unless there
-    is one for every token. A token that is not among them has NaN: nothing is known of it.
+    """The tensors of log-probabilities. likeliest: at each position, token -> object with a
+    `logprob`.
+
+    Empty unless there is a mapping for every token. A token that is not in its mapping gets NaN,
+    since its log-probability is not known.
     """
-    if len(places) != len(ids):
+    if len(likeliest) != len(ids):
         return {}
-    nothing, found = math.nan, {}
-    own = [
-        place[token].logprob if token in place else nothing
-        for token, place in zip(ids, places, strict=True)
-    ]
-    found["output_log_probs"] = own
-    others = [
-        max(
-            ((each.logprob, other) for other, each in place.items() if other != token), default=None
-        )
-        for token, place in zip(ids, places, strict=True)
-    ]
-    told = [other for other in others if other is not None]
-    if len(told) == len(ids):
-        found["next_best_ids"] = [token for _, token in told]
-        found["next_best_log_probs"] = [value for value, _ in told]
-    return found
+    tensors: dict[str, list[Any]] = {
+        "output_log_probs": [
+            candidates[token].logprob if token in candidates else math.nan
+            for token, candidates in zip(ids, likeliest, strict=True)
+        ]
+    }
+    next_best = []
+    for token, candidates in zip(ids, likeliest, strict=True):
+        others = [(entry.logprob, other) for other, entry in candidates.items() if other != token]
+        if others:
+            next_best.append(max(others))
+    if len(next_best) == len(ids):
+        tensors["next_best_ids"] = [token for _, token in next_best]
+        tensors["next_best_log_probs"] = [value for value, _ in next_best]
+    return tensors
 
 
 def _figures(metrics: Any) -> dict[str, list[Any]]:
@@ -202,22 +201,23 @@ def _figures(metrics: Any) -> dict[str, list[Any]]:
     cache, timing = metrics.kv_cache_metrics, metrics.timing_metrics
     figures = {
         name: [getattr(cache, attribute)]
-        for name, attribute in BLOCKS.items()
+        for name, attribute in BLOCK_NAMES.items()
         if hasattr(cache, attribute)
     }
-    for name in TIMES:
+    for name in TIME_NAMES:
         if hasattr(timing, name):
             figures[f"{name}_ns"] = [_nanoseconds(getattr(timing, name))]
     return figures
 
 
 def _nanoseconds(value: Any) -> int:
-    """The runtime's times are timedelta; plain numbers are seconds."""
+    """The runtime's times are timedeltas or seconds."""
     seconds: float = value.total_seconds() if hasattr(value, "total_seconds") else value
     return round(seconds * 1e9)
 
 
 def output_types() -> dict[str, str]:
+    """Output tensor -> its type as in config.pbtxt."""
     return {
         **{fact.name: fact.dtype for fact in LLMAPI.outputs},
         **{spec.name: spec.dtype for spec in OUR_OUTPUTS},

@@ -1,7 +1,7 @@
-"""Lists of words as TensorRT-LLM's tensors carry them, and back.
+"""Packs lists of words into the format of TensorRT-LLM's tensors, and unpacks them.
 
-A list is [2, n] int32: the ids of all words, one behind the other, and the end of each word in
-them, padded with -1.
+A list is [2, n] int32. The first row holds the ids of all words, one word after the other. The
+second row holds the end index of each word in the first, padded with -1.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(words: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Words -> rows [2, n]."""
     ids = [token for word in words for token in word]
     ends, end = [], 0
     for word in words:
@@ -21,7 +22,7 @@ def pack(words: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def unpack(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Raises ValueError for ends that do not rise, or point beyond the ids."""
+    """Rows [2, n] -> words. Raises ValueError for ends that do not rise or point beyond the ids."""
     ids, ends = rows
     words, start = [], 0
     for end in ends:

@@ -1,15 +1,15 @@
 """The model that clients of the `bls` layout call: preprocessing, rounds of draft and target,
 postprocessing.
 
-One request at a time, in `execute`, and only calls that are answered once: what Triton's Python
-backend does reliably. (Under load with Triton 2.51, decoupled calls damaged the memory of this
-process, and so did calls from threads of our own.) Many requests run at once because there are many
-instances, as many as the target has room for; Triton queues the others. Plain decoding streams by
-short calls, each continuing the one before.
+It serves one request at a time, in `execute`, and makes only calls that are answered once, because
+Triton's Python backend does these reliably. (Under load with Triton 2.51, decoupled calls damaged
+the memory of this process, and so did calls from threads of our own.) Many requests run at once
+because there are many instances, as many as the target has slots. Triton queues the other requests.
+Plain decoding streams by short calls, each of which continues the one before.
 
-What a round means is decided in `toolkit.speculative.bls_loop`, what the tensors mean in
-`toolkit.triton.tensors.bls`; here is only Triton's side. Nothing of it depends on which backend
-serves the engines.
+`toolkit.speculative.bls_loop` decides what a round means, and `toolkit.triton.tensors.bls` what the
+tensors mean. This file is only Triton's side, and does not depend on the backend that serves the
+engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, cast
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this process alone
+# This path is for the process that loads this file; its children must not inherit it.
+os.environ.pop("LD_LIBRARY_PATH", None)
 
 import json
 
@@ -32,7 +33,7 @@ from toolkit.interfaces import TokenEvent
 from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.limits import check_prompt_length, check_total_length
 from toolkit.speculative.text import TextStream
-from toolkit.triton.tensors.backend import CODES, Metrics, parameters_of, traceback_of
+from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, parameters_of, traceback_of
 from toolkit.triton.tensors.bls import (
     BlsAnswer,
     BlsRequest,
@@ -48,10 +49,8 @@ from toolkit.triton.tensors.requests import Limits
 from toolkit.triton.tensors.word_lists import unpack
 from toolkit.words import AcceptanceChoice, LogProbSource, RequestOutcome, SeedScope
 
-WATCH_NS = (
-    50_000_000  # between two looks at whether the client is still there: each costs about 0.1 ms
-)
-PREPARED = (
+CLIENT_CHECK_INTERVAL_NS = 50_000_000  # one check whether the client is gone takes about 0.1 ms
+PREPROCESSING_OUTPUTS = (
     "INPUT_ID",
     "OUT_END_ID",
     "OUT_PAD_ID",
@@ -59,35 +58,39 @@ PREPARED = (
     "BAD_WORDS_IDS",
     "EMBEDDING_BIAS",
 )
-STREAMED_CALL_NS = 25_000_000  # a call costs about half a millisecond: 2 % of this
+# How long one call of plain decoding should take. The call itself costs about half a millisecond,
+# which is 2 % of the shorter one.
+STREAMED_CALL_NS = 25_000_000
 WHOLE_CALL_NS = 250_000_000
-MOST_TOKENS = 64
+MAX_CALL_TOKENS = 64
 FIGURES = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
-        own = parameters_of(args)
-        if own.get("package_version") != str(PACKAGE_VERSION):
+        parameters = parameters_of(args)
+        packaged_version = parameters.get("package_version")
+        if packaged_version != str(PACKAGE_VERSION):
             raise pb_utils.TritonModelException(
-                f"this repository has package version {own.get('package_version')}, and the toolkit"
-                f" that it found serves version {PACKAGE_VERSION}: package it again"
+                f"this repository has package version {packaged_version}, and the toolkit that it"
+                f" imports serves version {PACKAGE_VERSION}: package it again"
             )
-        self._own = own
+        self._parameters = parameters
         self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
         self._inputs = {
-            each["name"]: each["dims"] == ["1"] or each["dims"] == [1] for each in config["input"]
+            tensor["name"]: tensor["dims"] in (["1"], [1]) for tensor in config["input"]
         }
         self._types = {
-            each["name"]: pb_utils.triton_string_to_numpy(each["data_type"])
-            for each in config["output"]
+            tensor["name"]: pb_utils.triton_string_to_numpy(tensor["data_type"])
+            for tensor in config["output"]
         }
         self._limits = Limits(
-            decoupled=self._decoupled, max_draft_len=int(own.get("max_draft_len", "0"))
+            decoupled=self._decoupled, max_draft_len=int(parameters.get("max_draft_len", "0"))
         )
-        self._end_ids = tuple(int(each) for each in own.get("end_ids", "").split(",") if each)
-        self._accumulate = own.get("accumulate_tokens", "false").lower() in ("true", "1")
+        end_ids = parameters.get("end_ids", "").split(",")
+        self._end_ids = tuple(int(end_id) for end_id in end_ids if end_id)
+        self._accumulate = parameters.get("accumulate_tokens", "false").lower() in ("true", "1")
         self._metrics = Metrics(pb_utils, args["model_name"])
 
     def execute(self, requests: list[Any]) -> None:
@@ -98,7 +101,7 @@ class TritonPythonModel:
         self, sender: Any, outcome: RequestOutcome, message: str, stats: Any = None
     ) -> None:
         self._metrics.finished(outcome, stats)
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
             flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
@@ -112,10 +115,9 @@ class TritonPythonModel:
             parameters = json.loads(request.parameters() or "{}")
             self._answer(request.request_id(), arrays, parameters, sender, arrival_ns)
         except RequestError as error:
-            self._refuse(
-                sender, "error" if isinstance(error, EngineFailed) else "refused", str(error)
-            )
-        except Exception as error:  # Triton has to get an answer, or the request stays open
+            outcome = "error" if isinstance(error, EngineFailed) else "refused"
+            self._refuse(sender, outcome, str(error))
+        except Exception as error:  # without an answer the request would stay open in Triton
             pb_utils.Logger.log_error(traceback_of(error))
             self._refuse(sender, "error", str(error) or repr(error))
         finally:
@@ -129,28 +131,30 @@ class TritonPythonModel:
         sender: Any,
         arrival_ns: int,
     ) -> None:
-        own = self._own
+        own_parameters = self._parameters
         request = parse_bls(
             arrays,
             parameters,
             self._limits,
             self._inputs,
-            acceptance=cast(AcceptanceChoice, own.get("acceptance", "auto")),
+            acceptance=cast(AcceptanceChoice, own_parameters.get("acceptance", "auto")),
             fresh_seed=random.SystemRandom().getrandbits(63),
         )
         prepared = self._prepare(request, arrays)
         self._check_lengths(request, prepared)
-        watched = [arrival_ns]
+        last_check_ns = arrival_ns
 
         def cancelled() -> bool:
+            nonlocal last_check_ns
             now = time.monotonic_ns()
-            if now - watched[0] < WATCH_NS:
+            if now - last_check_ns < CLIENT_CHECK_INTERVAL_NS:
                 return False
-            watched[0] = now
+            last_check_ns = now
             return bool(sender.is_cancelled())
 
-        timeout_ms = request.request.timeout_ms or int(1000 * float(own["request_timeout_s"]))
-        engines = EngineModels(self._own, request, prepared)
+        default_timeout_ms = int(1000 * float(own_parameters["request_timeout_s"]))
+        timeout_ms = request.request.timeout_ms or default_timeout_ms
+        engines = EngineModels(own_parameters, request, prepared)
         rounds = Rounds(
             Settings(
                 request_id=request_id,
@@ -160,7 +164,7 @@ class TritonPythonModel:
                 end_ids=frozenset(prepared.end_ids),
                 arrival_ns=arrival_ns,
                 deadline_ns=arrival_ns + timeout_ms * 1_000_000,
-                on_draft_failure=own.get("on_draft_failure", "error"),
+                on_draft_failure=own_parameters.get("on_draft_failure", "error"),
                 verify_only=request.rule == "verify_only",
                 log_probs=request.log_probs,
             ),
@@ -168,20 +172,20 @@ class TritonPythonModel:
             TextStream(PostProcessing(), prepared.ids, request.request.stop),
             cancelled=cancelled,
         )
-        answer = BlsAnswer(
-            request, int(1e6 * float(own["stream_interval_ms"])), accumulate=self._accumulate
-        )
+        interval_ns = int(1e6 * float(own_parameters["stream_interval_ms"]))
+        answer = BlsAnswer(request, interval_ns, accumulate=self._accumulate)
         for event in rounds:
             if event.finish_reason in ("deadline", "cancelled"):
                 tokens = 0 if event.stats is None else event.stats.output_tokens
-                said = {
+                messages = {
                     "deadline": (
                         f"deadline of {timeout_ms} ms passed after {tokens} tokens; timeout_ms sets"
                         " another"
                     ),
                     "cancelled": "cancelled by the client",
                 }
-                self._refuse(sender, event.finish_reason, said[event.finish_reason], event.stats)
+                message = messages[event.finish_reason]
+                self._refuse(sender, event.finish_reason, message, event.stats)
                 return
             self._send(sender, answer, event, rounds, engines)
 
@@ -200,61 +204,63 @@ class TritonPythonModel:
         if values is None:
             return
         tensors = [
-            pb_utils.Tensor(name, shaped(name, each, self._types[name]))
-            for name, each in values.items()
+            pb_utils.Tensor(name, shaped(name, tensor_values, self._types[name]))
+            for name, tensor_values in values.items()
         ]
         if event.finish_reason is None:
             sender.send(pb_utils.InferenceResponse(tensors))
             return
         if failure is not None:
-            pb_utils.Logger.log_warn(f"decoded plainly, since the draft failed: {failure}")
+            pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
         self._metrics.finished(event.finish_reason, event.stats)
         sender.send(
             pb_utils.InferenceResponse(tensors), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
 
     def _prepare(self, request: BlsRequest, arrays: dict[str, Any]) -> Prepared:
-        found = call(
-            "preprocessing", preprocessing_inputs(request, arrays), PREPARED, refusals=True
-        )
-        end_id = int(found["OUT_END_ID"].reshape(-1)[0])
-        end_ids = self._end_ids if request.end_id is None else (() if end_id < 0 else (end_id,))
-        bias = found.get("EMBEDDING_BIAS")
+        inputs = preprocessing_inputs(request, arrays)
+        outputs = call("preprocessing", inputs, PREPROCESSING_OUTPUTS, refusals=True)
+        end_id = int(outputs["OUT_END_ID"].reshape(-1)[0])
+        end_ids = self._end_ids
+        if request.end_id is not None:
+            end_ids = () if end_id < 0 else (end_id,)
+        bias = outputs.get("EMBEDDING_BIAS")
         return Prepared(
-            ids=tuple(found["INPUT_ID"].reshape(-1).tolist()),
+            ids=tuple(outputs["INPUT_ID"].reshape(-1).tolist()),
             end_ids=end_ids,
-            pad_id=int(found["OUT_PAD_ID"].reshape(-1)[0]),
-            stop_words=unpack(found["STOP_WORDS_IDS"].reshape(2, -1).tolist()),
-            bad_words=found.get("BAD_WORDS_IDS"),
+            pad_id=int(outputs["OUT_PAD_ID"].reshape(-1)[0]),
+            stop_words=unpack(outputs["STOP_WORDS_IDS"].reshape(2, -1).tolist()),
+            bad_words=outputs.get("BAD_WORDS_IDS"),
             bias=bias if bias is not None and bias.size else None,
         )
 
     def _check_lengths(self, request: BlsRequest, prepared: Prepared) -> None:
-        """Once for the whole request: a round looks only as far as its own tokens."""
+        """Check the whole request once, since an engine call checks only its own few tokens."""
         length = len(prepared.ids)
-        check_prompt_length(length, int(self._own["max_input_len"]))
-        check_total_length(length, request.max_tokens, int(self._own["max_seq_len"]))
+        check_prompt_length(length, int(self._parameters["max_input_len"]))
+        check_total_length(length, request.max_tokens, int(self._parameters["max_seq_len"]))
 
 
 class EngineFailed(RequestError):
-    """A model behind us did not do what it should: no fault of the request's."""
+    """A model that we called failed. The request is not at fault."""
 
 
 class EngineModels:
-    """The two engine models, called for one request. figures: the target's, summed over its
-    calls.
+    """The two engine models, called for one request. figures: the target's cache figures, summed
+    over its calls.
     """
 
-    def __init__(self, own: dict[str, str], request: BlsRequest, prepared: Prepared) -> None:
-        self._target = own.get("tensorrt_llm_model_name", "tensorrt_llm")
-        self._draft = own.get("tensorrt_llm_draft_model_name")
-        self._seeds = cast(SeedScope, own.get("seeds", "request"))
-        self._log_probs = cast(LogProbSource, own.get("log_probs", "engine"))
-        self._vocab_size = int(own["vocab_size"]) if "vocab_size" in own else None
+    def __init__(self, parameters: dict[str, str], request: BlsRequest, prepared: Prepared) -> None:
+        self._target = parameters.get("tensorrt_llm_model_name", "tensorrt_llm")
+        self._draft = parameters.get("tensorrt_llm_draft_model_name")
+        self._seeds = cast(SeedScope, parameters.get("seeds", "request"))
+        self._log_probs = cast(LogProbSource, parameters.get("log_probs", "engine"))
+        self._vocab_size = int(parameters["vocab_size"]) if "vocab_size" in parameters else None
+        # Tensors that the engine's version names differently.
         self._names = {
-            name: own[f"engine_{name}"]
+            name: parameters[f"engine_{name}"]
             for name in ("min_tokens", "seed")
-            if f"engine_{name}" in own
+            if f"engine_{name}" in parameters
         }
         self._request = request
         self._prepared = prepared
@@ -272,7 +278,7 @@ class EngineModels:
             *(["generation_logits"] if "return_generation_logits" in tensors else []),
         ]
         try:
-            answer = call(self._draft, self._spelled(tensors), wanted)
+            answer = call(self._draft, self._with_engine_names(tensors), wanted)
         except EngineFailed as error:
             raise DraftFailed(
                 error.what,
@@ -280,65 +286,60 @@ class EngineModels:
             ) from error
         new = _new_ids(answer, count)
         logits = answer.get("generation_logits")
-        return Drafts(
-            new, None if logits is None else logits.reshape(-1, logits.shape[-1])[: len(new)]
-        )
+        if logits is not None:
+            logits = logits.reshape(-1, logits.shape[-1])[: len(new)]
+        return Drafts(new, logits)
 
-    def _spelled(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """In the words of the engine's version."""
+    def _with_engine_names(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors, with the names that the engine's version has for them."""
         return {self._names.get(name, name): array for name, array in tensors.items()}
 
     def verify(self, ids: Sequence[int], drafts: Drafts) -> Part:
-        return self._ask(ids, len(drafts.ids) + 1, drafts=drafts.ids, draft_logits=drafts.logits)
+        return self._call_target(
+            ids, len(drafts.ids) + 1, drafts=drafts.ids, draft_logits=drafts.logits
+        )
 
     def plain(self, ids: Sequence[int], count: int) -> Generator[Part, None, None]:
-        """Calls of about as long as the target says: long enough that calling costs little, and
-        short enough to stream, or at least to be ended in time.
+        """Make calls that each take about STREAMED_CALL_NS or WHOLE_CALL_NS: long enough that the
+        cost of calling is small, and short enough to stream, or at least to be cancelled in time.
         """
-        target_ns = STREAMED_CALL_NS if self._request.request.streaming else WHOLE_CALL_NS
-        known, asked = list(ids), 1
+        call_ns = STREAMED_CALL_NS if self._request.request.streaming else WHOLE_CALL_NS
+        known, call_tokens = list(ids), 1
         while count > 0:
             started = time.monotonic_ns()
-            part = self._ask(known, asked, whole=True)
+            part = self._call_target(known, call_tokens, whole=True)
             elapsed = time.monotonic_ns() - started
             yield part
-            if len(part.ids) < asked:  # the engine met what ends a text
+            if len(part.ids) < call_tokens:  # the engine met an end token or a stop word
                 return
             known += part.ids
-            count -= asked
-            asked = min(count, max(1, asked * target_ns // max(1, elapsed)), MOST_TOKENS)
+            count -= call_tokens
+            fitting = max(1, call_tokens * call_ns // max(1, elapsed))
+            call_tokens = min(count, fitting, MAX_CALL_TOKENS)
 
-    def _ask(self, ids: Sequence[int], count: int, **how: Any) -> Part:
-        how = {**how, "seeds": self._seeds, "log_probs": self._log_probs}
-        tensors = engine_inputs(self._request, self._prepared, ids, count, role="target", **how)
+    def _call_target(self, ids: Sequence[int], count: int, **options: Any) -> Part:
+        options = {**options, "seeds": self._seeds, "log_probs": self._log_probs}
+        tensors = engine_inputs(self._request, self._prepared, ids, count, role="target", **options)
         wanted = ["output_ids", "sequence_length"]
         wanted += ["output_log_probs"] if "return_log_probs" in tensors else []
         wanted += ["generation_logits"] if "return_generation_logits" in tensors else []
         wanted += FIGURES if "return_perf_metrics" in tensors else []
-        answer = call(self._target, self._spelled(tensors), wanted)
+        answer = call(self._target, self._with_engine_names(tensors), wanted)
         for name in FIGURES:
             if name in answer:
                 self.figures[name] = self.figures.get(name, 0) + int(answer[name].reshape(-1)[0])
-        new, values, logits = (
-            _new_ids(answer, count),
-            answer.get("output_log_probs"),
-            answer.get("generation_logits"),
-        )
+        new = _new_ids(answer, count)
+        logits, log_probs = answer.get("generation_logits"), answer.get("output_log_probs")
         if logits is not None:
-            return Part(
-                new,
-                *token_log_probs(
-                    logits.reshape(-1, logits.shape[-1])[: len(new)], new, self._vocab_size
-                ),
-            )
-        return Part(
-            new,
-            () if values is None else tuple(float(each) for each in values.reshape(-1)[: len(new)]),
-        )
+            rows = logits.reshape(-1, logits.shape[-1])[: len(new)]
+            return Part(new, *token_log_probs(rows, new, self._vocab_size))
+        if log_probs is not None:
+            return Part(new, tuple(float(value) for value in log_probs.reshape(-1)[: len(new)]))
+        return Part(new)
 
 
 class PostProcessing:
-    """The postprocessing model as a decoder: rows of ids go where its beams would."""
+    """The postprocessing model as a decoder. The rows of ids are sent as if they were beams."""
 
     def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
         longest = max(1, *map(len, rows)) if rows else 1
@@ -362,8 +363,10 @@ def _new_ids(answer: dict[str, Any], count: int) -> tuple[int, ...]:
 def call(
     model: str, tensors: dict[str, Any], wanted: Sequence[str], *, refusals: bool = False
 ) -> dict[str, Any]:
-    """One call of a model that answers once. refusals: what it says is the client's fault, as
-    far as its code says so.
+    """Call a model that answers once. refusals: if it answers with the code for an invalid
+    argument, the client is at fault.
+
+    Raises RequestError for a refusal, and EngineFailed for any other failure.
     """
     return _arrays(model, _exec(model, tensors, wanted), refusals=refusals)
 
@@ -385,5 +388,5 @@ def _arrays(model: str, response: Any, *, refusals: bool = False) -> dict[str, A
         if refusals and error.code() == pb_utils.TritonError.INVALID_ARG:
             raise RequestError(error.message())
         raise EngineFailed(f"the model {model!r} failed: {error.message()}")
-    # Copies: the arrays are views of memory that goes with the response.
+    # Copies, because the arrays are views of memory that is freed with the response.
     return {tensor.name(): tensor.as_numpy().copy() for tensor in response.output_tensors()}

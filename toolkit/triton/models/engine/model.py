@@ -1,7 +1,7 @@
-"""One embedded engine behind the tensors of TensorRT-LLM's Triton backend: the `torch` kind's
-`tensorrt_llm(_draft)` of `bls`.
+"""One embedded engine with the tensors of TensorRT-LLM's Triton backend: the models `tensorrt_llm`
+and `tensorrt_llm_draft` of the `bls` layout, for the kind `torch`.
 
-`execute` hands a request to the executor and returns; one thread runs it and answers.
+`execute` hands a request to the executor and returns. One thread runs the executor and answers.
 """
 
 from __future__ import annotations
@@ -15,53 +15,56 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this process alone
+# This path is for the process that loads this file; its children must not inherit it.
+os.environ.pop("LD_LIBRARY_PATH", None)
 
 try:
     from toolkit.engines.registry import loader
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.speculative.executor import Call, Executor, Output
-    from toolkit.triton.tensors.backend import CODES, folder_of, parameters_of, traceback_of
+    from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, parameters_of, traceback_of
     from toolkit.triton.tensors.engine_tensors import EngineRequest, arrays_of, parse_engine
     from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
 
     raise ImportError(
-        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at"
-        f" {sys.prefix}, and it has to have the toolkit installed. Launch with the repository's"
+        f"{error}: tritonserver's Python backend runs Python {sys.version.split()[0]} at"
+        f" {sys.prefix}, which needs the toolkit installed. Launch with the repository's"
         " launch.sh, or install the toolkit there."
     ) from error
 
 
 @dataclass
 class Job:
+    """One running request. ids, log_probs and logits have not been sent yet."""
+
     request: EngineRequest
     sender: Any
-    ids: list[int] = field(default_factory=list)  # what has not been sent
+    ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    made: int = 0
+    output_tokens: int = 0
     first_token_ns: int | None = None
-    kept: int = 0  # of the request's drafts
+    accepted: int = 0  # of the request's drafts
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        own = parameters_of(args)
+        parameters = parameters_of(args)
         config = json.loads(args["model_config"])
         self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
-        threads = own.get("threads")
+        threads = parameters.get("threads")
         try:
             engine = loader("torch").load(
-                folder_of(args) / own["gpt_model_path"],
+                folder_of(args) / parameters["gpt_model_path"],
                 threads=None if threads is None else int(threads),
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         self._executor = Executor(engine)
-        self._numbers = iter(range(1 << 62))
-        self._named: dict[str, str] = {}  # the client's id -> ours
+        self._call_numbers = iter(range(1 << 62))
+        self._call_ids: dict[str, str] = {}  # the client's id -> ours
         self._stop = threading.Event()
         self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="executor")
@@ -76,7 +79,7 @@ class TritonPythonModel:
                 self._accept(request, sender)
             except RequestError as error:
                 self._refuse(sender, "refused", str(error))
-            except Exception as error:  # Triton has to get an answer, or the request stays open
+            except Exception as error:  # without an answer the request would stay open in Triton
                 pb_utils.Logger.log_error(traceback_of(error))
                 self._refuse(sender, "error", str(error) or repr(error))
 
@@ -89,8 +92,8 @@ class TritonPythonModel:
             self._executor.run(self._stop)
         except Exception as error:
             self._broken = (
-                f"the executor failed and serves no more requests: {error!r}; the server's log says"
-                " where"
+                f"the executor failed and serves no more requests: {error!r}; the server's log has"
+                " the traceback"
             )
             pb_utils.Logger.log_error(traceback_of(error))
 
@@ -98,13 +101,13 @@ class TritonPythonModel:
         arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in triton_request.inputs()}
         request, name = parse_engine(arrays, decoupled=self._decoupled), triton_request.request_id()
         if request.cancels:
-            if name in self._named:
-                self._executor.cancel(self._named[name])
+            if name in self._call_ids:
+                self._executor.cancel(self._call_ids[name])
             sender.send(
                 pb_utils.InferenceResponse([]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             )
             return
-        job, call_id = Job(request, sender), str(next(self._numbers))
+        job, call_id = Job(request, sender), str(next(self._call_numbers))
         call = Call(
             call_id,
             request.ids,
@@ -119,15 +122,15 @@ class TritonPythonModel:
             logits="return_generation_logits" in request.returns,
         )
         if name:
-            self._named[name] = call_id
+            self._call_ids[name] = call_id
         try:
             self._executor.submit(call, lambda output: self._deliver(job, name, output))
         except BaseException:
-            self._named.pop(name, None)
+            self._call_ids.pop(name, None)
             raise
 
     def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
             flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
@@ -136,14 +139,11 @@ class TritonPythonModel:
     # The executor's thread.
 
     def _deliver(self, job: Job, name: str, output: Output) -> None:
-        if job.made == 0 and output.ids:
+        if job.output_tokens == 0 and output.ids:
             job.first_token_ns = time.monotonic_ns()
-            job.kept = sum(
-                1
-                for one, other in zip(output.ids, job.request.drafts, strict=False)
-                if one == other
-            )
-        job.made += len(output.ids)
+            pairs = zip(output.ids, job.request.drafts, strict=False)
+            job.accepted = sum(token == draft for token, draft in pairs)
+        job.output_tokens += len(output.ids)
         job.ids += output.ids
         job.log_probs += output.log_probs
         job.logits += output.logits
@@ -151,8 +151,8 @@ class TritonPythonModel:
             if job.request.streaming:
                 job.sender.send(self._response(job, {}))
             return
-        if self._named.get(name) == output.call_id:
-            del self._named[name]
+        if self._call_ids.get(name) == output.call_id:
+            del self._call_ids[name]
         if output.finish_reason in ("error", "cancelled"):
             self._refuse(job.sender, output.finish_reason, output.error or "cancelled")
             return
@@ -172,10 +172,10 @@ class TritonPythonModel:
 
 
 def _figures(job: Job, output: Output) -> dict[str, int | float | None]:
-    """A KV-cache block is one token."""
-    asked = job.request.returns
+    """The figures that the request wants. A KV-cache block is one token here."""
+    requested = job.request.returns
     figures: dict[str, int | float | None] = {}
-    if "return_perf_metrics" in asked:
+    if "return_perf_metrics" in requested:
         drafted = len(job.request.drafts)
         figures = {
             "kv_cache_alloc_new_blocks": output.computed_tokens,
@@ -185,12 +185,12 @@ def _figures(job: Job, output: Output) -> dict[str, int | float | None]:
             "first_scheduled_time_ns": output.first_scheduled_ns,
             "first_token_time_ns": job.first_token_ns,
             "last_token_time_ns": time.monotonic_ns(),
-            "acceptance_rate": job.kept / drafted if drafted else None,
-            "total_accepted_draft_tokens": job.kept,
+            "acceptance_rate": job.accepted / drafted if drafted else None,
+            "total_accepted_draft_tokens": job.accepted,
             "total_draft_tokens": drafted,
         }
-    if "return_num_input_tokens" in asked:
+    if "return_num_input_tokens" in requested:
         figures["num_input_tokens"] = len(job.request.ids)
-    if "return_num_output_tokens" in asked:
-        figures["num_output_tokens"] = job.made
+    if "return_num_output_tokens" in requested:
+        figures["num_output_tokens"] = job.output_tokens
     return figures

@@ -1,1 +1,1 @@
-"""The `llmapi` layout: one model that takes text and gives text."""
+"""The Python model of `llmapi`, as it is copied into a repository."""

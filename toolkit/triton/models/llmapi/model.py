@@ -1,14 +1,15 @@
-"""The model that Triton's Python backend runs: requests in, token events out, as responses in
-TensorRT-LLM's `llmapi` form.
+"""The model of the `llmapi` layout, which Triton's Python backend runs: requests in, token events
+out, as responses in TensorRT-LLM's `llmapi` format.
 
-Who does what. Triton calls `execute`, which checks a request, submits it and returns at once. One
-thread runs the speculative runtime and sends what it produces (about 0.1 ms a response; a thread of
-its own for the sending was no faster, and fell behind the runtime on a busy machine, so that chunks
-arrived late and in heaps). One watches for clients that went away and keeps the metrics. All
-thinking about requests is in `toolkit.triton.tensors.requests`; here is only Triton's side.
+Threads: Triton calls `execute`, which checks a request, submits it and returns at once. One thread
+runs the speculative runtime and sends its events (about 0.1 ms a response; a separate sending
+thread was no faster, and on a busy machine it fell behind the runtime, so that chunks arrived late
+and in bursts). Another thread cancels requests whose clients are gone, and updates the metrics.
+`toolkit.triton.tensors.requests` holds everything about the content of requests; this file is only
+Triton's side.
 
 A fault of one request is answered to that request, and the server goes on. If the runtime itself
-breaks, every open request is answered with the reason, and later ones are refused with it.
+fails, every open request is answered with the reason, and later ones are refused with it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-# The libraries of the server's own wheel are on this path for the process that loads this file, and
-# for no child of it.
+# This path is for the process that loads this file; its children must not inherit it.
 os.environ.pop("LD_LIBRARY_PATH", None)
 
 try:
@@ -33,7 +33,7 @@ try:
     from toolkit.inprocess import load_runtime
     from toolkit.interfaces import GenerationRequest, TokenEvent
     from toolkit.speculative.runtime import QueueFull
-    from toolkit.triton.tensors.backend import CODES, Metrics, traceback_of
+    from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, traceback_of
     from toolkit.triton.tensors.contract import MODEL, OUTPUTS, PACKAGE_VERSION
     from toolkit.triton.tensors.requests import Answer, Limits, Request, parse
     from toolkit.words import RequestOutcome
@@ -41,8 +41,8 @@ except ImportError as error:
     import sys
 
     raise ImportError(
-        f"{error}: the Python of tritonserver's Python backend is {sys.version.split()[0]} at"
-        f" {sys.prefix}, and it has to have the toolkit installed. Launch with the repository's"
+        f"{error}: tritonserver's Python backend runs Python {sys.version.split()[0]} at"
+        f" {sys.prefix}, which needs the toolkit installed. Launch with the repository's"
         " launch.sh, or install the toolkit there."
     ) from error
 
@@ -57,12 +57,12 @@ OUTPUT_TYPES = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS}
 
 @dataclass
 class Job:
-    """One running request. `sender` is not touched after the last response: Triton has freed it
-    by then.
+    """One running request. `sender` must not be used after the last response, since Triton has
+    freed it by then.
     """
 
     id: str
-    name: str  # the client's own request id, possibly empty
+    name: str  # the client's our_settings request id, possibly empty
     sender: Any
     answer: Answer
     timeout_ms: int
@@ -74,25 +74,26 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         folder = Path(args["model_repository"]) / args["model_version"]
         settings = _settings(folder / "model.yaml", json.loads(args["model_config"]))
-        own = settings["toolkit"]
+        our_settings = settings["toolkit"]
         speculative = settings.get("speculative_config")
         self._max_seq_len = int(settings["max_seq_len"])
-        self._default_max_tokens = int(own["default_max_tokens"])
-        self._default_timeout_ms = int(1000 * own["request_timeout_s"])
+        self._default_max_tokens = int(our_settings["default_max_tokens"])
+        self._default_timeout_ms = int(1000 * our_settings["request_timeout_s"])
         max_draft_len = 0 if speculative is None else int(speculative["max_draft_len"])
+        draft = (speculative or {}).get("speculative_model")
         self._limits = Limits(
             decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len
         )
         try:
             self._runtime = load_runtime(
                 folder / settings["model"],
-                folder / draft if (draft := (speculative or {}).get("speculative_model")) else None,
-                threads=own["threads"],
+                folder / draft if draft else None,
+                threads=our_settings["threads"],
                 max_draft_len=max_draft_len,
-                acceptance=own["acceptance"],
-                max_queue_size=int(own["max_queue_size"]),
+                acceptance=our_settings["acceptance"],
+                max_queue_size=int(our_settings["max_queue_size"]),
                 draft_len_schedule=[
-                    (requests, length) for requests, length in own["draft_len_schedule"]
+                    (requests, length) for requests, length in our_settings["draft_len_schedule"]
                 ],
                 ngram_size=(speculative or {}).get("max_matching_ngram_size"),
             )
@@ -101,12 +102,12 @@ class TritonPythonModel:
 
         self._jobs: dict[str, Job] = {}
         self._jobs_lock = threading.Lock()
-        self._next = 0
+        self._last_job_number = 0
         self._broken: str | None = None
         self._stop = threading.Event()
         self._metrics = Metrics(pb_utils, MODEL)
         self._period_s = settings["triton_config"]["cancellation_check_period_ms"] / 1000
-        self._stream_interval_ns = int(1e6 * own["stream_interval_ms"])
+        self._stream_interval_ns = int(1e6 * our_settings["stream_interval_ms"])
         self._threads = [
             threading.Thread(target=self._run, name="runtime"),
             threading.Thread(target=self._watch, name="watcher"),
@@ -125,7 +126,7 @@ class TritonPythonModel:
         self._fail_all("the server is stopping")
         self._runtime.close()
 
-    # From Triton: check, submit, or refuse.
+    # Called by Triton: check a request, then submit or refuse it.
 
     def _accept(self, triton_request: Any) -> None:
         sender = triton_request.get_response_sender()
@@ -148,7 +149,7 @@ class TritonPythonModel:
             self._refuse(sender, "overloaded", str(error))
         except RequestError as error:
             self._refuse(sender, "refused", str(error))
-        except Exception as error:  # Triton has to get an answer, or the request stays open
+        except Exception as error:  # without an answer the request would stay open in Triton
             pb_utils.Logger.log_error(f"request failed: {error!r}")
             self._refuse(sender, "error", str(error) or repr(error))
 
@@ -161,10 +162,9 @@ class TritonPythonModel:
         room = self._max_seq_len - len(prompt_ids)
         timeout_ms = request.timeout_ms or self._default_timeout_ms
         with self._jobs_lock:
-            self._next += 1
-            job = Job(
-                str(self._next), name, sender, Answer(request, self._stream_interval_ns), timeout_ms
-            )
+            self._last_job_number += 1
+            answer = Answer(request, self._stream_interval_ns)
+            job = Job(str(self._last_job_number), name, sender, answer, timeout_ms)
             self._jobs[job.id] = job
         generation = GenerationRequest(
             request_id=job.id,
@@ -182,7 +182,7 @@ class TritonPythonModel:
         except BaseException:
             self._forget(job)
             raise
-        if self._broken is not None:  # since the check at the door
+        if self._broken is not None:  # the runtime failed after the check in _accept
             self._fail_all(self._broken)
 
     def _forget(self, job: Job) -> None:
@@ -192,13 +192,13 @@ class TritonPythonModel:
     def _cancel(self, name: str) -> Any:
         """Answer a `stop` request: cancel every running request with this id."""
         with self._jobs_lock:
-            found = [job for job in self._jobs.values() if name and job.name == name]
-        if not found:
+            jobs = [job for job in self._jobs.values() if name and job.name == name]
+        if not jobs:
             raise RequestError(
                 f"stop: no request with id {name!r} is running",
                 hint="Send the id of the request to cancel.",
             )
-        for job in found:
+        for job in jobs:
             self._runtime.cancel(job.id)
         return pb_utils.InferenceResponse([_tensor("text_output", [""])])
 
@@ -209,8 +209,8 @@ class TritonPythonModel:
             self._runtime.run(self._stop)
         except Exception as error:
             self._broken = (
-                f"the runtime failed and serves no more requests: {error!r}; the server's log says"
-                " where"
+                f"the runtime failed and serves no more requests: {error!r}; the server's log has"
+                " the traceback"
             )
             pb_utils.Logger.log_error(traceback_of(error))
             self._fail_all(self._broken)
@@ -222,9 +222,7 @@ class TritonPythonModel:
             self._deliver(job, TokenEvent(job.id, (), "", finish_reason="error", error=reason))
 
     def _deliver(self, job: Job, event: TokenEvent) -> None:
-        """Send what an event calls for. A fault in it is the request's own: the runtime has to
-        go on.
-        """
+        """Send the response to an event. A fault here ends only this request."""
         if job.done:
             return
         try:
@@ -257,8 +255,8 @@ class TritonPythonModel:
         return _error(event.finish_reason, event.error or "cancelled by the client")
 
     def _close(self, job: Job, response: Any) -> None:
-        """Send the last response. The lock keeps the watcher from asking Triton about a request
-        that is freed by it.
+        """Send the last response, which frees the request in Triton. The lock keeps the watching
+        thread from asking Triton about a freed request.
         """
         self._forget(job)
         with job.lock:
@@ -274,9 +272,8 @@ class TritonPythonModel:
                 self._cancel_abandoned()
                 counters = self._runtime.counters()
                 self._metrics.publish(counters.active, counters.queued)
-            except (
-                Exception
-            ) as error:  # the watch goes on: without it no abandoned request would ever be found
+            # The watch has to go on, or abandoned requests would never be cancelled.
+            except Exception as error:
                 pb_utils.Logger.log_error(traceback_of(error))
         self._metrics.publish(0, 0)
 
@@ -285,8 +282,8 @@ class TritonPythonModel:
             jobs = list(self._jobs.values())
         for job in jobs:
             with job.lock:
-                gone = not job.done and job.sender.is_cancelled()
-            if gone:
+                is_abandoned = not job.done and job.sender.is_cancelled()
+            if is_abandoned:
                 self._runtime.cancel(job.id)
 
 
@@ -294,11 +291,11 @@ def _settings(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
     import yaml
 
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    stated = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
-    if stated != bool(settings["triton_config"]["decoupled"]):
+    decoupled = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+    if decoupled != bool(settings["triton_config"]["decoupled"]):
         raise pb_utils.TritonModelException(
-            f"decoupled is {stated} in config.pbtxt and {not stated} in {path}; write it equal in"
-            " both"
+            f"decoupled is {decoupled} in config.pbtxt and {not decoupled} in {path}; set both to"
+            " the same value"
         )
     packaged = settings["toolkit"].get("package_version")
     if packaged != PACKAGE_VERSION:
@@ -316,5 +313,5 @@ def _tensor(name: str, values: list[Any]) -> Any:
 
 def _error(outcome: RequestOutcome, message: str) -> Any:
     return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
+        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
     )

@@ -1,5 +1,5 @@
-"""Token ids to text, with TensorRT-LLM's tensors: a row of ids per beam, and how many of each
-row are meant.
+"""Token ids to text, with TensorRT-LLM's tensors: one row of ids per beam, and the number of valid
+ids in each row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this process alone
+# This path is for the process that loads this file; its children must not inherit it.
+os.environ.pop("LD_LIBRARY_PATH", None)
 
 from toolkit.errors import ToolkitError
 from toolkit.speculative.text import TextCodec
@@ -34,12 +35,9 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        tokens = pb_utils.get_input_tensor_by_name(
-            request, "TOKENS_BATCH"
-        ).as_numpy()  # [batch, beams, tokens]
-        lengths = pb_utils.get_input_tensor_by_name(
-            request, "SEQUENCE_LENGTH"
-        ).as_numpy()  # [batch, beams]
+        tensor = pb_utils.get_input_tensor_by_name
+        tokens = tensor(request, "TOKENS_BATCH").as_numpy()  # [batch, beams, tokens]
+        lengths = tensor(request, "SEQUENCE_LENGTH").as_numpy()  # [batch, beams]
         rows = tokens.reshape(-1, tokens.shape[-1]).tolist()
         texts = self._codec.decode_many(
             [row[:length] for row, length in zip(rows, lengths.reshape(-1), strict=True)]

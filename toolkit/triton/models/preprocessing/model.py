@@ -1,5 +1,5 @@
-"""Text to token ids, with TensorRT-LLM's tensors. A tokenizer.json is read, so no code of a
-checkpoint is ever run.
+"""Text to token ids, with TensorRT-LLM's tensors. It reads a tokenizer.json, so it never runs code
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-os.environ.pop("LD_LIBRARY_PATH", None)  # of the server's own wheel, for this process alone
+# This path is for the process that loads this file; its children must not inherit it.
+os.environ.pop("LD_LIBRARY_PATH", None)
 
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.speculative.text import TextCodec
@@ -28,11 +29,12 @@ class TritonPythonModel:
             )
         except ToolkitError as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        end_ids = parameters.get("end_ids", "").split(",")
+        add_special_tokens = parameters.get("add_special_tokens", "true").lower()
         self._preprocessor = Preprocessor(
             codec,
-            end_ids=tuple(int(each) for each in parameters.get("end_ids", "").split(",") if each),
-            add_special_tokens=parameters.get("add_special_tokens", "true").lower()
-            not in ("false", "0"),
+            end_ids=tuple(int(end_id) for end_id in end_ids if end_id),
+            add_special_tokens=add_special_tokens not in ("false", "0"),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -1,8 +1,8 @@
-"""TensorRT-LLM's `LLM` in its `llmapi` form: its tensors, plus token ids, counts and acceptance
-that its own model leaves out.
+"""TensorRT-LLM's `LLM` with the tensors of its `llmapi` template, plus token ids, counts and
+acceptance, which TensorRT-LLM's own model leaves out.
 
-`execute` checks a request and hands it to an event loop of its own, where the runtime's outputs
-arrive and are sent.
+`execute` checks a request and hands it to an event loop in a thread of its own. The runtime's
+outputs arrive in that loop and are sent from it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ import triton_python_backend_utils as pb_utils
 import yaml
 
 from toolkit.errors import RequestError
-from toolkit.triton.tensors.backend import CODES, folder_of, traceback_of
+from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, traceback_of
 from toolkit.triton.tensors.requests import Limits, Request, parse
-from toolkit.triton.tensors.trtllm_tensors import FORM, Responses, output_types, sampling_arguments
+from toolkit.triton.tensors.trtllm_tensors import (
+    REQUEST_FORMAT,
+    Responses,
+    output_types,
+    sampling_arguments,
+)
 from toolkit.words import RequestOutcome
 
-WATCH_S = 0.1  # between two looks at whether the client is still there
+CLIENT_CHECK_INTERVAL_S = 0.1  # between two checks whether the client is gone
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        # Imported here: TensorRT-LLM looks at the devices when it is.
+        # Imported here because the import looks for devices.
         from tensorrt_llm import LLM, SamplingParams
 
         if _is_worker():
@@ -38,7 +43,7 @@ class TritonPythonModel:
         path = os.environ.get("LLM_CONFIG_PATH") or str(folder_of(args) / "model.yaml")
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         triton = settings.pop("triton_config", {})
-        own = settings.pop("toolkit", {})
+        our_settings = settings.pop("toolkit", {})
         decoupled = bool(
             json.loads(args["model_config"])
             .get("model_transaction_policy", {})
@@ -46,11 +51,12 @@ class TritonPythonModel:
         )
         if decoupled != bool(triton.get("decoupled", False)):
             raise pb_utils.TritonModelException(
-                f"decoupled is {decoupled} in config.pbtxt and not so in {path}; write it equal"
+                f"decoupled is {decoupled} in config.pbtxt and {not decoupled} in {path}; set both"
+                " to the same value"
             )
         self._limits = Limits(decoupled=decoupled, max_draft_len=0)
-        self._max_tokens = int(own.get("default_max_tokens", 128))
-        self._log_probs = int(own.get("log_probs", 0))
+        self._max_tokens = int(our_settings.get("default_max_tokens", 128))
+        self._log_probs = int(our_settings.get("log_probs", 0))
         self._types = {
             name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
         }
@@ -65,13 +71,13 @@ class TritonPythonModel:
         for triton_request in requests:
             sender = triton_request.get_response_sender()
             try:
-                # Copied: the memory belongs to Triton again once execute has returned.
+                # tolist copies, because the memory belongs to Triton after execute returns.
                 tensors = {
                     tensor.name(): tensor.as_numpy().reshape(-1).tolist()
                     for tensor in triton_request.inputs()
                 }
                 parameters = json.loads(triton_request.parameters() or "{}")
-                request = parse(tensors, parameters, self._limits, FORM)
+                request = parse(tensors, parameters, self._limits, REQUEST_FORMAT)
                 name = triton_request.request_id()
                 if request.cancels:
                     self._cancel(name)
@@ -93,7 +99,7 @@ class TritonPythonModel:
         self._thread.join()
 
     def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES[outcome]))
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
             flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
@@ -107,7 +113,7 @@ class TritonPythonModel:
             )
         self._loop.call_soon_threadsafe(self._running[name].abort)
 
-    # On the loop.
+    # The event loop's thread.
 
     async def _serve(self, request: Request, name: str, sender: Any) -> None:
         try:
@@ -117,7 +123,7 @@ class TritonPythonModel:
             stream = self._llm.generate_async(
                 request.prompt, sampling_params=parameters, streaming=request.streaming
             )
-        except Exception as error:  # whatever the runtime refuses is the request's own
+        except Exception as error:  # the runtime refused the request
             self._refuse(sender, "refused", str(error) or repr(error))
             return
         if name:
@@ -151,7 +157,7 @@ class TritonPythonModel:
 
     def _response(self, values: dict[str, list[Any]]) -> Any:
         return pb_utils.InferenceResponse(
-            [self._tensor(name, each) for name, each in values.items()]
+            [self._tensor(name, tensor_values) for name, tensor_values in values.items()]
         )
 
     def _tensor(self, name: str, values: list[Any]) -> Any:
@@ -160,7 +166,9 @@ class TritonPythonModel:
 
 
 def _session() -> dict[str, Any]:
-    """The ranks that were started with this one, if they were; else the runtime starts its own."""
+    """The argument of LLM() that uses the ranks that a launcher started together with this one.
+    Empty if there are none: the runtime then starts its own.
+    """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) == 1:
         return {}
     from mpi4py.MPI import COMM_WORLD
@@ -170,8 +178,8 @@ def _session() -> dict[str, Any]:
 
 
 def _is_worker() -> bool:
-    """Of several ranks, all but the first hand themselves to the runtime and come back when it
-    ends.
+    """Whether this is one of several ranks and not the first. Such a rank works for the runtime
+    inside this function, and returns when the runtime ends.
     """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) == 1:
         return False
@@ -187,7 +195,7 @@ def _is_worker() -> bool:
 
 async def _watch(stream: Any, sender: Any) -> None:
     while not sender.is_cancelled():
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(CLIENT_CHECK_INTERVAL_S)
     stream.abort()
 
 
