@@ -245,14 +245,14 @@ def test_threads_submit_while_one_runs() -> None:
     target, draft = TableEngine(1, max_batch_size=4), TableEngine(2, max_batch_size=4)
     runtime = make_runtime(target, draft)
     expected = serve_one(runtime, make_request()).ids
-    stop, found = threading.Event(), []
+    stop, outputs = threading.Event(), []
     runner = threading.Thread(target=runtime.run, args=(stop,))
     runner.start()
 
     def client(name: str) -> None:
         for i in range(5):
             events = runtime.generate(make_request(request_id=f"{name}-{i}"))
-            found.append([token for event in events for token in event.token_ids])
+            outputs.append([token for event in events for token in event.token_ids])
 
     clients = [threading.Thread(target=client, args=(str(i),)) for i in range(8)]
     for thread in clients:
@@ -262,7 +262,7 @@ def test_threads_submit_while_one_runs() -> None:
     stop.set()
     runner.join(timeout=5)
     assert not runner.is_alive()
-    assert found == [expected] * 40
+    assert outputs == [expected] * 40
     assert_idle(runtime, target, draft)
 
 

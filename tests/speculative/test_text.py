@@ -86,7 +86,12 @@ def test_any_bytes_add_up_to_their_decoding(ids: list[int], cuts: list[int]) -> 
 
 
 PIECES = st.sampled_from(
-    [*[[each] for each in WORD_IDS.values()], [SPECIAL], [1 + 0x41], [1 + 0xE2, 1 + 0x82, 1 + 0xAC]]
+    [
+        *[[token] for token in WORD_IDS.values()],
+        [SPECIAL],
+        [1 + 0x41],
+        [1 + 0xE2, 1 + 0x82, 1 + 0xAC],
+    ]
 )
 
 
@@ -161,7 +166,7 @@ def test_special_tokens_are_not_printed() -> None:
 
 def test_an_unfinished_character_is_held_back_and_replaced_at_the_end() -> None:
     euro = CODEC.encode("€")
-    assert stream(CODEC, [[each] for each in euro]) == ["", "", "€", ""]
+    assert stream(CODEC, [[token] for token in euro]) == ["", "", "€", ""]
     assert stream(CODEC, [CODEC.encode("a"), euro[:2]]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
     assert stream(CODEC, [euro[:2], CODEC.encode("a")]) == ["", "\N{REPLACEMENT CHARACTER}a", ""]
 

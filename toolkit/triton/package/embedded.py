@@ -57,10 +57,11 @@ def package(
         _read_back_bls(model_configs(bls), out_dir)
     else:
         _read_back(target, draft, speculation, triton, threads, out_dir)
+    model = BLS_MODEL if is_bls else MODEL
     return TritonRepository(
         path=out_dir,
         layout="bls" if is_bls else "llmapi",
-        model=BLS_MODEL if is_bls else MODEL,
+        model=model,
         decoupled=triton.decoupled,
         max_draft_len=speculation.longest_draft,
     )

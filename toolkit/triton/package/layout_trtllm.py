@@ -77,6 +77,10 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
     """The values of the `bls` layout for these engines."""
     speculates = engines.max_draft_len > 0
     share = engines.draft_share if speculates else 0.0
+    # The backend accepts by token equality unless it receives logits.
+    acceptance = "sample_match" if engines.acceptance == "auto" else engines.acceptance
+    # An engine for external drafts returns no log-probabilities, but it returns logits.
+    log_probs = "logits" if speculates else "engine"
     return Bls(
         target=_engine(contract.MODEL, engines, 1.0 - share),
         draft=_engine(contract.DRAFT_MODEL, engines, share) if speculates else None,
@@ -91,11 +95,9 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             max_input_len=engines.max_input_len,
             max_seq_len=engines.max_seq_len,
             max_draft_len=engines.max_draft_len,
-            # The backend accepts by token equality unless it receives logits.
-            acceptance="sample_match" if engines.acceptance == "auto" else engines.acceptance,
+            acceptance=acceptance,
             seeds="call",
-            # An engine for external drafts returns no log-probabilities, but it returns logits.
-            log_probs="logits" if speculates else "engine",
+            log_probs=log_probs,
             vocab_size=engines.vocab_size,
         ),
     )

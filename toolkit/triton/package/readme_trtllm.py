@@ -42,17 +42,19 @@ def write_readme(
 ) -> None:
     """Write README.md. Call it last, when everything else is in `folder`."""
     config = model_config.read(folder / deployment.entry_model / "config.pbtxt")
-    decoupled, is_bls = config.model_transaction_policy.decoupled, deployment.layout == "bls"
+    interface, tokens_tensor = "`llmapi` template", "sampling_param_max_tokens"
+    if deployment.layout == "bls":
+        interface, tokens_tensor = "`inflight_batcher_llm` templates", "max_tokens"
     text = render_template(
         __file__,
         "readme_trtllm.md.j2",
         deployment=deployment,
         target=target,
-        interface="`inflight_batcher_llm` templates" if is_bls else "`llmapi` template",
+        interface=interface,
         pair=_pair(target, draft, draft_len),
         streams=(
             "streams its answers (decoupled)"
-            if decoupled
+            if config.model_transaction_policy.decoupled
             else "answers each request once (not decoupled)"
         ),
         gpus=_gpus(deployment),
@@ -60,7 +62,7 @@ def write_readme(
         not_executed=_not_executed(target, draft),
         files={file.name for file in folder.iterdir()},
         ports=PORTS,
-        tokens_tensor="max_tokens" if is_bls else "sampling_param_max_tokens",
+        tokens_tensor=tokens_tensor,
         has_draft_len=any(tensor.name == "num_draft_tokens" for tensor in config.input),
         inputs=[_row(tensor) for tensor in config.input],
         outputs=[_row(tensor) for tensor in config.output],

@@ -116,6 +116,7 @@ def bls_of(
     }
     our_parameters = {} if threads is None else {"threads": str(threads)}
     engine = layout_bls.EngineModel("python", parameters, our_parameters)
+    max_draft_len = 0 if draft is None else speculation.longest_draft
     return layout_bls.Bls(
         target=engine,
         draft=None if draft is None else engine,
@@ -128,7 +129,7 @@ def bls_of(
             triton,
             max_input_len=target.max_input_len,
             max_seq_len=target.max_seq_len,
-            max_draft_len=0 if draft is None else speculation.longest_draft,
+            max_draft_len=max_draft_len,
             acceptance=speculation.acceptance,
             seeds="request",
             log_probs="logits",

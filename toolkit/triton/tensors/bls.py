@@ -157,10 +157,11 @@ def parse_bls(
     min_tokens = int(tensors.get("min_tokens", [0])[0])
     if min_tokens < 0:
         raise RequestError(f"min_tokens is {min_tokens}; it has to be at least 0")
+    draft_len = limits.max_draft_len if request.draft_len is None else request.draft_len
     return BlsRequest(
         request=_with_answer_names(request),
         max_tokens=request.max_tokens,
-        draft_len=limits.max_draft_len if request.draft_len is None else request.draft_len,
+        draft_len=draft_len,
         rule=rule,
         seed=seed,
         min_tokens=min_tokens,

@@ -107,6 +107,7 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
     if logits is not None:
         logits = logits.reshape(-1, logits.shape[-1])
     end_id = int(_single_value(arrays, "end_id", -1))
+    end_ids = () if end_id < 0 else (end_id,)
     try:
         stop_words = unpack(_rows(arrays["stop_words_list"])) if "stop_words_list" in arrays else ()
     except ValueError as error:
@@ -117,7 +118,7 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
         drafts=drafts,
         draft_logits=logits if drafts else None,
         sampling=_sampling(arrays),
-        end_ids=frozenset(() if end_id < 0 else (end_id,)),
+        end_ids=frozenset(end_ids),
         stop_words=stop_words,
         min_tokens=int(_single_value(arrays, "min_tokens", 0)),
         streaming=streaming,
@@ -134,10 +135,8 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
     """The sampling of a request. As in TensorRT-LLM, it is greedy if top_k is 1, if temperature is
     0, or if nothing is stated, and a top_p of 0 or less is off.
     """
-    top_k, top_p = (
-        int(_single_value(arrays, "runtime_top_k", 0)),
-        float(_single_value(arrays, "runtime_top_p", 0.0)),
-    )
+    top_k = int(_single_value(arrays, "runtime_top_k", 0))
+    top_p = float(_single_value(arrays, "runtime_top_p", 0.0))
     stated = any(name in arrays for name in ("runtime_top_k", "runtime_top_p", "temperature"))
     temperature = float(_single_value(arrays, "temperature", 1.0)) if stated and top_k != 1 else 0.0
     if not (math.isfinite(temperature) and temperature >= 0.0):
@@ -147,13 +146,14 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
             f"runtime_top_k is {top_k} and runtime_top_p {top_p}; runtime_top_k has to be 0 (off)"
             " or more, and runtime_top_p at most 1"
         )
+    seed = int(_single_value(arrays, "seed", 0)) if "seed" in arrays else None
     return Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p if top_p > 0.0 else 1.0,
         frequency_penalty=_penalty(arrays, "frequency_penalty"),
         presence_penalty=_penalty(arrays, "presence_penalty"),
-        seed=int(_single_value(arrays, "seed", 0)) if "seed" in arrays else None,
+        seed=seed,
     )
 
 

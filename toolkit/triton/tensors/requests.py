@@ -209,8 +209,9 @@ def _sampling(values: Mapping[str, Any], request_format: RequestFormat) -> Sampl
             hint="For greedy decoding send temperature 0.",
         )
     has_filter = top_k_name in values or top_p_name in values
+    default_temperature = 1.0 if has_filter else 0.0
     return Sampling(
-        temperature=number("temperature", 1.0 if has_filter else 0.0, 0.0),
+        temperature=number("temperature", default_temperature, 0.0),
         top_k=top_k,
         top_p=top_p,
         frequency_penalty=number("frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
