@@ -19,7 +19,7 @@ from toolkit.config.schema import TritonConfig
 from toolkit.facts.versions import NEW_NAMES, VERSIONS
 from toolkit.triton.package.layout_bls import Bls, EngineModel, settings_of
 from toolkit.triton.tensors import contract
-from toolkit.words import AcceptanceChoice
+from toolkit.words import AcceptanceChoice, LogProbSource
 
 __all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
 
@@ -80,7 +80,7 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
     # The backend accepts by token equality unless it receives logits.
     acceptance = "sample_match" if engines.acceptance == "auto" else engines.acceptance
     # An engine for external drafts returns no log-probabilities, but it returns logits.
-    log_probs = "logits" if speculates else "engine"
+    log_probs: LogProbSource = "logits" if speculates else "engine"
     return Bls(
         target=_engine(contract.MODEL, engines, 1.0 - share),
         draft=_engine(contract.DRAFT_MODEL, engines, share) if speculates else None,

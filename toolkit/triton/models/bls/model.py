@@ -115,7 +115,7 @@ class TritonPythonModel:
             parameters = json.loads(request.parameters() or "{}")
             self._answer(request.request_id(), arrays, parameters, sender, arrival_ns)
         except RequestError as error:
-            outcome = "error" if isinstance(error, EngineFailed) else "refused"
+            outcome: RequestOutcome = "error" if isinstance(error, EngineFailed) else "refused"
             self._refuse(sender, outcome, str(error))
         except Exception as error:  # without an answer the request would stay open in Triton
             pb_utils.Logger.log_error(traceback_of(error))
