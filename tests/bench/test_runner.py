@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.support.stub import Script, StubServer
 from toolkit.bench.compare import compare_runs, read_run
 from toolkit.bench.limits import parse_limit
-from toolkit.bench.run import Asked, bench
+from toolkit.bench.run import BenchOptions, bench
 from toolkit.bench.runner import crossover, speed_ratio, undecided_speed
 from toolkit.errors import StageError, UsageError
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
@@ -50,7 +50,7 @@ def write(folder: Path, texts: list[str]) -> Path:
 
 def run(stub: StubServer, prompts: Path, url: str | None = None, **asked: Any) -> BenchRun:
     asked = {"protocol": "triton-http", "timeout_s": 5.0, "warm_up": 2, **asked}
-    return bench(url or stub.http, Asked(prompts=prompts, **asked))
+    return bench(url or stub.http, BenchOptions(prompts=prompts, **asked))
 
 
 def finding(found: BenchRun | Comparison, check: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.bench.run import Asked, bench
+from toolkit.bench.run import BenchOptions, bench
 from toolkit.triton.process.server import TritonServer
 
 PROMPTS = [f"def f{number}(x):" for number in range(20)]
@@ -21,7 +21,7 @@ def test_a_served_pair_is_measured_and_its_counters_agree(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     url = tiny_server.grpc_url if protocol == "triton-grpc" else f"http://{tiny_server.http_url}"
-    asked = Asked(
+    options = BenchOptions(
         prompts=prompts,
         protocol=protocol,
         against_plain=True,
@@ -33,7 +33,7 @@ def test_a_served_pair_is_measured_and_its_counters_agree(
         gates=("ttft_p50<=60000", "speed>=0.0001"),
         metrics_url=tiny_server.metrics_url,
     )
-    found = bench(url, asked)
+    found = bench(url, options)
     plain, speculative = found.points[0].arms
     assert [(gate.name, gate.outcome) for gate in found.gates] == [
         ("errors", "PASS"),

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.stub import Script, StubServer
-from toolkit.bench.run import Asked, bench
+from toolkit.bench.run import BenchOptions, bench
 from toolkit.records.bench import BenchArm
 
 TOKENIZER = Path(__file__).parents[2] / "configs/quickstart/target"
@@ -143,7 +143,7 @@ METRICS = (
 
 
 def run_ours(url: str, prompts: Path, concurrency: int, requests: int) -> BenchArm:
-    asked = Asked(
+    options = BenchOptions(
         prompts=prompts,
         protocol="openai-chat",
         concurrency=(concurrency,),
@@ -151,7 +151,7 @@ def run_ours(url: str, prompts: Path, concurrency: int, requests: int) -> BenchA
         rounds=1,
         warm_up=WARM_UP,
     )
-    run = bench(f"{url}/v1", asked)
+    run = bench(f"{url}/v1", options)
     return run.points[0].arms[0]
 
 

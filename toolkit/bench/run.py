@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from toolkit.bench.transports import Transport
     from toolkit.records.bench import BenchRun
 
-__all__ = ["Asked", "bench", "sweep"]
+__all__ = ["BenchOptions", "bench", "sweep"]
 
 FILLED = 4  # requests of a sweep per request in flight, at least
 METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: of HTTP and gRPC -> of its metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The arguments of `toolkit bench`, as they were given. gates and goodput are still text."""
+class BenchOptions:
+    """The options of `toolkit bench`. gates and goodput are text that has not been parsed yet."""
 
     prompts: Path
     protocol: Literal["auto", WireProtocol] = "auto"
@@ -60,14 +60,14 @@ class Asked:
 
 
 def bench(
-    url: str, asked: Asked, *, progress: Progress = lambda done, total, what: None
+    url: str, options: BenchOptions, *, progress: Progress = lambda done, total, what: None
 ) -> BenchRun:
     """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError
     when it cannot be used.
     """
-    plan = _plan(asked)
+    plan = _plan(options)
     with _many_files():
-        return asyncio.run(_bench(url, asked, plan, progress))
+        return asyncio.run(_bench(url, options, plan, progress))
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def sweep(
     """A deployment, beside its own plain decoding, at each concurrency: 2 rounds, and one more
     where that is not precise.
     """
-    asked = Asked(
+    options = BenchOptions(
         prompts=prompts,
         model=model,
         against_plain=against_plain,
@@ -112,33 +112,35 @@ def sweep(
         metrics_url=metrics_url,
         seed=seed,
     )
-    return bench(url, asked, progress=progress)
+    return bench(url, options, progress=progress)
 
 
-async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> BenchRun:
+async def _bench(url: str, options: BenchOptions, plan: Plan, progress: Progress) -> BenchRun:
     from toolkit.bench.runner import run_bench
     from toolkit.bench.transports import connect
 
     transports: list[Transport] = []
     try:
-        for one in (asked.baseline, url):
+        for one in (options.baseline, url):
             if one is not None:
                 transports.append(
                     await connect(
                         one,
-                        protocol=asked.protocol,
-                        model=asked.model,
-                        timeout_s=asked.timeout_s,
-                        api_key=asked.api_key,
+                        protocol=options.protocol,
+                        model=options.model,
+                        timeout_s=options.timeout_s,
+                        api_key=options.api_key,
                     )
                 )
         return await run_bench(
-            _arms(transports, asked),
+            _arms(transports, options),
             plan,
-            settings=_settings(url, asked, plan),
+            settings=_settings(url, options, plan),
             environment=_environment(),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            counters=None if asked.baseline is not None else _counters(url, transports[-1], asked),
+            counters=None
+            if options.baseline is not None
+            else _counters(url, transports[-1], options),
             progress=progress,
         )
     finally:
@@ -146,84 +148,87 @@ async def _bench(url: str, asked: Asked, plan: Plan, progress: Progress) -> Benc
             await transport.close()
 
 
-def _plan(asked: Asked) -> Plan:
+def _plan(options: BenchOptions) -> Plan:
     from toolkit.bench.limits import parse_goodput, parse_limit
     from toolkit.bench.prompts import read_prompts
     from toolkit.bench.runner import Plan
 
-    prompts = read_prompts(asked.prompts, 1_000_000)
-    two = asked.against_plain or asked.baseline is not None
+    prompts = read_prompts(options.prompts, 1_000_000)
+    two = options.against_plain or options.baseline is not None
     if (
-        asked.rounds is not None
-        and asked.max_rounds is not None
-        and asked.max_rounds < asked.rounds
+        options.rounds is not None
+        and options.max_rounds is not None
+        and options.max_rounds < options.rounds
     ):
-        what = f"--max-rounds {asked.max_rounds} is less than --rounds {asked.rounds}"
+        what = f"--max-rounds {options.max_rounds} is less than --rounds {options.rounds}"
         raise UsageError(what, hint="Raise the one or lower the other.")
-    rounds = asked.rounds or min(3 if two else 1, asked.max_rounds or 3)
-    max_rounds = asked.max_rounds or max(rounds, 8 if two else rounds)
-    loads = _loads(asked)
-    requests = asked.requests or len(prompts)
+    rounds = options.rounds or min(3 if two else 1, options.max_rounds or 3)
+    max_rounds = options.max_rounds or max(rounds, 8 if two else rounds)
+    loads = _loads(options)
+    requests = options.requests or len(prompts)
     if (trace := loads[0].trace) is not None:
-        if asked.requests is not None and asked.requests > len(trace):
+        if options.requests is not None and options.requests > len(trace):
             raise UsageError(
-                f"{asked.requests} requests and {len(trace)} arrivals in the trace",
+                f"{options.requests} requests and {len(trace)} arrivals in the trace",
                 hint="Leave --requests out, or lower it.",
             )
-        requests = asked.requests or len(trace)
+        requests = options.requests or len(trace)
     return Plan(
         prompts=prompts,
         loads=loads,
         requests=requests,
         rounds=rounds,
         max_rounds=max_rounds,
-        warm_up=asked.warm_up,
-        precision=asked.precision,
-        goodput_ms=parse_goodput(asked.goodput) if asked.goodput else {},
-        limits=tuple(parse_limit(text) for text in asked.gates),
-        seed=asked.seed,
+        warm_up=options.warm_up,
+        precision=options.precision,
+        goodput_ms=parse_goodput(options.goodput) if options.goodput else {},
+        limits=tuple(parse_limit(text) for text in options.gates),
+        seed=options.seed,
     )
 
 
-def _loads(asked: Asked) -> tuple[Load, ...]:
+def _loads(options: BenchOptions) -> tuple[Load, ...]:
     from toolkit.bench.arrivals import read_trace
     from toolkit.bench.runner import Load
 
-    trace = None if asked.arrivals in ("poisson", "constant") else read_trace(Path(asked.arrivals))
-    if (asked.rate is not None or trace is not None) and asked.concurrency:
+    trace = (
+        None if options.arrivals in ("poisson", "constant") else read_trace(Path(options.arrivals))
+    )
+    if (options.rate is not None or trace is not None) and options.concurrency:
         raise UsageError(
             "--concurrency is a closed loop, --rate and a trace are open ones",
             hint="Choose one of them.",
         )
     if trace is not None:
-        if asked.rate is not None:
+        if options.rate is not None:
             raise UsageError(
                 "a trace has its own times, so --rate says nothing", hint="Leave --rate out."
             )
         return (Load(trace=trace, arrivals="trace"),)
-    if asked.rate is not None:
-        return (
-            Load(
-                rate=asked.rate, arrivals="constant" if asked.arrivals == "constant" else "poisson"
-            ),
-        )
-    return tuple(Load(concurrency=level) for level in asked.concurrency or (1,))
+    if options.rate is not None:
+        arrivals: Literal["constant", "poisson"] = "poisson"
+        if options.arrivals == "constant":
+            arrivals = "constant"
+        return (Load(rate=options.rate, arrivals=arrivals),)
+    return tuple(Load(concurrency=level) for level in options.concurrency or (1,))
 
 
-def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
+def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
     from toolkit.bench.runner import Arm
     from toolkit.client import Options
 
-    served = Options(max_tokens=asked.max_tokens, temperature=asked.temperature)
-    if asked.baseline is not None:
-        if asked.against_plain:
+    served = Options(max_tokens=options.max_tokens, temperature=options.temperature)
+    if options.baseline is not None:
+        if options.against_plain:
             raise UsageError(
                 "--baseline and --against-plain are two first arms", hint="Choose one of them."
             )
         return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
-    if not asked.against_plain:
+    if not options.against_plain:
         return [Arm("served", transports[0], served)]
-    plain = Options(max_tokens=asked.max_tokens, temperature=asked.temperature, num_draft_tokens=0)
+    plain = Options(
+        max_tokens=options.max_tokens, temperature=options.temperature, num_draft_tokens=0
+    )
     transports[0].prepare(
         "", plain
     )  # raises here and not in the middle, where the model has no such input
@@ -231,20 +236,20 @@ def _arms(transports: list[Transport], asked: Asked) -> list[Arm]:
 
 
 def _counters(
-    url: str, transport: Transport, asked: Asked
+    url: str, transport: Transport, options: BenchOptions
 ) -> Callable[[], Mapping[str, float]] | None:
     """A reader of the server's counters, where they can be read. Raises UsageError when a stated
     address cannot.
     """
     from toolkit.bench.counters import read_counters
 
-    address = asked.metrics_url or _metrics_of(url)
+    address = options.metrics_url or _metrics_of(url)
     if address is None:
         return None
     try:
         read_counters(address, transport.model)
     except (OSError, ValueError) as error:
-        if asked.metrics_url is None:
+        if options.metrics_url is None:
             return None
         raise UsageError(
             f"the counters cannot be read: {error}", where=address, hint="Correct --metrics."
@@ -260,20 +265,20 @@ def _metrics_of(url: str) -> str | None:
     return None if parts.scheme == "grpc" else f"{parts.scheme}://{parts.netloc}/metrics"
 
 
-def _settings(url: str, asked: Asked, plan: Plan) -> dict[str, str]:
+def _settings(url: str, options: BenchOptions, plan: Plan) -> dict[str, str]:
     said = {
         "url": url,
-        "prompts": str(asked.prompts),
-        "max_tokens": asked.max_tokens,
-        "temperature": asked.temperature,
+        "prompts": str(options.prompts),
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
         "requests": plan.requests,
         "rounds": plan.rounds,
         "max_rounds": plan.max_rounds,
         "warm_up": plan.warm_up,
         "precision": plan.precision,
         "arrivals": "closed" if plan.loads[0].concurrency is not None else plan.loads[0].arrivals,
-        "goodput": asked.goodput or "",
-        "gates": " ".join(asked.gates),
+        "goodput": options.goodput or "",
+        "gates": " ".join(options.gates),
         "seed": plan.seed,
     }
     return {name: str(value) for name, value in said.items()}

@@ -250,11 +250,11 @@ def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchR
 
 
 def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:
-    from toolkit.bench.run import Asked, bench
+    from toolkit.bench.run import BenchOptions, bench
     from toolkit.cli.progress import displayed
 
     with displayed() as display:
-        return bench(url, Asked(**asked), progress=display.started("bench"))
+        return bench(url, BenchOptions(**asked), progress=display.started("bench"))
 
 
 def _finish_bench(run: BenchRun, out: Path | None, *, as_json: bool) -> None:
