@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_prints_its_verdict_saves_itself_and_is_compared(
     stub: StubServer, folder: Path
 ) -> None:
-    asked = (
+    arguments = (
         "bench",
         stub.grpc,
         "--prompts",
@@ -41,7 +41,7 @@ def test_a_run_prints_its_verdict_saves_itself_and_is_compared(
         "--gate",
         "ttft_p50<=5000",
     )
-    done = toolkit(*asked, "--out", "runs/a.json", cwd=folder)
+    done = toolkit(*arguments, "--out", "runs/a.json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("PASS\nsaved in runs/a.json")
     assert "TTFT p50/p90/p99 ms" in done.stdout and "counters: 2 counters" in done.stdout
@@ -66,10 +66,13 @@ def test_exit_codes_tell_fail_undecided_and_broken_apart(stub: StubServer, folde
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "neither an endpoint nor --compare"),
+        ((), "give a CONFIG, an endpoint or --compare"),
         (("localhost:1",), "no prompts to send"),
         (("localhost:1", "--prompts", "none.jsonl"), "cannot be read"),
-        (("localhost:1", "--prompts", "p.jsonl", "--concurrency", "many"), "no number of requests"),
+        (
+            ("localhost:1", "--prompts", "p.jsonl", "--concurrency", "many"),
+            "not a number of requests",
+        ),
         (("localhost:1", "--prompts", "p.jsonl", "--gate", "warmth<=1"), "not measured"),
         (
             ("localhost:1", "--prompts", "p.jsonl", "--api-key-env", "NO_SUCH_KEY"),

@@ -24,8 +24,8 @@ COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHO
 
 @pytest.fixture(scope="module")
 def deployment(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.yaml, shared by the tests of this module: what one has built, the next
-    one reuses.
+    """A folder with tiny.yaml that all tests of this module share: each reuses the stages that the
+    tests before it have built.
     """
     folder = tmp_path_factory.mktemp("deployment")
     write_config(folder, tiny_pair)
@@ -43,10 +43,10 @@ def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
     good = toolkit("plan", config, cwd=tmp_path)
     assert good.returncode == 0 and "llama70b: it can work" in good.stdout
     bad = toolkit("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
-    found = json.loads(bad.stdout)
-    assert bad.returncode == 2 and not found["possible"]
+    plan = json.loads(bad.stdout)
+    assert bad.returncode == 2 and not plan["possible"]
     assert {"heads-divide-tp", "world-size"} <= {
-        one["rule"] for one in found["judgements"] if one["severity"] == "refused"
+        judgement["rule"] for judgement in plan["judgements"] if judgement["severity"] == "refused"
     }
 
 
@@ -64,7 +64,7 @@ def test_a_hub_id_is_fetched_once_and_then_found(
         init = ("init", "--target", "somebody/tiny", "--out", "first.yaml")
         before = toolkit(*init, cwd=tmp_path, **here)
         assert before.returncode == 2 and "hf download somebody/tiny config.json" in before.stderr
-        # what it runs
+        # the command that the hint names runs this
         fetch = (
             "from huggingface_hub import hf_hub_download; hf_hub_download('somebody/tiny',"
             " 'config.json')"
@@ -135,7 +135,7 @@ def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: P
         not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
     )
     again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "exists already" in again.stderr
     assert toolkit("init", "--target", "nowhere", cwd=tmp_path).returncode == 2
     assert (
         "known: A100-40GB"
@@ -196,7 +196,7 @@ def test_usage_errors_exit_2_and_say_where_to_look(
     tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
     (tmp_path / "empty.yaml").touch()
-    said = []
+    printed = []
     for arguments in (
         ["bild"],
         ["build"],
@@ -212,27 +212,29 @@ def test_usage_errors_exit_2_and_say_where_to_look(
         assert done.returncode == 2, done.stderr
         assert done.stdout == ""
         assert "Traceback" not in done.stderr
-        said.append(f"$ toolkit {' '.join(arguments)}\n{done.stderr}")
-    golden("usage-errors.txt", "\n".join(said).replace(str(tmp_path), "FOLDER"))
+        printed.append(f"$ toolkit {' '.join(arguments)}\n{done.stderr}")
+    golden("usage-errors.txt", "\n".join(printed).replace(str(tmp_path), "FOLDER"))
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["serve"], "cannot be served here: it needs"),
         (["bench"], "cannot be served here: it needs"),
-        (["generate", "def f(x):"], "runs in its server alone"),
+        (["generate", "def f(x):"], "runs only in its server"),
     ],
 )
 def test_what_this_machine_cannot_serve_is_refused_before_anything_is_fetched(
-    command: list[str], said: str, tmp_path: Path
+    command: list[str], message: str, tmp_path: Path
 ) -> None:
-    """Nothing of these models is here, so a fetch would fail with other words, after a while."""
+    """None of these models is on this machine, so a download would fail later and with another
+    message.
+    """
     config = Path(__file__).parents[2] / "configs" / "llama70b.yaml"
     name, *rest = command
     done = toolkit(name, str(config), *rest, cwd=tmp_path, PATH=os.defpath)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "build").exists()
 
 
@@ -262,8 +264,8 @@ def test_schema_is_json_schema_of_every_key(tmp_path: Path) -> None:
 
 def test_version_prints_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"toolkit \d+\.\d+\.\d+\n", toolkit("version", cwd=tmp_path).stdout)
-    asked = toolkit("--version", cwd=tmp_path)
-    assert (asked.returncode, asked.stdout) == (0, toolkit("version", cwd=tmp_path).stdout)
+    by_option = toolkit("--version", cwd=tmp_path)
+    assert (by_option.returncode, by_option.stdout) == (0, toolkit("version", cwd=tmp_path).stdout)
 
 
 def test_an_endpoint_that_nobody_answers_at_exits_3(tmp_path: Path) -> None:
@@ -292,8 +294,8 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
     assert re.search(r"^pair +done in", done.stderr, re.MULTILINE)
     assert "quantize" not in done.stderr
     packaged = toolkit("package", "tiny.yaml", "--json", cwd=deployment)
-    found = json.loads(packaged.stdout)
-    assert [stage["reused"] for stage in found["stages"]] == [
+    built = json.loads(packaged.stdout)
+    assert [stage["reused"] for stage in built["stages"]] == [
         True,
         False,
         False,
@@ -301,7 +303,7 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
         False,
         False,
     ]
-    assert all(Path(folder).is_dir() for folder in found["published"])
+    assert all(Path(folder).is_dir() for folder in built["published"])
     explained = toolkit(
         "explain",
         "tiny.yaml",
@@ -315,10 +317,10 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
     assert "config.max_batch_size: 2 -> 3" in explained.stdout
     again = toolkit("package", "tiny.yaml", cwd=deployment)
     assert "nothing changed" in again.stdout
-    assert "still of an earlier build" not in packaged.stdout + again.stdout
+    assert "still from an earlier build" not in packaged.stdout + again.stdout
     alone = toolkit("compile", "tiny.yaml", "--set", "speculation.kind=none", cwd=deployment)
     assert (
-        "still of an earlier build: triton_repo/tiny/\n" in alone.stdout
+        "still from an earlier build: triton_repo/tiny/\n" in alone.stdout
         and "--set name=NAME" in alone.stdout
     )
 
@@ -335,8 +337,8 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
         "compile/draft",
         "package",
     }
-    # Validation runs beside the server it judges; a peak of its own would say little. What takes
-    # nothing has none either.
+    # Validation has no peak of its own, since it runs beside the server that it judges. A stage
+    # that takes no memory has none either.
     peaks = {stage["stage"]: stage["peak_memory_bytes"] for stage in report["stages"]}
     assert min(peaks["quantize/target"], peaks["serve"]) > 50_000_000 and peaks["package"] is None
     too_much = ["build", "tiny.yaml", "--set", "validation.latency.min_speedup=1000"]
@@ -369,7 +371,7 @@ def test_the_last_report_can_be_printed(deployment: Path) -> None:
     assert "report.html" in printed.stdout
     data = json.loads(toolkit("report", "tiny.yaml", "--json", cwd=deployment).stdout)
     assert data["verdict"] == "PASS"
-    assert [one["stage"] for one in data["stages"]][-2:] == ["serve", "validate"]
+    assert [stage["stage"] for stage in data["stages"]][-2:] == ["serve", "validate"]
     assert data["stages"][-1]["seconds"] >= data["stages"][-2]["seconds"] > 0
 
 
@@ -499,8 +501,8 @@ def _servers() -> list[int]:
 
 @pytest.mark.slow
 def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
-    # A shell without job control starts what it puts in the background with SIGINT ignored, and
-    # children inherit that.
+    # A shell without job control ignores SIGINT in its background processes, and their children
+    # inherit that.
     command = [
         "env",
         "--default-signal=INT",
@@ -517,7 +519,7 @@ def test_ctrl_c_exits_130_and_says_what_is_kept(deployment: Path) -> None:
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("validate"):  # it goes on for seconds yet: a server has to start
+        if line.startswith("validate"):  # validate takes seconds more, since a server has to start
             break
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

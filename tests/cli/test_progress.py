@@ -1,4 +1,4 @@
-"""What a watcher of long work reads: lines when piped, a bar on a terminal."""
+"""What is printed during long work: lines if the output is piped, a bar on a terminal."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The `toolkit` command: arguments, printing and exit codes, and nothing else does these.
+"""The `toolkit` command. Arguments, printing and exit codes are handled here and nowhere else.
 
-Exit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a stage failed; 4
-INCONCLUSIVE; 130 interrupted. Results go to stdout, progress and errors to stderr. Everything heavy
-is imported by the command that needs it, so that `--help` and errors in a YAML are there at once.
+Exit codes: 0 done or PASS; 1 a gate failed; 2 an error in config, usage or plan; 3 a stage failed;
+4 INCONCLUSIVE; 130 interrupted. Results go to stdout; progress and errors go to stderr. Each
+command imports the heavy libraries that it needs when it runs, so that `--help` and errors in a
+YAML appear at once.
 """
 
-# Importing them registers their commands, in the order of `toolkit --help`.
+# Each import registers the commands of its module; this order is the order of `toolkit --help`.
 from toolkit.cli import init, plan, build, validate, explain, report  # noqa: F401  # isort: skip
 from toolkit.cli import tune, serve, generate, bench, doctor  # noqa: F401  # isort: skip
 from toolkit.cli.common import app

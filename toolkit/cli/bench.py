@@ -1,4 +1,4 @@
-"""`bench`: any endpoint, or a deployment that is served for it."""
+"""`toolkit bench`: measure an endpoint, or serve a deployment and measure it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.common import (
-    VERDICTS,
+    EXIT_CODES,
     Debug,
     Json,
     Overrides,
@@ -18,8 +18,8 @@ from toolkit.cli.common import (
     console,
     here,
     load,
-    packaged_here,
-    placed,
+    located_plan_errors,
+    package_to_serve,
     say,
     show,
     show_json,
@@ -36,7 +36,7 @@ def bench_command(
     where: Annotated[
         str | None,
         typer.Argument(
-            help="A deployment's YAML file, or an endpoint.",
+            help="A deployment's YAML file, or the URL of an endpoint.",
             metavar="CONFIG|URL",
             show_default=False,
         ),
@@ -44,39 +44,46 @@ def bench_command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON Lines with a `prompt` per line.", metavar="FILE", show_default="the YAML's"
+            help="JSON Lines file with a `prompt` in each line.",
+            metavar="FILE",
+            show_default="the YAML's file",
         ),
     ] = None,
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="Closed loop: requests at a time. 1,2,4,8 is a sweep.",
+            help="Closed loop with this many requests in flight. 1,2,4,8 is a sweep.",
             metavar="N[,N...]",
             show_default="1",
         ),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: requests per second.", min=0.001, show_default=False),
+        typer.Option(
+            help="Open loop with this many requests per second.", min=0.001, show_default=False
+        ),
     ] = None,
     arrivals: Annotated[
         str,
         typer.Option(
-            help="Of an open loop: poisson, constant, or a trace file.", metavar="KIND|FILE"
+            help="Arrival times of the open loop: poisson, constant or a trace file.",
+            metavar="KIND|FILE",
         ),
     ] = "poisson",
     against_plain: Annotated[
         bool | None,
         typer.Option(
             "--against-plain/--as-served",
-            help="Measure plain decoding in turns with speculation.",
+            help="Measure plain decoding too, in turns with speculation.",
             show_default="--against-plain for a CONFIG that speculates",
         ),
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="Measure this endpoint in turns with the first.", metavar="URL", show_default=False
+            help="Measure this endpoint too, in turns with the first.",
+            metavar="URL",
+            show_default=False,
         ),
     ] = None,
     requests: Annotated[
@@ -85,69 +92,91 @@ def bench_command(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds at least.", min=1, show_default="1, or 3 with two arms"),
+        typer.Option(help="Minimum number of rounds.", min=1, show_default="1, or 3 with two arms"),
     ] = None,
     max_rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds at most.", min=1, show_default="8 with two arms, else --rounds"),
+        typer.Option(
+            help="Maximum number of rounds.",
+            min=1,
+            show_default="8 with two arms, else --rounds",
+        ),
     ] = None,
     precision: Annotated[
         float,
         typer.Option(
-            help="Wanted half width of the speed ratio's interval, as a share.", min=0.001
+            help="Wanted half width of the speed ratio's interval, as a fraction.", min=0.001
         ),
     ] = 0.05,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Output tokens at most.", min=1, show_default="64, or the YAML's"),
+        typer.Option(
+            help="Maximum number of output tokens per request.",
+            min=1,
+            show_default="64, or the YAML's value",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)
+    ] = 0.0,
     warm_up: Annotated[
-        int, typer.Option(help="Requests per arm that are not measured.", min=0)
+        int, typer.Option(help="Warm-up requests per arm, which are not measured.", min=0)
     ] = 8,
     gate: Annotated[
         list[str] | None,
         typer.Option(
-            help="A limit: ttft_p90<=200, speed>=1.2, tokens_per_s>=100. Repeatable.",
+            help="A limit to meet: ttft_p90<=200, speed>=1.2, tokens_per_s>=100. Repeatable.",
             metavar="LIMIT",
         ),
     ] = None,
     goodput: Annotated[
         str | None,
         typer.Option(
-            help="What makes a request good: ttft=200,tpot=25 (ms).",
+            help="Limits in ms that a good request meets: ttft=200,tpot=25.",
             metavar="LIMITS",
             show_default=False,
         ),
     ] = None,
     protocol: Annotated[
-        str, typer.Option(help="auto, triton-grpc, triton-http, openai-chat or openai-completions.")
+        str,
+        typer.Option(
+            help=(
+                "The endpoint's protocol: auto, triton-grpc, triton-http, openai-chat or"
+                " openai-completions."
+            )
+        ),
     ] = "auto",
     model: Annotated[
         str | None,
         typer.Option(
-            help="The served model.", show_default="tensorrt_llm, or the first one listed"
+            help="Name of the served model.",
+            show_default="tensorrt_llm, or the first one that the server lists",
         ),
     ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="The server's Prometheus page.", metavar="URL", show_default="where it usually is"
+            help="The server's Prometheus page.",
+            metavar="URL",
+            show_default="its usual address",
         ),
     ] = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(
-            help="Environment variable with the endpoint's API key.",
+            help="Environment variable that holds the endpoint's API key.",
             metavar="NAME",
             show_default=False,
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds until a request counts as failed.", min=0.001)
+        float, typer.Option(help="Seconds after which a request counts as failed.", min=0.001)
     ] = 120.0,
     out: Annotated[
-        Path | None, typer.Option(help="Save the run as JSON.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Save the run in this file, as JSON.", metavar="FILE", show_default=False
+        ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -156,28 +185,35 @@ def bench_command(
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="With --compare: how much slower B may be, as a share.", min=0.0)
+        float,
+        typer.Option(help="With --compare: how much slower B may be, as a fraction.", min=0.0),
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of arrivals, order and intervals.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the arrival times, the random order and the intervals."),
+    ] = 0,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure any Triton or OpenAI-compatible endpoint: latency, throughput, goodput,
-    speculation against plain.
+    """Measure any Triton or OpenAI-compatible endpoint.
+
+    The results are latency, throughput, goodput, and the speed of speculation against plain
+    decoding.
     """
     if compare is not None:
         if where is not None:
             raise UsageError(
-                "--compare judges saved runs, and measures nothing", hint=f"Leave {where!r} out."
+                "--compare judges saved runs and measures nothing", hint=f"Leave {where!r} out."
             )
         _compare(*compare, tolerance, as_json=as_json)
         return
     if where is None:
         raise UsageError(
-            "neither an endpoint nor --compare A B", hint="toolkit bench --help shows both."
+            "there is nothing to measure: give a CONFIG, an endpoint or --compare A B",
+            hint="See toolkit bench --help.",
         )
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "protocol": protocol,
         "model": model,
         "baseline": baseline,
@@ -197,67 +233,84 @@ def bench_command(
         "seed": seed,
     }
     if Path(where).is_file():
-        loaded = load(Path(where), overrides)
-        asked["prompts"] = prompts or loaded.validation.prompts
-        asked["max_tokens"] = max_tokens or loaded.validation.max_tokens
-        plain = (
-            loaded.speculation.is_enabled and baseline is None
-            if against_plain is None
-            else against_plain
-        )
-        with placed(Path(where), overrides):
-            run = _bench_deployment(loaded, {**asked, "against_plain": plain})
+        config = load(Path(where), overrides)
+        if against_plain is None:
+            against_plain = config.speculation.is_enabled and baseline is None
+        options |= {
+            "prompts": prompts or config.validation.prompts,
+            "max_tokens": max_tokens or config.validation.max_tokens,
+            "against_plain": against_plain,
+        }
+        with located_plan_errors(Path(where), overrides):
+            run = _bench_deployment(config, options)
     else:
-        if prompts is None or overrides:
-            what = "--set belongs to a CONFIG" if overrides else "no prompts to send"
-            raise UsageError(
-                what, where=where, hint="Leave --set out." if overrides else "Give --prompts FILE."
-            )
-        asked |= {"prompts": prompts, "max_tokens": max_tokens or 64, "metrics_url": metrics}
-        run = _bench_endpoint(where, {**asked, "against_plain": bool(against_plain)})
+        _check_endpoint_options(where, prompts, overrides)
+        options |= {
+            "prompts": prompts,
+            "max_tokens": max_tokens or 64,
+            "metrics_url": metrics,
+            "against_plain": bool(against_plain),
+        }
+        run = _bench_endpoint(where, options)
     _finish_bench(run, out, as_json=as_json)
 
 
+def _check_endpoint_options(where: str, prompts: Path | None, overrides: list[str] | None) -> None:
+    """Raises UsageError for options that only work with a CONFIG, and for missing prompts."""
+    if overrides:
+        raise UsageError(
+            "--set changes a CONFIG, and this is an endpoint", where=where, hint="Leave --set out."
+        )
+    if prompts is None:
+        raise UsageError("no prompts to send", where=where, hint="Give --prompts FILE.")
+
+
 def _levels(text: str | None) -> tuple[int, ...]:
+    """The numbers in --concurrency. Raises UsageError if one of them is not a positive integer."""
     levels = text.split(",") if text is not None else []
     if not all(level.strip().isdecimal() and int(level) > 0 for level in levels):
         raise UsageError(
-            f"{text!r} is no number of requests at a time",
-            hint="Write --concurrency 4, or 1,2,4,8.",
+            f"{text!r} is not a number of requests in flight",
+            hint="Write --concurrency 4, or --concurrency 1,2,4,8.",
         )
     return tuple(int(level) for level in levels)
 
 
 def _api_key(name: str | None) -> str | None:
-    if name is not None and not os.environ.get(name):
+    """The value of the environment variable. Raises UsageError if it is not set or empty."""
+    if name is None:
+        return None
+    if not os.environ.get(name):
         raise UsageError(
             f"the environment has no {name}", hint="Export it, or leave --api-key-env out."
         )
-    return None if name is None else os.environ[name]
+    return os.environ[name]
 
 
-def _bench_deployment(config: DeploymentConfig, asked: dict[str, Any]) -> BenchRun:
-    """Package what is missing, serve it on free ports, measure it."""
+def _bench_deployment(config: DeploymentConfig, options: dict[str, Any]) -> BenchRun:
+    """Package the deployment if needed, serve it on free ports, and measure it."""
     from toolkit.workflows.serve import serve
 
-    packaged = packaged_here(config)
+    packaged = package_to_serve(config)
     repository = here().repository(config.name)
     say(f"starting tritonserver on {repository}")
     with serve(config, repository) as (_, servers):
         server = servers.server
-        served = {"model": asked["model"] or packaged.model, "metrics_url": server.metrics_url}
-        return _bench_endpoint(server.grpc_url, {**asked, **served})
+        served = {"model": options["model"] or packaged.model, "metrics_url": server.metrics_url}
+        return _bench_endpoint(server.grpc_url, {**options, **served})
 
 
-def _bench_endpoint(url: str, asked: dict[str, Any]) -> BenchRun:
+def _bench_endpoint(url: str, options: dict[str, Any]) -> BenchRun:
+    """Measure the endpoint, and show the progress on stderr. options: fields of BenchOptions."""
     from toolkit.bench.run import BenchOptions, bench
     from toolkit.cli.progress import displayed
 
     with displayed() as display:
-        return bench(url, BenchOptions(**asked), progress=display.started("bench"))
+        return bench(url, BenchOptions(**options), progress=display.started("bench"))
 
 
 def _finish_bench(run: BenchRun, out: Path | None, *, as_json: bool) -> None:
+    """Save and print the run, and exit with the code of its verdict."""
     from toolkit.records.codec import to_json
 
     text = json.dumps(to_json(run), separators=(",", ":"))
@@ -275,16 +328,17 @@ def _finish_bench(run: BenchRun, out: Path | None, *, as_json: bool) -> None:
         print_run(run, console())
         if out is not None:
             show(f"saved in {out}")
-    raise typer.Exit(VERDICTS[run.verdict])
+    raise typer.Exit(EXIT_CODES[run.verdict])
 
 
 def _compare(a: Path, b: Path, tolerance: float, *, as_json: bool) -> None:
+    """Compare two saved runs, print the result, and exit with the code of the verdict."""
     from toolkit.bench.compare import compare_runs, read_run
     from toolkit.report.bench import print_comparison
 
-    found = compare_runs(read_run(a), read_run(b), tolerance=tolerance)
+    comparison = compare_runs(read_run(a), read_run(b), tolerance=tolerance)
     if as_json:
-        show_json(found)
+        show_json(comparison)
     else:
-        print_comparison(found, console())
-    raise typer.Exit(VERDICTS[found.verdict])
+        print_comparison(comparison, console())
+    raise typer.Exit(EXIT_CODES[comparison.verdict])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.common import (
+    EXIT_CODES,
     STAGES,
-    VERDICTS,
     Config,
     Debug,
     Fresh,
@@ -19,7 +19,7 @@ from toolkit.cli.common import (
     app,
     here,
     load,
-    placed,
+    located_plan_errors,
     print_report,
     run_stages,
     say,
@@ -44,7 +44,10 @@ def build_command(
         bool,
         typer.Option(
             "--rehearse",
-            help="Try it here with small random models and the embedded engine in their place.",
+            help=(
+                "Try the build on this machine: small random models and the embedded engine replace"
+                " the real ones."
+            ),
         ),
     ] = False,
     overrides: Overrides = None,
@@ -52,11 +55,13 @@ def build_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Pair, quantize, compile, package and validate; whatever has not changed is reused."""
+    """Pair, quantize, compile, package and validate; unchanged stages are reused."""
     build_stages(config, until, fresh, overrides, rehash, as_json, rehearse=rehearse)
 
 
-def _one_stage(stage: str, text: str) -> None:
+def _add_stage_command(stage: str, help_text: str) -> None:
+    """Register the command `toolkit STAGE`, which builds up to this stage."""
+
     def command(
         config: Config,
         fresh: Fresh = None,
@@ -67,13 +72,15 @@ def _one_stage(stage: str, text: str) -> None:
     ) -> None:
         build_stages(config, stage, fresh, overrides, rehash, as_json)
 
-    app.command(stage, help=text)(command)
+    app.command(stage, help=help_text)(command)
 
 
-_one_stage("pair", "Prove that draft and target belong together.")
-_one_stage("quantize", "Quantize both checkpoints, and measure what it cost.")
-_one_stage("compile", "Compile both engines into engines/NAME/.")
-_one_stage("package", "Write the Triton model repository triton_repo/NAME/.")
+_add_stage_command("pair", "Prove that draft and target belong together.")
+_add_stage_command(
+    "quantize", "Quantize both checkpoints, and measure how much quality that costs."
+)
+_add_stage_command("compile", "Compile both engines into engines/NAME/.")
+_add_stage_command("package", "Write the Triton model repository to triton_repo/NAME/.")
 
 
 def build_stages(
@@ -86,48 +93,56 @@ def build_stages(
     *,
     rehearse: bool = False,
 ) -> None:
+    """Build up to the stage `until`, print the result, and exit with the code of the verdict.
+
+    Raises ConfigError, UsageError for an unknown stage, PlanError with the lines of the YAML, and
+    the errors of the stages.
+    """
     loaded = load(config, overrides, texts=not rehearse)
-    for name in (until, *(fresh or ())):
-        known = {
-            *STAGES,
-            *(
-                f"{stage}/{role}"
-                for stage in ("quantize", "compile")
-                for role in ("target", "draft")
-            ),
-        }
-        if name not in known:
-            raise UsageError(f"there is no stage {name!r}", hint=f"known: {', '.join(STAGES)}")
-    with placed(config, overrides):
+    _check_stage_names([until, *(fresh or ())])
+    with located_plan_errors(config, overrides):
         run = _rehearse_stages if rehearse else run_stages
         built = run(loaded, until, fresh=fresh or (), rehash=rehash)
-    verdict = built.report
     if as_json:
         show_json(_as_json(loaded.name, built))
     else:
-        if verdict is not None:
-            print_report(verdict, full=False)
-        for folder in built.published:
-            show(f"in {folder.relative_to(Path.cwd())}/")
-        if built.outdated:
-            named = " and ".join(f"{folder.relative_to(Path.cwd())}/" for folder in built.outdated)
-            show(f"still of an earlier build: {named}")
-            show(
-                "toolkit build without --until renews that; --set name=NAME keeps an experiment"
-                " apart"
-            )
-        for stage, missing in built.not_executed.items():
-            show("\n  ".join([f"{stage}: not executed on a GPU:", *missing]))
-        if not built.changed:
-            show("nothing changed: every stage was reused")
-    if verdict is not None:
-        raise typer.Exit(VERDICTS[verdict.verdict])
+        _print_built(built)
+    if built.report is not None:
+        raise typer.Exit(EXIT_CODES[built.report.verdict])
+
+
+def _check_stage_names(names: list[str]) -> None:
+    """Raises UsageError for a name that no stage has."""
+    of_roles = [
+        f"{stage}/{role}" for stage in ("quantize", "compile") for role in ("target", "draft")
+    ]
+    for name in names:
+        if name not in (*STAGES, *of_roles):
+            raise UsageError(f"there is no stage {name!r}", hint=f"known: {', '.join(STAGES)}")
+
+
+def _print_built(built: Built) -> None:
+    """Print the report if there is one, and where the results of the build are."""
+    if built.report is not None:
+        print_report(built.report, full=False)
+    for folder in built.published:
+        show(f"in {folder.relative_to(Path.cwd())}/")
+    if built.outdated:
+        folders = " and ".join(f"{folder.relative_to(Path.cwd())}/" for folder in built.outdated)
+        show(f"still from an earlier build: {folders}")
+        show(
+            "toolkit build without --until renews it; --set name=NAME keeps an experiment separate"
+        )
+    for stage, missing in built.not_executed.items():
+        show("\n  ".join([f"{stage}: not executed on a GPU:", *missing]))
+    if not built.changed:
+        show("nothing changed: every stage was reused")
 
 
 def _rehearse_stages(
     config: DeploymentConfig, until: str, *, fresh: Any = (), rehash: bool = False
 ) -> Built:
-    """Say what is replaced, then run."""
+    """Say what stands in for the real models and engine, then build with the stand-ins."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
     from toolkit.workflows.rehearse import ready, rehearse

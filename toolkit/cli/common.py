@@ -1,5 +1,5 @@
-"""What all commands share: the application, common options, exit codes, reading a YAML, running
-stages, printing.
+"""Code that all commands share: the application, common options, exit codes, reading a YAML,
+running stages, and printing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from toolkit.workflows.folders import Workplace
 
 __all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "PIPED_WIDTH",
+    "EXIT_CODES",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_USAGE",
+    "PIPED_WIDTH_COLUMNS",
     "STAGES",
-    "USAGE",
-    "VERDICTS",
     "Config",
     "Debug",
     "Fresh",
@@ -40,29 +40,29 @@ __all__ = [
     "Overrides",
     "Rehash",
     "app",
-    "as_typed",
     "console",
     "here",
     "load",
-    "packaged_here",
-    "placed",
+    "located_plan_errors",
+    "package_to_serve",
     "print_report",
     "run_stages",
     "say",
+    "shell_path",
     "show",
     "show_json",
 ]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
-VERDICTS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4}
-PIPED_WIDTH = 120  # of a report that goes to a file
-USAGE, FAILED, INTERRUPTED = 2, 3, 130
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4}
+PIPED_WIDTH_COLUMNS = 120  # width of a report that is not printed on a terminal
+EXIT_USAGE, EXIT_FAILED, EXIT_INTERRUPTED = 2, 3, 130
 
 app = typer.Typer(
     help=(
         "Quantize, compile, package, serve and judge an LLM with draft-target speculative"
-        " decoding.\n\nExit codes: 0 done or PASS; 1 a gate failed; 2 config, usage or plan; 3 a"
-        " stage failed; 4 INCONCLUSIVE."
+        " decoding.\n\nExit codes: 0 done or PASS; 1 a gate failed; 2 an error in config, usage or"
+        " plan; 3 a stage failed; 4 INCONCLUSIVE."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -78,37 +78,44 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Set a key of the YAML: engine.max_batch_size=4. Repeatable.",
+        help="Set a key of the YAML, as in engine.max_batch_size=4. Repeatable.",
         metavar="KEY=VALUE",
     ),
 ]
 Fresh = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"Run this stage anew, stored or not ({', '.join(STAGES)}). Repeatable.",
+        help=f"Run this stage even if its result is stored ({', '.join(STAGES)}). Repeatable.",
         metavar="STAGE",
     ),
 ]
 Rehash = Annotated[
     bool,
     typer.Option(
-        "--rehash", help="Read every file again instead of trusting size and time of the last look."
+        "--rehash", help="Read every file again, even if its size and time have not changed."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def load(config: Path, overrides: list[str] | None, *, texts: bool = True) -> DeploymentConfig:
-    """texts: prompts and calibration have to be there. Raises ConfigError with every fault."""
+    """Read a deployment's YAML and apply the `--set` overrides.
+
+    texts: whether the files with prompts and calibration text must exist. Raises ConfigError with
+    every fault in the file.
+    """
     from toolkit.config.load import load_config
 
     return load_config(config, overrides or (), texts=texts)
 
 
 @contextlib.contextmanager
-def placed(config: Path, overrides: list[str] | None) -> Iterator[None]:
-    """What the plan refuses inside the block, with the lines of the file that ask for it."""
+def located_plan_errors(config: Path, overrides: list[str] | None) -> Iterator[None]:
+    """Add the lines of the YAML to a PlanError that is raised inside the block.
+
+    The new PlanError says for each fault which line of the file, or which `--set`, caused it.
+    """
     try:
         yield
     except PlanError as error:
@@ -118,7 +125,7 @@ def placed(config: Path, overrides: list[str] | None) -> Iterator[None]:
 
 
 def here() -> Workplace:
-    """Results go beneath the folder that the command runs in."""
+    """The folders of results, which lie beneath the folder that the command runs in."""
     from toolkit.workflows.folders import Workplace
 
     return Workplace(Path.cwd())
@@ -132,7 +139,7 @@ def run_stages(
     rehash: bool = False,
     plan: Plan | None = None,
 ) -> Built:
-    """`build`, with its progress shown."""
+    """Build the deployment up to the stage `until`, and show the progress on stderr."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
     from toolkit.workflows.build import build
@@ -143,9 +150,10 @@ def run_stages(
         return build(config, workplace, display, store, until=until, fresh=fresh, plan=plan)
 
 
-def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRepository:
-    """The record of what a command will serve, packaged where that is missing. Raises PlanError and
-    UsageError for what cannot be served on this machine, before anything is downloaded.
+def package_to_serve(config: DeploymentConfig, *, rehash: bool = False) -> TritonRepository:
+    """Package the deployment if that has not been done yet, and return the repository's record.
+
+    Raises PlanError or UsageError if this machine cannot serve it, before anything is downloaded.
     """
     from toolkit.workflows.serve import Machine, check_servable
     from toolkit.workflows.stages.sequence import planned
@@ -158,38 +166,40 @@ def packaged_here(config: DeploymentConfig, *, rehash: bool = False) -> TritonRe
     return packaged
 
 
-def as_typed(path: Path) -> str:
-    """As it is typed from here."""
+def shell_path(path: Path) -> str:
+    """The path as a user would type it in a shell here: relative if it can be, and quoted."""
     path, folder = path.absolute(), Path.cwd()
-    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
+    if path.is_relative_to(folder):
+        path = path.relative_to(folder)
+    return shlex.quote(str(path))
 
 
 def console() -> Console:
-    """As wide as the terminal; a report in a file has a width of its own."""
+    """A console as wide as the terminal, or PIPED_WIDTH_COLUMNS wide if stdout is not one."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH_COLUMNS)
 
 
 def show(text: str) -> None:
-    """A result."""
+    """Print a result to stdout."""
     print(text, flush=True)
 
 
 def show_json(value: Any) -> None:
-    """A record, a list of them, or what JSON has anyway."""
+    """Print a record, a list of records or any JSON value to stdout, as JSON."""
     from toolkit.records.codec import to_json
 
     show(json.dumps(to_json(value), indent=2))
 
 
 def say(text: str) -> None:
-    """Progress, or an error."""
+    """Print progress or an error to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def print_report(found: ValidationReport, *, full: bool) -> None:
-    """On the terminal: the verdict and what people look at first; full: all of it."""
+def print_report(report: ValidationReport, *, full: bool) -> None:
+    """Print the verdict and the figures that people look at first; `full` prints everything."""
     from toolkit.report import render
 
-    render.print_report(found, console(), full=full)
+    render.print_report(report, console(), full=full)

@@ -1,4 +1,4 @@
-"""About this installation: `doctor`, `schema`, `version`."""
+"""Commands about this installation: `doctor`, `schema` and `version`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.common import FAILED, Debug, Json, app, show, show_json
+from toolkit.cli.common import EXIT_FAILED, Debug, Json, app, show, show_json
 
 if TYPE_CHECKING:
     from toolkit.plan.doctor import DiagnosisStatus
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         version_command()
         raise typer.Exit
 
@@ -33,7 +33,7 @@ def root(
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """List what works on this machine and what is missing, each with its fix."""
+    """List what works on this machine and what is missing, and say how to fix it."""
     from toolkit.engines.embedded.toolchain import compiler_path
     from toolkit.plan.doctor import diagnose
     from toolkit.triton.process.server import find_libpython, find_server
@@ -42,18 +42,18 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
         install = find_server()
         return install.binary, install.wheel
 
-    found = diagnose(
+    diagnoses = diagnose(
         Path.cwd(), find_server=server, find_libpython=find_libpython, find_compiler=compiler_path
     )
     if as_json:
-        show_json(found)
+        show_json(diagnoses)
     else:
-        _print_diagnoses(found)
-    if any(one.essential and one.status == "missing" for one in found):
-        raise typer.Exit(FAILED)
+        _print_diagnoses(diagnoses)
+    if any(diagnosis.essential and diagnosis.status == "missing" for diagnosis in diagnoses):
+        raise typer.Exit(EXIT_FAILED)
 
 
-def _print_diagnoses(found: Any) -> None:
+def _print_diagnoses(diagnoses: Any) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -62,11 +62,12 @@ def _print_diagnoses(found: Any) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("", "check", "what was found"):
         table.add_column(title, overflow="fold")
-    for one in found:
-        detail = Text(one.detail)
-        if one.hint is not None:
-            detail.append(f"\n-> {one.hint}")
-        table.add_row(Text(one.status, style=styles[one.status]), one.check, detail)
+    for diagnosis in diagnoses:
+        detail = Text(diagnosis.detail)
+        if diagnosis.hint is not None:
+            detail.append(f"\n-> {diagnosis.hint}")
+        status = Text(diagnosis.status, style=styles[diagnosis.status])
+        table.add_row(status, diagnosis.check, detail)
     Console().print(table)
 
 
@@ -75,11 +76,11 @@ def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     from toolkit.config.schema import DeploymentConfig
 
-    described = {
+    json_schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **DeploymentConfig.model_json_schema(),
     }
-    show_json(described)
+    show_json(json_schema)
 
 
 @app.command("version")

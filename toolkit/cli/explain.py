@@ -1,6 +1,8 @@
-"""`toolkit explain`: which stages would run, and why."""
+"""`toolkit explain`: say which stages would run, and why."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from toolkit.cli.common import (
     Config,
@@ -10,30 +12,38 @@ from toolkit.cli.common import (
     app,
     here,
     load,
-    placed,
+    located_plan_errors,
     say,
     show,
     show_json,
 )
+
+if TYPE_CHECKING:
+    from toolkit.pipeline.run import Explanation
 
 
 @app.command()
 def explain(
     config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Say per stage whether it would be reused, or which parts of its key have changed."""
+    """Say for each stage whether it would be reused, or which parts of its key have changed."""
     from toolkit.pipeline.store import Store
     from toolkit.workflows.build import explain_build
 
     loaded, workplace = load(config, overrides), here()
-    with placed(config, overrides):
+    with located_plan_errors(config, overrides):
         explanations = explain_build(loaded, workplace, Store(workplace.store, notice=say))
     if as_json:
         show_json(explanations)
         return
-    for one in explanations:
-        state = "reused" if one.reused else "would run" if one.key is not None else "not known yet"
-        key = f"  {one.key[:12]}" if one.key is not None else ""
-        show(f"{one.stage:18} {state:14}{key}")
-        for reason in one.reasons:
+    for explanation in explanations:
+        key = "" if explanation.key is None else f"  {explanation.key[:12]}"
+        show(f"{explanation.stage:18} {_state(explanation):14}{key}")
+        for reason in explanation.reasons:
             show(f"{'':18} {reason}")
+
+
+def _state(explanation: Explanation) -> str:
+    if explanation.reused:
+        return "reused"
+    return "not known yet" if explanation.key is None else "would run"

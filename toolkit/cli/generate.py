@@ -1,4 +1,4 @@
-"""`toolkit generate`: one prompt, streamed to the terminal, in this process or from an endpoint."""
+"""`toolkit generate`: stream the completion of one prompt, in this process or from an endpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from toolkit.cli.common import (
     app,
     here,
     load,
-    placed,
+    located_plan_errors,
     run_stages,
     say,
     show,
 )
+from toolkit.cli.serve import URL
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.config.schema import DeploymentConfig
-from toolkit.cli.serve import URL
 
 
 @app.command()
@@ -40,48 +40,62 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete.", show_default=False)],
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Output tokens at most.", min=1, show_default="128, or the YAML's"),
+        typer.Option(
+            help="Maximum number of output tokens.",
+            min=1,
+            show_default="128, or the YAML's value",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)
+    ] = 0.0,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="The same seed gives the same text.", min=0, max=2**64 - 1, show_default=False
+            help="Seed of the sampling. The same seed gives the same text.",
+            min=0,
+            max=2**64 - 1,
+            show_default=False,
         ),
     ] = None,
     draft_len: Annotated[
         int | None,
         typer.Option(
-            help="Draft tokens per step; 0 decodes plainly.", min=0, show_default="the YAML's"
+            help="Draft tokens per step; 0 decodes without speculation.",
+            min=0,
+            show_default="the YAML's value",
         ),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Stream one completion to the terminal, with tokens/s and acceptance."""
-    asked = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
+    """Stream one completion to the terminal, and print its tokens/s and acceptance."""
+    options = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
     address = _endpoint(where)
     if address is not None:
         if overrides:
             raise UsageError(
-                "--set belongs to a CONFIG, not to a running endpoint", hint="Leave it out."
+                "--set changes a CONFIG, and this is a running endpoint", hint="Leave --set out."
             )
-        _from_endpoint(address, prompt, max_tokens or 128, asked, as_json=as_json)
+        _from_endpoint(address, prompt, max_tokens or 128, options, as_json=as_json)
     else:
-        with placed(Path(where), overrides):
-            _in_process(load(Path(where), overrides), prompt, max_tokens, asked, as_json=as_json)
+        with located_plan_errors(Path(where), overrides):
+            _in_process(load(Path(where), overrides), prompt, max_tokens, options, as_json=as_json)
 
 
 def _endpoint(where: str) -> str | None:
-    """host:port, or None where `where` is to be a file. Raises UsageError for what is neither."""
+    """The endpoint as host:port, or None if `where` names a file.
+
+    Raises UsageError if `where` looks like a URL and is not one of a gRPC endpoint.
+    """
     if Path(where).exists():
         return None
     url = URL.match(where)
     if url is None and "://" in where:
         raise UsageError(
             f"{where} is not host:port of a gRPC endpoint",
-            hint="`toolkit serve` prints it: 127.0.0.1:8001",
+            hint="`toolkit serve` prints the address, for instance 127.0.0.1:8001.",
         )
     return None if url is None else url["address"]
 
@@ -90,11 +104,11 @@ def _in_process(
     config: DeploymentConfig,
     prompt: str,
     max_tokens: int | None,
-    asked: dict[str, Any],
+    options: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
-    """Build what is missing, load both engines into this process, stream one request."""
+    """Build the engines if needed, load them into this process, and stream one request."""
     import time
 
     from toolkit.inprocess import load_runtime
@@ -102,12 +116,11 @@ def _in_process(
     from toolkit.workflows.deployment import embedded, speculation_of
 
     if not config.capabilities.in_process:
-        what = f"engine.kind {config.engine.kind} runs in its server alone"
         raise UsageError(
-            what,
+            f"engine.kind {config.engine.kind} runs only in its server",
             hint=(
-                "Start it with toolkit serve CONFIG, and give generate the grpc address that it"
-                " prints."
+                "Start it with toolkit serve CONFIG, and pass the grpc address that it prints to"
+                " toolkit generate."
             ),
         )
     built = run_stages(config, "tune" if config.speculation.max_draft_len == "auto" else "compile")
@@ -126,8 +139,8 @@ def _in_process(
             request_id="generate",
             prompt_ids=tuple(runtime.codec.encode(prompt)),
             max_tokens=max_tokens or config.triton.default_max_tokens,
-            sampling=Sampling(temperature=asked["temperature"], seed=asked["seed"]),
-            draft_len=asked["draft_len"],
+            sampling=Sampling(temperature=options["temperature"], seed=options["seed"]),
+            draft_len=options["draft_len"],
         )
         text, began = "", time.monotonic()
         for event in runtime.generate(request):
@@ -138,20 +151,18 @@ def _in_process(
                 seconds = time.monotonic() - began
                 if event.error is not None:
                     raise UsageError(f"the request ended with an error: {event.error}")
-                stats = event.stats
-                _close(
-                    text,
-                    event.finish_reason,
-                    None if stats is None else stats.output_tokens,
-                    seconds,
-                    None if stats is None else stats.acceptance_rate,
-                    None if stats is None else stats.acceptance_length,
-                    as_json=as_json,
+                tokens = rate = length = None
+                if event.stats is not None:
+                    tokens = event.stats.output_tokens
+                    rate = event.stats.acceptance_rate
+                    length = event.stats.acceptance_length
+                _print_figures(
+                    text, event.finish_reason, tokens, seconds, rate, length, as_json=as_json
                 )
 
 
 def _from_endpoint(
-    address: str, prompt: str, max_tokens: int, asked: dict[str, Any], *, as_json: bool
+    address: str, prompt: str, max_tokens: int, options: dict[str, Any], *, as_json: bool
 ) -> None:
     """Stream one request from a running endpoint over gRPC."""
     import time
@@ -159,43 +170,47 @@ def _from_endpoint(
     from toolkit.client import Client, ClientError, Options, ServerUnavailable
     from toolkit.errors import StageError
 
-    options = Options(
+    request_options = Options(
         max_tokens=max_tokens,
-        temperature=asked["temperature"],
-        seed=asked["seed"],
-        num_draft_tokens=asked["draft_len"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+        num_draft_tokens=options["draft_len"],
     )
     try:
         with Client(address) as client:
             text, began = "", time.monotonic()
-            for chunk in client.stream(prompt, options):
+            for chunk in client.stream(prompt, request_options):
                 text += chunk.text
                 if not as_json:
                     _stream(chunk.text)
                 if chunk.finish_reason is not None:
-                    figures = chunk.statistics
-                    _close(
+                    rate = length = None
+                    if chunk.statistics is not None:
+                        rate = chunk.statistics.acceptance_rate
+                        length = chunk.statistics.acceptance_length
+                    _print_figures(
                         text,
                         chunk.finish_reason,
                         chunk.output_tokens,
                         time.monotonic() - began,
-                        None if figures is None else figures.acceptance_rate,
-                        None if figures is None else figures.acceptance_length,
+                        rate,
+                        length,
                         as_json=as_json,
                     )
     except ServerUnavailable as error:
-        hint = "host:port is that of the gRPC endpoint; `toolkit serve` prints it"
+        hint = "Give host:port of the gRPC endpoint, which `toolkit serve` prints."
         raise StageError("generate", str(error), hint=hint) from error
     except ClientError as error:
         raise UsageError(str(error)) from error
 
 
 def _stream(text: str) -> None:
+    """Write a piece of the completion; characters that UTF-8 cannot encode are replaced."""
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8"))
     sys.stdout.flush()
 
 
-def _close(
+def _print_figures(
     text: str,
     finish_reason: str,
     tokens: int | None,
@@ -205,7 +220,11 @@ def _close(
     *,
     as_json: bool,
 ) -> None:
-    """The line after a completion: tokens per second of the whole request, prefill included."""
+    """Print what is said after a completion; with as_json, the completion is part of it.
+
+    seconds: of the whole request, prefill included; tokens per second are tokens / seconds. rate:
+    the acceptance rate; length: the acceptance length; both None without speculation.
+    """
     per_second = None if tokens is None or seconds <= 0 else tokens / seconds
     if as_json:
         figures = {"tokens_per_s": per_second, "acceptance_rate": rate, "acceptance_length": length}
@@ -222,9 +241,11 @@ def _close(
         )
         return
     facts = [f"{tokens} tokens in {seconds:.2f} s"]
-    facts += [] if per_second is None else [f"{per_second:.1f} tokens/s"]
-    facts += ["no speculation"] if rate is None else [f"acceptance {rate:.2f}"]
-    facts += [] if length is None or rate is None else [f"{length:.2f} tokens per step"]
+    if per_second is not None:
+        facts.append(f"{per_second:.1f} tokens/s")
+    facts.append("no speculation" if rate is None else f"acceptance {rate:.2f}")
+    if rate is not None and length is not None:
+        facts.append(f"{length:.2f} tokens per step")
     sys.stdout.write("\n")
     sys.stdout.flush()
     say(", ".join([*facts, f"ended by {finish_reason}"]))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.common import Debug, app, as_typed, show
+from toolkit.cli.common import Debug, app, shell_path, show
 from toolkit.errors import UsageError
 
 
@@ -16,13 +16,15 @@ def init(
     target: Annotated[
         str,
         typer.Option(
-            help="The target: a folder, or a hub id.", metavar="DIR|HUB-ID", show_default=False
+            help="The target checkpoint: a folder or a hub id.",
+            metavar="DIR|HUB-ID",
+            show_default=False,
         ),
     ],
     draft: Annotated[
         str | None,
         typer.Option(
-            help="The draft; without one, nothing is drafted.",
+            help="The draft checkpoint. Without it, the deployment does not speculate.",
             metavar="DIR|HUB-ID",
             show_default=False,
         ),
@@ -31,19 +33,21 @@ def init(
         str | None,
         typer.Option(
             help=(
-                "What it will run on: A100, L40S, H100, H200, B200, ...; without it, the embedded"
-                " engine."
+                "The GPU to serve on: A100, L40S, H100, H200, B200, ... Without it, the YAML uses"
+                " the embedded engine."
             ),
             metavar="GPU",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write.", show_default="TARGET.yaml here")
+        Path | None,
+        typer.Option(help="The file to write.", show_default="TARGET.yaml in this folder"),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a commented YAML for a pair, with values read from the checkpoints, that the plan
-    says can work.
+    """Write a commented YAML for a target and a draft, with values read from their checkpoints.
+
+    `toolkit plan` accepts this YAML as it is written.
     """
     from toolkit.plan.make import gpu_from_user
     from toolkit.plan.suggest import suggest
@@ -51,28 +55,35 @@ def init(
     row = None if gpu is None else gpu_from_user(gpu)
     folder = (Path.cwd() if out is None else out.absolute().parent).resolve()
     models = (_checkpoint(target), None if draft is None else _checkpoint(draft))
-    made = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)
-    file = out or folder / made.file_name
+    suggestion = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)
+    file = out or folder / suggestion.file_name
     try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(made.text)
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(suggestion.text)
     except FileExistsError:
-        raise UsageError("is there already", where=file, hint="name another: --out FILE") from None
+        raise UsageError(
+            "the file exists already", where=file, hint="Name another one: --out FILE."
+        ) from None
     except OSError as error:
         raise UsageError(
-            f"cannot be written ({error.strerror})", where=file, hint="name another: --out FILE"
+            f"the file cannot be written ({error.strerror})",
+            where=file,
+            hint="Name another one: --out FILE.",
         ) from error
-    shown = as_typed(file)
+    path = shell_path(file)
     show(
-        f"wrote {shown}; `toolkit plan {shown}` works at once, and before `toolkit build {shown}`"
-        " it needs"
+        f"wrote {path}; `toolkit plan {path}` works at once; `toolkit build {path}` needs these"
+        " files:"
     )
-    for needed, what in made.texts.items():
-        show(f"  {as_typed(folder / needed):24} {what}")
+    for name, content in suggestion.texts.items():
+        show(f"  {shell_path(folder / name):24} {content}")
 
 
 def _checkpoint(written: str) -> Path:
-    """A folder that exists, resolved; else OWNER/NAME as it is."""
+    """The path of a folder that exists, resolved, or a hub id OWNER/NAME as it is written.
+
+    Raises UsageError for anything else.
+    """
     from toolkit.config.folders import is_hub_id, similar_folder
 
     path = Path(written).expanduser()
@@ -82,7 +93,7 @@ def _checkpoint(written: str) -> Path:
         near = similar_folder(Path.cwd(), written)
         hint = "" if near is None else f"did you mean {near!r}? "
         raise UsageError(
-            f"no such folder, and no hub id: {written}",
+            f"neither a folder nor a hub id: {written}",
             hint=f"{hint}Name a folder with a config.json, or OWNER/NAME.",
         )
     return path

@@ -1,19 +1,17 @@
-"""`toolkit plan`: what a deployment will come to, before anything runs."""
+"""`toolkit plan`: predict what a deployment will do, before anything runs."""
 
 from __future__ import annotations
-
-import sys
 
 import typer
 
 from toolkit.cli.common import (
-    PIPED_WIDTH,
-    USAGE,
+    EXIT_USAGE,
     Config,
     Debug,
     Json,
     Overrides,
     app,
+    console,
     load,
     show_json,
 )
@@ -23,19 +21,18 @@ from toolkit.cli.common import (
 def plan(
     config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Say whether it can work, what will be changed in silence, what it needs, how fast it can
-    be and what will run.
+    """Say whether a deployment can work, what it needs, how fast it can be and what will run.
+
+    It also lists the settings that will be changed silently.
     """
     from toolkit.workflows.plan import plan_of
 
-    made = plan_of(load(config, overrides, texts=False))
+    planned = plan_of(load(config, overrides, texts=False))
     if as_json:
-        show_json(made)
+        show_json(planned)
     else:
-        from rich.console import Console
-
         from toolkit.report.plan import print_plan
 
-        print_plan(made, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
-    if not made.possible:
-        raise typer.Exit(USAGE)
+        print_plan(planned, console())
+    if not planned.possible:
+        raise typer.Exit(EXIT_USAGE)

@@ -1,8 +1,8 @@
-"""How long work is shown: a bar with an estimate on a terminal, plain lines where the output is
-piped. All of it on stderr.
+"""Show the progress of long work on stderr: a bar with an estimate on a terminal, plain lines if
+the output is piped.
 
-Both are observers of a pipeline run. rich is imported for the terminal only, where it also honours
-NO_COLOR.
+Both displays are observers of a pipeline run. rich is imported only for the terminal, where it also
+honours NO_COLOR.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Display", "PlainDisplay", "displayed", "duration"]
 
-LINE_EVERY_S = 5.0
-SILENCE_S = 15.0  # after which a line says that the same is still being done
-ROOMY = 100  # columns of a terminal from which on there is room for a bar beside the words
+LINE_INTERVAL_S = 5.0
+MAX_SILENCE_S = 15.0  # after this time, a line says that the work still goes on
+MIN_COLUMNS_FOR_BAR = 100  # a narrower terminal has no room for a bar beside the text
 
 
 class Display(Protocol):
-    """An observer of the pipeline that can also say a line."""
+    """An observer of the pipeline that can also print a line."""
 
     def started(self, stage: str) -> Progress: ...
 
@@ -40,20 +40,18 @@ class Display(Protocol):
 
 
 def duration(seconds: float) -> str:
+    """A short text for a duration: "9.4 s", "42 s", "1 min 05 s" or "2 h 01 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02} min"
-        if hours
-        else f"{minutes} min {rest:02} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def _outcome(stage: str, done: Done) -> str:
+    """The line about a stage that has finished."""
     if done.reused:
         return f"{stage:18} reused"
     peak = "" if done.peak_memory_bytes is None else f", {size(done.peak_memory_bytes)} at most"
@@ -62,7 +60,7 @@ def _outcome(stage: str, done: Done) -> str:
 
 @contextlib.contextmanager
 def displayed(stream: IO[str] | None = None, *, quiet: bool = False) -> Iterator[Display]:
-    """The display that suits the stream (stderr if none is given)."""
+    """The display that suits the stream, which is stderr by default. `quiet` prints nothing."""
     stream = stream or sys.stderr
     if quiet or not stream.isatty():
         plain = PlainDisplay(lambda text: None if quiet else print(text, file=stream, flush=True))
@@ -75,6 +73,7 @@ def displayed(stream: IO[str] | None = None, *, quiet: bool = False) -> Iterator
 
 @contextlib.contextmanager
 def _every_second(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` every second, in a thread of its own, while the block runs."""
     ended = threading.Event()
 
     def beats() -> None:
@@ -91,40 +90,39 @@ def _every_second(beat: Callable[[], None]) -> Iterator[None]:
 
 
 @dataclass
-class _Doing:
-    """What a stage does at present: its words without their numbers, since when, and how far it
-    was then and is now.
+class _Activity:
+    """What a stage does at present.
+
+    began_s: when it began to do this; printed_s: when the last line about it was printed. kind: the
+    text without its number. first_done: how much was done when it began; done: how much is done
+    now; total: how much there is to do, if that is known.
     """
 
     stage: str
-    began: float
-    said: float
+    began_s: float
+    printed_s: float
     kind: str = ""
-    what: str = "at work"
-    first: int = 0
+    text: str = "at work"
+    first_done: int = 0
     done: int = 0
     total: int | None = None
 
-    def line(self, *, so_far: float | None = None) -> str:
-        """so_far: for how long it has been done, where there is no other news."""
-        counted = str(self.done) in self.what
-        count = (
-            f" {self.done}/{self.total}"
-            if self.total
-            else f" {self.done}"
-            if self.done and not counted
-            else ""
-        )
-        return f"{self.stage:18} {self.what}{count}" + (
-            "" if so_far is None else f", for {duration(so_far)}"
-        )
+    def line(self, *, elapsed_s: float | None = None) -> str:
+        """The line about it. elapsed_s: how long it has been going on, if there is no news."""
+        count = ""
+        if self.total:
+            count = f" {self.done}/{self.total}"
+        elif self.done and str(self.done) not in self.text:
+            count = f" {self.done}"
+        elapsed = "" if elapsed_s is None else f", for {duration(elapsed_s)}"
+        return f"{self.stage:18} {self.text}{count}{elapsed}"
 
 
 class PlainDisplay:
-    """A line when something starts, changes or ends, and every few seconds meanwhile.
+    """Print a line when something starts, changes or ends, and every few seconds in between.
 
-    beat: to be called now and then, from any thread: work that tells nothing about itself is not to
-    look dead.
+    Call `beat` from time to time, from any thread: it prints a line if the work has reported
+    nothing for MAX_SILENCE_S seconds, so that the work does not look dead.
     """
 
     def __init__(
@@ -132,59 +130,58 @@ class PlainDisplay:
     ) -> None:
         self.notice = say
         self._clock = clock
-        self._doing: _Doing | None = None
+        self._activity: _Activity | None = None
         self._lock = threading.Lock()
 
     def started(self, stage: str) -> Progress:
         self.notice(f"{stage:18} started")
         now = self._clock()
-        doing = _Doing(stage, now, now)
+        activity = _Activity(stage, now, now)
         with self._lock:
-            self._doing = doing
+            self._activity = activity
 
         def progress(done: int, total: int | None, what: str) -> None:
             with self._lock:
-                self._progress(doing, done, total, what)
+                self._progress(activity, done, total, what)
 
         return progress
 
     def beat(self) -> None:
         with self._lock:
-            doing, now = self._doing, self._clock()
-            if doing is not None and now - doing.said >= SILENCE_S:
-                doing.said = now
-                self.notice(doing.line(so_far=now - doing.began))
+            activity, now = self._activity, self._clock()
+            if activity is not None and now - activity.printed_s >= MAX_SILENCE_S:
+                activity.printed_s = now
+                self.notice(activity.line(elapsed_s=now - activity.began_s))
 
     def finished(self, stage: str, done: Done) -> None:
         with self._lock:
-            self._doing = None
+            self._activity = None
         self.notice(_outcome(stage, done))
 
-    def _progress(self, doing: _Doing, done: int, total: int | None, what: str) -> None:
-        now, kind = self._clock(), _kind(what)
-        news = kind != doing.kind
-        if news:
-            doing.kind, doing.began, doing.first = kind, now, done
-        doing.what, doing.done, doing.total = what, done, total
-        if news or now - doing.said >= LINE_EVERY_S:
-            doing.said = now
+    def _progress(self, activity: _Activity, done: int, total: int | None, what: str) -> None:
+        now, kind = self._clock(), _without_number(what)
+        is_new = kind != activity.kind
+        if is_new:
+            activity.kind, activity.began_s, activity.first_done = kind, now, done
+        activity.text, activity.done, activity.total = what, done, total
+        if is_new or now - activity.printed_s >= LINE_INTERVAL_S:
+            activity.printed_s = now
             left = ""
-            if total and doing.first < done < total:
-                left = (
-                    ", about"
-                    f" {duration((now - doing.began) / (done - doing.first) * (total - done))} left"
-                )
-            self.notice(doing.line() + left)
+            if total and activity.first_done < done < total:
+                seconds_each = (now - activity.began_s) / (done - activity.first_done)
+                left = f", about {duration(seconds_each * (total - done))} left"
+            self.notice(activity.line() + left)
 
 
-def _kind(what: str) -> str:
-    """ "waiting, 3 s" is what "waiting, 2 s" was."""
+def _without_number(what: str) -> str:
+    """The text without a number at its end: "waiting, 3 s" is the same work as "waiting, 2 s"."""
     return what.rstrip("0123456789. s")
 
 
 class _TerminalDisplay:
-    """One bar for the stage that runs; finished stages scroll up as lines. Words give way to
-    figures where it is narrow.
+    """Show one bar for the stage that runs; finished stages scroll up as lines.
+
+    On a narrow terminal the text is shortened, and the figures stay whole.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -201,7 +198,7 @@ class _TerminalDisplay:
 
         console = Console(file=stream)
 
-        def fixed() -> Column:
+        def figure_column() -> Column:
             return Column(no_wrap=True, min_width=7, justify="right")
 
         columns = (
@@ -212,10 +209,12 @@ class _TerminalDisplay:
                 markup=False,
                 table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
             ),
-            *([BarColumn(bar_width=24)] if console.width >= ROOMY else []),
-            TextColumn("{task.fields[count]}", markup=False, justify="right", table_column=fixed()),
-            TimeElapsedColumn(table_column=fixed()),
-            TimeRemainingColumn(table_column=fixed()),
+            *([BarColumn(bar_width=24)] if console.width >= MIN_COLUMNS_FOR_BAR else []),
+            TextColumn(
+                "{task.fields[count]}", markup=False, justify="right", table_column=figure_column()
+            ),
+            TimeElapsedColumn(table_column=figure_column()),
+            TimeRemainingColumn(table_column=figure_column()),
         )
         self._bars = Bars(*columns, console=console, transient=True, expand=True)
         self._task: TaskID | None = None
@@ -230,16 +229,15 @@ class _TerminalDisplay:
 
     def started(self, stage: str) -> Progress:
         self._draw(stage, "started", 0, None)
-        doing, of = "", None
+        last_kind, last_total = "", None
 
         def progress(done: int, total: int | None, what: str) -> None:
-            nonlocal doing, of
+            nonlocal last_kind, last_total
             with self._lock:
-                kind = _kind(what)
-                if kind != doing or (of is None) != (total is None):
-                    self._draw(
-                        stage, what, done, total
-                    )  # a new one: another estimate, and a total is never unset in one
+                kind = _without_number(what)
+                if kind != last_kind or (last_total is None) != (total is None):
+                    # A new bar begins a new estimate, and a bar cannot lose its total.
+                    self._draw(stage, what, done, total)
                 elif self._task is not None:
                     self._bars.update(
                         self._task,
@@ -248,7 +246,7 @@ class _TerminalDisplay:
                         total=total,
                         count=_count(done, total),
                     )
-                doing, of = kind, total
+                last_kind, last_total = kind, total
 
         return progress
 
@@ -272,4 +270,6 @@ class _TerminalDisplay:
 
 
 def _count(done: int, total: int | None) -> str:
-    return f"{done}/{total}" if total else str(done) if done else ""
+    if total:
+        return f"{done}/{total}"
+    return str(done) if done else ""

@@ -1,4 +1,4 @@
-"""`toolkit report`: print the last report, or open it."""
+"""`toolkit report`: print the last report, or open it in a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the last report in full, or open it."""
+    """Print the last report in full, or open it in a browser."""
     folder = here().report(load(config, overrides).name)
     file = folder / "report.json"
     if not file.exists():
@@ -42,7 +42,7 @@ def report(
 
         page = (folder / "report.html").absolute()
         if not webbrowser.open(page.as_uri()):
-            raise UsageError("no browser could be started", hint=f"Open it yourself: {page}")
+            raise UsageError("no browser could be started", hint=f"Open the page yourself: {page}")
         show(str(page))
     elif as_json:
         show(file.read_text(encoding="utf-8").rstrip("\n"))

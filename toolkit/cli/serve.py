@@ -1,4 +1,4 @@
-"""`toolkit serve`: start the server of a deployment, wait until it is ready, stop it cleanly."""
+"""`toolkit serve`: start the server of a deployment, and stop it cleanly on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.common import (
     Config,
@@ -15,14 +16,18 @@ from toolkit.cli.common import (
     Overrides,
     Rehash,
     app,
-    as_typed,
     here,
     load,
-    packaged_here,
-    placed,
+    located_plan_errors,
+    package_to_serve,
     say,
+    shell_path,
     show,
 )
+
+if TYPE_CHECKING:
+    from toolkit.records.build import TritonRepository
+    from toolkit.triton.process.server import TritonServer
 
 URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
 
@@ -31,45 +36,29 @@ URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-
 def serve(
     config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False
 ) -> None:
-    """Start tritonserver on the packaged repository, until Ctrl-C.
+    """Start tritonserver on the packaged repository, and run it until Ctrl-C.
 
-    It takes free ports on loopback; --set triton.http_port=8000 (grpc_port, metrics_port, host)
-    fixes them.
+    It listens on free ports on loopback. --set triton.http_port=8000 (also grpc_port, metrics_port
+    and host) chooses them.
     """
     import threading
 
     from toolkit.workflows.serve import serve as serve_repository
 
     loaded = load(config, overrides)
-    with placed(config, overrides):
-        packaged = packaged_here(loaded, rehash=rehash)
+    with located_plan_errors(config, overrides):
+        packaged = package_to_serve(loaded, rehash=rehash)
     repository = here().repository(loaded.name)
     stop = threading.Event()
     with _signals(stop.set):
         say(f"starting tritonserver on {repository}")
         with serve_repository(loaded, repository, triton=loaded.triton) as (_, servers):
             server = servers.server
-            bls_words, llmapi_words = (
-                ("stream", "max_tokens"),
-                ("streaming", "sampling_param_max_tokens"),
-            )
-            stream, tokens = bls_words if packaged.layout == "bls" else llmapi_words
-            model = packaged.model
-            body = json.dumps({"text_input": "def read_config(path):", stream: False, tokens: 32})
             show(f"http     http://{server.http_url}")
             show(f"grpc     {server.grpc_url}")
             show(f"metrics  {server.metrics_url}")
             if loaded.triton.decoupled:
-                show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
-                show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
-                prompts, which = (
-                    as_typed(loaded.validation.prompts),
-                    "" if model == "tensorrt_llm" else f" --model {model}",
-                )
-                show(
-                    f"toolkit bench {server.grpc_url} --prompts {prompts} --metrics"
-                    f" {server.metrics_url}{which}"
-                )
+                _print_examples(server, packaged, loaded.validation.prompts)
             show("ready; Ctrl-C stops it")
             while not stop.wait(0.5):
                 server.check()
@@ -77,15 +66,32 @@ def serve(
     show("stopped")
 
 
+def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: Path) -> None:
+    """Print commands that send a request to the server, and one that measures it."""
+    model = packaged.model
+    # The two layouts name these inputs differently.
+    stream, max_tokens = "streaming", "sampling_param_max_tokens"
+    if packaged.layout == "bls":
+        stream, max_tokens = "stream", "max_tokens"
+    body = json.dumps({"text_input": "def read_config(path):", stream: False, max_tokens: 32})
+    show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
+    show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
+    model_option = "" if model == "tensorrt_llm" else f" --model {model}"
+    show(
+        f"toolkit bench {server.grpc_url} --prompts {shell_path(prompts)} --metrics"
+        f" {server.metrics_url}{model_option}"
+    )
+
+
 @contextlib.contextmanager
 def _signals(stop: Any) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `stop` inside the block."""
-    before = {
+    """Call `stop` on Ctrl-C and SIGTERM while the block runs, then restore the old handlers."""
+    old_handlers = {
         number: signal.signal(number, lambda *_: stop())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

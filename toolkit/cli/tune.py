@@ -1,4 +1,4 @@
-"""`tune`: which draft and draft length pay."""
+"""`toolkit tune`: find the draft and the draft length that make decoding faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.cli.common import (
     console,
     here,
     load,
-    placed,
+    located_plan_errors,
     show,
     show_json,
 )
@@ -44,7 +44,8 @@ def tune_command(
         int,
         typer.Option(
             help=(
-                "Also run every draft length, in so many rounds, and set it beside the predictions."
+                "Also run every draft length in this many rounds, and print the results beside the"
+                " predictions."
             ),
             min=0,
         ),
@@ -52,7 +53,7 @@ def tune_command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Predict the costs of a GPU that is not here: H200.",
+            help="Predict the costs for a GPU that this machine does not have: H200.",
             metavar="NAME",
             show_default=False,
         ),
@@ -65,15 +66,18 @@ def tune_command(
         ),
     ] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Also print alpha and every draft length.")
+        bool,
+        typer.Option("--details", help="Also print alpha and the figures of every draft length."),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, stored or not.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again, even if a result is stored.")
+    ] = False,
     overrides: Overrides = None,
     rehash: Rehash = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure acceptance and cost; say which draft and draft length pay, or that none does."""
+    """Measure acceptance and cost, and say which draft and draft length pay off, if any does."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
     from toolkit.records.advice import Advice, Grid
@@ -81,21 +85,22 @@ def tune_command(
 
     if grid and (drafts or measure):
         raise UsageError(
-            "--grid compares the YAML's own pair, at one draft length each",
-            hint="leave --draft and --measure out",
+            "--grid compares precisions of the YAML's own pair, each at one draft length",
+            hint="Leave --draft and --measure out.",
         )
     if gpu is not None and measure:
         raise UsageError(
-            "--measure runs on this machine, and --gpu names another", hint="leave one of them out"
+            "--measure runs on this machine, and --gpu names another one",
+            hint="Leave one of them out.",
         )
     loaded, workplace = load(config, overrides), here()
-    with placed(config, overrides), displayed() as display:
+    with located_plan_errors(config, overrides), displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
-        found: Advice | Grid
+        result: Advice | Grid
         if grid:
-            found, folder = tune_grid(loaded, workplace, display, store, gpu=gpu, fresh=fresh)
+            result, folder = tune_grid(loaded, workplace, display, store, gpu=gpu, fresh=fresh)
         else:
-            found, folder = tune(
+            result, folder = tune(
                 loaded,
                 workplace,
                 display,
@@ -106,32 +111,32 @@ def tune_command(
                 fresh=fresh,
             )
     if as_json:
-        show_json(found)
+        show_json(result)
         return
     from toolkit.report.advice import print_advice, print_grid
 
-    if isinstance(found, Grid):
-        print_grid(found, console())
+    if isinstance(result, Grid):
+        print_grid(result, console())
     else:
         draft = None if loaded.draft is None else loaded.draft.checkpoint.name
         last = _last_report(workplace.report(loaded.name) / "report.json")
+        # A report with other advice was measured on other engines.
+        is_current = last is not None and last.advice == result
         print_advice(
-            found,
+            result,
             console(),
             present=loaded.speculation,
             own_draft=draft,
             schedule=loaded.capabilities.draft_len_schedule is not None,
             max_concurrency=loaded.capabilities.max_concurrency,
-            served=(
-                last if last is not None and last.advice == found else None
-            ),  # else it is of other engines
+            served=last if is_current else None,
             details=details,
         )
     show(f"in {folder.relative_to(Path.cwd())}/")
 
 
 def _last_report(file: Path) -> ValidationReport | None:
-    """None where there is none, or one of another version."""
+    """The report in the file; None if there is none, or if another version wrote it."""
     from toolkit.errors import StageError
     from toolkit.report.render import read_report
 

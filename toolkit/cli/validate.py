@@ -1,4 +1,4 @@
-"""`toolkit validate`: the last stage, or one divergence asked again from its replay file."""
+"""`toolkit validate`: run the last stage, or repeat one divergence from its replay file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from toolkit.cli.build import build_stages
 from toolkit.cli.common import (
+    EXIT_CODES,
     Debug,
     Fresh,
     Json,
@@ -32,7 +33,7 @@ def validate_command(
     replay: Annotated[
         Path | None,
         typer.Option(
-            help="Ask again about one divergence: a file of build/reports/NAME/replay/.",
+            help="Repeat one divergence from its file in build/reports/NAME/replay/.",
             metavar="FILE",
         ),
     ] = None,
@@ -42,50 +43,50 @@ def validate_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Serve the repository, measure and judge it; the report is in build/reports/NAME/."""
+    """Serve the repository, measure it and judge it; the report is in build/reports/NAME/."""
     if replay is not None:
         if config is not None:
             raise UsageError(
-                "--replay FILE holds its deployment itself",
+                "the file of --replay contains its deployment, so it takes no CONFIG",
                 hint=f"toolkit validate --replay {replay}",
             )
         if overrides or fresh or rehash:
             what = (
-                "--replay serves what is built, as it was built: --set, --fresh and --rehash have"
-                " nothing to say"
+                "--replay serves the deployment as it was built, so --set, --fresh and --rehash"
+                " have no effect"
             )
             raise UsageError(what, hint=f"toolkit validate --replay {replay}")
         _replay(replay, as_json=as_json)
     elif config is None:
-        raise UsageError("a CONFIG or --replay FILE is needed", hint="toolkit validate CONFIG")
+        raise UsageError("give a CONFIG or --replay FILE", hint="toolkit validate CONFIG")
     else:
         build_stages(config, "validate", fresh, overrides, rehash, as_json)
 
 
 def _replay(file: Path, *, as_json: bool) -> None:
-    """Exit code 0 when the texts are the same now or differ by rounding, 1 when they differ
-    beyond it.
+    """Send the two requests of a divergence again, and print whether their texts still differ.
+
+    Exit code 0: the texts are identical or differ by rounding. 1: they differ by more than
+    rounding. 4: the difference cannot be explained.
     """
     from toolkit.workflows.replay import replay_divergence
 
     say("serving the deployment again for the two requests of this divergence")
-    found, now = replay_divergence(file, here())
-    before, one = found.divergence, now.divergence
+    recorded, replayed = replay_divergence(file, here())
+    before, now = recorded.divergence, replayed.divergence
     if as_json:
-        show_json({"before": before, "now": now})
+        show_json({"before": before, "now": replayed})
     else:
         show(f"prompt {before.prompt_index + 1}, {before.arm} arm, draft length {before.draft_len}")
         show(f"then  output token {before.position + 1}: {before.kind}, {before.detail}")
-        same = (
-            "both texts are those of the file"
-            if now.as_before
-            else "the texts are not those of the file"
-        )
-        show(
-            "now   identical"
-            if one is None
-            else f"now   output token {one.position + 1}: {one.kind}, {one.detail}"
-        )
-        show(f"      {same}")
-    if one is not None and one.kind not in ("identical", "equivalent"):
-        raise typer.Exit(4 if one.kind == "unexplained" else 1)
+        if now is None:
+            show("now   identical")
+        else:
+            show(f"now   output token {now.position + 1}: {now.kind}, {now.detail}")
+        if replayed.as_before:
+            show("      both texts are those of the file")
+        else:
+            show("      the texts are not those of the file")
+    if now is not None and now.kind not in ("identical", "equivalent"):
+        verdict = "INCONCLUSIVE" if now.kind == "unexplained" else "FAIL"
+        raise typer.Exit(EXIT_CODES[verdict])
