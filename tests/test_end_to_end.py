@@ -1,5 +1,5 @@
-"""The whole product on pairs far smaller than the quickstart's: YAML in, served and judged
-deployment out, by the real CLI.
+"""The whole toolkit on pairs far smaller than the quickstart's: the real command builds, serves and
+judges a deployment from its YAML.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PROMPTS = (
 
 
 def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[str, Any]) -> Path:
-    """A YAML with its data files. The random pair cannot pay, so latency is measured here and
-    not gated.
+    """Write a YAML and its data files. A random pair cannot be faster with speculation, so latency
+    is measured here and not gated.
     """
     lines = [
         {"text": f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times and more"}
@@ -61,10 +61,10 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
             "max_tokens": 12,
             "rounds": 1,
             "max_rounds": 1,
-            # The calibration text is nothing like the prompts, which the unquantized model would
-            # hold against this one.
+            # The calibration text is so unlike the prompts that the quantized model would differ
+            # from the unquantized one.
             "parity": {"max_divergence_rate": 0.9, "source": "never"},
-            "distribution": {"effect": 0.15},  # tokens enough for that are drawn in seconds
+            "distribution": {"effect": 0.15},  # drawing enough tokens for this effect takes seconds
             "quality": {"max_kl": 5.0},
             "latency": {"min_speedup": None},
         },
@@ -87,7 +87,7 @@ def toolkit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def write_divergence(folder: Path, config: Path) -> str:
-    """A replay file, as a validation of `config` that found a fault leaves one."""
+    """Write a replay file as a validation of `config` does when it finds a fault; its path."""
     divergence = Divergence(
         prompt_index=0,
         prompt=PROMPTS[0],
@@ -106,29 +106,26 @@ def write_divergence(folder: Path, config: Path) -> str:
         detail="a token nobody knows",
     )
     stated = load_config(config).model_dump(mode="json", exclude_unset=True)
-    found = Replay(divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6), stated)
-    return str(folder / write_replay(folder / "replay", found))
+    replay = Replay(divergence, 12, 0.0, 0.05, (1, 2, 3, 5), (1, 2, 3, 6), stated)
+    return str(folder / write_replay(folder / "replay", replay))
 
 
 def test_a_replay_of_what_cannot_be_judged_here_is_refused(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    file, workplace = (
-        tmp_path / write_divergence(tmp_path, write_deployment(tmp_path, *tiny_pair)),
-        Workplace(tmp_path),
-    )
+    file = tmp_path / write_divergence(tmp_path, write_deployment(tmp_path, *tiny_pair))
+    workplace = Workplace(tmp_path)
     with pytest.raises(UsageError, match="'tiny' is not built here"):
         replay_divergence(file, workplace)
     workplace.repository("tiny").mkdir(parents=True)
     (workplace.engines("tiny") / "target").mkdir(parents=True)
-    (workplace.engines("tiny") / "target" / "config.json").write_text(
-        '{"pretrained_config": {}}'
-    )  # TensorRT-LLM's
+    # TensorRT-LLM's engines have such a file.
+    (workplace.engines("tiny") / "target" / "config.json").write_text('{"pretrained_config": {}}')
     with pytest.raises(UsageError, match="'tiny' has no engine of kind torch here"):
         replay_divergence(file, workplace)
     file.write_text(file.read_text().replace('"kind": "torch"', '"kind": "flashlight"'))
     with pytest.raises(
-        UsageError, match=r"the deployment in this replay file is none(.|\n)*flashlight"
+        UsageError, match=r"the deployment in this replay file is not valid(.|\n)*flashlight"
     ):
         replay_divergence(file, workplace)
 
@@ -149,7 +146,7 @@ def test_one_command_ends_in_a_verdict_and_a_second_one_has_nothing_to_do(
     assert "serve" in [stage["stage"] for stage in report["memory"]]
     (served,) = (stage for stage in report["stages"] if stage["stage"] == "serve")
     assert served["peak_memory_bytes"] > 50_000_000  # a server, its stub and torch
-    assert [one["against"] for one in report["agreements"]] == ["engine"]
+    assert [agreement["against"] for agreement in report["agreements"]] == ["engine"]
     assert all(test["control_rejected"] for test in report["distribution"]["tests"])
     for folder in ("engines/tiny/target", "engines/tiny/draft", "triton_repo/tiny/tensorrt_llm/1"):
         assert (tmp_path / folder).is_dir()
@@ -219,8 +216,8 @@ def test_checkpoints_that_differ_in_all_but_the_tokenizer_work(name: str, tmp_pa
 def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(
     tmp_path: Path,
 ) -> None:
-    """Qwen2.5's habit: the target has more rows than the draft over the same tokens; another
-    chat template is worth a word.
+    """Qwen2.5 does this: the target has more rows than the draft for the same tokens. A draft with
+    another chat template is reported too.
     """
     target = write_checkpoint(tmp_path / "target", family="qwen2", seed=5, vocab_size=320)
     draft = write_checkpoint(
@@ -241,13 +238,13 @@ def test_a_pair_that_is_padded_differently_is_repaired_and_the_report_says_so(
         "target": 272,
         "draft": 272,
     }
-    said = {
+    warnings = {
         finding["check"]: finding
         for finding in report["findings"]
         if finding["severity"] == "warning"
     }
-    assert said["vocabulary"]["detail"].startswith("the target's 320 rows are trimmed to 272")
-    assert said["chat template"]["detail"] == "differs; prompts are formatted with the target's"
+    assert warnings["vocabulary"]["detail"].startswith("the target's 320 rows are trimmed to 272")
+    assert warnings["chat template"]["detail"] == "differs; prompts are formatted with the target's"
     assert (
         "the target's 320 rows are trimmed to 272"
         in (tmp_path / "build/reports/tiny/report.md").read_text()

@@ -1,4 +1,4 @@
-"""What a build does once."""
+"""What a build does only once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from toolkit.workflows.folders import Workplace
 def test_the_plan_of_a_build_is_made_once(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made before the first stage, and handed on to whoever needs it."""
+    """It is made before the first stage, and passed to everything that needs it."""
     config = load_config(write_config(tmp_path, tiny_pair))
-    made: list[str] = []
+    plans: list[str] = []
     real = make.make_plan
 
     def counted(*arguments: object, **options: object) -> object:
-        made.append("plan")
+        plans.append("plan")
         return real(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(make, "make_plan", counted)
     build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="package")
-    assert made == ["plan"]
+    assert plans == ["plan"]

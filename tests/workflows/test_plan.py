@@ -1,5 +1,5 @@
-"""`toolkit plan`: a shipped file has a reviewed one, a pair is proved where it is here, and what
-is listed is what runs.
+"""`toolkit plan`: the plans of the shipped files are reviewed, a pair on this machine is proved,
+and the listed commands are those that run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "
 
 
 def planned(config: DeploymentConfig, *programs: str) -> Plan:
-    """With these programs on the PATH, whatever the machine of the test has."""
+    """The plan with these programs on the PATH, whatever the machine of the test has."""
     return plan_of(config, which=lambda name: f"/usr/bin/{name}" if name in programs else None)
 
 
@@ -42,16 +42,14 @@ def printed(plan: Plan) -> str:
 
 
 def runs(config: DeploymentConfig, stage: str, *programs: str) -> list[PlannedRun]:
-    return [one for one in planned(config, *programs).runs if one.stage == stage]
+    return [run for run in planned(config, *programs).runs if run.stage == stage]
 
 
 @pytest.mark.parametrize("name", OF_NVIDIA)
 def test_the_plan_of_a_shipped_file_is_the_reviewed_one(
     name: str, golden: Callable[[str, str], None]
 ) -> None:
-    """What the machine of the test is does not stand in it: the files name the GPUs that they
-    are for.
-    """
+    """A plan does not depend on the machine of the test, since the files name their GPUs."""
     plan = planned(load_config(FOLDER / f"{name}.yaml"))
     assert plan.possible
     golden(f"plan-{name}.txt", printed(plan))
@@ -71,29 +69,27 @@ def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     plan = plan_of(load_config(write_config(tmp_path, (tiny_pair[0], other))))
     assert not plan.possible
-    (one,) = [one for one in plan.judgements if one.severity == "refused"]
-    assert (one.rule, one.path) == ("same-vocab", "draft.checkpoint")
+    (refused,) = [judgement for judgement in plan.judgements if judgement.severity == "refused"]
+    assert (refused.rule, refused.path) == ("same-vocab", "draft.checkpoint")
 
 
 def test_what_is_trimmed_of_a_vocabulary_is_said_once(tmp_path: Path) -> None:
-    """By the tokenizers, which know what it is trimmed to; the rule over the shapes only
-    suspects it.
-    """
+    """The tokenizers tell the size after trimming, so the guess from the shapes is left out."""
     pair = tmp_path / "target", tmp_path / "draft"
     write_checkpoint(pair[0])
     write_checkpoint(pair[1], vocab_size=320)
     plan = plan_of(load_config(write_config(tmp_path, pair)))
-    [one] = [one for one in plan.judgements if one.rule == "same-vocab"]
-    assert (plan.possible, one.severity) == (True, "adjusted")
-    assert "the draft's 320 rows are trimmed to 258" in one.what
+    [judgement] = [judgement for judgement in plan.judgements if judgement.rule == "same-vocab"]
+    assert (plan.possible, judgement.severity) == (True, "adjusted")
+    assert "the draft's 320 rows are trimmed to 258" in judgement.what
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [("", "the file is empty"), ('{"question": "why?"}\n', "line 1 has no `prompt`")],
 )
 def test_prompts_that_a_build_would_refuse_are_refused(
-    content: str, said: str, tmp_path: Path, tiny_pair: tuple[Path, Path]
+    content: str, message: str, tmp_path: Path, tiny_pair: tuple[Path, Path]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     config = load_config(write_config(tmp_path, tiny_pair))
@@ -103,14 +99,15 @@ def test_prompts_that_a_build_would_refuse_are_refused(
         }
     )
     plan = plan_of(config)
-    (one,) = [one for one in plan.judgements if one.severity == "refused"]
-    assert (plan.possible, one.rule, one.path) == (False, "toolkit-texts", "validation.prompts")
-    assert said in one.what and one.hint
+    (refused,) = [judgement for judgement in plan.judgements if judgement.severity == "refused"]
+    assert not plan.possible
+    assert (refused.rule, refused.path) == ("toolkit-texts", "validation.prompts")
+    assert message in refused.what and refused.hint
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) -> None:
-    """But for the folders, which are not known before."""
+    """Except for the folders, which a plan does not know."""
     place = place_with_builder(tmp_path / "bin")
     config = config_of("engine", engine__max_num_tokens=4096, engine__tokens_per_block=64)
     source = write_trtllm_checkpoint(
@@ -136,7 +133,7 @@ def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "programs", "first"),
+    ("builder", "programs", "first"),
     [
         ("auto", ("trtllm-build",), "trtllm-build"),
         ("auto", (), "docker"),
@@ -145,9 +142,9 @@ def test_the_engine_s_command_is_the_one_that_is_run(role: str, tmp_path: Path) 
     ],
 )
 def test_the_builder_is_the_one_that_would_be_taken(
-    asked: str, programs: tuple[str, ...], first: str
+    builder: str, programs: tuple[str, ...], first: str
 ) -> None:
-    [run] = runs(config_of("engine", engine__builder=asked), "compile/target", *programs)
+    [run] = runs(config_of("engine", engine__builder=builder), "compile/target", *programs)
     assert run.command is not None and run.command[0] == first
     assert ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1" in run.command) == (first == "docker")
 
@@ -186,8 +183,8 @@ def test_several_nodes_have_no_docker_line() -> None:
 
 
 def test_the_build_inside_the_container_and_the_container_of_its_result_are_told_apart() -> None:
-    """The first serves and judges in an image that somebody started; the second is started from
-    outside.
+    """The build serves and judges inside a container that somebody has started; the container of
+    its result is started from outside.
     """
     [build] = runs(config_of("pytorch"), "validate")
     image = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
@@ -211,9 +208,9 @@ def test_the_build_inside_the_container_and_the_container_of_its_result_are_told
 
 def test_quantizing_names_the_presets_and_the_texts() -> None:
     calls = {
-        one.stage: one.arguments
-        for one in planned(config_of("int8")).runs
-        if one.call and "quantize" in one.stage
+        run.stage: run.arguments
+        for run in planned(config_of("int8")).runs
+        if run.call and "quantize" in run.stage
     }
     assert calls["quantize/draft"] == {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",

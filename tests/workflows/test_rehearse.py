@@ -1,4 +1,4 @@
-"""`toolkit build CONFIG --rehearse` by the real command: shipped deployments, built and served
+"""`toolkit build CONFIG --rehearse` with the real command: shipped deployments are built and served
 on this machine.
 """
 
@@ -41,11 +41,11 @@ def test_a_shipped_deployment_is_built_served_and_judged(
 ) -> None:
     done = rehearse(name, *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stderr.splitlines()
-    assert said[0] == "rehearsing with stand-ins:" and said[1].startswith("  target Qwen/")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "rehearsing with stand-ins:" and lines[1].startswith("  target Qwen/")
     report = json.loads((tmp_path / f"build/reports/{name}-rehearsal/report.json").read_text())
     assert report["verdict"] == "PASS"
-    assert report["replaced"] == [line.strip() for line in said[1 : len(report["replaced"]) + 1]]
+    assert report["replaced"] == [line.strip() for line in lines[1 : len(report["replaced"]) + 1]]
     outcomes = {gate["name"]: gate["outcome"] for gate in report["gates"]}
     assert {
         gate for gate, outcome in outcomes.items() if outcome == "NOT JUDGED"
@@ -53,9 +53,8 @@ def test_a_shipped_deployment_is_built_served_and_judged(
     assert {
         outcomes[gate] for gate in ("parity", "seeded_parity", "agreement_engine", "stop_words")
     } == {"PASS"}
-    assert (
-        report["acceptance"]["rate"] > 0
-    )  # drafts are kept, so accepting is rehearsed as well as refusing
+    # Some draft tokens are accepted, so that acceptance is rehearsed as well as rejection.
+    assert report["acceptance"]["rate"] > 0
     assert (tmp_path / f"triton_repo/{name}-rehearsal/{model}/config.pbtxt").is_file()
     real = tmp_path / f"triton_repo/{name}-rehearsal-trtllm"
     if model == "tensorrt_llm":
@@ -67,10 +66,8 @@ def test_a_shipped_deployment_is_built_served_and_judged(
         )
     else:
         assert 'backend: "tensorrtllm"' in (real / "tensorrt_llm/config.pbtxt").read_text()
-        for role in (
-            "target",
-            "draft",
-        ):  # both forms, the second one for the ranks of the real engine
+        # Both formats are stored; the second one is split for the ranks of the real engine.
+        for role in ("target", "draft"):
             [entry] = (tmp_path / f"build/store/quantize/{role}").iterdir()
             assert len([*entry.rglob("rank*.safetensors")]) == 2 and [
                 *entry.rglob("model.safetensors")

@@ -1,5 +1,5 @@
-"""The report after `tune`: what was found for its engines stands in it, what was found for
-others is named and left out.
+"""The report after `tune`: it shows the advice for its own engines; advice for others is named in a
+finding and left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_what_was_found_since_joins_the_report_without_measuring_again(
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
+    ("section", "key", "value", "difference"),
     [
         ("inputs", "target", "sha256:older", "other engines"),
         ("inputs", "drafts", {"another": "sha256:e"}, "other engines"),
@@ -95,22 +95,22 @@ def test_advice_for_something_else_is_named_and_left_out(
     section: str,
     key: str,
     value: Any,
-    said: str,
+    difference: str,
     store: Store,
     passing: ValidationReport,
     advised: ValidationReport,
     tmp_path: Path,
 ) -> None:
     assert advised.advice is not None
-    own = replace(advised.advice, reason="of the build itself")
-    keep(store, "validate", replace(passing, advice=own), SERVED)
+    advice_of_build = replace(advised.advice, reason="of the build itself")
+    keep(store, "validate", replace(passing, advice=advice_of_build), SERVED)
     keep(store, "tune", advised.advice, {**TUNED, section: {**TUNED[section], key: value}})
     report, _ = published(store, tmp_path)
-    assert report.advice == own
-    (finding,) = [one for one in report.findings if one.check == "advice"]
+    assert report.advice == advice_of_build
+    (finding,) = [finding for finding in report.findings if finding.check == "advice"]
     assert finding.severity == "warning"
-    assert said in finding.detail and "toolkit tune CONFIG" in finding.detail
-    assert said in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert difference in finding.detail and "toolkit tune CONFIG" in finding.detail
+    assert difference in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("compiled_from", "stale"), [("sha256:q", False), ("sha256:other", True)])
@@ -122,7 +122,7 @@ def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made
     advised: ValidationReport,
     tmp_path: Path,
 ) -> None:
-    """It looked at other engines of them, on a machine that its costs are not of."""
+    """`tune` measured other engines of the same checkpoints, and its costs are of no machine."""
     assert advised.advice is not None
     for role, checkpoint in (("target", compiled_from), ("draft", "sha256:r")):
         keep(store, f"compile/{role}", advised.advice, {"inputs": {"checkpoint": checkpoint}})
@@ -131,23 +131,23 @@ def test_advice_for_tensorrt_llm_is_of_the_checkpoints_that_its_engines_are_made
         "target": "sha256:twin",
         "checkpoints": {"target": ["sha256:q"], "draft": ["sha256:r"]},
     }
-    every = {"target": ["sha256:q", "sha256:q8"], "draft": ["sha256:r8", "sha256:r"]}
+    by_role = {"target": ["sha256:q", "sha256:q8"], "draft": ["sha256:r8", "sha256:r"]}
     keep(store, "validate", passing, SERVED)
     keep(store, "tune", advised.advice, {**TUNED, "inputs": inputs, "machine": {"cpu": "two"}})
     assert advised.grid is not None
-    compared = {**COMPARED["inputs"], "engines": {}, "checkpoints": every}
+    compared = {**COMPARED["inputs"], "engines": {}, "checkpoints": by_role}
     keep(store, "grid", advised.grid, {**COMPARED, "inputs": compared, "machine": {"cpu": "two"}})
     report, _ = published(store, tmp_path)
     assert ((report.advice is None), (report.grid is None)) == (stale, stale)
-    assert [one.detail.partition(",")[0] for one in report.findings if one.check == "advice"] == (
-        ["the last advice is of other checkpoints"] if stale else []
-    )
+    assert [
+        finding.detail.partition(",")[0] for finding in report.findings if finding.check == "advice"
+    ] == (["the last advice is for other checkpoints"] if stale else [])
 
 
 def test_a_grid_without_the_served_engines_is_left_out(
     store: Store, passing: ValidationReport, advised: ValidationReport, tmp_path: Path
 ) -> None:
-    """The draft's engine stands among the target's, and its own are others."""
+    """The served draft's engine is in the list of the target, and not in that of the draft."""
     assert advised.grid is not None
     keep(store, "validate", passing, SERVED)
     pairs = {"target": ["sha256:t", "sha256:d"], "draft": ["sha256:x", "sha256:y"]}
@@ -159,8 +159,8 @@ def test_a_grid_without_the_served_engines_is_left_out(
     )
     report, _ = published(store, tmp_path)
     assert report.grid is None
-    assert [one.detail for one in report.findings if one.check == "grid"] == [
-        "the last grid is of other engines, and is not shown; measure again: toolkit tune CONFIG"
+    assert [finding.detail for finding in report.findings if finding.check == "grid"] == [
+        "the last grid is for other engines, and is not shown; measure again: toolkit tune CONFIG"
         " --grid"
     ]
 

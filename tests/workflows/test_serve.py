@@ -1,4 +1,4 @@
-"""A deployment for TensorRT-LLM, built and judged: everything is real but `LLM()`, for which the
+"""Build and judge a deployment for TensorRT-LLM: everything is real except `LLM()`, for which the
 server finds a stand-in.
 """
 
@@ -61,10 +61,10 @@ def loaded(
 def test_both_arms_are_served_in_turns_and_judged(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Two rounds are four servers: plain, speculative, plain, speculative; drawing tokens takes one
-    more of each, and asking again for log-probabilities none: the last server answers, and the
-    first one of the drawing. The stand-in lies in the packaged model's version folder, where Triton
-    looks for modules. One prompt in four is undecided at one place.
+    """Two rounds need four servers: plain, speculative, plain, speculative. Drawing tokens needs
+    one more of each. Requests for log-probabilities need none: the last server answers them, and
+    the first one of the drawing. The stand-in lies in the packaged model's version folder, where
+    Triton looks for modules. For one prompt of the four, two tokens tie at one position.
     """
     drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 60.0}
     config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
@@ -101,17 +101,16 @@ def test_both_arms_are_served_in_turns_and_judged(
         0.0, abs=1e-5
     )
     assert report.arms.speculative is not None
-    assert (
-        report.arms.plain.requests == report.arms.speculative.requests == 8
-    )  # 4 prompts in 2 rounds
+    # 4 prompts in 2 rounds
+    assert report.arms.plain.requests == report.arms.speculative.requests == 8
     assert report.acceptance is not None
-    steps, accepted = (
-        3 * 3 + 4,
-        3 * 6 + 5,
-    )  # 10 tokens: one of prefill and three steps, or four where the tie rejects a draft
+    # 10 tokens take a prefill of one token and three steps, or four where the tie rejects a draft.
+    steps, accepted = 3 * 3 + 4, 3 * 6 + 5
     assert report.acceptance.length == pytest.approx(1 + accepted / steps)
     assert report.acceptance.rate is None and report.acceptance.alpha is not None
-    unknown = " ".join(one.detail for one in report.findings if one.check == "not measured")
+    not_measured = " ".join(
+        finding.detail for finding in report.findings if finding.check == "not measured"
+    )
     for what in (
         "agreement_engine",
         "(draft)",
@@ -123,18 +122,18 @@ def test_both_arms_are_served_in_turns_and_judged(
         "acceptance rate",
         "engine.enable_block_reuse",
     ):
-        assert what in unknown
+        assert what in not_measured
     assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(
         encoding="utf-8"
     )
 
     assert tie.replay is not None
     (workplace.repository("tiny") / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
-    found, now = replay_divergence(workplace.report("tiny") / tie.replay, workplace, HERE)
+    recorded, now = replay_divergence(workplace.report("tiny") / tie.replay, workplace, HERE)
     assert now.as_before and now.divergence is not None
     assert (
         replace(now.divergence, prompt_index=2, replay=tie.replay)
-        == replace(found.divergence, replay=tie.replay)
+        == replace(recorded.divergence, replay=tie.replay)
         == tie
     )
 
@@ -143,14 +142,13 @@ def test_both_arms_are_served_in_turns_and_judged(
 def test_where_auto_finds_nothing_one_plain_server_is_judged(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of random models no draft is kept. What is served then takes no draft length, and has no
-    other arm.
+    """Random models accept no draft tokens, so the deployment is served without speculation and has
+    no second arm.
     """
-    monkeypatch.setenv(
-        "CXX", "no-such-compiler"
-    )  # eager, which is quicker here than compiling two engines
-    asked = {"speculation": {"max_draft_len": "auto"}, "hardware": {"gpu": "H200", "count": 1}}
-    config = loaded(tmp_path, tiny_pair, **asked)
+    # The engines run eagerly, which is quicker here than compiling two of them.
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    sections = {"speculation": {"max_draft_len": "auto"}, "hardware": {"gpu": "H200", "count": 1}}
+    config = loaded(tmp_path, tiny_pair, **sections)
     workplace, store = Workplace(tmp_path), Store(tmp_path / "store")
     packaged = (
         build(config, workplace, Silent(), store, until="package").stages["package"].record.path
@@ -213,9 +211,7 @@ def test_a_machine_that_cannot_serve_it_says_what_is_missing(
 def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s_folder(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Its settings name /models; on this machine they have to name the folder that the server is
-    given.
-    """
+    """Its settings name /models; on this machine they have to name the folder of the server."""
     config = loaded(tmp_path, tiny_pair)
     store = Store(tmp_path / "store")
     packaged = (
@@ -233,9 +229,8 @@ def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s
         assert client.generate("def f(x):", max_tokens=4).statistics.output_tokens == 4
         folder = servers.server.repository
         os.utime(folder.parent, (0, 0))
-        sweep(
-            Path(tempfile.gettempdir())
-        )  # as the next server on this machine does, a long time later
+        # The next server on this machine does this, a long time later.
+        sweep(Path(tempfile.gettempdir()))
         assert client.generate("def f(x):", max_tokens=4).text
         assert folder.exists()
     assert not folder.parent.exists()

@@ -1,6 +1,4 @@
-"""`max_draft_len: auto`: the advice is a stage of the build, and what is packaged follows from
-it.
-"""
+"""`max_draft_len: auto`: the advice is a stage of the build, and decides what is packaged."""
 
 from __future__ import annotations
 
@@ -84,13 +82,13 @@ def test_tune_ranks_drafts_and_prompt_lookup_and_tells_the_report(
         ("ngram", "ngram"),
     }
     assert folder == workplace.advice(config.name)
-    itself = next(
+    target_as_draft = next(
         candidate for candidate in advice.candidates if candidate.name == tiny_pair[0].name
     )
     greedy = next(
-        alpha for alpha in itself.alphas if (alpha.rule, alpha.domain) == ("greedy", None)
+        alpha for alpha in target_as_draft.alphas if (alpha.rule, alpha.domain) == ("greedy", None)
     )
-    assert greedy.estimate > 0.95  # the target as its own draft, but for rounding
+    assert greedy.estimate > 0.95  # the target accepts its own tokens, except for rounding
 
 
 def test_without_auto_nothing_is_tuned(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -105,13 +103,13 @@ def test_without_auto_nothing_is_tuned(tiny_pair: tuple[Path, Path], tmp_path: P
 def test_prompt_lookup_with_a_schedule_is_built_and_packaged(
     tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """No draft section; the schedule's numbers are part of the key, so another one is another
+    """There is no draft section. The schedule is part of the key, so another one makes another
     package.
     """
     speculation = {"kind": "ngram", "max_draft_len": 4, "draft_len_schedule": {1: 4, 2: 1}}
     config = load_config(write_config(tmp_path, tiny_pair))
-    asked = config.speculation.model_copy(update=speculation)
-    config = config.model_copy(update={"draft": None, "speculation": asked})
+    with_schedule = config.speculation.model_copy(update=speculation)
+    config = config.model_copy(update={"draft": None, "speculation": with_schedule})
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     built = build(config, workplace, Silent(), store, until="package")
@@ -119,7 +117,7 @@ def test_prompt_lookup_with_a_schedule_is_built_and_packaged(
     assert settings["speculative_config"]["decoding_type"] == "NGram"
     assert settings["toolkit"]["draft_len_schedule"] == [[1, 4], [2, 1]]
     assert not (workplace.engines(config.name) / "draft").exists()
-    other = asked.model_copy(update={"draft_len_schedule": {1: 4, 2: 0}})
+    other = with_schedule.model_copy(update={"draft_len_schedule": {1: 4, 2: 0}})
     again = build(
         config.model_copy(update={"speculation": other}),
         workplace,
@@ -152,21 +150,20 @@ def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> 
 def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicted_gpu(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acceptance by the rule that serves, of engines that nobody deploys; loads beyond what runs
-    here are predicted too.
+    """Acceptance is measured by the rule of the served deployment, on engines that nobody deploys.
+    Batches that are too large for this machine are predicted too.
     """
-    monkeypatch.setenv(
-        "CXX", "no-such-compiler"
-    )  # eager, which is quicker here than compiling two engines
+    # The engines run eagerly, which is quicker here than compiling two of them.
+    monkeypatch.setenv("CXX", "no-such-compiler")
     config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
     workplace = Workplace(tmp_path)
     advice, folder = tune(config, workplace, Silent(), Store(workplace.store))
     assert (advice.costs_are, advice.rule) == ("predicted", "sample_match_greedy_draft")
-    assert {(each.name, each.drafter) for each in advice.candidates} == {
+    assert {(candidate.name, candidate.drafter) for candidate in advice.candidates} == {
         ("draft", "draft_target"),
         ("ngram", "ngram"),
     }
-    assert max(one.batch for one in advice.candidates[0].predictions) == 64
+    assert max(prediction.batch for prediction in advice.candidates[0].predictions) == 64
     assert (folder / "advice.json").is_file()
     assert not workplace.engines(config.name).exists()
 
@@ -175,7 +172,7 @@ def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicte
 def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of random models no draft is kept, so nothing is drafted; with other advice the same
+    """Random models accept no draft tokens, so nothing is drafted. With other advice the same
     stages make other engines.
     """
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -203,7 +200,7 @@ def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
         (packaged.path / "tensorrt_llm/1/model.yaml").read_text()
     )
     assert not build(config, workplace, Silent(), store, until="package").changed
-    tune(config, workplace, Silent(), store)  # by the engines that the build has made
+    tune(config, workplace, Silent(), store)  # with the engines that the build has made
     assert [
         len(list((workplace.store / group / "target").iterdir()))
         for group in ("advised", "compile")
@@ -247,12 +244,11 @@ def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
 def test_the_grid_of_what_tensorrt_llm_serves_has_predicted_speeds_of_the_pairs_that_it_takes(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the roofline does not say is measured; for the GPU that is asked for, whatever
-    the YAML names.
+    """Everything that the roofline cannot predict is measured. The GPU of the option is used, not
+    the one of the YAML.
     """
-    monkeypatch.setenv(
-        "CXX", "no-such-compiler"
-    )  # eager, which is quicker here than compiling four engines
+    # The engines run eagerly, which is quicker here than compiling four of them.
+    monkeypatch.setenv("CXX", "no-such-compiler")
     config = calibrated(for_tensorrt_llm(tiny_pair, tmp_path, gpu="A100", count=1), tmp_path)
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
@@ -264,7 +260,7 @@ def test_the_grid_of_what_tensorrt_llm_serves_has_predicted_speeds_of_the_pairs_
     assert [line.partition(": ")[0] for line in grid.left_out] == [
         f"target {algo}, draft {algo}" for algo in ("W8A8_SQ_PER_CHANNEL", "W8A16")
     ]
-    quality = {one.quant_algo: one for one in grid.targets}
+    quality = {target.quant_algo: target for target in grid.targets}
     assert quality["NO_QUANT"].kl.estimate == 0.0 < quality["FP8"].kl.estimate
     speeds = {(cell.target, cell.draft): cell for cell in grid.cells}
     assert (
@@ -283,9 +279,8 @@ def test_the_grid_of_what_tensorrt_llm_serves_has_predicted_speeds_of_the_pairs_
         store,
         until="quantize",
     )
-    assert all(
-        served.stages[f"quantize/{role}"].reused for role in ("target", "draft")
-    )  # the checkpoints that are served
+    # The grid has made the checkpoints that are served.
+    assert all(served.stages[f"quantize/{role}"].reused for role in ("target", "draft"))
 
 
 def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_anything_is_built(
@@ -294,9 +289,9 @@ def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_any
     config = for_tensorrt_llm(tiny_pair, tmp_path, gpu="H200", count=1)
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
-    with pytest.raises(UsageError, match="in its server alone"):
+    with pytest.raises(UsageError, match="only in its server"):
         tune(config, workplace, Silent(), store, measured_rounds=1)
-    with pytest.raises(UsageError, match="give the YAML a `draft` and a `calibration` section"):
+    with pytest.raises(UsageError, match="Give the YAML a `draft` and a `calibration` section"):
         tune_grid(config, workplace, Silent(), store)
     with pytest.raises(UsageError, match="no GPU 'H2000' is known"):
         tune_grid(calibrated(config, tmp_path), workplace, Silent(), store, gpu="H2000")
@@ -325,6 +320,7 @@ def test_rule_and_schedule_are_those_of_what_serves(
     kind: str, keys: dict[str, Any], rule: str, by_load: bool, stops: bool
 ) -> None:
     config = config_of(kind, **keys)
-    can = config.capabilities
+    capabilities = config.capabilities
     assert sampled_rule(config) == rule
-    assert (can.draft_len_schedule is not None, can.max_concurrency) == (by_load, stops)
+    assert (capabilities.draft_len_schedule is not None) == by_load
+    assert capabilities.max_concurrency == stops

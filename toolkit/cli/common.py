@@ -156,9 +156,9 @@ def package_to_serve(config: DeploymentConfig, *, rehash: bool = False) -> Trito
     Raises PlanError or UsageError if this machine cannot serve it, before anything is downloaded.
     """
     from toolkit.workflows.serve import Machine, check_servable
-    from toolkit.workflows.stages.sequence import planned
+    from toolkit.workflows.stages.sequence import possible_plan
 
-    plan = planned(config)
+    plan = possible_plan(config)
     check_servable(config, Machine(), judged=False)
     packaged: TritonRepository = (
         run_stages(config, "package", rehash=rehash, plan=plan).stages["package"].record

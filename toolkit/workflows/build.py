@@ -1,4 +1,4 @@
-"""Run the stages that are not in the store, and publish what people use."""
+"""Run the stages whose results are not in the store, and publish the folders that people use."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from toolkit.workflows.serve import Machine, check_servable
 from toolkit.workflows.stages.sequence import (
     PACKAGE_TRTLLM,
     REAL_KIND,
-    planned,
+    possible_plan,
     stages_of,
 )
 
 __all__ = ["Built", "build", "explain_build"]
 
-PACKAGED = ("package", "validate")
-
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build did. published: the folders that hold its results; changed: whether anything ran
-    or was put there anew.
+    """What a build did.
 
-    outdated: folders of the same name that an earlier build filled from other engines than those
-    that are published now.
+    published: the folders that hold its results. changed: whether a stage ran or a folder was
+    published again. outdated: folders of this deployment that an earlier build made from other
+    engines than those that are published now.
     """
 
     stages: dict[str, Done]
@@ -50,7 +48,7 @@ class Built:
 
     @property
     def not_executed(self) -> dict[str, tuple[str, ...]]:
-        """Stage -> what of its engine no GPU has executed; of engines for TensorRT-LLM alone."""
+        """Stage -> what no GPU has executed of its engine, for engines of TensorRT-LLM."""
         records = {
             name: done.record
             for name, done in self.stages.items()
@@ -75,16 +73,16 @@ def build(
     plan: Plan | None = None,
     here: Machine | None = None,
 ) -> Built:
-    """Run the stages that `until` needs and are not in the store, and publish what people use.
+    """Run the stages up to `until` whose results are not in the store, and publish the results.
 
-    fresh: stages that run in any case. stages: others than `stages_of(config)`. plan: where the
-    caller has made it already. here: what there is
-    to serve with, None for what this machine has. Raises what the stages raise.
+    fresh: stages that run even if their results are stored. stages: run these instead of
+    `stages_of(config)`. plan: the plan, if the caller has made it already. here: what serves the
+    deployment; None for this machine. Raises what the stages raise.
     """
     if stages is None:
-        plan = plan or planned(config)
+        plan = plan or possible_plan(config)
         if until == "validate":
-            check_servable(config, here or Machine())  # before hours of downloading and quantizing
+            check_servable(config, here or Machine())  # before hours of downloads and quantizing
         stages = upto(stages_of(config, workplace, store.memo, plan=plan), until)
         if until in ("compile", "package"):
             _check_builder(config, stages, store)
@@ -111,7 +109,7 @@ def build(
 def explain_build(
     config: DeploymentConfig, workplace: Workplace, store: Store
 ) -> list[Explanation]:
-    """What `build` would do, and why."""
+    """Say for each stage what `build` would do with it, and why."""
     stages = stages_of(config, workplace, store.memo, download=False)
     try:
         check_servable(config, Machine())
@@ -123,7 +121,7 @@ def explain_build(
 def _publications(
     config: DeploymentConfig, workplace: Workplace
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Folder -> its subfolders and the stages that they come from."""
+    """Each folder that is published, with its subfolders and the stages that make them."""
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in config.models}
     yield (
         workplace.engines(config.name + REAL_KIND),
@@ -137,18 +135,18 @@ def _publications(
 def _outdated(
     config: DeploymentConfig, workplace: Workplace, store: Store, finished: Mapping[str, Done]
 ) -> Iterator[Path]:
-    """Folders of stages behind `until` whose content was made from what this build has just
-    replaced.
+    """Published folders of later stages than `until` that were made from engines which this build
+    has replaced.
     """
     stages = {role: f"compile/{role}" for role in config.models}
     if not set(stages.values()) <= set(finished):
-        return  # engines/NAME is what it was
+        return  # engines/NAME has not changed
     engines = {role: finished[stage].entry.digest for role, stage in stages.items()}
-    last = {stage: known["parts"]["inputs"] for stage, known in store.last(config.name).items()}
+    last = {stage: entry["parts"]["inputs"] for stage, entry in store.last(config.name).items()}
     packaged = {
-        key.removeprefix("compile/"): one
-        for key, one in last.get("package", {}).items()
-        if key.startswith("compile/")
+        stage.removeprefix("compile/"): digest
+        for stage, digest in last.get("package", {}).items()
+        if stage.startswith("compile/")
     }
     if (
         "package" not in finished
@@ -160,14 +158,15 @@ def _outdated(
     served = (
         finished["package"].entry.digest if "package" in finished else validated.get("repository")
     )
-    same = (validated.get("engines"), validated.get("repository")) == (engines, served)
-    if "validate" not in finished and not same and workplace.report(config.name).exists():
+    is_current = (validated.get("engines"), validated.get("repository")) == (engines, served)
+    if "validate" not in finished and not is_current and workplace.report(config.name).exists():
         yield workplace.report(config.name)
 
 
 def _check_builder(config: DeploymentConfig, stages: Sequence[Stage], store: Store) -> None:
-    """Raises BackendUnavailable where trtllm-build would be needed and is not to be had; what is
-    in the store needs none.
+    """Raises BackendUnavailable if a stage has to run trtllm-build and this machine has none.
+
+    A build whose engines are all in the store does not need it.
     """
     if not config.capabilities.needs_trtllm_build:
         return

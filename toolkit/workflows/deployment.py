@@ -1,6 +1,4 @@
-"""What a YAML asks for, in the words of the stages: questions that more than one of them puts to
-it.
-"""
+"""Facts about a deployment that more than one stage needs, derived from its YAML."""
 
 from __future__ import annotations
 
@@ -17,38 +15,40 @@ __all__ = [
     "embedded",
     "embedded_twin",
     "sampled_rule",
-    "settled",
     "speculation_of",
+    "with_advice",
 ]
 
-TWIN_BATCH = (
-    4  # requests at once: what is timed there is nothing, and KV caches of a large model are large
-)
+# Requests in a batch of the embedded twin. Nothing is timed there, and the KV caches of a large
+# model are large.
+TWIN_MAX_BATCH_SIZE = 4
 
 
 def embedded(config: DeploymentConfig) -> TorchEngineConfig:
-    """The section of the embedded engine. Raises UsageError for another kind, which nothing but
-    its server can run.
+    """The `engine` section of the embedded engine.
+
+    Raises UsageError for any other kind, which runs only in its server.
     """
     engine = config.embedded_engine
     if engine is None:
         raise UsageError(
-            f"engine.kind {config.engine.kind} runs in its server alone, and this works on the"
-            " embedded engine",
+            f"engine.kind {config.engine.kind} runs only in its server, and this needs the embedded"
+            " engine",
             hint="Use engine.kind: torch.",
         )
     return engine
 
 
 def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
-    """The same models on the embedded engine, long enough for what validation asks: to read what
-    they say, not how fast.
+    """The same models on the embedded engine, which shows what they say but not how fast.
+
+    Its sequences are long enough for the requests of the validation.
     """
     if config.capabilities.in_process:
         return config
     longest = config.engine.max_input_len
     engine = TorchEngineConfig(
-        max_batch_size=min(config.engine.max_batch_size, TWIN_BATCH),
+        max_batch_size=min(config.engine.max_batch_size, TWIN_MAX_BATCH_SIZE),
         max_input_len=longest,
         max_seq_len=min(config.engine.max_seq_len, longest + config.validation.max_tokens),
     )
@@ -56,40 +56,47 @@ def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def sampled_rule(config: DeploymentConfig) -> DeployedRule:
-    """The rule that accepts the drafts of requests at temperature > 0 without a seed, in the
-    advisor's words for it.
+    """The rule that accepts draft tokens of requests at temperature > 0 without a seed.
+
+    It is named as the advisor names it.
     """
-    can, stated = config.capabilities, config.speculation.acceptance
-    rule = can.acceptance[0] if stated == "auto" else stated
-    return "sample_match_greedy_draft" if can.drafts_greedily and rule == "sample_match" else rule
+    capabilities = config.capabilities
+    stated = config.speculation.acceptance
+    rule = capabilities.acceptance[0] if stated == "auto" else stated
+    if capabilities.drafts_greedily and rule == "sample_match":
+        return "sample_match_greedy_draft"
+    return rule
 
 
 def speculation_of(config: DeploymentConfig, finished: Finished) -> SpeculationConfig:
-    """What is served: what the YAML says, or what was found where it says `auto`."""
+    """The speculation that is served: as the YAML says, with the advice in place of `auto`."""
     if not config.speculation.is_measured:
         return config.speculation
     advice: Advice = finished["tune"].record
     if not advice.speculate:
         return config.speculation.model_copy(update={"kind": "none"})
-    can = config.capabilities
-    by_load = can.draft_len_schedule is not None
-    found: dict[str, Any] = {
+    advised: dict[str, Any] = {
         "max_draft_len": advice.max_draft_len,
-        "draft_len_schedule": (
-            {step.batch: step.draft_len for step in advice.schedule} if by_load else None
-        ),
-        "max_concurrency": (None if by_load or not can.max_concurrency else advice.max_concurrency),
+        "draft_len_schedule": None,
+        "max_concurrency": None,
     }
-    return config.speculation.model_copy(update=found)
+    if config.capabilities.draft_len_schedule is not None:
+        advised["draft_len_schedule"] = {step.batch: step.draft_len for step in advice.schedule}
+    elif config.capabilities.max_concurrency:
+        advised["max_concurrency"] = advice.max_concurrency
+    return config.speculation.model_copy(update=advised)
 
 
-def settled(config: DeploymentConfig, finished: Finished) -> DeploymentConfig:
-    """The same with what was found in the place of `auto`."""
+def with_advice(config: DeploymentConfig, finished: Finished) -> DeploymentConfig:
+    """The same deployment with the advice in place of `auto`."""
     return config.model_copy(update={"speculation": speculation_of(config, finished)})
 
 
 def check_prompt_lengths(config: DeploymentConfig) -> None:
-    """Asked before long work and not at every build: it needs the tokenizer. Raises UsageError."""
+    """Raises UsageError if a prompt is longer than engine.max_input_len.
+
+    This needs the tokenizer, so it is done before long work and not in every build.
+    """
     from toolkit.bench.prompts import check_lengths
     from toolkit.checkpoints.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Where the results of a deployment go, beneath the folder that the command runs in."""
+"""The folders for the results of a deployment, beneath the folder that the command runs in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Workplace"]
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """Where results go: the folders beneath the one that the command runs in."""
+    """The folders for results. root: the folder that the command runs in."""
 
     root: Path
 
@@ -31,7 +31,7 @@ class Workplace:
         return self.root / "build" / "advice" / name
 
     def rehearsal(self, name: str) -> Path:
-        """What a rehearsal makes up."""
+        """The stand-ins that a rehearsal writes."""
         return self.root / "build" / "rehearsals" / name
 
     def grid(self, name: str) -> Path:

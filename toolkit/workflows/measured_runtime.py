@@ -1,6 +1,4 @@
-"""The serving runtime as the advisor looks at it: loaded engines, and a fresh runtime over them
-for each question.
-"""
+"""Run the serving runtime for the advisor, with a new runtime for each measurement."""
 
 from __future__ import annotations
 
@@ -23,9 +21,10 @@ __all__ = ["MeasuredRuntime"]
 
 
 class MeasuredRuntime:
-    """The serving runtime as the advisor looks at it (toolkit.advise.cost.ServingRuntime): loaded
-    engines, and a fresh runtime over them for each question. drafter: "draft_target" runs the draft
-    engine, "ngram" looks the text up.
+    """The loaded engines, which serve each measurement with a new runtime.
+
+    It implements toolkit.advise.cost.ServingRuntime. Of its methods' arguments, drafter is
+    "draft_target" to run the draft engine, "ngram" to look the draft up in the text, or "none".
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class MeasuredRuntime:
     def write(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
     ) -> list[tuple[int, ...]]:
-        """Plain decoding of all prompts, each up to EOS or max_tokens."""
+        """The outputs of all prompts, decoded without speculation up to EOS or max_tokens."""
         return [tuple(ids) for ids, _ in self.run("none", prompts, 0, max_tokens, temperature)]
 
     def run(
@@ -58,14 +57,15 @@ class MeasuredRuntime:
         *,
         batch: int | None = None,
     ) -> list[tuple[list[int], RequestStats]]:
-        """Serve all prompts, `batch` of them at a time (None: as many as the engine takes):
-        (output, statistics) of each.
+        """Serve all prompts, `batch` of them at a time: (output, statistics) of each.
+
+        batch: None for as many as the engine takes. Raises StageError if a request fails.
         """
         outputs: list[list[int]] = [[] for _ in prompts]
         stats: dict[int, RequestStats] = {}
-        failed: list[str] = []
+        errors: list[str] = []
         waiting = deque(enumerate(prompts))
-        most = batch or self.max_batch_size
+        max_running = batch or self.max_batch_size
 
         def submit_next() -> None:
             index, prompt = waiting.popleft()
@@ -75,17 +75,17 @@ class MeasuredRuntime:
                 if event.stats is not None:
                     stats[index] = event.stats
                     if event.error is not None:
-                        failed.append(event.error)
+                        errors.append(event.error)
 
             runtime.submit(self._request(index, prompt, max_tokens, temperature), listen)
 
         with contextlib.closing(self._runtime(drafter, draft_len, self._eos)) as runtime:
             while waiting or len(stats) < len(prompts):
-                while waiting and len(prompts) - len(waiting) - len(stats) < most:
+                while waiting and len(prompts) - len(waiting) - len(stats) < max_running:
                     submit_next()
                 runtime.step()
-        if failed:
-            raise StageError("tune", f"the runtime failed: {failed[0]}")
+        if errors:
+            raise StageError("tune", f"the runtime failed: {errors[0]}")
         return [(output, stats[index]) for index, output in enumerate(outputs)]
 
     def serve_ns(
@@ -98,8 +98,9 @@ class MeasuredRuntime:
         *,
         batch: int,
     ) -> int:
-        """Nanoseconds to serve all prompts, `batch` of them at a time; draft_len 0 decodes
-        plainly.
+        """Nanoseconds to serve all prompts, `batch` of them at a time.
+
+        draft_len 0 decodes without speculation.
         """
         began = time.monotonic_ns()
         self.run(
@@ -120,8 +121,9 @@ class MeasuredRuntime:
         temperature: float,
         steps: int,
     ) -> StepTimes:
-        """Steps with all prompts running together, behind one that is not counted. No text ends
-        meanwhile: EOS is ignored.
+        """Times of `steps` steps with all prompts in one batch, after one step that is not counted.
+
+        EOS is ignored, so that no request ends meanwhile.
         """
         from toolkit.advise.cost import StepTimes
 
@@ -149,7 +151,7 @@ class MeasuredRuntime:
 
     @staticmethod
     def _timed_step(runtime: SpeculativeRuntime) -> tuple[int, int, int, int]:
-        """(draft, verify, host, everything else) of one step, in nanoseconds."""
+        """Nanoseconds of one step: (draft, verify, host, everything else)."""
         before, began = runtime.counters(), time.monotonic_ns()
         runtime.step()
         wall, after = time.monotonic_ns() - began, runtime.counters()
@@ -173,14 +175,16 @@ class MeasuredRuntime:
         settings = RuntimeSettings(
             max_draft_len=draft_len, acceptance=self._acceptance, eos_token_ids=eos
         )
-        looked_up = NgramDrafter(self._ngram_size, padded=padded) if drafter == "ngram" else None
+        ngram_drafter = (
+            NgramDrafter(self._ngram_size, padded=padded) if drafter == "ngram" else None
+        )
         draft = self._draft if drafter == "draft_target" and draft_len > 0 else None
-        return SpeculativeRuntime(self._target, draft, self._codec, settings, drafter=looked_up)
+        return SpeculativeRuntime(self._target, draft, self._codec, settings, drafter=ngram_drafter)
 
     def _request(
         self, index: int, prompt: Sequence[int], max_tokens: int, temperature: float
     ) -> GenerationRequest:
-        """Seeded where it samples, so that the same texts come out again."""
+        """A request that has a seed if it samples, so that it gives the same text every time."""
         sampling = Sampling(temperature=temperature, seed=index if temperature > 0 else None)
         acceptance = "rejection" if self._acceptance == "auto" else self._acceptance
         return GenerationRequest(

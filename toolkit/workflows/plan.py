@@ -1,8 +1,8 @@
-"""What `toolkit plan` says: the plan, the pair where both tokenizers are here, and what the stages
-will run, word by word.
+"""Make what `toolkit plan` prints: the plan, the check of the pair if both tokenizers are here, and
+the exact commands that the stages will run.
 
-What will run is asked of the very functions that the stages use, so that the plan cannot say one
-thing and the build do another. Nothing is run, and nothing heavy is imported.
+The commands come from the functions that the stages themselves use, so that the plan cannot differ
+from the build. Nothing is run, and nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -29,36 +29,50 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_of"]
 
-HERE = Workplace(Path())
-IN_CONTAINER = (
+RELATIVE_FOLDERS = Workplace(Path())
+HOW_TO_ENTER_CONTAINER = (
     'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
 )
-SAME_VOCAB = "same-vocab"  # the rule, of which the shapes know a part
+SAME_VOCAB_RULE = "same-vocab"  # the shapes alone can judge only a part of it
 
 
 def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shutil.which) -> Plan:
-    """which: finds a program on the PATH. Raises CheckpointError as `make_plan`."""
+    """The plan of a deployment, with its pair, its texts and its commands judged too.
+
+    which: finds a program on the PATH. Raises CheckpointError as `make_plan` does.
+    """
     from toolkit.plan.make import make_plan
     from toolkit.plan.resolve import by_severity
 
-    plan, pair = make_plan(config), _pair(config)
-    judgements = by_severity(*_unless_read(plan.judgements, pair), *pair, *_texts(config))
-    possible = not any(one.severity == "refused" for one in judgements)
-    runs = tuple(_runs(config, which)) if possible else ()
+    plan, pair = make_plan(config), _judge_pair(config)
+    judgements = by_severity(
+        *_without_replaced(plan.judgements, pair), *pair, *_judge_texts(config)
+    )
+    possible = not any(judgement.severity == "refused" for judgement in judgements)
+    runs = tuple(_planned_runs(config, which)) if possible else ()
     return replace(plan, possible=possible, judgements=judgements, runs=runs)
 
 
-def _unless_read(judgements: tuple[Judgement, ...], pair: list[Judgement]) -> Iterator[Judgement]:
-    """Without what the shapes alone say of the vocabularies, where the tokenizers have said it
-    better.
+def _without_replaced(
+    judgements: tuple[Judgement, ...], pair: list[Judgement]
+) -> Iterator[Judgement]:
+    """The judgements without those of the vocabularies that the tokenizers make more exactly.
+
+    judgements: from the shapes of the checkpoints. pair: from the tokenizers.
     """
-    read = {one.severity for one in pair if one.rule == SAME_VOCAB}
-    told = {"refused", "adjusted"} if "refused" in read else read & {"adjusted"}
-    return (one for one in judgements if one.rule != SAME_VOCAB or one.severity not in told)
+    of_tokenizers = {judgement.severity for judgement in pair if judgement.rule == SAME_VOCAB_RULE}
+    replaced = of_tokenizers & {"adjusted"}
+    if "refused" in of_tokenizers:
+        replaced = {"refused", "adjusted"}
+    return (
+        judgement
+        for judgement in judgements
+        if judgement.rule != SAME_VOCAB_RULE or judgement.severity not in replaced
+    )
 
 
-def _pair(config: DeploymentConfig) -> list[Judgement]:
-    """What the tokenizers say, where both lie on this machine."""
+def _judge_pair(config: DeploymentConfig) -> list[Judgement]:
+    """What the tokenizers say about the pair; nothing unless both are on this machine."""
     from toolkit.pairing.tokenizers import compare_pair
 
     draft, models = config.draft, config.models.values()
@@ -71,28 +85,31 @@ def _pair(config: DeploymentConfig) -> list[Judgement]:
             config.target.checkpoint, draft.checkpoint, tp_size=config.engine.tp_size
         ).findings
     except PairingError as error:
-        return [Judgement(SAME_VOCAB, "refused", "draft.checkpoint", error.what, error.hint)]
-    # Of a pair that fits, padding rows are the one thing that a build changes.
+        return [Judgement(SAME_VOCAB_RULE, "refused", "draft.checkpoint", error.what, error.hint)]
+    # Of a pair that fits, a build changes nothing but the padding rows of the vocabulary.
     severities: dict[str, JudgementSeverity] = {"vocabulary": "adjusted"}
     return [
         Judgement(
-            SAME_VOCAB,
-            severities.get(one.check, "warning"),
+            SAME_VOCAB_RULE,
+            severities.get(finding.check, "warning"),
             "draft.checkpoint",
-            f"{one.check}: {one.detail}",
+            f"{finding.check}: {finding.detail}",
         )
-        for one in findings
-        if one.severity == "warning"
+        for finding in findings
+        if finding.severity == "warning"
     ]
 
 
-def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
-    """A plan needs no texts, and a build does; but those that are there have to be of use to it."""
+def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
+    """Warn about files of prompts and calibration text that are missing, and refuse unusable ones.
+
+    A plan does not need these files, but the build after it does.
+    """
     from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
 
     validation, calibration = config.validation, config.calibration
-    wanted: list[tuple[str, str, dict[str, Path | None], Callable[[], object]]] = [
+    checks: list[tuple[str, str, dict[str, Path | None], Callable[[], object]]] = [
         (
             "validation.prompts",
             "prompt",
@@ -105,8 +122,8 @@ def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
             "calibration.dataset": calibration.dataset,
             "calibration.heldout": calibration.heldout,
         }
-        wanted.append(("calibration", "text", files, partial(split_texts, calibration)))
-    for where, key, paths, read in wanted:
+        checks.append(("calibration", "text", files, partial(split_texts, calibration)))
+    for where, key, paths, read in checks:
         missing = [
             (path, file) for path, file in paths.items() if file is not None and not file.is_file()
         ]
@@ -117,26 +134,29 @@ def _texts(config: DeploymentConfig) -> Iterator[Judgement]:
             try:
                 read()
             except UsageError as error:
-                said = error.what if error.where is None else f"{error.where}: {error.what}"
-                yield Judgement("toolkit-texts", "refused", where, said, error.hint)
+                what = error.what if error.where is None else f"{error.where}: {error.what}"
+                yield Judgement("toolkit-texts", "refused", where, what, error.hint)
 
 
-def _runs(config: DeploymentConfig, which: Callable[[str], str | None]) -> Iterator[PlannedRun]:
+def _planned_runs(
+    config: DeploymentConfig, which: Callable[[str], str | None]
+) -> Iterator[PlannedRun]:
+    """The commands and calls of every stage, in their order."""
     for role in config.models:
-        yield from _quantizing(config, role)
+        yield from _quantize_run(config, role)
     deployment = deployment_of(config)
     if deployment is None:
-        yield from _serving_here(config)
+        yield from _serve_here_run(config)
         return
     if config.capabilities.needs_trtllm_build:
         for role in config.models:
-            yield _compiling(config, role, which)
-    yield from _launching(config, deployment)
+            yield _compile_run(config, role, which)
+    yield from _container_runs(config, deployment)
     if config.capabilities.loads_draft_with_target:
-        yield _loading(config)
+        yield _load_run(config)
 
 
-def _quantizing(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
+def _quantize_run(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
     from toolkit.checkpoints.quantized import read_quantization
     from toolkit.quantize.algorithms import algorithm_of, presets
 
@@ -145,7 +165,7 @@ def _quantizing(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
     if algorithm is None or calibration is None:
         return
     if model.hub_id is None and read_quantization(model.checkpoint).quant_algo is not None:
-        return  # it is taken as it is
+        return  # a quantized checkpoint is used as it is
     texts = f"{calibration.calib_size} texts of at most {calibration.calib_max_seq_length} tokens"
     yield PlannedRun(
         f"quantize/{role}",
@@ -159,7 +179,7 @@ def _quantizing(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
     )
 
 
-def _compiling(
+def _compile_run(
     config: DeploymentConfig, role: Role, which: Callable[[str], str | None]
 ) -> PlannedRun:
     from toolkit.engines.trtllm.command import build_flags
@@ -167,12 +187,12 @@ def _compiling(
     from toolkit.quantize.stage import TRTLLM_FOLDER
 
     spec, quantization = engine_spec(config, role), config.models[role].quantization
-    assert spec.tensorrt_llm is not None  # of this kind
+    assert spec.tensorrt_llm is not None  # since its kind needs trtllm-build
     builder = planned_builder(
         spec.tensorrt_llm.builder, spec.tensorrt_llm.version, role, which=which
     )
-    source = HERE.store / "quantize" / role / "KEY" / "content" / TRTLLM_FOLDER
-    out_dir = HERE.engines(config.name) / role
+    source = RELATIVE_FOLDERS.store / "quantize" / role / "KEY" / "content" / TRTLLM_FOLDER
+    out_dir = RELATIVE_FOLDERS.engines(config.name) / role
     checkpoint_dir, output_dir, timing_cache = builder.paths(source, out_dir, Path("TEMPORARY"))
     command = build_flags(
         spec,
@@ -189,25 +209,25 @@ def _compiling(
     )
 
 
-def _loading(config: DeploymentConfig) -> PlannedRun:
+def _load_run(config: DeploymentConfig) -> PlannedRun:
     from toolkit.engines.trtllm.llm_args import llm_args
 
     spec = engine_spec(config, "target")
-    assert spec.tensorrt_llm is not None  # of this kind
+    assert spec.tensorrt_llm is not None  # since its kind loads both models
     args = in_container(
         llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo)
     )
     return PlannedRun("serve", "the server's Python model", call="tensorrt_llm.LLM", arguments=args)
 
 
-def _launching(config: DeploymentConfig, deployment: Deployment) -> Iterator[PlannedRun]:
+def _container_runs(config: DeploymentConfig, deployment: Deployment) -> Iterator[PlannedRun]:
     from toolkit.triton.package.deploy import docker_run, launch_command
 
     if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
-        if deployment.model_py == "ours":  # else nothing of it can be judged
-            place = f"inside {deployment.image}; {IN_CONTAINER}"
+        if deployment.model_py == "ours":  # nothing of any other model can be judged
+            place = f"inside {deployment.image}; {HOW_TO_ENTER_CONTAINER}"
             yield PlannedRun("validate", place, command=("toolkit", "build", "CONFIG"))
-        repository = f"./{HERE.repository(config.name)}"
+        repository = f"./{RELATIVE_FOLDERS.repository(config.name)}"
         place = "docker-run.sh, on the host: the finished repository in a container of its own"
         yield PlannedRun("serve", place, command=tuple(docker_run(deployment, repository)))
     yield PlannedRun(
@@ -215,8 +235,8 @@ def _launching(config: DeploymentConfig, deployment: Deployment) -> Iterator[Pla
     )
 
 
-def _serving_here(config: DeploymentConfig) -> Iterator[PlannedRun]:
+def _serve_here_run(config: DeploymentConfig) -> Iterator[PlannedRun]:
     from toolkit.triton.process.server import server_arguments
 
-    arguments = server_arguments(HERE.repository(config.name), config.triton)
+    arguments = server_arguments(RELATIVE_FOLDERS.repository(config.name), config.triton)
     yield PlannedRun("serve", "this machine", command=("tritonserver", *arguments))

@@ -1,8 +1,7 @@
-"""`toolkit build CONFIG --rehearse`: the whole build of a deployment whose models and engine are
-not at hand.
+"""`toolkit build CONFIG --rehearse`: the whole build of a deployment without its models and engine.
 
-The real plan comes first: what cannot work is not rehearsed. Then stand-ins take the checkpoints'
-places, the embedded engine takes the engine's, and every stage runs as it would.
+The real plan is made first, and a deployment that cannot work is not rehearsed. Then stand-ins
+replace the checkpoints, the embedded engine replaces the real one, and every stage runs as usual.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ __all__ = ["ready", "rehearse"]
 
 
 def ready(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
-    """Judge the real deployment, then write what stands in for it. Raises PlanError with
-    everything that cannot work.
+    """Plan the real deployment, then write the stand-ins for its checkpoints.
+
+    Raises PlanError with everything that cannot work.
     """
     raise_refused(config.name, plan_of(config).judgements)
     return prepare(config, workplace.rehearsal(config.name))
@@ -38,7 +38,7 @@ def rehearse(
     until: str = "validate",
     fresh: Collection[str] = (),
 ) -> Built:
-    """Build what `ready` has made, up to `until`. Raises what the stages raise."""
+    """Build the rehearsal up to the stage `until`. Raises what the stages raise."""
     stages = rehearsal_stages(
         rehearsal.requested, rehearsal.served, workplace, store.memo, rehearsal.replaced
     )

@@ -1,5 +1,5 @@
-"""Ask again about one divergence: serve the deployment that its file describes, as the
-validation served it.
+"""Repeat one divergence: serve the deployment that its file describes, as the validation did, and
+send its two requests again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["replay_divergence"]
 def replay_divergence(
     file: Path, workplace: Workplace, machine: Machine | None = None
 ) -> tuple[Replay, Replayed]:
-    """Serve the repository that is published for a replay file's deployment, send its two requests
-    again, judge them.
+    """Serve the published repository of a replay file's deployment, send the two requests of the
+    file again, and judge them: (the file's content, the new judgement).
 
-    machine: where TensorRT-LLM's kinds are to run. Raises UsageError for a file that is none, for a
-    deployment that is not built or cannot be served here, StageError.
+    machine: what serves TensorRT-LLM's kinds; None for this machine. Raises UsageError if the file
+    is not a replay file, or if the deployment is not built or cannot be served here; StageError.
     """
     from toolkit.validate.replay import read_replay, replay
 
-    found = read_replay(file)
+    recorded = read_replay(file)
     try:
-        config = DeploymentConfig.model_validate(found.deployment)
+        config = DeploymentConfig.model_validate(recorded.deployment)
     except ValidationError as error:
-        hint = "Validate again: toolkit validate CONFIG writes new ones."
+        hint = "Validate again: toolkit validate CONFIG writes new files."
         raise UsageError(
-            f"the deployment in this replay file is none: {error}", where=file, hint=hint
+            f"the deployment in this replay file is not valid: {error}", where=file, hint=hint
         ) from error
     repository = workplace.repository(config.name)
     if not repository.is_dir():
@@ -49,27 +49,28 @@ def replay_divergence(
             f"the deployment {config.name!r} is not built here", where=repository, hint=hint
         )
     check_servable(config, machine or Machine(), judged=False)
-    can, reference = config.capabilities, None
-    if can.gives_logits:
+    capabilities, reference = config.capabilities, None
+    if capabilities.gives_logits:
         reference = _reference(config, workplace.engines(config.name))
-    in_turns = can.plain_arm == "restart"
+    in_turns = capabilities.plain_arm == "restart"
     with serve(config, repository, in_turns=in_turns) as (endpoint, _):
-        return found, replay(found, endpoint, reference, can)
+        return recorded, replay(recorded, endpoint, reference, capabilities)
 
 
 def _reference(config: DeploymentConfig, engines: Path) -> Reference:
-    """The compiled engine, loaded once more to judge. Raises UsageError where it is not here."""
+    """The compiled engines, loaded again to judge the texts.
+
+    Raises UsageError if the target's engine is missing or of another kind.
+    """
     from toolkit.engines.embedded.directory import open_directory
 
     try:
         open_directory(engines / "target")
     except StageError as error:
-        what = (
-            f"{config.name!r} has no engine of kind torch here, whose scores would judge the two"
-            " texts"
-        )
         raise UsageError(
-            what, where=engines / "target", hint="Build it: toolkit build CONFIG."
+            f"{config.name!r} has no engine of kind torch here, which is needed to judge the texts",
+            where=engines / "target",
+            hint="Build it: toolkit build CONFIG.",
         ) from error
     folders = {role: engines / role for role in config.models if (engines / role).is_dir()}
     return engine_reference(folders, embedded(config).threads)

@@ -1,8 +1,8 @@
-"""The report of a deployment, with what `tune` found beside what `validate` measured.
+"""Publish the report of a deployment, with the results of `tune` beside those of `validate`.
 
-Validation is not repeated because somebody ran `tune` afterwards: its report is written again, with
-the advice and the grid in it. They speak of the deployment only where they looked at the same
-engines and prompts on the same machine; what was found for others is named as such and not shown.
+If somebody runs `tune` after `validate`, the validation is not repeated: its report is written
+again, with the advice and the grid in it. They are shown only if they were measured with the same
+engines and prompts on the same machine; otherwise a finding says what differs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[R]):
-    """The last result of a stage under a deployment's name. parts: what its key was made of."""
+    """The last result of a stage of a deployment. parts: the parts of its key."""
 
     entry: Entry
     record: R
@@ -45,20 +45,20 @@ class Stored(Generic[R]):
 
 
 def publish_report(store: Store, name: str, destination: Path, observer: Observer) -> bool:
-    """Make `destination` hold the last report of the deployment, as it is to be read now.
-    Returns whether anything was done.
+    """Publish the last report of the deployment, with the last advice and grid, in `destination`.
+
+    Returns whether anything has changed there.
     """
     validated = _last(store, name, "validate", ValidationReport)
     if validated is None:
         return False
     advice, grid = _last(store, name, "tune", Advice), _last(store, name, "grid", Grid)
-    if validated.record.replaced or (
-        advice is None and grid is None
-    ):  # a rehearsal's models are not those that were tuned
+    # The models of a rehearsal are not those that were tuned.
+    if validated.record.replaced or (advice is None and grid is None):
         return store.publish({"": validated.entry}, destination)
     compiled = {
-        stage: known["parts"]["inputs"]
-        for stage, known in store.last(name).items()
+        stage: entry["parts"]["inputs"]
+        for stage, entry in store.last(name).items()
         if stage.startswith("compile/")
     }
     checkpoints = {
@@ -71,13 +71,13 @@ def publish_report(store: Store, name: str, destination: Path, observer: Observe
 
 
 def _last(store: Store, name: str, stage: str, kind: type[R]) -> Stored[R] | None:
-    """None where there is none, or one of another version."""
-    known = store.last(name).get(stage)
-    entry = None if known is None else store.find(stage, known["key"])
-    if known is None or entry is None:
+    """The last result of a stage; None if there is none, or if another version wrote it."""
+    last = store.last(name).get(stage)
+    entry = None if last is None else store.find(stage, last["key"])
+    if last is None or entry is None:
         return None
     try:
-        return Stored(entry, from_json(kind, entry.record), known["parts"])
+        return Stored(entry, from_json(kind, entry.record), last["parts"])
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -88,21 +88,24 @@ def _stage(
     grid: Stored[Grid] | None,
     checkpoints: Mapping[str, str],
 ) -> Stage:
-    """checkpoints: by role, digests of what the deployment's engines were compiled from."""
-    beside: dict[str, Stored[Any]] = {
-        stage: found for stage, found in (("tune", advice), ("grid", grid)) if found is not None
+    """The stage that writes the report with the advice and the grid in it.
+
+    checkpoints: role -> digest of the checkpoint that the deployment's engine was compiled from.
+    """
+    tuned: dict[str, Stored[Any]] = {
+        stage: result for stage, result in (("tune", advice), ("grid", grid)) if result is not None
     }
     stale = {
-        stage: reasons
-        for stage, found in beside.items()
-        if (reasons := list(_differences(found.parts, validated.parts, checkpoints)))
+        stage: differences
+        for stage, result in tuned.items()
+        if (differences := list(_differences(result.parts, validated.parts, checkpoints)))
     }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
             "inputs": {
                 "validate": validated.entry.digest,
-                **{stage: found.entry.digest for stage, found in beside.items()},
+                **{stage: result.entry.digest for stage, result in tuned.items()},
                 "toolkit_sources": digest_sources([__name__]),
             },
             "stale": stale,
@@ -111,10 +114,10 @@ def _stage(
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
         from toolkit.report.render import write_report
 
-        current = {stage: found.record for stage, found in beside.items() if stage not in stale}
+        current = {stage: result.record for stage, result in tuned.items() if stage not in stale}
         findings = [
-            Finding(COMMANDS[stage][0], "warning", _outdated(stage, reasons))
-            for stage, reasons in stale.items()
+            Finding(COMMANDS[stage][0], "warning", _outdated(stage, differences))
+            for stage, differences in stale.items()
         ]
         report = replace(
             validated.record,
@@ -129,40 +132,44 @@ def _stage(
     return Stage("report", VERSION, ValidationReport, (), parts, run)
 
 
-def _outdated(stage: str, reasons: list[str]) -> str:
+def _outdated(stage: str, differences: list[str]) -> str:
     what, command = COMMANDS[stage]
-    return f"the last {what} is of {', '.join(reasons)}, and is not shown; measure again: {command}"
+    return (
+        f"the last {what} is for {', '.join(differences)}, and is not shown; measure again:"
+        f" {command}"
+    )
 
 
 def _differences(
-    found: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]
+    tuned: Mapping[str, Any], validated: Mapping[str, Any], checkpoints: Mapping[str, str]
 ) -> Iterator[str]:
-    """In what a measurement of `tune` or `grid` is not of the deployment that was validated.
+    """What differs between a measurement of `tune` or `grid` and the validated deployment.
 
-    For TensorRT-LLM both looked at other engines of the same checkpoints, and their costs are of no
-    machine.
+    tuned, validated: the parts of their keys. For TensorRT-LLM, `tune` and `grid` measure other
+    engines of the same checkpoints and predict the costs, so checkpoints are compared and machines
+    are not.
     """
-    looked_at, served = found["inputs"], validated["inputs"]
+    measured, served = tuned["inputs"], validated["inputs"]
     engines = served.get("engines", {})
-    if "checkpoints" in looked_at:
+    if "checkpoints" in measured:
         if any(
-            checkpoints.get(role) not in looked_at["checkpoints"].get(role, ()) for role in engines
+            checkpoints.get(role) not in measured["checkpoints"].get(role, ()) for role in engines
         ):
             yield "other checkpoints"
-    elif any(digest not in _engines(role, looked_at) for role, digest in engines.items()):
+    elif any(digest not in _engines(role, measured) for role, digest in engines.items()):
         yield "other engines"
-    if looked_at["prompts"] != served["prompts"]:
+    if measured["prompts"] != served["prompts"]:
         yield "other prompts"
-    settings = found["config"].keys() & validated["config"].keys()
-    changed = sorted(one for one in settings if found["config"][one] != validated["config"][one])
+    settings = tuned["config"].keys() & validated["config"].keys()
+    changed = sorted(key for key in settings if tuned["config"][key] != validated["config"][key])
     if changed:
         yield f"another {' and '.join(changed)}"
-    if "checkpoints" not in looked_at and found["machine"] != validated["machine"]:
+    if "checkpoints" not in measured and tuned["machine"] != validated["machine"]:
         yield "another machine"
 
 
 def _engines(role: Role, inputs: Mapping[str, Any]) -> list[str]:
-    """Digests of the engines of a role that were looked at."""
-    if "engines" in inputs:  # the grid's: of every precision
+    """Digests of the measured engines of a role. inputs: of the key of `tune` or `grid`."""
+    if "engines" in inputs:  # the grid has one of every precision
         return list(inputs["engines"].get(role, ()))
     return [inputs["target"]] if role == "target" else list(inputs["drafts"].values())

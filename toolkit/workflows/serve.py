@@ -1,8 +1,9 @@
 """Serve a packaged repository on this machine, whatever its engine kind: `serve(...)`.
 
 The embedded engine runs anywhere. TensorRT-LLM's kinds run inside NVIDIA's container, on a node
-with the GPUs. There the repository does not lie where it names itself, so it is laid out anew. A
-kind whose plain arm is had by a restart (`Capabilities.plain_arm`) is served an arm at a time.
+with the GPUs. Their repository names the folders of the container, so it is rendered again with the
+folders of this machine. A kind that decodes plainly only after a restart
+(`Capabilities.plain_arm`) is served one arm at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "Servers", "check_servable", "deployment_of", "serve"]
 
-START_TIMEOUT_S = 1800.0  # hundreds of gigabytes of weights are read
-SERVED, PLAIN = "served", "plain"  # arms: the deployment as it is, and without speculation
+START_TIMEOUT_S = 1800.0  # the server may have to read hundreds of gigabytes of weights
+SERVED, PLAIN = "served", "plain"  # arms: the deployment as it is, or without speculation
 
 
 def installed_version() -> str | None:
-    """Of the tensorrt_llm that can be imported here; found out without importing it."""
+    """The version of tensorrt_llm on this machine, read without importing it; None without one."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         return None
     try:
@@ -46,7 +47,10 @@ def installed_version() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is here to serve with. which: finds a program on the PATH."""
+    """What a machine has to serve with.
+
+    gpus: the names of its GPUs. which: finds a program on the PATH. tensorrt_llm: its version.
+    """
 
     gpus: Callable[[], Sequence[str]] = gpus
     which: Callable[[str], str | None] = shutil.which
@@ -54,49 +58,49 @@ class Machine:
 
 
 def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool = True) -> None:
-    """Raises UsageError where this machine cannot serve the deployment. The embedded engine runs
+    """Raises UsageError if the machine cannot serve the deployment. The embedded engine runs
     anywhere.
 
-    judged: by a build, which has other ways out than a command that merely serves.
+    judged: whether a build serves it to judge it. The hints for a build are other than those for a
+    command that only serves.
     """
     from toolkit.engines.trtllm.where import same_version
 
     engine, deployment = config.trtllm_engine, deployment_of(config)
     if engine is None or deployment is None:
         return
-    until = "Use --until package" if judged else "Use toolkit package"
+    only_package = "Use --until package" if judged else "Use toolkit package"
     if deployment.nodes > 1:
-        by = "served and judged by a build" if judged else "served by this command"
+        purpose = "served and judged by a build" if judged else "served by this command"
         raise UsageError(
-            f"engine.kind {config.engine.kind} over {deployment.nodes} nodes is not {by}",
+            f"engine.kind {config.engine.kind} over {deployment.nodes} nodes is not {purpose}",
             hint=(
-                f"{until}; start it with slurm.sh or leaderworkerset.yaml of the repository, and"
-                " judge it with toolkit bench."
+                f"{only_package}; start it with slurm.sh or leaderworkerset.yaml of the repository,"
+                " and judge it with toolkit bench."
             ),
         )
     if config.triton.model_py == "container":
-        told = "returns no token ids and counts, so the deployment cannot be judged"
+        why = "is a file of the container, which launch.sh copies into the repository"
+        if judged:
+            why = "returns no token ids and counts, so the deployment cannot be judged"
         raise UsageError(
-            "triton.model_py container"
-            f" {told if judged else 'is a file of the container, which launch.sh takes there'}",
-            hint=f"Set triton.model_py: ours, or {until[0].lower()}{until[1:]}.",
+            f"triton.model_py container {why}",
+            hint=f"Set triton.model_py: ours, or {only_package[0].lower()}{only_package[1:]}.",
         )
     programs = ["tritonserver", *(["mpirun"] if deployment.layout == "bls" else [])]
     missing = [f"{name} on the PATH" for name in programs if machine.which(name) is None]
-    found, there = machine.tensorrt_llm(), len(machine.gpus())
-    if found is None:
+    installed, gpu_count = machine.tensorrt_llm(), len(machine.gpus())
+    if installed is None:
         missing.append("the Python package tensorrt_llm")
-    elif not same_version(found, engine.tensorrt_llm):
-        missing.append(f"tensorrt_llm {engine.tensorrt_llm} (here is {found})")
-    if there < deployment.gpus:
-        missing.append(
-            f"{deployment.gpus} NVIDIA GPU{'s' if deployment.gpus > 1 else ''} (here:"
-            f" {there or 'none'})"
-        )
+    elif not same_version(installed, engine.tensorrt_llm):
+        missing.append(f"tensorrt_llm {engine.tensorrt_llm} (here is {installed})")
+    if gpu_count < deployment.gpus:
+        plural = "s" if deployment.gpus > 1 else ""
+        missing.append(f"{deployment.gpus} NVIDIA GPU{plural} (here: {gpu_count or 'none'})")
     if missing:
         if judged:
             hint = (
-                f"{until} or --rehearse here; run the whole build on the GPU machine, in"
+                f"{only_package} or --rehearse here; run the whole build on the GPU machine, in"
                 f" {_image(deployment)}."
             )
         else:
@@ -111,6 +115,7 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
 
 
 def _image(deployment: Deployment) -> str:
+    """The container image that serves the deployment, for use in a sentence."""
     from toolkit.facts.versions import VERSIONS
 
     has_image = bool(VERSIONS[deployment.version].serving_tags)
@@ -118,15 +123,15 @@ def _image(deployment: Deployment) -> str:
 
 
 def deployment_of(config: DeploymentConfig) -> Deployment | None:
-    """What launches it in NVIDIA's container; None for the embedded engine, which needs none."""
+    """How it is launched in NVIDIA's container; None for the embedded engine, which needs none."""
     from toolkit.triton.package.deploy import Deployment
 
-    engine, can = config.trtllm_engine, config.capabilities
+    engine = config.trtllm_engine
     if engine is None:
         return None
     return Deployment(
         name=config.name,
-        layout=can.layout,
+        layout=config.capabilities.layout,
         version=engine.tensorrt_llm,
         world_size=engine.world_size,
         gpus_per_node=engine.gpus_per_node,
@@ -145,10 +150,11 @@ def serve(
     progress: Progress | None = None,
     in_turns: bool = False,
 ) -> Iterator[tuple[Client | Alternating, Servers]]:
-    """Start what serves the packaged repository: (client, servers), until the block ends.
+    """Serve the packaged repository until the block ends: (client, servers).
 
-    triton: with the ports to take; None for free ones. in_turns: each arm is a server of its own,
-    started when the client turns to it. Raises ServerError where a server does not start.
+    triton: the settings with the ports; None for free ports. in_turns: each arm has a server of its
+    own, which is started when the client turns to that arm. Raises ServerError if a server does not
+    start.
     """
     from toolkit.triton.process.server import private_folder
     from toolkit.validate.arms import Alternating
@@ -170,10 +176,11 @@ def serve(
 
 @dataclass
 class Servers:
-    """The server of one arm at a time: `servers.start("plain")`. It ends with the block.
+    """Runs the server of one arm at a time: `servers.start("plain")`. It ends with the block.
 
-    deployment: None where the repository is served as it lies. folder: for repositories that are
-    laid out anew. log_path: of the latest start; earlier logs are kept beside it, numbered.
+    deployment: None if the repository is served as it is. folder: for repositories that are
+    rendered for this machine. log_path: the log of the latest start; the logs of earlier starts
+    are kept beside it, with numbers.
     """
 
     repository: Path
@@ -200,12 +207,12 @@ class Servers:
 
     @property
     def server(self) -> TritonServer:
-        """The one that is running."""
+        """The server that is running."""
         assert self._server is not None, "start an arm first"
         return self._server
 
     def start(self, arm: str) -> Client:
-        """End the running server, serve this arm, and return a client of it. Raises ServerError."""
+        """Stop the running server, serve this arm, and return its client. Raises ServerError."""
         from toolkit.client import Client
         from toolkit.triton.process.server import TritonServer
         from toolkit.triton.tensors.contract import BLS_MODEL, MODEL
@@ -214,11 +221,11 @@ class Servers:
         if self.starts and self.log_path is not None:
             self.log_path.rename(self.log_path.with_suffix(f".{self.starts}.log"))
         self.starts += 1
-        folder, launch, patience = self._placed(arm)
+        folder, launch, config = self._repository_of(arm)
         with ExitStack() as starting:
             server = TritonServer(
                 folder,
-                patience,
+                config,
                 log_path=self.log_path,
                 progress=self.progress,
                 launch=launch,
@@ -229,8 +236,8 @@ class Servers:
             self._running = starting.pop_all()
         return client
 
-    def _placed(self, arm: str) -> tuple[Path, Launch | None, TritonConfig]:
-        """(the repository of this arm, how it is launched, with how much time to start)."""
+    def _repository_of(self, arm: str) -> tuple[Path, Launch | None, TritonConfig]:
+        """The arm's repository, how it is launched (None: as usual), and its settings."""
         from toolkit.triton.process.localize import render_here
 
         if self.deployment is None:
@@ -238,11 +245,11 @@ class Servers:
         rendered = self.folder / arm
         if not rendered.exists():
             render_here(self.repository, rendered, speculates=arm != PLAIN)
-        return rendered, _launch_of(self.deployment), _patient(self.config)
+        return rendered, _launch_of(self.deployment), _with_start_timeout(self.config)
 
 
 def _launch_of(deployment: Deployment) -> Launch:
-    """What launch.sh does in the container, for a repository that lies elsewhere."""
+    """The command that launch.sh runs in the container, for a repository in another folder."""
     from toolkit.triton.package.deploy import local_launch_command
     from toolkit.triton.process.server import Workspace, launch_command
 
@@ -256,8 +263,8 @@ def _launch_of(deployment: Deployment) -> Launch:
     return launch
 
 
-def _patient(triton: TritonConfig) -> TritonConfig:
-    """The time to start as the YAML states it, and else enough for a large model."""
+def _with_start_timeout(triton: TritonConfig) -> TritonConfig:
+    """The settings with enough time to start a large model, unless the YAML states a time."""
     if "start_timeout_s" in triton.model_fields_set:
         return triton
     return triton.model_copy(update={"start_timeout_s": START_TIMEOUT_S})

@@ -1,6 +1,4 @@
-"""`tune` and `tune --grid`: build the engines that are missing, measure them in every way,
-publish what was found.
-"""
+"""`tune` and `tune --grid`: build the missing engines, measure them, and publish the result."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ from toolkit.workflows.report import publish_report
 from toolkit.workflows.stages.sequence import (
     TWIN,
     advised_stages,
-    own_way,
+    embedded_stages,
+    methods_of_yaml,
     raise_refused,
     ready,
-    stages_here,
 )
 from toolkit.workflows.stages.tune import grid_stage, tune_stage
 
@@ -45,18 +43,18 @@ def tune(
     gpu: str | None = None,
     fresh: bool = False,
 ) -> tuple[Advice, Path]:
-    """Build the engines that are missing, measure every way to draft, publish the advice: (it, its
-    folder).
+    """Build the missing engines, measure every drafting method, and publish the advice: (the
+    advice, its folder).
 
-    Beside the YAML's own drafter, prompt lookup and `drafts` (checkpoints, quantized and compiled
-    as the YAML's draft) are tried. measured_rounds: of running every draft length, to see how true
-    the predictions are. Raises what the stages raise.
+    The methods are the YAML's own drafter, prompt lookup, and `drafts`: checkpoints that are
+    quantized and compiled like the YAML's draft. measured_rounds: how many rounds run every draft
+    length, to check the predictions; 0 for none. Raises what the stages raise.
 
-    TensorRT-LLM runs in its server alone. There acceptance is measured on the embedded engine, from
-    the same quantized checkpoints, and costs are predicted: for `gpu`, or for the one that the YAML
-    or this machine names.
+    TensorRT-LLM runs only in its server. For it, acceptance is measured on the embedded engine with
+    the same quantized checkpoints, and costs are predicted: for `gpu`, or for the GPU that the YAML
+    names or this machine has.
     """
-    elsewhere = _gpu_of_costs(config, gpu, measured_rounds)
+    predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds)
     if not config.capabilities.in_process:
         engines = _run(
             advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer
@@ -65,32 +63,32 @@ def tune(
     else:
         checkpoints = None
         engines = build(config, workplace, observer, store, until="compile").stages
-    ways = [*own_way(config)(engines)]
+    methods = [*methods_of_yaml(config)(engines)]
     for number, checkpoint in enumerate(drafts, start=1):
         model = (config.draft or config.target).model_copy(
             update={"checkpoint": checkpoint.resolve()}
         )
         speculation = config.speculation.model_copy(update={"kind": "draft_target"})
-        other = config.model_copy(update={"draft": model, "speculation": speculation})
-        found = _run(
-            advised_stages(other, workplace, store.memo),
+        with_draft = config.model_copy(update={"draft": model, "speculation": speculation})
+        built = _run(
+            advised_stages(with_draft, workplace, store.memo),
             store,
             f"{config.name}.draft-{number}",
             observer,
         )
-        ways.append((checkpoint.name, "draft_target", found["compile/draft"]))
+        methods.append((checkpoint.name, "draft_target", built["compile/draft"]))
     if config.capabilities.has_ngram and not config.speculation.has_ngram:
-        ways.append(("ngram", "ngram", None))
+        methods.append(("ngram", "ngram", None))
     stage = tune_stage(
         config,
         embedded(embedded_twin(config)),
         store.memo,
-        lambda finished: ways,
+        lambda finished: methods,
         rule=sampled_rule(config),
         target=engines["compile/target"],
         checkpoints=None if checkpoints is None else lambda finished: checkpoints,
         measured_rounds=measured_rounds,
-        gpu=elsewhere,
+        gpu=predicted_gpu,
     )
     ((_, done),) = run_stages(
         [stage], store, config.name, observer, fresh=["tune"] if fresh else []
@@ -101,41 +99,49 @@ def tune(
 
 
 def _run(stages: Sequence[Stage], store: Store, name: str, observer: Observer) -> dict[str, Done]:
-    """What was found, engines by the names that those of the deployment have."""
+    """Run the stages; their results, with the embedded engines under the names of the real ones."""
     return {
         stage.replace(TWIN, "compile/"): done
         for stage, done in run_stages(stages, store, name, observer)
     }
 
 
-def _gpu_of_costs(config: DeploymentConfig, asked: str | None, measured_rounds: int) -> Gpu | None:
-    """Whose costs are predicted; None: they are measured here. Raises UsageError where they can
-    be neither.
+def _gpu_of_costs(
+    config: DeploymentConfig, gpu_name: str | None, measured_rounds: int
+) -> Gpu | None:
+    """The GPU whose costs are predicted; None if the costs are measured on this machine.
+
+    gpu_name: as the user gave it. Raises UsageError if costs can be neither measured nor predicted.
     """
     from toolkit.plan.make import gpu_from_user, subject_of
 
     if config.capabilities.in_process:
-        return None if asked is None else gpu_from_user(asked)
+        return None if gpu_name is None else gpu_from_user(gpu_name)
     kind = config.engine.kind
     if measured_rounds > 0:
         what = (
-            f"--measure runs draft lengths in this process, and engine.kind {kind} runs in its"
-            " server alone"
+            f"--measure runs draft lengths in this process, and engine.kind {kind} runs only in"
+            " its server"
         )
         raise UsageError(
             what,
-            hint="leave it out; `toolkit validate` measures the length that the YAML has, served",
+            hint=(
+                "Leave --measure out; `toolkit validate` serves and measures the YAML's draft"
+                " length."
+            ),
         )
     if not config.speculation.is_enabled:
         raise UsageError(
             "this deployment does not speculate, so there is nothing to advise",
-            hint="set speculation.kind",
+            hint="Set speculation.kind.",
         )
-    found = gpu_from_user(asked) if asked is not None else subject_of(config)[0].gpu
-    if found is None:
-        what = f"the costs of engine.kind {kind} are predicted for a GPU, and none is named or here"
-        raise UsageError(what, hint="set hardware.gpu, or give --gpu H200")
-    return found
+    gpu = subject_of(config)[0].gpu if gpu_name is None else gpu_from_user(gpu_name)
+    if gpu is None:
+        raise UsageError(
+            f"the costs of engine.kind {kind} are predicted for a GPU, and none is named or here",
+            hint="Set hardware.gpu, or give --gpu H200.",
+        )
+    return gpu
 
 
 def tune_grid(
@@ -147,8 +153,8 @@ def tune_grid(
     gpu: str | None = None,
     fresh: bool = False,
 ) -> tuple[Grid, Path]:
-    """Quantize and compile both models in every precision, measure every pair, publish the grid:
-    (it, its folder).
+    """Quantize and compile both models in every precision, measure every pair of them, and publish
+    the grid: (the grid, its folder).
 
     Pairs that the plan refuses are left out. Speeds are measured, or predicted as `tune` predicts
     costs. Raises UsageError without a draft or calibration text, and what the stages raise.
@@ -158,35 +164,35 @@ def tune_grid(
     if config.draft is None or config.calibration is None:
         raise UsageError(
             "the grid quantizes target and draft",
-            hint="give the YAML a `draft` and a `calibration` section",
+            hint="Give the YAML a `draft` and a `calibration` section.",
         )
     heldout = split_texts(config.calibration)[1]
-    elsewhere = _gpu_of_costs(config, gpu, measured_rounds=0)
-    if elsewhere is not None and not config.capabilities.in_process:  # the rules judge this GPU
+    predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds=0)
+    if predicted_gpu is not None and not config.capabilities.in_process:
+        # The plan judges the pairs for this GPU.
         config = config.model_copy(
-            update={"hardware": config.hardware.model_copy(update={"gpu": elsewhere.name})}
+            update={"hardware": config.hardware.model_copy(update={"gpu": predicted_gpu.name})}
         )
     config = ready(config, download=True).config
     pairs, left_out = _pairs_of(config)
-    wanted = {
-        role: {"NO_QUANT", *(pair[place] for pair in pairs)}
-        for place, role in enumerate(config.models)
+    precisions = {
+        role: {"NO_QUANT", *(pair[index] for pair in pairs)}
+        for index, role in enumerate(config.models)
     }
-    engines: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in wanted}
-    checkpoints: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in wanted}
+    engines: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in precisions}
+    checkpoints: dict[Role, dict[QuantAlgo, Done]] = {role: {} for role in precisions}
     for algo in typing.get_args(QuantAlgo):
-        roles = [role for role, algos in wanted.items() if algo in algos]
+        roles = [role for role, algos in precisions.items() if algo in algos]
         if not roles:
             continue
-        both = _of_precisions(config, *(algo if role in roles else "NO_QUANT" for role in wanted))
-        found = _run(
-            stages_here(both, workplace, store.memo), store, f"{config.name}.{algo}", observer
+        algos = [algo if role in roles else "NO_QUANT" for role in precisions]
+        pair = _of_precisions(config, *algos)
+        built = _run(
+            embedded_stages(pair, workplace, store.memo), store, f"{config.name}.{algo}", observer
         )
         for role in roles:
-            engines[role][algo], checkpoints[role][algo] = (
-                found[f"compile/{role}"],
-                found[f"quantize/{role}"],
-            )
+            engines[role][algo] = built[f"compile/{role}"]
+            checkpoints[role][algo] = built[f"quantize/{role}"]
     stage = grid_stage(
         config,
         embedded(embedded_twin(config)),
@@ -196,7 +202,7 @@ def tune_grid(
         pairs=pairs,
         left_out=left_out,
         checkpoints=None if config.capabilities.in_process else checkpoints,
-        gpu=elsewhere,
+        gpu=predicted_gpu,
     )
     ((_, done),) = run_stages(
         [stage], store, config.name, observer, fresh=["grid"] if fresh else []
@@ -207,37 +213,42 @@ def tune_grid(
 
 
 def _pairs_of(config: DeploymentConfig) -> tuple[list[tuple[str, str]], list[str]]:
-    """(precisions of target and draft that the deployment could have, what is left out and why).
+    """The precisions of (target, draft) that the plan allows, and sentences about the others.
 
-    Raises PlanError where there is nothing unquantized to compare with; it need not fit what
-    serves.
+    Raises PlanError if the unquantized pair, with which all are compared, is refused because of its
+    quantization. It may be refused for another reason, as it need not fit the serving machine.
     """
     from toolkit.plan.make import make_plan
 
     reference = make_plan(_of_precisions(config, "NO_QUANT", "NO_QUANT")).judgements
-    raise_refused(config.name, [one for one in reference if ".quantization" in one.path])
+    raise_refused(
+        config.name, [judgement for judgement in reference if ".quantization" in judgement.path]
+    )
     possible: list[tuple[str, str]] = []
-    reasons: dict[str, set[str]] = {}  # why -> what
+    left_out: dict[str, set[str]] = {}  # reason -> the precisions that it rules out
     for target, draft in itertools.product(typing.get_args(QuantAlgo), repeat=2):
         refused = [
-            one
-            for one in make_plan(_of_precisions(config, target, draft)).judgements
-            if one.severity == "refused"
+            judgement
+            for judgement in make_plan(_of_precisions(config, target, draft)).judgements
+            if judgement.severity == "refused"
         ]
         if not refused:
             possible.append((target, draft))
         of_role = {"target": f"target {target}", "draft": f"draft {draft}"}
-        for one in refused:
-            what = of_role.get(one.path.partition(".")[0], f"target {target} with draft {draft}")
-            reasons.setdefault(one.what, set()).add(what)
+        for judgement in refused:
+            role = judgement.path.partition(".")[0]
+            precision = of_role.get(role, f"target {target} with draft {draft}")
+            left_out.setdefault(judgement.what, set()).add(precision)
     return possible, [
-        f"{', '.join(sorted(what, reverse=True))}: {why}" for why, what in reasons.items()
-    ]  # targets first
+        f"{', '.join(sorted(ruled_out, reverse=True))}: {reason}"  # targets come first
+        for reason, ruled_out in left_out.items()
+    ]
 
 
 def _of_precisions(config: DeploymentConfig, target: str, draft: str) -> DeploymentConfig:
-    """The same in other precisions; a model in its own is as the YAML has it, so that it is the
-    one that is served.
+    """The deployment in other precisions.
+
+    A model in the YAML's own precision stays as it is, so that its engine is the served one.
     """
     algos = {"target": target, "draft": draft}
     return config.model_copy(
@@ -246,9 +257,12 @@ def _of_precisions(config: DeploymentConfig, target: str, draft: str) -> Deploym
 
 
 def _quantized_as(model: ModelConfig, algo: str) -> ModelConfig:
-    asked = model.quantization
-    if algo == asked.quant_algo != "NO_QUANT":  # which is what all are compared with, whole
+    """The model in another precision. NO_QUANT, with which all are compared, has no quantized KV
+    cache.
+    """
+    stated = model.quantization
+    if algo == stated.quant_algo != "NO_QUANT":
         return model
-    kv_cache = asked.kv_cache_quant_algo if algo == "FP8" else None
+    kv_cache = stated.kv_cache_quant_algo if algo == "FP8" else None
     changes = {"quant_algo": algo, "kv_cache_quant_algo": kv_cache}
-    return model.model_copy(update={"quantization": asked.model_copy(update=changes)})
+    return model.model_copy(update={"quantization": stated.model_copy(update=changes)})

@@ -1,4 +1,4 @@
-"""What keys are made of: content and choices, never names, paths or ports."""
+"""Keys are made of content and settings, never of names, paths or ports."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def flat(value: object, prefix: str = "") -> list[str]:
 def test_the_parts_of_every_key_are_the_reviewed_ones(
     config: DeploymentConfig, tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
-    """A key that gains or loses a part rebuilds everybody's store, or reuses what it should not:
-    a choice, so a golden file.
+    """A key that gains a part rebuilds everybody's results, and a key that loses one reuses wrong
+    results. Either has to be a decision, so the parts are in a golden file.
     """
     workplace, lines = Workplace(tmp_path), list[str]()
     store = Store(workplace.store)
@@ -98,7 +98,9 @@ def test_where_the_server_listens_is_no_part_of_the_package(
         update={"triton": config.triton.model_copy(update={"max_queue_size": 7})}
     )
     reasons = [
-        one.reasons for one in explain_build(other, workplace, store) if one.stage == "package"
+        explanation.reasons
+        for explanation in explain_build(other, workplace, store)
+        if explanation.stage == "package"
     ]
     assert reasons == [("config.triton.max_queue_size: 256 -> 7",)]
 
@@ -115,14 +117,12 @@ def test_switching_speculation_off_drops_the_draft_from_what_is_published(
     build(alone, workplace, Silent(), store, until="package")
     assert [path.name for path in (tmp_path / "engines" / "tiny").iterdir()] == ["target"]
     before = build(config, workplace, Silent(), store, until="compile")
-    assert before.outdated == (
-        workplace.repository("tiny"),
-    )  # a repository without a draft beside engines with one
+    # The repository has no draft, and the new engines have one.
+    assert before.outdated == (workplace.repository("tiny"),)
     again = build(alone, workplace, Silent(), store, until="compile")
     assert again.outdated == () and again.changed
-    assert (
-        build(config, workplace, Silent(), store, until="quantize").outdated == ()
-    )  # which replaces nothing
+    # This build replaces no engines.
+    assert build(config, workplace, Silent(), store, until="quantize").outdated == ()
 
 
 def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(
@@ -138,7 +138,7 @@ def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(
 def test_a_prompt_that_no_engine_would_take_is_found_before_the_long_work(
     config: DeploymentConfig, tmp_path: Path, until: str
 ) -> None:
-    if until == "compile":  # quantized already, when the prompts were shorter
+    if until == "compile":  # the models were quantized when the prompts were shorter
         build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="quantize")
     config.validation.prompts.write_text(
         '{"prompt": "x"}\n' + json.dumps({"prompt": "y" * 80}) + "\n"
@@ -159,19 +159,19 @@ def test_a_checkpoint_with_a_link_to_nowhere_is_a_checkpoint_error(
     shutil.copytree(tiny_pair[0], broken)
     (broken / "model.safetensors").unlink()
     (broken / "model.safetensors").symlink_to(tmp_path / "nowhere")
-    torn = load_config(write_config(tmp_path, (broken, tiny_pair[1])))
+    unreadable = load_config(write_config(tmp_path, (broken, tiny_pair[1])))
     with pytest.raises(
         CheckpointError,
         match=r"model\.safetensors: cannot be read: .*\n  It is a link to .*nowhere",
     ):
-        build(torn, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
+        build(unreadable, Workplace(tmp_path), Silent(), Store(tmp_path / "store"))
 
 
 def test_a_recorded_digest_is_compared_even_when_everything_is_stored(
     config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Else whoever doubts a checkpoint, and puts its SHA256SUMS there, hears that nothing has
-    changed.
+    """Otherwise somebody who doubts a checkpoint and adds its SHA256SUMS would be told that nothing
+    has changed.
     """
     copy = shutil.copytree(tiny_pair[0], tmp_path / "copy")
     again = load_config(write_config(tmp_path, (copy, tiny_pair[1])))
@@ -243,7 +243,7 @@ def test_the_pytorch_flow_is_built_as_far_as_its_repository(
         == "/models/tensorrt_llm/1/engines/draft"
     )
     assert settings["speculative_config"]["draft_len_schedule"] == {1: 2, 2: 1}
-    planned = {one.place: one for one in plan_of(config).runs}
+    planned = {run.place: run for run in plan_of(config).runs}
     arguments = {
         name: value for name, value in settings.items() if name not in ("triton_config", "toolkit")
     }
@@ -262,14 +262,14 @@ def test_the_pytorch_flow_is_built_as_far_as_its_repository(
     assert record.tensorrt_llm.executed == ()
     assert record.tensorrt_llm.not_executed
     assert not build(config, workplace, Silent(), store, until="compile").changed
-    assert [one.stage for one in explain_build(config, workplace, store) if one.reused] == list(
-        built.stages
-    )
+    explanations = explain_build(config, workplace, store)
+    reused = [explanation.stage for explanation in explanations if explanation.reused]
+    assert reused == list(built.stages)
 
 
 def _compile_key(config: DeploymentConfig, folder: Path) -> str:
     stages = stages_of(config, Workplace(folder), Store(folder).memo)
-    stage = next(one for one in stages if one.name == "compile/target")
+    stage = next(stage for stage in stages if stage.name == "compile/target")
     checkpoint = SimpleNamespace(entry=SimpleNamespace(digest="sha256:0"))
     return key_of(stage, stage.parts({"quantize/target": checkpoint, "quantize/draft": checkpoint}))  # type: ignore[dict-item]
 
@@ -282,8 +282,8 @@ def test_a_draft_length_by_batch_size_is_a_part_of_the_engine(
     )
     other = config.speculation.model_copy(update={"draft_len_schedule": {1: 2, 2: 1}})
     keys = [
-        _compile_key(each, tmp_path)
-        for each in (config, config.model_copy(update={"speculation": other}))
+        _compile_key(variant, tmp_path)
+        for variant in (config, config.model_copy(update={"speculation": other}))
     ]
     assert keys[0] != keys[1]
 
@@ -351,7 +351,7 @@ def test_a_missing_builder_is_found_before_anything_is_quantized(
 def test_the_engine_flow_is_built_from_checkpoint_to_repository(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for trtllm-build on the PATH and everything before it real, for two ranks."""
+    """A stand-in for trtllm-build is on the PATH; everything else is real. There are two ranks."""
     place = place_with_builder(tmp_path / "bin")
     monkeypatch.setenv("PATH", place.environment["PATH"])
     config = load_config(
@@ -378,5 +378,5 @@ def test_the_engine_flow_is_built_from_checkpoint_to_repository(
     assert models <= {file.parent.name for file in repository.glob("*/config.pbtxt")}
     assert 'backend: "tensorrtllm"' in (repository / "tensorrt_llm" / "config.pbtxt").read_text()
     assert len(list(repository.glob("tensorrt_llm*/1/**/rank*.engine"))) == 4
-    monkeypatch.setenv("PATH", str(tmp_path))  # what is in the store needs no builder
+    monkeypatch.setenv("PATH", str(tmp_path))  # stored engines need no builder
     assert not build(config, workplace, Silent(), store, until="package").changed

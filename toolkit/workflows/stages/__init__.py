@@ -1,1 +1,1 @@
-"""One file per stage: what its key is made of, and the call of the package that does the work."""
+"""One file per stage: the parts of its key, and the call of the package that does the work."""

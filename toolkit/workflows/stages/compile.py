@@ -1,4 +1,4 @@
-"""The stage `compile`: a quantized checkpoint becomes an engine of the kind that the YAML names."""
+"""The stage `compile`: compile a quantized checkpoint into an engine of the YAML's kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.words import Role
-from toolkit.workflows.deployment import check_prompt_lengths, settled
+from toolkit.workflows.deployment import check_prompt_lengths, with_advice
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.keys import engine_fingerprint, spec_parts
 
@@ -21,16 +21,19 @@ __all__ = ["compile_stage"]
 
 
 def compile_stage(config: DeploymentConfig, role: Role, workplace: Workplace) -> Stage:
+    """The stage `compile/ROLE`. workplace: its store remembers the compiler's fingerprint."""
     from toolkit.engines import stage
 
-    kind, can = config.engine.kind, config.capabilities
-    loads_draft = can.loads_draft_with_target and role == "target" and config.draft is not None
+    kind, capabilities = config.engine.kind, config.capabilities
+    loads_draft = (
+        capabilities.loads_draft_with_target and role == "target" and config.draft is not None
+    )
     checkpoints = (f"quantize/{role}", *(("quantize/draft",) if loads_draft else ()))
-    advised = can.fixes_draft_len and config.speculation.is_measured
-    needs = (*checkpoints, *(("tune",) if advised else ()))
+    is_advised = capabilities.fixes_draft_len and config.speculation.is_measured
+    needs = (*checkpoints, *(("tune",) if is_advised else ()))
 
     def spec_of(finished: Finished) -> EngineSpec:
-        return engine_spec(settled(config, finished) if advised else config, role)
+        return engine_spec(with_advice(config, finished) if is_advised else config, role)
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         spec = spec_of(finished)
@@ -47,13 +50,13 @@ def compile_stage(config: DeploymentConfig, role: Role, workplace: Workplace) ->
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
         check_prompt_lengths(config)
         spec = spec_of(finished)
-        asked = spec.tensorrt_llm
-        if loads_draft and asked is not None and asked.speculation != "none":
-            asked = replace(asked, draft_dir=finished["quantize/draft"].record.path)
+        settings = spec.tensorrt_llm
+        if loads_draft and settings is not None and settings.speculation != "none":
+            settings = replace(settings, draft_dir=finished["quantize/draft"].record.path)
         return stage.compile_engine(
             kind,
             finished[checkpoints[0]].record,
-            replace(spec, tensorrt_llm=asked),
+            replace(spec, tensorrt_llm=settings),
             out_dir,
             progress,
         )

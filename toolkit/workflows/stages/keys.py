@@ -1,7 +1,6 @@
-"""What the keys of the stages share: versions of libraries, digests of our own sources, and the
-compiler's fingerprint.
+"""Parts of keys that the stages share: versions of libraries and the compiler's fingerprint.
 
-Keys are made of what can be read without importing a heavy library: a build that finds nothing to
+Everything in a key can be read without importing a heavy library, so that a build with nothing to
 do takes about a second.
 """
 
@@ -23,32 +22,32 @@ from toolkit.words import EngineKind
 
 __all__ = ["engine_fingerprint", "spec_parts", "versions"]
 
-REMEMBERED = 64  # fingerprints of engine backends
+MAX_REMEMBERED_FINGERPRINTS = 64
 
 
 def versions(libraries: Sequence[str]) -> Fingerprint:
-    """From the installed metadata, without importing anything."""
-    found = {}
+    """Library -> its installed version or "none", read without importing the library."""
+    installed = {}
     for library in libraries:
         try:
-            found[library] = version(library)
+            installed[library] = version(library)
         except PackageNotFoundError:
-            found[library] = "none"
-    return found
+            installed[library] = "none"
+    return installed
 
 
 def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Fingerprint:
-    """The backend's fingerprint, remembered: asking for it means importing torch and running the
-    compiler.
+    """The backend's fingerprint, which `file` remembers, since it takes importing torch and running
+    the compiler.
 
-    It is asked again when anything changes that it could depend on: what is asked for, versions,
-    the compiler's file, the machine, or our own sources.
+    It is computed again when anything changes on which it may depend: the spec, versions, the
+    compiler's file, the machine, or our own sources. Raises StoreError if `file` cannot be written.
     """
     from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
     from toolkit.engines.stage import fingerprint
 
     if spec.tensorrt_llm is not None:
-        return fingerprint(kind, spec)  # installed versions and GPU names: cheap to ask
+        return fingerprint(kind, spec)  # installed versions and GPU names, which are cheap to read
     compiler = compiler_path()
     status = None if compiler is None else Path(compiler).resolve().stat()
     depends_on = digest_value(
@@ -65,7 +64,9 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
     except (OSError, ValueError):
         known = {}
     if depends_on not in known:
-        known = dict([*known.items(), (depends_on, fingerprint(kind, spec))][-REMEMBERED:])
+        known = dict(
+            [*known.items(), (depends_on, fingerprint(kind, spec))][-MAX_REMEMBERED_FINGERPRINTS:]
+        )
         try:
             write_whole(file, json.dumps(known, indent=1))
         except OSError as error:
@@ -75,18 +76,19 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
 
 
 def spec_parts(spec: EngineSpec) -> dict[str, Any]:
-    """Of a key: without what leaves the engine as it is, where it is built and where its draft
-    lies meanwhile.
+    """The spec as parts of a key.
+
+    Fields that do not change the engine are left out: the builder and the folder of the draft.
     """
     parts = dataclasses.asdict(spec)
-    asked = parts.pop("tensorrt_llm")
-    if asked is not None:
-        decides = {
-            name: value for name, value in asked.items() if name not in ("builder", "draft_dir")
+    settings = parts.pop("tensorrt_llm")
+    if settings is not None:
+        kept = {
+            name: value for name, value in settings.items() if name not in ("builder", "draft_dir")
         }
-        schedule = asked["draft_len_schedule"]
+        schedule = settings["draft_len_schedule"]
         parts["tensorrt_llm"] = {
-            **decides,
+            **kept,
             "draft_len_schedule": schedule and sorted(map(list, schedule.items())),
         }
     return parts

@@ -1,5 +1,6 @@
-"""The stage `package`: engines become a Triton model repository, with what is served decided by
-the YAML or by the advice.
+"""The stage `package`: write a Triton model repository for the engines.
+
+The YAML decides how it speculates, or the advice where the YAML says `auto`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from toolkit.workflows.stages.keys import versions
 
 __all__ = ["in_container", "package_stage"]
 
-# The models are files of ours that are copied into the repository; they import the toolkit where it
-# is served.
+# Our model files that are copied into the repository. They import the toolkit where it is served.
 SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", "trtllm")
+
+# Where and how the server is started, which is no part of the repository.
+SERVER_SETTINGS = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
+    """The stage `package` for the engines of these roles."""
     engine = config.trtllm_engine
     if engine is None:
         return _embedded_stage(config, roles)
@@ -38,10 +42,9 @@ def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     needs = (*engines, "tune") if config.speculation.is_measured else engines
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
         settings = {
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
-            "triton": config.triton.model_dump(exclude=where_it_listens),
+            "triton": config.triton.model_dump(exclude=SERVER_SETTINGS),
             "threads": embedded(config).threads,
         }
         inputs = {need: finished[need].entry.digest for need in engines}
@@ -61,8 +64,9 @@ def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
 def _trtllm_stage(
     config: DeploymentConfig, engine: TensorRtLlmConfig, roles: Sequence[str]
 ) -> Stage:
-    """For TensorRT-LLM's containers. The quantized target is needed for its end ids, which an
-    engine does not hold.
+    """The stage for TensorRT-LLM's containers.
+
+    It needs the quantized target for its end ids, which an engine does not contain.
     """
     from toolkit.checkpoints.shape import read_shape
     from toolkit.engines.trtllm.llm_args import read_llm_args
@@ -73,7 +77,7 @@ def _trtllm_stage(
     engines = tuple(f"compile/{role}" for role in roles)
     needs = (*engines, "quantize/target", *(["tune"] if config.speculation.is_measured else []))
 
-    def placed(finished: Finished) -> dict[str, Any]:
+    def repository_options(finished: Finished) -> dict[str, Any]:
         draft_len = speculation_of(config, finished).longest_draft
         return {
             "name": config.name,
@@ -82,7 +86,6 @@ def _trtllm_stage(
         }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        where_it_listens = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
         memory = {
             "free_gpu_memory_fraction": engine.free_gpu_memory_fraction,
             "enable_block_reuse": engine.enable_block_reuse,
@@ -90,8 +93,8 @@ def _trtllm_stage(
         settings = {
             "kind": config.engine.kind,
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
-            "triton": triton.model_dump(exclude=where_it_listens),
-            **placed(finished),
+            "triton": triton.model_dump(exclude=SERVER_SETTINGS),
+            **repository_options(finished),
             **memory,
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
@@ -103,7 +106,9 @@ def _trtllm_stage(
         draft = drafts[0] if speculation_of(config, finished).has_draft_model else None
         if config.capabilities.layout == "llmapi":
             args = in_container(read_llm_args(target.path))
-            return package_llmapi(target, draft, args, triton, out_dir, **placed(finished))
+            return package_llmapi(
+                target, draft, args, triton, out_dir, **repository_options(finished)
+            )
         return package_bls(
             target,
             draft,
@@ -113,22 +118,21 @@ def _trtllm_stage(
             free_gpu_memory_fraction=engine.free_gpu_memory_fraction,
             enable_block_reuse=engine.enable_block_reuse,
             acceptance=config.speculation.acceptance,
-            **placed(finished),
+            **repository_options(finished),
         )
 
     return Stage("package", VERSION, TritonRepository, needs, parts, run)
 
 
 def _sources() -> str:
+    """The digest of our sources that decide what a repository contains and does."""
     return digest_sources(
         [__name__, *(f"toolkit.triton.models.{name}.model" for name in SHIPPED_MODELS)]
     )
 
 
 def in_container(llm_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of LLM() with the places that both models have where the repository is
-    served.
-    """
+    """The arguments of LLM(), with the folders of both models in the container that serves them."""
     from toolkit.engines.trtllm.llm_args import resolved
     from toolkit.triton.package.layout_trtllm import ENGINES
 

@@ -1,4 +1,4 @@
-"""The stage `pair`: proof that draft and target belong together."""
+"""The stage `pair`: prove that draft and target belong together."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = ["pair_stage"]
 
 
 def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
+    """The stage `pair`. memo: remembers the digests of the checkpoints' files."""
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 

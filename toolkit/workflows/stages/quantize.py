@@ -1,4 +1,4 @@
-"""The stage `quantize`: a checkpoint in the precision that the YAML asks for."""
+"""The stage `quantize`: write a checkpoint in the precision that the YAML asks for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["quantize_stage"]
 
 
 def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> Stage:
+    """The stage `quantize/ROLE`. memo: remembers the digests of its input files."""
     from toolkit.quantize import stage
     from toolkit.quantize.checkpoint import CODE_PATTERNS
 

@@ -1,9 +1,11 @@
 """Which stages a deployment has, in their order, and what is refused before the first of them runs.
 
-pair -> quantize/{target,draft} -> compile/{target,draft} -> [tune] -> package -> validate
+    pair -> quantize/{target,draft} -> compile/{target,draft} -> [tune] -> package -> validate
 
-For TensorRT-LLM what `auto` asks for is found before its engines are made: ->
-advised/{target,draft} -> tune -> compile/...
+The engines of TensorRT-LLM have a fixed draft length, so `auto` is decided before they are
+compiled, with embedded engines in their place:
+
+    ... -> advised/{target,draft} -> tune -> compile/{target,draft} -> package -> validate
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from toolkit.workflows.stages.compile import compile_stage
 from toolkit.workflows.stages.package import package_stage
 from toolkit.workflows.stages.pair import pair_stage
 from toolkit.workflows.stages.quantize import quantize_stage
-from toolkit.workflows.stages.tune import Way, tune_stage
+from toolkit.workflows.stages.tune import DraftingMethod, tune_stage
 from toolkit.workflows.stages.validate import validate_stage
 
 __all__ = [
@@ -38,20 +40,18 @@ __all__ = [
     "TWIN",
     "Ready",
     "advised_stages",
-    "own_way",
-    "planned",
+    "embedded_stages",
+    "methods_of_yaml",
+    "possible_plan",
     "raise_refused",
     "ready",
     "rehearsal_stages",
-    "stages_here",
     "stages_of",
 ]
 
-TWIN = "advised/"  # before the role: an engine that tells what another kind of engine would say
-REAL_KIND, PACKAGE_TRTLLM = (
-    "-trtllm",
-    "package/trtllm",
-)  # of a rehearsal, beside the embedded engine's
+TWIN = "advised/"  # before the role: an embedded engine that stands for one of another kind
+# Names of a rehearsal's stages for the real kind of engine, beside those for the embedded engine.
+REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"
 
 
 def stages_of(
@@ -62,16 +62,16 @@ def stages_of(
     download: bool = True,
     plan: Plan | None = None,
 ) -> list[Stage]:
-    """All stages of a deployment, in order; checkpoints that are hub ids are downloaded, or only
-    looked for.
+    """All stages of a deployment, in their order.
 
-    plan: where the caller has made it already. Raises PlanError for what cannot work, UsageError
-    for calibration or prompt files that cannot be used.
+    download: whether checkpoints that are hub ids are downloaded, or only looked up on this
+    machine. plan: the plan, if the caller has made it already. Raises PlanError for a deployment
+    that cannot work, UsageError for calibration or prompt files that cannot be used.
     """
     prepared = ready(config, download=download, plan=plan)
     config, roles = prepared.config, tuple(prepared.config.models)
     engines = [compile_stage(config, role, workplace) for role in roles]
-    advising = _advising(config, workplace, memo)
+    advising = _tune_stages(config, workplace, memo)
     before_engines = config.capabilities.fixes_draft_len
     return [
         pair_stage(config, memo),
@@ -82,54 +82,60 @@ def stages_of(
     ]
 
 
-def _advising(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """What finds the draft length where the YAML says `auto`.
+def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
+    """The stages that decide the draft length if the YAML says `auto`.
 
-    The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a length when they
-    are compiled or loaded, so it is found before: by the same checkpoints on the embedded engine,
-    and costs that are predicted.
+    The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a draft length when
+    they are compiled or loaded, so it is decided before: acceptance is measured with the same
+    checkpoints on the embedded engine, and costs are predicted.
     """
     from toolkit.plan.make import subject_of
 
     if not config.speculation.is_measured:
         return []
-    rule, ways, roles = sampled_rule(config), own_way(config), tuple(config.models)
+    rule, methods, roles = sampled_rule(config), methods_of_yaml(config), tuple(config.models)
     if config.capabilities.in_process:
-        return [tune_stage(config, embedded(config), memo, ways, rule=rule)]
+        return [tune_stage(config, embedded(config), memo, methods, rule=rule)]
 
     def quantized(finished: Finished) -> dict[Role, Done]:
         return {role: finished[f"quantize/{role}"] for role in roles}
 
     engine, gpu = embedded(embedded_twin(config)), subject_of(config)[0].gpu
-    tune = tune_stage(config, engine, memo, ways, rule=rule, checkpoints=quantized, gpu=gpu)
+    tune = tune_stage(config, engine, memo, methods, rule=rule, checkpoints=quantized, gpu=gpu)
     tune = replace(tune, needs=(*tune.needs, *(f"quantize/{role}" for role in roles)))
-    return [*_twins(config, workplace), _renamed(tune, _advised)]
+    return [*_twins(config, workplace), _renamed(tune, _advised_name)]
 
 
 def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
-    """The models compiled for the embedded engine: by a name of their own where the deployment
-    has other engines.
+    """The stages that compile the models for the embedded engine.
+
+    They are named `advised/ROLE` if the deployment has engines of another kind.
     """
     stages = [compile_stage(embedded_twin(config), role, workplace) for role in config.models]
     if config.capabilities.in_process:
         return stages
-    return [_renamed(stage, _advised) for stage in stages]
+    return [_renamed(stage, _advised_name) for stage in stages]
 
 
-def _advised(name: str) -> str:
+def _advised_name(name: str) -> str:
     return name.replace("compile/", TWIN)
 
 
 def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """Up to engines that run in this process: quantized as the deployment is, compiled for the
-    embedded engine whatever it is served by. Raises as `stages_of` does.
+    """The stages up to engines that run in this process, whatever kind serves the deployment.
+
+    They quantize the models as the deployment does, and compile them for the embedded engine.
+    Raises what `stages_of` raises.
     """
-    return stages_here(ready(config, download=True).config, workplace, memo)
+    return embedded_stages(ready(config, download=True).config, workplace, memo)
 
 
-def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """The same of one that is `ready`, or of its models in another precision, which what serves
-    it may refuse.
+def embedded_stages(
+    config: DeploymentConfig, workplace: Workplace, memo: DigestMemo
+) -> list[Stage]:
+    """The stages of `advised_stages`, for a deployment that is `ready` already.
+
+    Its models may have another precision, even one that the serving engine refuses.
     """
     return [
         pair_stage(config, memo),
@@ -140,90 +146,93 @@ def stages_here(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A deployment that can work as far as is known, with folders in the place of hub ids."""
+    """A deployment that the plan does not refuse, with folders in place of hub ids."""
 
     config: DeploymentConfig
     plan: Plan
 
 
 def ready(config: DeploymentConfig, *, download: bool, plan: Plan | None = None) -> Ready:
-    """plan: where the caller has made it already. It is made anew once checkpoints were fetched,
-    since files may say what the hub did not.
+    """Check the plan and the small input files, and fetch checkpoints that are hub ids.
+
+    plan: the plan, if the caller has made it already. It is made again after a download, since the
+    files may say what the hub did not. Raises PlanError, UsageError.
     """
-    plan = plan or planned(config)
+    plan = plan or possible_plan(config)
     _check_inputs(config)
     if any(model.hub_id is not None for model in config.models.values()):
-        config = _on_this_machine(config, download=download)
-        plan = planned(config)
+        config = _with_fetched_checkpoints(config, download=download)
+        plan = possible_plan(config)
     return Ready(config, plan)
 
 
 def rehearsal_stages(
-    asked: DeploymentConfig,
+    real: DeploymentConfig,
     served: DeploymentConfig,
     workplace: Workplace,
     memo: DigestMemo,
     replaced: Sequence[str],
 ) -> list[Stage]:
-    """The stages of a rehearsal: `asked` decides what is quantized and how, `served` what is
-    compiled, packaged and measured.
+    """The stages of a rehearsal.
 
-    The engine's own stage runs too where this machine can do it. replaced: for the report. Raises
-    UsageError as `stages_of`.
+    real: the deployment with its own engine kind; it decides how the models are quantized. served:
+    the deployment on the embedded engine, which is compiled, packaged and measured. If `real` is of
+    another kind, its compile and package stages run too, without trtllm-build if this machine
+    cannot run that. replaced: sentences for the report. Raises UsageError as `stages_of` does.
     """
     from toolkit.plan.make import make_plan
 
     _check_inputs(served)
     roles = tuple(served.models)
-    real: list[Stage] = []
-    if not asked.capabilities.in_process:
-        compiled = [compile_stage(asked, role, workplace) for role in roles]
-        if asked.capabilities.needs_trtllm_build and not _builds_here(asked):
+    real_stages: list[Stage] = []
+    if not real.capabilities.in_process:
+        compiled = [compile_stage(real, role, workplace) for role in roles]
+        if real.capabilities.needs_trtllm_build and not _can_build_here(real):
             compiled = [
-                _unbuilt(stage, engine_spec(asked, role))
+                _without_trtllm_build(stage, engine_spec(real, role))
                 for stage, role in zip(compiled, roles, strict=True)
             ]
-        real = [_renamed(stage, _beside) for stage in (*compiled, package_stage(asked, roles))]
+        real_stages = [
+            _renamed(stage, _real_kind_name) for stage in (*compiled, package_stage(real, roles))
+        ]
     memory = make_plan(served).memory
     validate = validate_stage(served, roles, workplace, memo, memory, replaced)
     return [
-        pair_stage(asked, memo),
-        *(quantize_stage(asked, role, memo) for role in roles),
-        *real,
+        pair_stage(real, memo),
+        *(quantize_stage(real, role, memo) for role in roles),
+        *real_stages,
         *(compile_stage(served, role, workplace) for role in roles),
         package_stage(served, roles),
-        replace(validate, needs=(*validate.needs, *(stage.name for stage in real))),
+        replace(validate, needs=(*validate.needs, *(stage.name for stage in real_stages))),
     ]
 
 
-def _beside(name: str) -> str:
-    """Of a stage of the real kind of engine, beside the embedded one's of the same name."""
-    return (
-        PACKAGE_TRTLLM
-        if name == "package"
-        else f"{name}{REAL_KIND}"
-        if name.startswith("compile/")
-        else name
-    )
+def _real_kind_name(name: str) -> str:
+    """The name of a rehearsal's stage for the real kind of engine."""
+    if name == "package":
+        return PACKAGE_TRTLLM
+    return f"{name}{REAL_KIND}" if name.startswith("compile/") else name
 
 
-def _renamed(stage: Stage, own: Callable[[str], str]) -> Stage:
-    """The same by the name own(name); what it needs it finds by such names, too."""
+def _renamed(stage: Stage, new_name: Callable[[str], str]) -> Stage:
+    """The stage under another name; the stages that it needs are renamed in the same way."""
 
-    def seen(finished: Finished) -> Finished:
-        return {**finished, **{need: finished[own(need)] for need in stage.needs}}
+    def with_old_names(finished: Finished) -> Finished:
+        return {**finished, **{need: finished[new_name(need)] for need in stage.needs}}
 
     return replace(
         stage,
-        name=own(stage.name),
-        needs=tuple(map(own, stage.needs)),
-        parts=lambda finished: stage.parts(seen(finished)),
-        run=lambda finished, out_dir, progress: stage.run(seen(finished), out_dir, progress),
+        name=new_name(stage.name),
+        needs=tuple(map(new_name, stage.needs)),
+        parts=lambda finished: stage.parts(with_old_names(finished)),
+        run=lambda finished, out_dir, progress: stage.run(
+            with_old_names(finished), out_dir, progress
+        ),
     )
 
 
-def _unbuilt(stage: Stage, spec: EngineSpec) -> Stage:
-    """The same without trtllm-build."""
+def _without_trtllm_build(stage: Stage, spec: EngineSpec) -> Stage:
+    """The compile stage, which writes everything but the engine itself."""
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
         from toolkit.engines.trt_engine import TrtEngineBackend
@@ -233,8 +242,8 @@ def _unbuilt(stage: Stage, spec: EngineSpec) -> Stage:
     return replace(stage, parts=lambda finished: {**stage.parts(finished), "built": False}, run=run)
 
 
-def _builds_here(config: DeploymentConfig) -> bool:
-    """Whether this machine has trtllm-build and a GPU for it."""
+def _can_build_here(config: DeploymentConfig) -> bool:
+    """Whether this machine has trtllm-build and a GPU to run it on."""
     from toolkit.engines.trt_engine import TrtEngineBackend
 
     try:
@@ -244,36 +253,38 @@ def _builds_here(config: DeploymentConfig) -> bool:
     return bool(gpus())
 
 
-def planned(config: DeploymentConfig) -> Plan:
-    """The plan of a deployment that can work. Raises PlanError with everything that is refused.
+def possible_plan(config: DeploymentConfig) -> Plan:
+    """The plan of a deployment. Raises PlanError with everything that the plan refuses.
 
-    A hub id of which nothing is known yet is not refused: its files are about to be fetched.
+    A hub id whose shape is not known yet is not refused, since its files are about to be fetched.
     """
     from toolkit.plan.make import make_plan
 
     plan = make_plan(config)
-    raise_refused(config.name, [one for one in plan.judgements if one.rule != "shape-needed"])
+    judgements = [judgement for judgement in plan.judgements if judgement.rule != "shape-needed"]
+    raise_refused(config.name, judgements)
     return plan
 
 
 def raise_refused(name: str, judgements: Sequence[Judgement]) -> None:
-    """Raises PlanError with everything that is refused, if anything is."""
+    """Raises PlanError with every judgement that refuses the deployment, if there is one."""
     faults = [
-        Fault(one.path, f"{one.what} [{one.rule}]", hint=one.hint)
-        for one in judgements
-        if one.severity == "refused"
+        Fault(judgement.path, f"{judgement.what} [{judgement.rule}]", hint=judgement.hint)
+        for judgement in judgements
+        if judgement.severity == "refused"
     ]
     if faults:
         raise PlanError(name, faults)
 
 
-def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
-    """The same with folders in the place of hub ids. Raises PlanError with every one that cannot
-    be had.
+def _with_fetched_checkpoints(config: DeploymentConfig, *, download: bool) -> DeploymentConfig:
+    """The deployment with folders in place of hub ids.
+
+    Raises PlanError with every hub id whose files are not here and cannot be downloaded.
     """
     from toolkit.checkpoints.hub import fetch
 
-    found: dict[str, ModelConfig] = {}
+    fetched: dict[str, ModelConfig] = {}
     faults: list[Fault] = []
     for role, model in config.models.items():
         if model.hub_id is None:
@@ -296,15 +307,15 @@ def _on_this_machine(config: DeploymentConfig, *, download: bool) -> DeploymentC
                 )
             )
         else:
-            found[role] = model.model_copy(update={"checkpoint": folder, "revision": None})
+            fetched[role] = model.model_copy(update={"checkpoint": folder, "revision": None})
     if faults:
         raise PlanError(config.name, faults)
-    return config.model_copy(update=found)
+    return config.model_copy(update=fetched)
 
 
 def _check_inputs(config: DeploymentConfig) -> None:
-    """Read the small input files now: a bad line in the prompts should not be found after an
-    hour of quantizing.
+    """Read the prompts and the calibration text, so that a bad line is not found only after an hour
+    of quantizing. Raises UsageError.
     """
     from toolkit.bench.prompts import read_prompts
     from toolkit.quantize.calibrate import split_texts
@@ -314,16 +325,17 @@ def _check_inputs(config: DeploymentConfig) -> None:
         split_texts(config.calibration)
 
 
-def own_way(config: DeploymentConfig) -> Callable[[Finished], list[Way]]:
-    """The YAML's own way to draft; none at all without speculation."""
+def methods_of_yaml(config: DeploymentConfig) -> Callable[[Finished], list[DraftingMethod]]:
+    """A function of the finished stages that lists the YAML's own drafting method.
 
-    def ways(finished: Finished) -> list[Way]:
+    The list is empty without speculation.
+    """
+
+    def methods(finished: Finished) -> list[DraftingMethod]:
         if config.speculation.has_ngram:
             return [("ngram", "ngram", None)]
-        return (
-            []
-            if config.draft is None
-            else [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
-        )
+        if config.draft is None:
+            return []
+        return [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
 
-    return ways
+    return methods

@@ -1,4 +1,4 @@
-"""The stage `tune`, and `grid`: the advisor over compiled engines and the prompt file."""
+"""The stages `tune` and `grid`: run the advisor on compiled engines and the prompt file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from toolkit.words import DeployedRule, Drafter, QuantAlgo, Role
 if TYPE_CHECKING:
     from toolkit.speculative.text import TextCodec
 
-__all__ = ["Way", "grid_stage", "tune_stage"]
+__all__ = ["DraftingMethod", "grid_stage", "tune_stage"]
 
-GRID_ROUNDS = 2  # of running every cell
+GRID_ROUNDS = 2  # how often every cell of the grid is run
 
-Way = tuple[str, Drafter, Done | None]
-"""One way to draft: (name, drafter, compiled draft)."""
+DraftingMethod = tuple[str, Drafter, Done | None]
+"""(name, drafter, compiled draft); the drafter "ngram" has no compiled draft."""
 
 
 def tune_stage(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
     memo: DigestMemo,
-    ways: Callable[[Finished], list[Way]],
+    methods: Callable[[Finished], list[DraftingMethod]],
     *,
     rule: DeployedRule,
     target: Done | None = None,
@@ -47,28 +47,39 @@ def tune_stage(
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
 ) -> Stage:
-    """The `tune` stage. engine: what runs the models here, whatever serves them. rule: of sampled
-    requests where the deployment is served. target: where the engines are not among the stages
-    before this one. checkpoints: by role, what they were compiled from, where the deployment has
-    other engines of the same. measured_rounds: of really running every draft length, to set beside
-    the predictions. gpu: one that is not here, whose costs are predicted.
+    """The `tune` stage.
+
+    engine: the embedded engine that runs the models here, whatever kind serves them. methods: the
+    drafting methods to compare. rule: the acceptance rule of sampled requests in the served
+    deployment. target: the target's engine, if no stage before this one compiles it. checkpoints:
+    role -> the checkpoint of the engine, if the deployment has engines of another kind.
+    measured_rounds: how many rounds run every draft length, to check the predictions; 0 for none.
+    gpu: the GPU whose costs are predicted; None if costs are measured here.
     """
     from toolkit.advise import stage
 
     validation, speculation = config.validation, config.speculation
-    needs = (
-        ()
-        if target is not None
-        else ("compile/target", *(["compile/draft"] if config.draft is not None else []))
-    )
+    needs: tuple[str, ...] = ()
+    if target is None:
+        needs = tuple(f"compile/{role}" for role in config.models)
 
     def target_of(finished: Finished) -> Done:
         return target or finished["compile/target"]
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        engines = {
-            name: None if done is None else done.entry.digest for name, _, done in ways(finished)
+        drafts = {
+            name: None if done is None else done.entry.digest for name, _, done in methods(finished)
         }
+        inputs = {
+            "target": target_of(finished).entry.digest,
+            "drafts": drafts,
+            "prompts": digest_file(validation.prompts, memo),
+            "toolkit_sources": digest_sources([__name__]),
+        }
+        if checkpoints is not None:
+            inputs["checkpoints"] = {
+                role: [done.entry.digest] for role, done in checkpoints(finished).items()
+            }
         return {
             "config": {
                 "rule": rule,
@@ -80,21 +91,7 @@ def tune_stage(
                 "gpu": None if gpu is None else [gpu.name, ranks_of(config)],
                 **validation.model_dump(include={"max_prompts", "max_tokens", "temperature"}),
             },
-            "inputs": {
-                "target": target_of(finished).entry.digest,
-                "drafts": engines,
-                **(
-                    {}
-                    if checkpoints is None
-                    else {
-                        "checkpoints": {
-                            role: [one.entry.digest] for role, one in checkpoints(finished).items()
-                        }
-                    }
-                ),
-                "prompts": digest_file(validation.prompts, memo),
-                "toolkit_sources": digest_sources([__name__]),
-            },
+            "inputs": inputs,
             "fingerprint": {name: version(name) for name in ("torch", "tokenizers", "numpy")},
             "machine": machine(),
         }
@@ -102,7 +99,7 @@ def tune_stage(
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Advice:
         engines = [
             (name, drafter, None if done is None else done.record)
-            for name, drafter, done in ways(finished)
+            for name, drafter, done in methods(finished)
         ]
         advice = _advise(
             config,
@@ -132,7 +129,7 @@ def _advise(
     gpu: Gpu | None,
     progress: Progress,
 ) -> Advice:
-    """Load the engines into this process and measure."""
+    """Load the engines into this process, and let the advisor measure them."""
     from toolkit.advise.cost import batch_sizes
     from toolkit.advise.stage import Contender, Question, advise
     from toolkit.engines.registry import loader
@@ -152,13 +149,13 @@ def _advise(
         rows = weights(logits, sampling)
         return rows / rows.sum(axis=-1, keepdims=True)
 
-    def contender(name: str, drafter: Drafter, found: CompiledEngine | None) -> Contender:
-        draft = None if found is None else loader("torch").load(found.path, threads=engine.threads)
-        forward_s = (
-            None
-            if gpu is None
-            else _roofline(gpu, ranks_of(config), compiled, found, engine.max_input_len)
-        )
+    def contender(name: str, drafter: Drafter, draft_engine: CompiledEngine | None) -> Contender:
+        draft = forward_s = None
+        if draft_engine is not None:
+            draft = loader("torch").load(draft_engine.path, threads=engine.threads)
+        if gpu is not None:
+            ranks = ranks_of(config)
+            forward_s = _roofline(gpu, ranks, compiled, draft_engine, engine.max_input_len)
         runtime = MeasuredRuntime(
             target,
             draft,
@@ -180,7 +177,7 @@ def _advise(
     )
     return advise(
         target,
-        [contender(*one) for one in engines],
+        [contender(*method) for method in engines],
         question,
         lookup=lambda: Lookup(speculation.max_matching_ngram_size),
         probabilities=probabilities,
@@ -189,30 +186,31 @@ def _advise(
 
 
 def ranks_of(config: DeploymentConfig) -> int:
-    """How many GPUs hold the model between them."""
+    """The number of GPUs that share the model."""
     return config.engine.world_size
 
 
 def _roofline(
     gpu: Gpu, gpus: int, target: CompiledEngine, draft: CompiledEngine | None, context: int
 ) -> Callable[[Role, int, int], float]:
-    """(role, batch, tokens) -> seconds of a forward on so many of them, at the least: bytes over
-    bandwidth, or arithmetic.
+    """A function (role, batch, tokens) -> the least seconds of a forward pass on `gpus` GPUs.
+
+    It is the larger of the time to read the bytes and the time for the arithmetic.
     """
     from toolkit.checkpoints.shape import ModelShape, read_json
     from toolkit.plan.predict import forward_seconds
 
     engines: dict[Role, CompiledEngine | None] = {"target": target, "draft": draft}
     shapes = {
-        role: from_json(ModelShape, read_json(found.path / "config.json")["toolkit"]["shape"])
-        for role, found in engines.items()
-        if found is not None
+        role: from_json(ModelShape, read_json(compiled.path / "config.json")["toolkit"]["shape"])
+        for role, compiled in engines.items()
+        if compiled is not None
     }
 
     def forward_s(role: Role, batch: int, tokens: int) -> float:
-        found = engines[role]
-        assert found is not None  # prompt lookup runs no draft
-        algo, kv_algo = found.quant_algo or "NO_QUANT", found.kv_cache_quant_algo
+        compiled = engines[role]
+        assert compiled is not None  # prompt lookup runs no draft
+        algo, kv_algo = compiled.quant_algo or "NO_QUANT", compiled.kv_cache_quant_algo
         return forward_seconds(
             shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus
         )[0]
@@ -223,7 +221,7 @@ def _roofline(
 def _prompts(
     config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """(domain, token ids) of the prompts that fit the engine."""
+    """(domain, token ids) of each prompt that fits the engine."""
     from toolkit.pipeline.texts import read_labels, read_texts
 
     validation = config.validation
@@ -248,18 +246,22 @@ def grid_stage(
     checkpoints: Mapping[Role, Mapping[QuantAlgo, Done]] | None = None,
     gpu: Gpu | None = None,
 ) -> Stage:
-    """The `grid` stage. engine: what runs the models here, whatever serves them. engines: role ->
-    quant_algo -> the model compiled in that precision; checkpoints: likewise what they were
-    compiled from, where the deployment has other engines. pairs: precisions of target and draft to
-    compare; left_out: in words, the others. gpu: as of `tune_stage`.
+    """The `grid` stage.
+
+    engine: the embedded engine that runs the models here, whatever kind serves them. engines: role
+    -> quant_algo -> the model compiled in that precision. checkpoints: role -> quant_algo -> the
+    checkpoint of that engine, if the deployment has engines of another kind. pairs: the precisions
+    of (target, draft) to compare. left_out: sentences about the other pairs. gpu: as in
+    `tune_stage`.
     """
     from toolkit.advise import stage
 
     validation = config.validation
 
-    def digests(found: Mapping[Role, Mapping[QuantAlgo, Done]]) -> dict[str, list[str]]:
+    def digests(results: Mapping[Role, Mapping[QuantAlgo, Done]]) -> dict[str, list[str]]:
         return {
-            role: [done.entry.digest for done in every.values()] for role, every in found.items()
+            role: [done.entry.digest for done in by_algo.values()]
+            for role, by_algo in results.items()
         }
 
     def parts(finished: Finished) -> Mapping[str, Any]:
@@ -285,8 +287,8 @@ def grid_stage(
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> Grid:
         compiled = {
-            role: {algo: done.record for algo, done in every.items()}
-            for role, every in engines.items()
+            role: {algo: done.record for algo, done in by_algo.items()}
+            for role, by_algo in engines.items()
         }
         grid = _grid(config, engine, compiled, heldout, pairs, left_out, gpu, progress)
         (out_dir / "grid.json").write_text(json.dumps(to_json(grid), indent=1), encoding="utf-8")
@@ -305,6 +307,7 @@ def _grid(
     gpu: Gpu | None,
     progress: Progress,
 ) -> Grid:
+    """Load the engines of every precision into this process, and measure every pair of them."""
     from toolkit.advise.cost import MEASURED, PREDICTED
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
     from toolkit.advise.stage import Contender, Question
@@ -315,10 +318,11 @@ def _grid(
 
     load = loader("torch").load
     targets = {
-        algo: load(found.path, threads=engine.threads) for algo, found in compiled["target"].items()
+        algo: load(target.path, threads=engine.threads)
+        for algo, target in compiled["target"].items()
     }
     drafts = {
-        algo: load(found.path, threads=engine.threads) for algo, found in compiled["draft"].items()
+        algo: load(draft.path, threads=engine.threads) for algo, draft in compiled["draft"].items()
     }
     unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
     codec = TextCodec.from_file(unquantized / "tokenizer.json")
@@ -330,8 +334,10 @@ def _grid(
         runtime = MeasuredRuntime(
             targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
         )
-        of_pair = compiled["target"][algo], compiled["draft"][name]
-        forward_s = None if gpu is None else _roofline(gpu, ranks, *of_pair, engine.max_input_len)
+        forward_s = None
+        if gpu is not None:
+            pair = compiled["target"][algo], compiled["draft"][name]
+            forward_s = _roofline(gpu, ranks, *pair, engine.max_input_len)
         return Contender(name, "draft_target", runtime, drafts[name], forward_s)
 
     question = Question(
@@ -347,6 +353,9 @@ def _grid(
         for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout)
         if len(ids) > 2
     ]
+    costs_are = MEASURED
+    if gpu is not None:
+        costs_are = f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}"
     return measure_grid(
         targets,
         contenders,
@@ -355,8 +364,6 @@ def _grid(
         max_kl=config.validation.quality.max_kl,
         rounds=GRID_ROUNDS,
         progress=progress,
-        costs_are=MEASURED
-        if gpu is None
-        else f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}",
+        costs_are=costs_are,
         left_out=left_out,
     )

@@ -1,6 +1,4 @@
-"""The stage `validate`: serve the packaged repository, judge it, write the report. And the same
-for one divergence again.
-"""
+"""The stage `validate`: serve the packaged repository, judge it, and write the report."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from toolkit.records.codec import to_json
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.words import Role
-from toolkit.workflows.deployment import settled
+from toolkit.workflows.deployment import with_advice
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.serve import Servers, serve
 from toolkit.workflows.stages.keys import versions
 
 if TYPE_CHECKING:
     from toolkit.validate.reference import Reference
-    from toolkit.validate.stage import References
+    from toolkit.validate.stage import Origin, References
 
 __all__ = ["engine_reference", "validate_stage"]
 
@@ -46,7 +44,7 @@ REPORTED_LIBRARIES = (
     "nvidia-pytriton",
     "numpy",
 )
-SWEEP_REQUESTS = 32  # per arm, round and concurrency, unless more are needed to keep it up
+SWEEP_REQUESTS = 32  # per arm, round and concurrency; a high concurrency takes more
 
 
 def validate_stage(
@@ -57,18 +55,20 @@ def validate_stage(
     memory: Sequence[StageMemory],
     replaced: Sequence[str] = (),
 ) -> Stage:
-    """memory: as planned, to stand in the report beside what was taken. replaced: of a rehearsal,
-    what stands in for what.
+    """The stage `validate`.
+
+    memory: as the plan predicts it; the report shows it beside the memory that was used. replaced:
+    for a rehearsal, sentences about what its stand-ins replace.
     """
     from toolkit.validate import stage
 
-    before = (
+    earlier = (
         "pair",
         *(f"quantize/{role}" for role in roles),
         *(f"compile/{role}" for role in roles),
         "package",
     )
-    needs = (*before, "tune") if config.speculation.is_measured else before
+    needs = (*earlier, "tune") if config.speculation.is_measured else earlier
 
     def quality_of(finished: Finished) -> Quality:
         records = {role: finished[f"quantize/{role}"].record for role in roles}
@@ -77,17 +77,17 @@ def validate_stage(
         )
 
     def parts(finished: Finished) -> Mapping[str, Any]:
-        """The name is in it, since it stands in the report; so are our own sources and the
-        machine, since they are measured.
+        """The name is a part, since the report contains it; so are our own sources and the
+        machine, since the validation measures them.
         """
+        stated = (
+            config.validation.latency.model_fields_set | config.validation.quality.model_fields_set
+        )
         return {
             "config": {
                 "name": config.name,
                 **config.validation.model_dump(exclude={"prompts"}),
-                "stated": sorted(
-                    config.validation.latency.model_fields_set
-                    | config.validation.quality.model_fields_set
-                ),
+                "stated": sorted(stated),
                 **({"replaced": list(replaced)} if replaced else {}),
             },
             "inputs": {
@@ -96,11 +96,7 @@ def validate_stage(
                 "quality": digest_value(to_json(quality_of(finished))),
                 "pair": digest_value(to_json(finished["pair"].record.findings)),
                 "prompts": digest_file(config.validation.prompts, memo),
-                **(
-                    {"advice": finished["tune"].entry.digest}
-                    if config.speculation.is_measured
-                    else {}
-                ),  # it stands in the report
+                **_advice_digest(config, finished),
                 "toolkit_sources": digest_sources([__name__]),
             },
             "fingerprint": versions([*MEASURED_LIBRARIES, *_libraries_of_server(config)]),
@@ -108,99 +104,98 @@ def validate_stage(
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
-        return _measure(
-            config, finished, quality_of(finished), memory, replaced, workplace, out_dir, progress
-        )
+        from toolkit.report.render import write_report
 
-    def decided(report: ValidationReport) -> bool:
+        started = time.monotonic()
+        origin = stage.Origin(
+            config.name,
+            quality_of(finished),
+            _published_engines(config, workplace, finished),
+            _environment(config),
+            findings=finished["pair"].record.findings,
+            stages=_costs(finished),
+            replaced=replaced,
+        )
+        report, serving = _serve_and_judge(config, finished, origin, out_dir, progress)
+        # The peak memory of this stage is known only when it has ended.
+        own_seconds = round(time.monotonic() - started, 3)
+        validating = StageCost("validate", own_seconds, None, reused=False)
+        report = replace(
+            report,
+            stages=(*report.stages, serving, validating),
+            memory=tuple(memory),
+            advice=finished["tune"].record if config.speculation.is_measured else None,
+        )
+        write_report(report, out_dir)
+        return report
+
+    def is_decided(report: ValidationReport) -> bool:
         return report.verdict != "INCONCLUSIVE"
 
-    return Stage("validate", stage.VERSION, ValidationReport, needs, parts, run, decided)
+    return Stage("validate", stage.VERSION, ValidationReport, needs, parts, run, is_decided)
 
 
 def _advice_digest(config: DeploymentConfig, finished: Finished) -> dict[str, str]:
-    """It stands in the report."""
+    """The digest of the advice, which the report contains; empty if there is none."""
     is_measured = config.speculation.is_measured
     return {"advice": finished["tune"].entry.digest} if is_measured else {}
 
 
-def _measure(
+def _serve_and_judge(
     config: DeploymentConfig,
     finished: Finished,
-    quality: Quality,
-    memory: Sequence[StageMemory],
-    replaced: Sequence[str],
-    workplace: Workplace,
+    origin: Origin,
     out_dir: Path,
     progress: Progress,
-) -> ValidationReport:
-    """Serve the packaged repository on free ports, judge it, write the report into out_dir."""
-    from toolkit.pipeline.memory import PeakMemory
-    from toolkit.report.render import write_report
-    from toolkit.validate.replay import write_replay
-    from toolkit.validate.stage import Origin, Served, validate
+) -> tuple[ValidationReport, StageCost]:
+    """Serve the packaged repository on free ports and judge it: (the report, the cost of serving).
 
-    started, repository = time.monotonic(), finished["package"].record
+    The server's log and the replay files of divergences are written into out_dir.
+    """
+    from toolkit.pipeline.memory import PeakMemory
+    from toolkit.validate.replay import write_replay
+    from toolkit.validate.stage import Served, validate
+
+    repository = finished["package"].record
     stated = config.model_dump(mode="json", exclude_unset=True)
-    deployed = settled(config, finished)
-    can, speculates = config.capabilities, repository.max_draft_len > 0
-    in_turns = can.plain_arm == "restart" and speculates
+    deployed = with_advice(config, finished)
+    capabilities, speculates = config.capabilities, repository.max_draft_len > 0
+    in_turns = capabilities.plain_arm == "restart" and speculates
+    rule = config.speculation.acceptance
     log, began, peak_bytes = out_dir / "server.log", time.monotonic(), None
     references = _references(config, finished)
     with ExitStack() as running:
         endpoint, servers = running.enter_context(
             serve(deployed, repository.path, log_path=log, progress=progress, in_turns=in_turns)
         )
-        if can.in_process:  # elsewhere the server's memory is the GPU's
+        if capabilities.in_process:  # the servers of other kinds use the memory of the GPU
             peak = running.enter_context(PeakMemory(servers.server.pid))
-        rule = config.speculation.acceptance
+        against_plain = speculates and not in_turns
         report = validate(
             Served(
                 endpoint,
                 repository.max_draft_len,
-                can,
-                rule=can.acceptance[0] if rule == "auto" else rule,
-                counters=partial(_counters, servers) if can.has_counters else None,
-                sweep=partial(
-                    _sweep, config, servers, repository.model, progress, speculates and not in_turns
-                ),
+                capabilities,
+                rule=capabilities.acceptance[0] if rule == "auto" else rule,
+                counters=partial(_counters, servers) if capabilities.has_counters else None,
+                sweep=partial(_sweep, config, servers, repository.model, progress, against_plain),
             ),
             _gates_of(config, speculates=deployed.speculation.is_enabled),
             references,
-            Origin(
-                config.name,
-                quality,
-                _published_engines(config, workplace, finished),
-                _environment(config),
-                findings=finished["pair"].record.findings,
-                stages=_costs(finished),
-                replaced=replaced,
-            ),
+            origin,
             keep_replay=lambda replay: write_replay(
                 out_dir / "replay", replace(replay, deployment=stated)
             ),
             progress=progress,
         )
-    if can.in_process:
+    if capabilities.in_process:
         peak_bytes = peak.bytes
-    served = StageCost("serve", round(time.monotonic() - began, 3), peak_bytes, reused=False)
-    itself = StageCost(
-        "validate", round(time.monotonic() - started, 3), None, reused=False
-    )  # its peak is known at its end
-    report = replace(
-        report,
-        stages=(*report.stages, served, itself),
-        memory=tuple(memory),
-        advice=finished["tune"].record if config.speculation.is_measured else None,
-    )
-    write_report(report, out_dir)
-    return report
+    seconds = round(time.monotonic() - began, 3)
+    return report, StageCost("serve", seconds, peak_bytes, reused=False)
 
 
 def _gates_of(config: DeploymentConfig, *, speculates: bool) -> ValidationConfig:
-    """Without the gate on the speed-up where the advisor was asked whether to speculate, and said
-    no.
-    """
+    """The gates, without the one on the speed-up if the advisor has decided not to speculate."""
     validation = config.validation
     if speculates or not config.speculation.is_enabled:
         return validation
@@ -209,6 +204,7 @@ def _gates_of(config: DeploymentConfig, *, speculates: bool) -> ValidationConfig
 
 
 def _counters(servers: Servers) -> Mapping[str, float]:
+    """The counters of the running server."""
     from toolkit.bench.counters import read_counters
 
     return read_counters(servers.server.metrics_url)
@@ -222,7 +218,7 @@ def _sweep(
     against_plain: bool,
     levels: Sequence[int],
 ) -> BenchRun:
-    """What is served at each of these many requests at a time."""
+    """Measure the running server at each of these numbers of requests in flight."""
     from toolkit.bench.run import sweep
 
     validation, server = config.validation, servers.server
@@ -243,7 +239,7 @@ def _sweep(
 def _published_engines(
     config: DeploymentConfig, workplace: Workplace, finished: Finished
 ) -> dict[str, CompiledEngine]:
-    """By role, with the folders that people see."""
+    """Role -> its engine, with the path of the published folder instead of the store's."""
     folder = workplace.engines(config.name)
     return {
         role: replace(finished[f"compile/{role}"].record, path=folder / role)
@@ -252,6 +248,7 @@ def _published_engines(
 
 
 def _costs(finished: Finished) -> list[StageCost]:
+    """The time and memory of each finished stage."""
     return [
         StageCost(name, done.seconds, done.peak_memory_bytes, done.reused)
         for name, done in finished.items()
@@ -259,25 +256,25 @@ def _costs(finished: Finished) -> list[StageCost]:
 
 
 def _references(config: DeploymentConfig, finished: Finished) -> References:
-    """What judges the texts: the engine's own logits where this program can read them, and the
-    unquantized checkpoint.
+    """The references that judge the texts: the engine, if its logits can be read in this process,
+    and the unquantized checkpoint.
     """
     from toolkit.checkpoints.shape import read_shape
     from toolkit.inprocess import eos_token_ids
     from toolkit.validate.stage import References
 
     folders = {role: finished[f"compile/{role}"].record.path for role in config.models}
-    own, engine = config.embedded_engine, None
-    if own is not None:
+    embedded, engine = config.embedded_engine, None
+    if embedded is not None:
         end_ids = eos_token_ids(folders["target"])
-        engine = engine_reference(folders, own.threads)
+        engine = engine_reference(folders, embedded.threads)
     else:
         end_ids = read_shape(finished["quantize/target"].record.path).eos_token_ids
     return References(engine, *_source(config, folders["target"], end_ids))
 
 
 def _environment(config: DeploymentConfig) -> dict[str, str]:
-    """What the report says it was measured with."""
+    """Name -> value of what the report says about the program, the machine and the libraries."""
     facts = {name: value for name, value in program().items() if value is not None}
     libraries = [*REPORTED_LIBRARIES, *_libraries_of_server(config)]
     return {**facts, **machine(), **versions(libraries)}
@@ -288,7 +285,7 @@ def _libraries_of_server(config: DeploymentConfig) -> list[str]:
 
 
 def engine_reference(engines: Mapping[Role, Path], threads: int | None) -> Reference:
-    """The compiled engines, loaded a second time when they are first asked."""
+    """The compiled engines as a reference. They are loaded a second time, at their first use."""
     from toolkit.engines.registry import loader
     from toolkit.inprocess import eos_token_ids
     from toolkit.validate.reference import reference_from_engine
@@ -309,25 +306,27 @@ def engine_reference(engines: Mapping[Role, Path], threads: int | None) -> Refer
 def _source(
     config: DeploymentConfig, target: Path, end_ids: Sequence[int]
 ) -> tuple[Reference | None, bool]:
-    """The unquantized checkpoint as a reference, where it is wanted and fits; whether the engine
-    computes the same.
+    """The unquantized checkpoint as a reference, and whether the engine computes the same as it.
+
+    The reference is None if the YAML does not want it, if the checkpoint is quantized already, or
+    if it does not fit into memory.
     """
     from toolkit.checkpoints.quantized import open_checkpoint
     from toolkit.pipeline.machine import memory_bytes
     from toolkit.validate.reference import reference_from_checkpoint
 
-    wanted, folder = config.validation.parity.source, config.target.checkpoint
-    if wanted == "never" or open_checkpoint(folder).quantization.quant_algo is not None:
+    source, folder = config.validation.parity.source, config.target.checkpoint
+    if source == "never" or open_checkpoint(folder).quantization.quant_algo is not None:
         return None, False
-    in_float32 = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if wanted == "auto" and in_float32 > memory_bytes() / 2:
+    float32_bytes = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if source == "auto" and float32_bytes > memory_bytes() / 2:
         return None, False
     is_unquantized = config.target.quantization.quant_algo == "NO_QUANT"
-    own = config.embedded_engine
-    is_precise = own is not None and own.dtype in ("float32", "float64")
+    embedded = config.embedded_engine
+    is_precise = embedded is not None and embedded.dtype in ("float32", "float64")
 
     def encode(prompt: str) -> list[int]:
-        """By the engine's own tokenizer, opened when it is first used."""
+        """Encode with the engine's own tokenizer, which is opened at its first use."""
         return list(_codec(target).encode(prompt))
 
     return reference_from_checkpoint(folder, encode, end_ids), is_unquantized and is_precise
@@ -341,6 +340,7 @@ def _codec(engine_dir: Path) -> Any:
 
 
 def _noise(seed: int, position: int, vocab: int) -> Any:
+    """The Gumbel noise [vocab] that a seeded request adds to its logits at this position."""
     from toolkit.speculative.sampling import ExponentialRace
 
     return ExponentialRace(seed, vocab).gumbel(position)
