@@ -188,7 +188,5 @@ def _summary(subject: Subject) -> dict[str, str]:
     )
     if subject.gpu is None and subject.trtllm is not None:
         summary["hardware"] = "not known"
-    summary["layout"] = (
-        "bls" if config.triton.layout == "bls" or subject.engine_flow is not None else "llmapi"
-    )
+    summary["layout"] = config.capabilities.layout
     return summary
