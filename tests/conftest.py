@@ -15,8 +15,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.checkpoints import write_pair
+from tests.support.judged_reports import (
+    advised_report,
+    failing_report,
+    passing_report,
+    plain_only_report,
+)
 from tests.support.serving import add_bls_variant, package_pair
 from toolkit.records.build import TritonRepository
+from toolkit.records.report import ValidationReport
 from toolkit.triton.process.server import TritonServer
 
 # No test is timed: what takes a millisecond takes 200 on a machine that is busy with something
@@ -98,3 +105,24 @@ def tiny_server(tiny_repository: TritonRepository) -> Iterator[TritonServer]:
     """A real tritonserver on the tiny pair's repository, one for the whole run."""
     with TritonServer(tiny_repository.path) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def passing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
+    return passing_report(tmp_path_factory.mktemp("passing"))
+
+
+@pytest.fixture(scope="session")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
+    """With every kind of trouble."""
+    return failing_report(tmp_path_factory.mktemp("failing"))
+
+
+@pytest.fixture(scope="session")
+def plain_only(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
+    return plain_only_report(tmp_path_factory.mktemp("plain_only"))
+
+
+@pytest.fixture(scope="session")
+def advised(failing: ValidationReport) -> ValidationReport:
+    return advised_report(failing)

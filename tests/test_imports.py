@@ -200,3 +200,50 @@ def test_modules_say_what_they_are_for() -> None:
         if text.strip() and not ast.get_docstring(ast.parse(text))
     ]
     assert silent == []
+
+
+TESTS = Path(__file__).parent
+
+
+def collected_modules_imported_by(file: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import of a test module or a conftest, wherever it stands: pytest
+    reads those itself, and what two of them share belongs in tests/support.
+    """
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            package = "." * node.level + (node.module or "")
+            names = [package, *(f"{package}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            is_ours = parts[0] in ("", "tests")  # a relative name begins with nothing
+            if is_ours and (parts[-1].startswith("test_") or parts[-1] == "conftest"):
+                yield name, node.lineno
+
+
+def test_no_test_module_is_imported_by_another() -> None:
+    assert [
+        f"{file.relative_to(TESTS)}:{line} imports {module}"
+        for file in sorted(TESTS.rglob("*.py"))
+        for module, line in collected_modules_imported_by(file)
+    ] == []
+
+
+def test_the_check_finds_an_import_of_a_test_module(tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text(
+        "import tests.test_client, pytest\nfrom tests.report.conftest import passing\n"
+        "from tests.bench import test_metrics\nfrom . import test_y\n"
+        "from tests.support.cli import write_config\nfrom toolkit.testing.test_z import z\n"
+        "def test_a():\n    from .test_y import helper\n    import torch.testing\n"
+    )
+    assert list(collected_modules_imported_by(file)) == [
+        ("tests.test_client", 1),
+        ("tests.report.conftest", 2),
+        ("tests.bench.test_metrics", 3),
+        ("..test_y", 4),
+        (".test_y", 8),
+    ]

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.bench.test_metrics import timing
+from tests.support.timings import timing
 from toolkit.bench.counters import client_counts, parse_counters, read_counters, reconcile, settled
 
 PAGE = """# HELP toolkit_requests Requests by outcome

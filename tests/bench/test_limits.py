@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.test_metrics import timing
+from tests.support.timings import timing
 from toolkit.bench import metrics
 from toolkit.bench.limits import judge, parse_goodput, parse_limit, straddled
 from toolkit.errors import UsageError

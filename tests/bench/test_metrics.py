@@ -8,26 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.endpoint import ScriptedEndpoint
+from tests.support.timings import timing
 from toolkit.bench import metrics
 from toolkit.bench.definitions import METRICS
 from toolkit.client import RequestTiming, Statistics
 from toolkit.records.measured import TooFew
 
 MS = 1_000_000
-
-
-def timing(
-    chunks: list[tuple[int, int]],
-    *,
-    sent_ms: int = 0,
-    tokens: int | None = None,
-    **statistics: object,
-) -> RequestTiming:
-    """chunks: (ms, tokens)."""
-    count = sum(n for _, n in chunks) if tokens is None else tokens
-    stats = Statistics(output_tokens=count, **statistics)  # type: ignore[arg-type]
-    received = tuple((at * MS, n) for at, n in chunks)
-    return RequestTiming("p", "", tuple(range(count)), "length", sent_ms * MS, received, stats)
 
 
 def test_every_latency_by_hand() -> None:

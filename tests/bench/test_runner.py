@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.stub import Script, StubServer
+from tests.support.timings import timing
 from toolkit.bench.compare import compare_runs, read_run
 from toolkit.bench.limits import parse_limit
 from toolkit.bench.run import BenchOptions, bench
@@ -325,8 +326,6 @@ def test_a_sweep_that_shows_nothing_says_so() -> None:
 
 
 def test_a_ratio_with_too_many_failed_pairs_is_not_judged() -> None:
-    from tests.bench.test_metrics import timing
-
     good = [[timing([(10, 1), (20, 3)]) for _ in range(10)]]
     holes = [[None, None, *good[0][2:]]]
     assert speed_ratio(good, good).estimate == 1.0

@@ -19,8 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.speculative.test_acceptance import accept_by_argmax
-from tests.speculative.test_distribution import with_rule
+from tests.support.accept_rules import accept_by_argmax, with_rule
 from tests.support.runtime_endpoint import RuntimeEndpoint, noise
 from toolkit.bench.prompts import read_prompts
 from toolkit.config.schema import DistributionGates

@@ -5,13 +5,13 @@ kernel library.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.checkpoints import write_byte_tokenizer, write_checkpoint
+from tests.support.exports import EXPORTS, TOKENS, Export
 from tests.support.modelopt_exports import export_hf
 from toolkit.checkpoints import quantized
 from toolkit.engines.embedded.compile import capacity_of, prepare
@@ -19,28 +19,6 @@ from toolkit.engines.embedded.engine import PREFILL_TOKENS, EmbeddedEngine, eage
 from toolkit.engines.embedded.kernels import KernelOps, build_library, load_library
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.embedded.weights import fuse
-
-TOKENS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(5))
-EXPORTS = {
-    "llama_fp8_kv_fp8": ("llama", "FP8", "FP8"),
-    "qwen2_fp8": ("qwen2", "FP8", None),
-    "llama_w8a8": ("llama", "W8A8_SQ_PER_CHANNEL", None),
-    "qwen2_w8a8_kv_fp8": ("qwen2", "W8A8_SQ_PER_CHANNEL", "FP8"),
-    "qwen3_w8a16_kv_fp8": ("qwen3", "W8A16", "FP8"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """A unified HF checkpoint, and logits [2, 40, vocab] on TOKENS: of the source, and of
-    ModelOpt's fake-quantized model.
-    """
-
-    path: Path
-    quant_algo: str
-    kv_cache_quant_algo: str | None
-    source: torch.Tensor
-    simulated: torch.Tensor
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.conftest import TOKENS, Export
 from tests.engines.contract import StepEngineContract
 from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import TOKENS, Export
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.toolchain import compiler_path
 from toolkit.engines.registry import backend, loader

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.conftest import EXPORTS, TOKENS, Export
 from tests.engines.contract import StepEngineContract
 from tests.engines.reference import reference_logits
-from tests.engines.test_families import CASES
 from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import EXPORTS, TOKENS, Export
+from tests.support.families import CASES
 from toolkit.engines.embedded.engine import EmbeddedEngine, open_checkpoint
 from toolkit.engines.embedded.kernels import KernelOps, pack_linear
 from toolkit.engines.embedded.model import Attention, Layer, Linear, Ops, Step, TorchOps

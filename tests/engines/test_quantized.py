@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.engines.conftest import EXPORTS, TOKENS, Export
+from tests.support.exports import EXPORTS, TOKENS, Export
 from toolkit.engines.embedded.engine import open_checkpoint
 
 

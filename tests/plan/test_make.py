@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.plan.conftest import config_of
+from tests.support.deployments import config_of
 from toolkit.config.load import load_config
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.make import gpu_from_driver_name, make_plan

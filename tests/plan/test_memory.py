@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.conftest import FP8, config_of, subject
 from tests.support.checkpoints import write_checkpoint
+from tests.support.deployments import FP8, config_of, subject
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.facts.models import CONFIGS

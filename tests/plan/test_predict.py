@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.conftest import LLAMA, subject
+from tests.support.deployments import LLAMA, subject
 from toolkit.checkpoints.shape import parse_shape
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS

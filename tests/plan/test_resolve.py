@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.conftest import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
+from tests.support.deployments import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.rules import RULES
 from toolkit.plan.make import make_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.conftest import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT
+from tests.support.deployments import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT
 from toolkit.config.load import load_config
 from toolkit.config.schema import TensorRtLlmConfig, TorchEngineConfig
 from toolkit.errors import UsageError

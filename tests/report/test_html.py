@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.report.conftest import HOSTILE
+from tests.support.judged_reports import HOSTILE
 from toolkit.records.report import ValidationReport
 from toolkit.report.html import render_html
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.accept_rules import BROKEN_RULES, Reject, Rows
 from tests.support.runtimes import make_request
 from toolkit.errors import RequestError
 from toolkit.interfaces import Sampling
@@ -20,8 +20,6 @@ from toolkit.speculative.acceptance import choose_rule, match, reject
 from toolkit.speculative.sampling import Penalties, draw, weights
 
 VOCAB = 4
-Rows = np.ndarray[Any, Any]
-Reject = Callable[[Sequence[int], Sequence[Rows], Rows, Sequence[float]], tuple[int, int]]
 
 
 def law(
@@ -203,56 +201,6 @@ def test_sample_match_gives_the_targets_distribution(name: str) -> None:
             accepted, recovered = value  # type: ignore[misc]
             chances[token if accepted else recovered] += share * size
     assert list(chances.values()) == pytest.approx(target([]).tolist(), abs=1e-9)
-
-
-def accept_by_argmax(
-    drafts: Sequence[int],
-    draft_probs: Sequence[Rows],
-    target_probs: Rows,
-    uniforms: Sequence[float],
-) -> tuple[int, int]:
-    """Broken: accepts a draft if it is the target's most likely token, at a temperature above 0."""
-    accepted = next((i for i, d in enumerate(drafts) if d != target_probs[i].argmax()), len(drafts))
-    return accepted, draw(target_probs[accepted], uniforms[-1])
-
-
-def without_residual(
-    drafts: Sequence[int],
-    draft_probs: Sequence[Rows],
-    target_probs: Rows,
-    uniforms: Sequence[float],
-) -> tuple[int, int]:
-    """Broken: draws the recovered token from the target's row instead of from the residual."""
-    accepted, _ = reject(drafts, draft_probs, target_probs, uniforms)
-    return accepted, draw(target_probs[accepted], uniforms[-1])
-
-
-def without_normalisation(
-    drafts: Sequence[int],
-    draft_probs: Sequence[Rows],
-    target_probs: Rows,
-    uniforms: Sequence[float],
-) -> tuple[int, int]:
-    """Broken: reads the residual as if it summed to 1; the last token gets what is missing."""
-    accepted, token = reject(drafts, draft_probs, target_probs, uniforms)
-    if accepted == len(drafts):
-        return accepted, token
-    residual = (target_probs[accepted] - draft_probs[accepted]).clip(min=0.0)
-    return accepted, min(int(residual.cumsum().searchsorted(uniforms[-1], side="right")), VOCAB - 1)
-
-
-def bonus_from_the_draft(
-    drafts: Sequence[int],
-    draft_probs: Sequence[Rows],
-    target_probs: Rows,
-    uniforms: Sequence[float],
-) -> tuple[int, int]:
-    """Broken: draws the bonus token from the draft's last row."""
-    accepted, token = reject(drafts, draft_probs, target_probs, uniforms)
-    return accepted, draw(draft_probs[-1], uniforms[-1]) if accepted == len(drafts) else token
-
-
-BROKEN_RULES = [accept_by_argmax, without_residual, without_normalisation, bonus_from_the_draft]
 
 
 @pytest.mark.parametrize("rule", BROKEN_RULES, ids=lambda rule: rule.__name__)

@@ -18,16 +18,17 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from tests.speculative.test_acceptance import (
+from tests.support.accept_rules import (
     Reject,
     accept_by_argmax,
+    with_rule,
     without_normalisation,
     without_residual,
 )
 from tests.support.runtimes import make_request, make_runtime, serve
 from tests.support.step_engines import ForgetfulRewind, TableEngine
 from toolkit.interfaces import Sampling
-from toolkit.speculative.acceptance import RULES, Rejection, Rule
+from toolkit.speculative.acceptance import RULES, Rejection
 from toolkit.speculative.sampling import Floats, Penalties, weights
 
 VOCAB, TOKENS, PROMPT = 4, 4, (0, 3, 2)
@@ -98,29 +99,11 @@ def test_outputs_are_distributed_as_the_targets_own(name: str, acceptance: str) 
     assert p_value(SAMPLINGS[name], acceptance) > ALPHA
 
 
-class WithRule(Rejection):
-    """Rejection with another accept function."""
-
-    rule: Reject
-
-    def decide(self, logits: Floats, position: int, drafts: list[int]) -> tuple[int, int]:
-        target_probs = self._weights(logits, drafts, 0)
-        target_probs /= target_probs.sum(axis=-1, keepdims=True)
-        uniforms = [self._random.random() for _ in range(len(drafts) + 1)]
-        outcome = type(self).rule(drafts, self._draft_probs, target_probs, uniforms)
-        self._draft_probs.clear()
-        return outcome
-
-
 class WithoutPenaltiesInBlock(Rejection):
     """Broken: penalties see the output so far, but not the drafts before a position."""
 
     def _penalised(self, logits: Floats, drafts: list[int], first: int) -> Floats:
         return super()._penalised(logits, [], 0)
-
-
-def with_rule(rule: Reject) -> type[Rule]:
-    return type("Broken", (WithRule,), {"rule": staticmethod(rule)})
 
 
 def assert_detected(name: str, *, factory: Any = None, **options: Any) -> None:

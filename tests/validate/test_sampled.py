@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.speculative.test_acceptance import accept_by_argmax, without_residual
-from tests.speculative.test_distribution import with_rule
+from tests.support.accept_rules import accept_by_argmax, with_rule, without_residual
 from tests.support.runtime_endpoint import RuntimeEndpoint, reference_of
 from tests.support.runtimes import make_runtime
 from tests.support.step_engines import TableEngine

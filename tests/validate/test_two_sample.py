@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from tests.speculative.test_acceptance import draw
-from tests.speculative.test_distribution import with_rule
+from tests.support.accept_rules import with_rule
 from tests.support.runtime_endpoint import RuntimeEndpoint
 from tests.support.runtimes import make_runtime
 from tests.support.step_engines import TableEngine
@@ -22,6 +21,7 @@ from toolkit.config.schema import DistributionGates
 from toolkit.records.judged import Distribution
 from toolkit.records.measured import Gate
 from toolkit.speculative.acceptance import RULES
+from toolkit.speculative.sampling import draw
 from toolkit.validate import diagnose
 from toolkit.validate.arms import Alternating, Endpoint, Sender
 from toolkit.validate.distribution import PrefixFound, prefix_test

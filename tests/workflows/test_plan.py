@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.plan.conftest import config_of
 from tests.support.checkpoints import write_checkpoint
 from tests.support.cli import write_config
+from tests.support.deployments import config_of
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig

@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.report.conftest import advised, failing, measured, passing
 from tests.support.reports import keep
 from tests.support.stages import Silent
 from toolkit.pipeline.store import Store
 from toolkit.records.report import ValidationReport
 from toolkit.report.render import read_report
 from toolkit.workflows.report import publish_report
-
-__all__ = ["advised", "failing", "measured", "passing"]  # fixtures
 
 SERVED: dict[str, Any] = {
     "config": {"name": "tiny", "max_prompts": 60, "temperature": 0.8, "max_rounds": 3},

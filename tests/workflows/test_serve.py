@@ -18,6 +18,7 @@ import yaml
 
 from tests.support.cli import write_config
 from tests.support.stages import Silent
+from tests.support.trtllm_packages import engine, llmapi
 from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from toolkit.client import Client
 from toolkit.config.load import load_config
@@ -275,8 +276,6 @@ def test_a_machine_with_everything_serves_every_kind(
 
 
 def test_a_rendering_names_this_machine_s_folders(tmp_path: Path) -> None:
-    from tests.triton.package.test_trtllm import llmapi
-
     packaged = llmapi(tmp_path).path
     before = {file: file.read_bytes() for file in packaged.rglob("*.*") if file.is_file()}
     settings = {}
@@ -295,7 +294,6 @@ def test_a_rendering_names_this_machine_s_folders(tmp_path: Path) -> None:
 
 
 def test_the_engines_of_a_bls_rendering_are_found(tmp_path: Path) -> None:
-    from tests.triton.package.test_trtllm import engine
     from toolkit.config.schema import TritonConfig
     from toolkit.triton.package.trtllm import package_bls
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.plan.conftest import config_of
-from tests.report.conftest import passing
 from tests.support.cli import write_config
+from tests.support.deployments import config_of
 from tests.support.reports import keep
 from tests.support.stages import Silent
 from toolkit.config.load import load_config
@@ -31,8 +30,6 @@ from toolkit.workflows.deployment import (
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.sequence import stages_of
 from toolkit.workflows.tune import tune, tune_grid
-
-__all__ = ["passing"]  # a fixture
 
 MODEL_YAML = Path("tensorrt_llm") / "1" / "model.yaml"
 SMALL = ["validation.max_prompts=4", "validation.max_tokens=12", "engine.max_batch_size=2"]

@@ -11,22 +11,19 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from tritonclient.grpc import model_config_pb2 as pb
 
-from tests.support.checkpoints import write_byte_tokenizer
+from tests.support.trtllm_packages import ARGS, engine, llmapi
 from tests.support.trtllm_standin.tensorrt_llm import TEXT, Logprob
 from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton.package import model_config
-from toolkit.triton.package.layout_trtllm import ENGINES
-from toolkit.triton.package.trtllm import package_bls, package_llmapi
+from toolkit.triton.package.trtllm import package_bls
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.requests import Request
 from toolkit.triton.tensors.trtllm_tensors import (
@@ -37,49 +34,7 @@ from toolkit.triton.tensors.trtllm_tensors import (
     verify_steps,
 )
 
-ARGS = {
-    "model": f"{ENGINES}/target",
-    "max_batch_size": 4,
-    "speculative_config": {
-        "decoding_type": "DraftTarget",
-        "max_draft_len": 3,
-        "speculative_model": f"{ENGINES}/draft",
-    },
-}
 STANDIN = Path(__file__).parents[2] / "support" / "trtllm_standin" / "tensorrt_llm"
-
-
-def engine(folder: Path, role: str, kind: str, tp_size: int = 1) -> CompiledEngine:
-    path = folder / role
-    write_byte_tokenizer(path)
-    (path / "config.json").write_text("{}")
-    built = TensorRtLlmBuild("1.2.1", "none", (), tp_size, 1, None, (), (), ())
-    return CompiledEngine(
-        role,
-        path,
-        kind,
-        "engine",
-        "bfloat16",
-        "cuda",
-        "FP8",
-        None,
-        "native",
-        4,
-        100,
-        200,
-        3,
-        258,
-        1,
-        (),
-        tensorrt_llm=built,
-    )
-
-
-def llmapi(folder: Path, **triton: Any) -> TritonRepository:
-    pair = [engine(folder / "engines", role, "trtllm_pytorch") for role in ("target", "draft")]
-    return package_llmapi(
-        pair[0], pair[1], ARGS, TritonConfig(**triton), folder / "out", name="pair", max_draft_len=3
-    )
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

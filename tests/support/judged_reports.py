@@ -8,8 +8,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tests.support.endpoint import Fault, ScriptedEndpoint
 from toolkit.config.schema import DistributionGates, LatencyGates, ValidationConfig
 from toolkit.records.advice import (
@@ -94,15 +92,11 @@ def measured(
     )
 
 
-@pytest.fixture(scope="session")
-def passing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
-    return measured(
-        tmp_path_factory.mktemp("passing"), ScriptedEndpoint(), [f"prompt {i}" for i in range(60)]
-    )
+def passing_report(folder: Path) -> ValidationReport:
+    return measured(folder, ScriptedEndpoint(), [f"prompt {i}" for i in range(60)])
 
 
-@pytest.fixture(scope="session")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
+def failing_report(folder: Path) -> ValidationReport:
     prompts = [HOSTILE, *(f"prompt {i}" for i in range(59))]
     faults = [
         Fault(HOSTILE, 5),
@@ -112,17 +106,12 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
     endpoint = ScriptedEndpoint(
         faults=faults, speculative_step_ms=9.0, jitter=0.4, counted_twice=True
     )
-    return measured(tmp_path_factory.mktemp("failing"), endpoint, prompts)
+    return measured(folder, endpoint, prompts)
 
 
-@pytest.fixture(scope="session")
-def plain_only(tmp_path_factory: pytest.TempPathFactory) -> ValidationReport:
-    return measured(
-        tmp_path_factory.mktemp("plain"),
-        ScriptedEndpoint(),
-        [f"prompt {i}" for i in range(12)],
-        max_draft_len=0,
-    )
+def plain_only_report(folder: Path) -> ValidationReport:
+    prompts = [f"prompt {i}" for i in range(12)]
+    return measured(folder, ScriptedEndpoint(), prompts, max_draft_len=0)
 
 
 def prediction(mode: str, draft_len: int, *, measured: float | None = None) -> SpeedupPrediction:
@@ -187,8 +176,7 @@ def sweep_point(concurrency: int, plain: float, ratio: float) -> BenchPoint:
     )
 
 
-@pytest.fixture(scope="session")
-def advised(failing: ValidationReport) -> ValidationReport:
+def advised_report(failing: ValidationReport) -> ValidationReport:
     """Everything that a report can hold: also what the advisor found, a sweep, and the plan's
     memory.
     """
