@@ -47,3 +47,23 @@ def test_a_served_pair_is_measured_and_its_counters_agree(
     assert plain.latencies["itl"].samples == plain.output_tokens - sum(
         one.chunks[0][1] or 0 for one in found.requests if one.arm == "plain"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["triton-grpc", "triton-http"])
+def test_the_model_of_a_bls_repository_is_found_by_asking_its_server(
+    tiny_bls_server: TritonServer, tmp_path: Path, protocol: str
+) -> None:
+    """Its `tensorrt_llm` is there too, and takes token ids."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:4]))
+    server = tiny_bls_server
+    url = server.grpc_url if protocol == "triton-grpc" else f"http://{server.http_url}"
+    options = BenchOptions(
+        prompts, protocol, max_tokens=8, warm_up=1, metrics_url=server.metrics_url
+    )
+    run = bench(url, options)
+    (arm,) = run.points[0].arms
+    assert [endpoint.model for endpoint in run.endpoints] == ["tensorrt_llm_bls"]
+    assert (arm.requests, arm.failed) == (4, 0)
+    assert run.counters and all(check.matches for check in run.counters)

@@ -246,6 +246,8 @@ class Http(asyncio.Protocol):
             self.whole(b'{"data": [{"id": "stub"}]}')
         elif path.endswith("/config"):
             self.whole(json.dumps(model_config()).encode())
+        elif path.endswith("/ready"):
+            self.whole(b"", 200 if path == "/v2/models/tensorrt_llm/ready" else 400)
         else:
             self.stream(path, json.loads(body))
 

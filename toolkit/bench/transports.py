@@ -21,12 +21,13 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from toolkit.client import (
+    MODELS,
     Chunk,
     ModelInterface,
     Options,
@@ -177,6 +178,8 @@ async def connect(
     url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an
     OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat, and a path that ends in
     /completions is taken as it stands. protocol: one of PROTOCOLS where that guess is wrong.
+    model: None is the one that clients call: the first of MODELS that a Triton has ready, the first
+    one that an OpenAI-compatible server lists.
     timeout_s bounds every request as a whole. Raises UsageError for an address that is none,
     StageError when the endpoint cannot be reached or is not what it should be.
     """
@@ -300,6 +303,19 @@ def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+# Triton.
+
+
+async def _entry_model(is_ready: Callable[[str], Awaitable[bool]]) -> str:
+    """The model that clients call, as `toolkit.client` finds it. The last one is not asked for:
+    where it is not ready either, the error tells what the server says of it.
+    """
+    for model in MODELS[:-1]:
+        if await is_ready(model):
+            return model
+    return MODELS[-1]
+
+
 # Triton, gRPC.
 
 
@@ -328,19 +344,31 @@ class GrpcTransport:
         if host in ("localhost", "127.0.0.1", "[::1]"):
             options.append(("grpc.enable_http_proxy", 0))
         channel = grpc.aio.insecure_channel(address, options=options)
-        model = model or "tensorrt_llm"
-        ask = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelConfig",
-            request_serializer=service_pb2.ModelConfigRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelConfigResponse.FromString,
-        )
-        try:
-            answer = await ask(
-                service_pb2.ModelConfigRequest(name=model), timeout=min(timeout_s, CONNECT_S)
+        silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+        async def ask(what: str, name: str) -> Any:
+            call = channel.unary_unary(
+                f"/inference.GRPCInferenceService/{what}",
+                request_serializer=getattr(service_pb2, f"{what}Request").SerializeToString,
+                response_deserializer=getattr(service_pb2, f"{what}Response").FromString,
             )
+            request = getattr(service_pb2, f"{what}Request")(name=name)
+            return await call(request, timeout=min(timeout_s, CONNECT_S))
+
+        async def is_ready(name: str) -> bool:
+            try:
+                return bool((await ask("ModelReady", name)).ready)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in silent:
+                    raise
+                return False
+
+        try:
+            model = model or await _entry_model(is_ready)
+            answer = await ask("ModelConfig", model)
         except grpc.aio.AioRpcError as error:
             await channel.close()
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if error.code() in silent:
                 raise _unreachable(address, Exception(error.details())) from error
             raise StageError(
                 "bench",
@@ -580,7 +608,11 @@ class HttpTransport(_EventTransport):
     async def connect(
         cls, session: aiohttp.ClientSession, base: str, model: str | None, timeout_s: float
     ) -> HttpTransport:
-        model = model or "tensorrt_llm"
+        async def is_ready(name: str) -> bool:
+            status, _ = await _get(session, f"{base}/v2/models/{name}/ready")
+            return status == 200
+
+        model = model or await _entry_model(is_ready)
         url = f"{base}/v2/models/{model}/config"
         status, config = await _get(session, url)
         if status != 200 or not isinstance(config, dict) or "input" not in config:

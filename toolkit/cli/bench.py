@@ -150,7 +150,7 @@ def bench_command(
         str | None,
         typer.Option(
             help="Name of the served model.",
-            show_default="tensorrt_llm, or the first one that the server lists",
+            show_default="tensorrt_llm_bls or tensorrt_llm, or the first one that the server lists",
         ),
     ] = None,
     metrics: Annotated[

@@ -76,10 +76,9 @@ def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: P
     body = json.dumps({"text_input": "def read_config(path):", stream: False, max_tokens: 32})
     show(f"curl -s http://{server.http_url}/v2/models/{model}/generate -d '{body}'")
     show(f'toolkit generate {server.grpc_url} "def read_config(path):"')
-    model_option = "" if model == "tensorrt_llm" else f" --model {model}"
     show(
         f"toolkit bench {server.grpc_url} --prompts {shell_path(prompts)} --metrics"
-        f" {server.metrics_url}{model_option}"
+        f" {server.metrics_url}"
     )
 
 
