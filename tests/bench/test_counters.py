@@ -7,7 +7,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.support.timings import timing
-from toolkit.bench.counters import client_counts, parse_counters, read_counters, reconcile, settled
+from toolkit.bench.counters import (
+    client_counts,
+    counters_finding,
+    parse_counters,
+    read_counters,
+    reconcile,
+    settled,
+)
+from toolkit.records.measured import CounterCheck
 
 PAGE = """# HELP toolkit_requests Requests by outcome
 # TYPE toolkit_requests counter
@@ -120,3 +128,19 @@ def test_each_server_is_asked_for_the_counters_that_it_has() -> None:
         "toolkit_output_tokens": 21,
     }
     assert client_counts(timings, known=[]) == {}
+
+
+def test_what_counters_say_is_a_finding() -> None:
+    right, wrong = CounterCheck("a", 5, 5, matches=True), CounterCheck("b", 5, 7, matches=False)
+    found = [
+        counters_finding(checks, unread="nobody read them", failed=failed)
+        for checks, failed in (((), 0), ((right,), 0), ((right, wrong), 0), ((right, wrong), 2))
+    ]
+    assert [finding.severity for finding in found] == ["warning", "ok", "warning", "warning"]
+    differ = "the server's counters differ from the client's own counts: b 7 against 5; "
+    assert [finding.detail for finding in found] == [
+        "nobody read them",
+        "1 counters of the server equal the client's own counts",
+        differ + "another client was served, or one is wrong",
+        differ + "2 requests failed, which the server may count",
+    ]

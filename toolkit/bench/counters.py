@@ -16,12 +16,19 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.records.measured import CounterCheck
+from toolkit.records.measured import CounterCheck, Finding
 
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["SETTLE_S", "client_counts", "read_counters", "reconcile", "settled"]
+__all__ = [
+    "SETTLE_S",
+    "client_counts",
+    "counters_finding",
+    "read_counters",
+    "reconcile",
+    "settled",
+]
 
 SETTLE_S = 3.0
 POLL_S = 0.1
@@ -120,6 +127,24 @@ def reconcile(
             return checks
         sleep(POLL_S)
         polls -= 1
+
+
+def counters_finding(checks: Sequence[CounterCheck], *, unread: str, failed: int = 0) -> Finding:
+    """What the comparison says. unread: why nothing was compared; failed: requests of ours that
+    the server may have counted all the same.
+    """
+    if not checks:
+        return Finding("counters", "warning", unread)
+    wrong = [check for check in checks if not check.matches]
+    if not wrong:
+        detail = f"{len(checks)} counters of the server equal the client's own counts"
+        return Finding("counters", "ok", detail)
+    listed = ", ".join(f"{check.name} {check.server} against {check.client}" for check in wrong)
+    why = "another client was served, or one is wrong"
+    if failed:
+        why = f"{failed} requests failed, which the server may count"
+    detail = f"the server's counters differ from the client's own counts: {listed}; {why}"
+    return Finding("counters", "warning", detail)
 
 
 def settled(

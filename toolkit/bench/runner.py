@@ -24,7 +24,13 @@ import numpy as np
 
 from toolkit.bench import metrics
 from toolkit.bench.arrivals import constant, poisson, run_closed, run_open, undisturbed, uniquely
-from toolkit.bench.counters import SETTLE_S, client_counts, reconcile, settled
+from toolkit.bench.counters import (
+    SETTLE_S,
+    client_counts,
+    counters_finding,
+    reconcile,
+    settled,
+)
 from toolkit.bench.definitions import METRICS
 from toolkit.bench.limits import Limit, judge, straddled
 from toolkit.bench.transports import BadAnswer, Exchange, Transport, read_exchange
@@ -529,36 +535,10 @@ def _findings(
     """What a reader should know and no gate judges."""
     findings: list[Finding] = []
     failed = sum(arm.failed for point in points for arm in point.arms)
-    wrong = [check for check in checks if not check.matches]
-    if wrong:
-        listed = ", ".join(f"{check.name} {check.server} against {check.client}" for check in wrong)
-        why = (
-            f"{failed} requests failed, which the server may count"
-            if failed
-            else "another client was served, or one is wrong"
-        )
-        findings.append(
-            Finding(
-                "counters",
-                "warning",
-                f"the server's counters differ from the client's own counts: {listed}; {why}",
-            )
-        )
-    elif checks:
-        findings.append(
-            Finding(
-                "counters",
-                "ok",
-                f"{len(checks)} counters of the server equal the client's own counts",
-            )
-        )
-    else:
-        detail = (
-            "the server has no counters that we know"
-            if read
-            else "the server's counters were not read (--metrics URL)"
-        )
-        findings.append(Finding("counters", "warning", detail))
+    unread = "the server's counters were not read (--metrics URL)"
+    if read:
+        unread = "the server has no counters that we know"
+    findings.append(counters_finding(checks, unread=unread, failed=failed))
     for point in points:
         load = (
             f"{point.concurrency} at a time" if point.concurrency is not None else "the open loop"

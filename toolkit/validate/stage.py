@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.bench import metrics
-from toolkit.bench.counters import client_counts, reconcile
+from toolkit.bench.counters import client_counts, counters_finding, reconcile
 from toolkit.bench.definitions import METRICS
 from toolkit.bench.prompts import read_prompts
 from toolkit.bench.verdict import INCONCLUSIVE, verdict
@@ -224,12 +224,7 @@ def validate(
                 else (finding for finding in loaded.findings if finding.severity != "ok")
             ),
             *not_measured(max_draft_len, references, can, greedy_acceptance),
-            *_findings(
-                counters is not None,
-                checks,
-                measured,
-                {0.0: greedy_arms, config.temperature: sampled_arms},
-            ),
+            *_findings(checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
             *([] if config.latency.concurrency else [Finding("not measured", "note", NO_LOAD)]),
             *(
                 [Finding("not measured", "note", NOT_DRAWN)]
@@ -387,31 +382,12 @@ def _gates(
 
 
 def _findings(
-    has_counters: bool,
     checks: Sequence[CounterCheck],
     measured: Mapping[float, Measured],
     arms: Mapping[float, Arms],
 ) -> list[Finding]:
     """What a reader should know and no gate judges."""
-    findings: list[Finding] = []
-    wrong = [check for check in checks if not check.matches]
-    if wrong:
-        listed = ", ".join(f"{check.name} {check.server} against {check.client}" for check in wrong)
-        detail = (
-            f"the server's counters differ from the client's own counts: {listed}. Another client"
-            " was served, or one is wrong."
-        )
-        findings.append(Finding("counters", "warning", detail))
-    elif checks:
-        findings.append(
-            Finding(
-                "counters",
-                "ok",
-                f"{len(checks)} counters of the server equal the client's own counts",
-            )
-        )
-    elif not has_counters:
-        findings.append(Finding("counters", "warning", "the server's counters were not read"))
+    findings = [counters_finding(checks, unread="the server's counters were not read")]
     for temperature, pair in arms.items():
         for name, arm in (("plain", pair.plain), ("speculative", pair.speculative)):
             if (
