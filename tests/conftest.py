@@ -8,6 +8,7 @@ import os
 # a busy machine to a crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="keep what tests/report/test_browser.py sees in this folder",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # by the number of tests; ours below knows better
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files go to several processes whole, those with most slow tests go first, and then
+    those with most tests: no process starts a long file while the others end.
+    """
+    if hasattr(config, "workerinput"):
+        tests = Counter(item.path for item in items)
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-slow[item.path], -tests[item.path], str(item.path)))
 
 
 @pytest.fixture
