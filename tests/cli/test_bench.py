@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import toolkit
+from tests.support.cli import toolkit, toolkit_here
 from tests.support.stub import Script, StubServer
 
 
@@ -46,7 +46,7 @@ def test_a_run_prints_its_verdict_saves_itself_and_is_compared(
     assert done.stdout.rstrip().endswith("PASS\nsaved in runs/a.json")
     assert "TTFT p50/p90/p99 ms" in done.stdout and "counters: 2 counters" in done.stdout
     assert "bench" in done.stderr
-    again = toolkit("bench", "--compare", "runs/a.json", "runs/a.json", "--json", cwd=folder)
+    again = toolkit_here("bench", "--compare", "runs/a.json", "runs/a.json", "--json", cwd=folder)
     assert (again.returncode, json.loads(again.stdout)["verdict"]) == (0, "PASS")
 
 
@@ -86,6 +86,6 @@ def test_exit_codes_tell_fail_undecided_and_broken_apart(stub: StubServer, folde
 def test_arguments_that_cannot_work_exit_2(
     folder: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    done = toolkit("bench", *arguments, cwd=folder)
+    done = toolkit_here("bench", *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and "Traceback" not in done.stderr

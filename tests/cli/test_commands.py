@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import toolkit, write_config
+from tests.support.cli import toolkit, toolkit_here, write_config
 from tests.support.hub import small_hub
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
@@ -33,16 +33,16 @@ def deployment(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFa
 
 
 def test_help_is_the_reviewed_one(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
-    texts = [toolkit("--help", cwd=tmp_path).stdout]
-    texts += [toolkit(command, "--help", cwd=tmp_path).stdout for command in COMMANDS]
+    texts = [toolkit_here("--help", cwd=tmp_path).stdout]
+    texts += [toolkit_here(command, "--help", cwd=tmp_path).stdout for command in COMMANDS]
     golden("help.txt", f"\n{'-' * 110}\n\n".join(texts))
 
 
 def test_a_plan_says_whether_it_can_work(tmp_path: Path) -> None:
     config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
-    good = toolkit("plan", config, cwd=tmp_path)
+    good = toolkit_here("plan", config, cwd=tmp_path)
     assert good.returncode == 0 and "llama70b: it can work" in good.stdout
-    bad = toolkit("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
+    bad = toolkit_here("plan", config, "--json", "--set", "engine.tp_size=3", cwd=tmp_path)
     plan = json.loads(bad.stdout)
     assert bad.returncode == 2 and not plan["possible"]
     assert {"heads-divide-tp", "world-size"} <= {
@@ -106,7 +106,7 @@ def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(
 
 
 def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    made = toolkit(
+    made = toolkit_here(
         "init",
         "--target",
         str(tiny_pair[0]),
@@ -119,33 +119,31 @@ def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: P
     assert made.returncode == 0, made.stderr
     assert "data/calib.jsonl" in made.stdout and "data/prompts.jsonl" in made.stdout
     assert "toolkit plan my.yaml" in (tmp_path / "my.yaml").read_text()
-    planned = toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    planned = toolkit_here("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert planned.stdout.count("[toolkit-texts]") == 2 and "my: it can work" in planned.stdout
     assert not re.search(r"(\s-){2}\s", planned.stdout)  # no column without a number
-    missing = toolkit("build", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    missing = toolkit_here("build", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
     assert missing.returncode == 2 and missing.stderr.count("no such file: data/") == 2
     (tmp_path / "data").mkdir()
     for name, key in (("calib", "text"), ("prompts", "prompt")):
         (tmp_path / "data" / f"{name}.jsonl").write_text(
             (json.dumps({key: "def f(x):"}) + "\n") * 10
         )
-    assert (
-        "[toolkit-texts]"
-        not in toolkit("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path).stdout
-    )
-    again = toolkit("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
+    planned = toolkit_here("plan", "my.yaml", "--set", "validation.max_tokens=8", cwd=tmp_path)
+    assert "[toolkit-texts]" not in planned.stdout
+    again = toolkit_here("init", "--target", str(tiny_pair[0]), "--out", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2 and "exists already" in again.stderr
-    assert toolkit("init", "--target", "nowhere", cwd=tmp_path).returncode == 2
+    assert toolkit_here("init", "--target", "nowhere", cwd=tmp_path).returncode == 2
     assert (
         "known: A100-40GB"
-        in toolkit("init", "--target", str(tiny_pair[0]), "--gpu", "V100", cwd=tmp_path).stderr
+        in toolkit_here("init", "--target", str(tiny_pair[0]), "--gpu", "V100", cwd=tmp_path).stderr
     )
 
 
 def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
     config = str(Path(__file__).parents[2] / "configs" / "llama70b.yaml")
-    done = toolkit(
+    done = toolkit_here(
         "build",
         config,
         "--set",
@@ -180,14 +178,14 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["http://localhost:8001/v2", "tcp://localhost:8001"])
 def test_an_endpoint_that_cannot_be_one_is_refused(where: str, tmp_path: Path) -> None:
-    done = toolkit("generate", where, "hello", cwd=tmp_path)
+    done = toolkit_here("generate", where, "hello", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{where} is not host:port of a gRPC endpoint\n")
 
 
 @pytest.mark.parametrize("seed", ["-1", str(2**64)])
 def test_a_seed_that_the_server_could_not_take_is_refused(seed: str, tmp_path: Path) -> None:
-    done = toolkit("generate", "localhost:1", "hello", "--seed", seed, cwd=tmp_path)
+    done = toolkit_here("generate", "localhost:1", "hello", "--seed", seed, cwd=tmp_path)
     assert done.returncode == 2
     assert "Invalid value for '--seed'" in done.stderr
 
@@ -208,7 +206,7 @@ def test_usage_errors_exit_2_and_say_where_to_look(
         ["generate", "gone.yaml", "x"],
         ["generate", "x", "y", "--max-tokens", "0"],
     ):
-        done = toolkit(*arguments, cwd=tmp_path)
+        done = toolkit_here(*arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert done.stdout == ""
         assert "Traceback" not in done.stderr
@@ -232,7 +230,7 @@ def test_what_this_machine_cannot_serve_is_refused_before_anything_is_fetched(
     """
     config = Path(__file__).parents[2] / "configs" / "llama70b.yaml"
     name, *rest = command
-    done = toolkit(name, str(config), *rest, cwd=tmp_path, PATH=os.defpath)
+    done = toolkit_here(name, str(config), *rest, cwd=tmp_path, PATH=os.defpath)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "build").exists()
@@ -240,7 +238,7 @@ def test_what_this_machine_cannot_serve_is_refused_before_anything_is_fetched(
 
 def test_a_wrong_stage_is_refused(deployment: Path) -> None:
     for arguments in (["--until", "quantise"], ["--fresh", "quantise"]):
-        done = toolkit("build", "tiny.yaml", *arguments, cwd=deployment)
+        done = toolkit_here("build", "tiny.yaml", *arguments, cwd=deployment)
         assert done.returncode == 2
         assert "there is no stage 'quantise'" in done.stderr
 
@@ -249,7 +247,7 @@ def test_config_faults_exit_2_without_a_traceback_unless_asked(deployment: Path)
     arguments = ["build", "tiny.yaml", "--set", "engine.threads=none"]
     assert (
         "--set engine.threads=none: engine.threads"
-        in (plain := toolkit(*arguments, cwd=deployment)).stderr
+        in (plain := toolkit_here(*arguments, cwd=deployment)).stderr
     )
     assert plain.returncode == 2
     assert "Traceback" not in plain.stderr
@@ -257,19 +255,22 @@ def test_config_faults_exit_2_without_a_traceback_unless_asked(deployment: Path)
 
 
 def test_schema_is_json_schema_of_every_key(tmp_path: Path) -> None:
-    schema = json.loads(toolkit("schema", cwd=tmp_path).stdout)
+    schema = json.loads(toolkit_here("schema", cwd=tmp_path).stdout)
     assert {"name", "target", "draft", "validation"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
 
 
 def test_version_prints_one_line(tmp_path: Path) -> None:
-    assert re.fullmatch(r"toolkit \d+\.\d+\.\d+\n", toolkit("version", cwd=tmp_path).stdout)
-    by_option = toolkit("--version", cwd=tmp_path)
-    assert (by_option.returncode, by_option.stdout) == (0, toolkit("version", cwd=tmp_path).stdout)
+    assert re.fullmatch(r"toolkit \d+\.\d+\.\d+\n", toolkit_here("version", cwd=tmp_path).stdout)
+    by_option = toolkit_here("--version", cwd=tmp_path)
+    assert (by_option.returncode, by_option.stdout) == (
+        0,
+        toolkit_here("version", cwd=tmp_path).stdout,
+    )
 
 
 def test_an_endpoint_that_nobody_answers_at_exits_3(tmp_path: Path) -> None:
-    gone = toolkit("generate", "127.0.0.1:9", "x", cwd=tmp_path)
+    gone = toolkit_here("generate", "127.0.0.1:9", "x", cwd=tmp_path)
     assert (
         gone.returncode == 3
         and "cannot be reached" in gone.stderr
@@ -280,14 +281,14 @@ def test_an_endpoint_that_nobody_answers_at_exits_3(tmp_path: Path) -> None:
 def test_a_report_that_is_not_there_yet_says_how_to_make_it(
     deployment: Path, tmp_path: Path
 ) -> None:
-    done = toolkit("report", str(deployment / "tiny.yaml"), cwd=tmp_path)
+    done = toolkit_here("report", str(deployment / "tiny.yaml"), cwd=tmp_path)
     assert done.returncode == 2
     assert "toolkit build" in done.stderr
 
 
 @pytest.mark.slow
 def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment: Path) -> None:
-    before = toolkit("explain", "tiny.yaml", cwd=deployment)
+    before = toolkit_here("explain", "tiny.yaml", cwd=deployment)
     assert "never built under this name" in before.stdout
     done = toolkit("build", "tiny.yaml", "--until", "pair", cwd=deployment)
     assert done.returncode == 0, done.stderr
@@ -304,7 +305,7 @@ def test_stages_run_up_to_the_one_that_is_asked_for_and_are_explained(deployment
         False,
     ]
     assert all(Path(folder).is_dir() for folder in built["published"])
-    explained = toolkit(
+    explained = toolkit_here(
         "explain",
         "tiny.yaml",
         "--set",
@@ -365,11 +366,11 @@ def test_verdicts_are_exit_codes_and_only_decided_ones_are_reused(deployment: Pa
 @pytest.mark.slow
 def test_the_last_report_can_be_printed(deployment: Path) -> None:
     toolkit("build", "tiny.yaml", cwd=deployment)
-    printed = toolkit("report", "tiny.yaml", cwd=deployment)
+    printed = toolkit_here("report", "tiny.yaml", cwd=deployment)
     assert printed.returncode == 0
     assert "tiny: PASS" in printed.stdout
     assert "report.html" in printed.stdout
-    data = json.loads(toolkit("report", "tiny.yaml", "--json", cwd=deployment).stdout)
+    data = json.loads(toolkit_here("report", "tiny.yaml", "--json", cwd=deployment).stdout)
     assert data["verdict"] == "PASS"
     assert [stage["stage"] for stage in data["stages"]][-2:] == ["serve", "validate"]
     assert data["stages"][-1]["seconds"] >= data["stages"][-2]["seconds"] > 0
@@ -426,13 +427,13 @@ def test_serve_answers_until_it_is_stopped(
 ) -> None:
     process, address = served
     found = json.loads(
-        toolkit(
+        toolkit_here(
             "generate", address, "def f(x):", "--max-tokens", "8", "--json", cwd=tmp_path
         ).stdout
     )
     assert found["output_tokens"] == 8
     assert found["finish_reason"] == "length"
-    streamed = toolkit(
+    streamed = toolkit_here(
         "generate", f"grpc://{address}", "def f(x):", "--max-tokens", "8", cwd=tmp_path
     )
     assert streamed.stdout == found["text"] + "\n"
@@ -440,7 +441,7 @@ def test_serve_answers_until_it_is_stopped(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out.endswith("stopped\n")
-    refused = toolkit("generate", address, "x", cwd=tmp_path)
+    refused = toolkit_here("generate", address, "x", cwd=tmp_path)
     assert refused.returncode == 3  # as `bench` exits
     assert "cannot be reached" in refused.stderr
 

@@ -1,15 +1,23 @@
-"""The real command line in a process of its own, and a YAML that needs next to nothing."""
+"""The real command line, in a process of its own or in this one, and a YAML that needs next to
+nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-__all__ = ["toolkit", "write_config"]
+__all__ = ["toolkit", "toolkit_here", "write_config"]
+
+PIPED = {"COLUMNS": "110", "NO_COLOR": "1"}
 
 
 def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -17,12 +25,47 @@ def toolkit(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comple
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments],
         cwd=cwd,
-        env={**os.environ, "COLUMNS": "110", "NO_COLOR": "1", **environment},
+        env={**os.environ, **PIPED, **environment},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def toolkit_here(
+    *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has read the libraries already. For commands that start
+    nothing and set nothing up; what the command line does not explain is raised here.
+    """
+    from toolkit.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    command, code = ["toolkit", *arguments], None
+    with (
+        _inside(cwd),
+        mock.patch.dict(os.environ, {**PIPED, **environment}),
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def write_config(folder: Path, pair: tuple[Path, Path], **sections: Any) -> Path:
