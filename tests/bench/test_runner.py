@@ -200,7 +200,7 @@ def test_a_run_that_somebody_has_cut_is_refused(
         {"requests": [{**one, "chunks": [[1, -1]]} for one in whole["requests"]]},
     ):
         (tmp_path / "cut.json").write_text(json.dumps({**whole, **wrong}))
-        with pytest.raises(UsageError, match="are not all there"):
+        with pytest.raises(UsageError, match="requests of this run are missing"):
             read_run(tmp_path / "cut.json")
 
 
@@ -274,7 +274,7 @@ def test_a_server_without_counts_fails_a_gate_on_them(stub: StubServer, tmp_path
         ({"arrivals": "no/such/trace"}, "cannot be read"),
         ({"protocol": "smoke"}, "no protocol 'smoke'"),
         ({"gates": ("warmth<=3",)}, "'warmth' is not measured"),
-        ({"goodput": "warmth=3"}, "no limit of a latency"),
+        ({"goodput": "warmth=3"}, "not a limit of a latency"),
         ({"rounds": 3, "max_rounds": 2}, "--max-rounds 2 is less than --rounds 3"),
         ({"against_plain": True, "protocol": "openai-chat"}, "no num_draft_tokens"),
         ({"metrics_url": "http://127.0.0.1:9/metrics"}, "counters cannot be read"),

@@ -1,3 +1,3 @@
-"""The meter: requests to any endpoint, their times, and the limits that a user states. It judges
-no correctness.
+"""The meter: it sends requests to any endpoint, times them, and judges the limits that a user
+states. It does not judge whether the texts are correct.
 """

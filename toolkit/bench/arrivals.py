@@ -1,13 +1,13 @@
-"""How requests arrive: an open loop that keeps its schedule whatever the server does, or a closed
-loop of so many at a time.
+"""When requests are sent: in an open loop, on a schedule that does not depend on the server; in a
+closed loop, a fixed number at a time.
 
-An open loop is timed from when a request was due. A server that stalls then pays with every request
-that waits, and a client that is late cannot hide it; how late it was is the lag, and it is
-reported. A closed loop stops asking while the server stalls, so its latencies flatter; it measures
-throughput at a concurrency.
+The latencies of an open loop start when a request was due. So a stall of the server lengthens every
+request that waits for it, and a client that sends late cannot hide the delay. The delay of the
+client itself is the lag, which is reported. A closed loop sends nothing new while the server
+stalls, so its latencies look better than they are; it measures throughput at a concurrency.
 
-Schedules are pure. Running one takes a transport and the encoded requests; the garbage collector
-rests meanwhile.
+The schedules are pure functions. To run one takes a transport and the encoded requests. The garbage
+collector is off during a run.
 """
 
 from __future__ import annotations
@@ -29,36 +29,34 @@ from toolkit.errors import UsageError
 
 __all__ = ["constant", "poisson", "read_trace", "run_closed", "run_open", "undisturbed", "uniquely"]
 
-START_S = 0.05  # between the call and the first request of an open loop
-LEAD_NS = (
-    2_000_000  # laying out a request takes a tenth of that, unless the loop is busy with answers
-)
-BATCH = (
-    8  # requests laid out at a time: what has become due meanwhile does not wait for more of them
-)
-NS = 1_000_000_000
-NEVER_S = 1e12  # a clock of 64 bits has to hold it
+START_DELAY_S = 0.05  # between the call and the first request of an open loop
+# A request is prepared this long before it is due. Preparing takes a tenth of it, unless the event
+# loop is busy with answers.
+LEAD_NS = 2_000_000
+# Requests prepared at a time, so that a request that becomes due does not wait for many others.
+PREPARED_AT_A_TIME = 8
+NS_PER_S = 1_000_000_000
+MAX_TRACE_S = 1e12  # in nanoseconds it has to fit into 64 bits
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> tuple[int, ...]:
-    """`count` arrivals in ns after the start: independent exponential gaps of 1 / rate seconds
-    on average.
+    """`count` arrivals in ns after the start. The gaps are independent and exponential, with a
+    mean of 1 / rate seconds.
     """
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
-    return tuple(int(at * NS) for at in np.cumsum(gaps))
+    return tuple(int(at * NS_PER_S) for at in np.cumsum(gaps))
 
 
 def constant(rate: float, count: int) -> tuple[int, ...]:
     """`count` arrivals in ns after the start, 1 / rate seconds apart."""
-    return tuple(round(i / rate * NS) for i in range(count))
+    return tuple(round(i / rate * NS_PER_S) for i in range(count))
 
 
 def read_trace(path: Path) -> tuple[int, ...]:
-    """Arrivals of a trace file, in ns after its first: a number of seconds per line, or JSON Lines
-    with `timestamp` in ms.
+    """Read the arrivals of a trace file, in ns after the first one.
 
-    The latter is the form of the published Mooncake traces. Raises UsageError naming the line that
-    cannot be used.
+    A line is a number of seconds, or a JSON object with a `timestamp` in ms, which is the format of
+    the published Mooncake traces. Raises UsageError, which names the line that cannot be used.
     """
     hint = (
         "Write one arrival in seconds per line, or one JSON object with a `timestamp` in"
@@ -77,7 +75,7 @@ def read_trace(path: Path) -> tuple[int, ...]:
             at = data["timestamp"] / 1000 if isinstance(data, dict) else float(data)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UsageError("no arrival time", where=f"{path}:{number}", hint=hint) from error
-        if not abs(at) < NEVER_S or (seconds and at < seconds[-1]):
+        if not abs(at) < MAX_TRACE_S or (seconds and at < seconds[-1]):
             raise UsageError(
                 f"{at:g} s is no time after the arrival before it",
                 where=f"{path}:{number}",
@@ -86,14 +84,14 @@ def read_trace(path: Path) -> tuple[int, ...]:
         seconds.append(at)
     if not seconds:
         raise UsageError("no arrivals in this file", where=path, hint=hint)
-    return tuple(round((at - seconds[0]) * NS) for at in seconds)
+    return tuple(round((at - seconds[0]) * NS_PER_S) for at in seconds)
 
 
 def uniquely(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` prompts, none twice: what a server has seen, it may answer from its cache.
+    """`count` prompts, all different, since a server may answer a known prompt from its cache.
 
-    The prompts in turn; from the second use on a number stands in front, where it changes every
-    prefix.
+    The prompts are taken in turn. From the second use on, a prompt gets a number in front, which
+    changes every prefix of it.
     """
     seen: set[str] = set()
     unique: list[str] = []
@@ -114,58 +112,56 @@ async def run_open(
     arrivals: Sequence[int],
     on_done: Callable[[], None] = lambda: None,
 ) -> tuple[list[Exchange], list[int]]:
-    """Send each request when it is due, however many are on their way. (exchanges, due times in
-    ns), in the requests' order.
+    """Send each request when it is due, however many are in flight. Returns (exchanges, due times
+    in ns), both in the order of the requests.
 
-    A request is laid out, and has its connection, LEAD_NS before: what remains to be done at its
-    time is to write it. Raises StageError where the process has no descriptor left to keep time
-    with. What a transport raises ends the run.
+    A request is prepared and has its connection LEAD_NS before it is due, so that at its time it
+    only has to be written. Raises StageError if the process has no file descriptor left for the
+    timer. An exception of the transport ends the run.
     """
     tasks: list[asyncio.Task[Exchange]] = []
     go = [asyncio.Event() for _ in requests]
     all_sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     released = 0
 
-    async def one(i: int) -> Exchange:
+    async def send(i: int) -> Exchange:
         try:
             exchange = await transport.exchange(requests[i], go[i])
         except Exception as error:
             if not all_sent.done():
                 all_sent.set_exception(error)
             raise
-        # What failed while it was made ready has failed at its time, and has neither lag nor
-        # latency to its credit.
-        exchange.sent_ns, exchange.ended_ns = (
-            max(exchange.sent_ns, due[i]),
-            max(exchange.ended_ns, due[i]),
-        )
+        # A request that failed before it was due counts as failed when it was due: its lag and its
+        # latency are never negative.
+        exchange.sent_ns = max(exchange.sent_ns, due[i])
+        exchange.ended_ns = max(exchange.ended_ns, due[i])
         on_done()
         return exchange
 
     def ring() -> None:
         nonlocal released
         now = time.monotonic_ns()
-        for i in range(len(tasks), min(len(tasks) + BATCH, len(due))):
+        for i in range(len(tasks), min(len(tasks) + PREPARED_AT_A_TIME, len(due))):
             if due[i] - LEAD_NS > now:
                 break
-            tasks.append(asyncio.create_task(one(i)))
+            tasks.append(asyncio.create_task(send(i)))
         while released < len(tasks) and due[released] <= now:
             go[released].set()
             released += 1
         if released < len(due):
-            next_one = due[len(tasks)] - LEAD_NS if len(tasks) < len(due) else due[-1]
-            alarm.set(min(due[released], next_one))
+            prepare_ns = due[len(tasks)] - LEAD_NS if len(tasks) < len(due) else due[-1]
+            alarm.set(min(due[released], prepare_ns))
         elif not all_sent.done():
             all_sent.set_result(None)
 
     with undisturbed(), _alarm(ring) as alarm:
-        start = time.monotonic_ns() + int(START_S * NS)
+        start = time.monotonic_ns() + int(START_DELAY_S * NS_PER_S)
         due = [start + at for at, _ in zip(arrivals, requests, strict=True)]
         try:
             ring()
             await all_sent
             return list(await asyncio.gather(*tasks)), due
-        finally:  # where it ends before its end, nothing goes on behind its back
+        finally:  # if the run ends early, no task may continue
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -187,8 +183,8 @@ async def run_closed(
     concurrency: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Exchange]:
-    """Keep `concurrency` requests on their way until all are done. Exchanges in the requests'
-    order.
+    """Keep `concurrency` requests in flight until all are done. Returns the exchanges in the order
+    of the requests.
     """
     done: list[Exchange | None] = [None] * len(requests)
     waiting = iter(range(len(requests)))
@@ -205,8 +201,8 @@ async def run_closed(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection inside: a full one takes tens of milliseconds in a process that has
-    imported much.
+    """Turn garbage collection off inside: a full collection takes tens of milliseconds in a
+    process that has imported many modules.
     """
     if not gc.isenabled():
         yield

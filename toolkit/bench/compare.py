@@ -1,9 +1,10 @@
-"""Two saved runs of `toolkit bench` judged: is B slower than A by more than the tolerance?
+"""Judge two saved runs of `toolkit bench`: is B slower than A by more than the tolerance?
 
-Where both sent the same prompts, requests pair by prompt, and what the prompts differ by cancels;
-else each run is drawn on its own, and the intervals are wider. Either way the runs were not
-interleaved: what the machine did differently in between is in the ratio and not in its interval,
-which is said. Endpoints that can run at once are better compared in one run (--baseline).
+If both runs sent the same prompts, requests are paired by prompt, and the differences between
+prompts cancel. Otherwise each run is resampled on its own, and the intervals are wider. In both
+cases the runs were not interleaved: if the machine changed between them, the change is in the ratio
+but not in its interval. A finding tells the reader so. If both endpoints can run at the same time,
+compare them in one run (--baseline).
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ JUDGED = (
 
 
 def read_run(path: Path) -> BenchRun:
-    """A saved run. Raises UsageError for a file that is none."""
+    """Read a saved run. Raises UsageError if the file is not one."""
     hint = "Give a file that `toolkit bench ... --out FILE` wrote."
     try:
         data = read_saved(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=path, hint=hint) from error
-    found = data.get("schema_version")
-    if found != SCHEMA_VERSION:
-        raise UsageError(f"not a run of schema {SCHEMA_VERSION} but {found}", where=path, hint=hint)
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"schema {version} is not {SCHEMA_VERSION}, which this version reads",
+            where=path,
+            hint=hint,
+        )
     try:
         run = from_json(BenchRun, data)
     except ValueError as error:
         raise UsageError(f"not a saved run: {error}", where=path, hint=hint) from error
     if not _is_whole(run):
         raise UsageError(
-            "the requests of this run are not all there, or have counts that cannot be",
+            "requests of this run are missing, or have impossible counts",
             where=path,
             hint=hint,
         )
@@ -57,22 +62,24 @@ def read_run(path: Path) -> BenchRun:
 
 
 def _is_whole(run: BenchRun) -> bool:
-    """Has every arm some, and the same ones in every round? Somebody may have edited the file."""
+    """Whether every arm has requests, and the same ones in every round: a user may have edited the
+    file.
+    """
     for at, point in enumerate(run.points):
         rounds = [_rows(run, at, arm.name) for arm in point.arms]
         if not rounds or not all(
             rows and len({frozenset(row) for row in rows.values()}) == 1 for rows in rounds
         ):
             return False
-    counts = [count for one in run.requests for _, count in one.chunks if count is not None]
+    counts = [count for request in run.requests for _, count in request.chunks if count is not None]
     return min(counts, default=0) >= 0
 
 
 def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int = 0) -> Comparison:
-    """B against A, for every load and arm that both have. Gates: B is at most `tolerance` slower,
-    per figure and percentile.
+    """Compare B with A at every load that both have, for every arm that both have. There is a gate
+    per figure and percentile: B is slower by at most `tolerance`.
 
-    Raises UsageError where they have no load in common.
+    Raises UsageError if the runs have no load in common.
     """
     points: list[ComparedPoint] = []
     gates: list[Gate] = []
@@ -98,12 +105,12 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
                 points.append(compared)
                 gates += [_errors(*rows, scope), *_gates(compared, tolerance, scope)]
     if not points:
-        said = " and ".join(
+        loads = " and ".join(
             ", ".join(load_name(point.concurrency, point.rate) for point in run.points)
             for run in (a, b)
         )
         raise UsageError(
-            f"the runs have no load in common: {said}",
+            f"the runs have no load in common: {loads}",
             hint="Run both with the same --concurrency or --rate.",
         )
     for name in ("max_tokens", "temperature"):
@@ -122,27 +129,21 @@ def compare_runs(a: BenchRun, b: BenchRun, *, tolerance: float = 0.05, seed: int
 
 
 def _load(run: BenchRun, point: BenchPoint) -> tuple[int | None, float | None, str]:
-    return (
-        point.concurrency,
-        point.rate,
-        run.settings.get("arrivals", "") if point.concurrency is None else "",
-    )
+    arrivals = run.settings.get("arrivals", "") if point.concurrency is None else ""
+    return point.concurrency, point.rate, arrivals
 
 
 def _rows(run: BenchRun, point: int, arm: str) -> Rows:
     rows: Rows = {}
-    for one in run.requests:
-        if (one.point, one.arm) == (point, arm):
-            rows.setdefault(one.round, {})[one.index] = one
+    for request in run.requests:
+        if (request.point, request.arm) == (point, arm):
+            rows.setdefault(request.round, {})[request.index] = request
     return rows
 
 
 def _point(a: Rows, b: Rows, point: BenchPoint, arm: str, seed: int) -> ComparedPoint:
     rounds = sorted(set(a) & set(b))
-    paired = bool(rounds) and all(
-        {i: one.prompt for i, one in a[r].items()} == {i: one.prompt for i, one in b[r].items()}
-        for r in rounds
-    )
+    paired = bool(rounds) and all(_prompts(a[r]) == _prompts(b[r]) for r in rounds)
     grids = [
         [[_timing(run[r][i]) for i in sorted(run[r])] for r in (rounds if paired else sorted(run))]
         for run in (b, a)
@@ -154,20 +155,38 @@ def _point(a: Rows, b: Rows, point: BenchPoint, arm: str, seed: int) -> Compared
     return ComparedPoint(point.concurrency, point.rate, arm, paired, len(grids[0][0]), ratios)
 
 
-def _timing(one: BenchRequest) -> RequestTiming | None:
-    if one.error is not None:
+def _prompts(row: dict[int, BenchRequest]) -> dict[int, str]:
+    return {index: request.prompt for index, request in row.items()}
+
+
+def _timing(request: BenchRequest) -> RequestTiming | None:
+    if request.error is not None:
         return None
-    figures = Statistics(
-        one.input_tokens, one.output_tokens, one.drafted, one.accepted, one.verify_steps
+    statistics = Statistics(
+        request.input_tokens,
+        request.output_tokens,
+        request.drafted,
+        request.accepted,
+        request.verify_steps,
     )
     return RequestTiming(
-        "", "", (), one.finish_reason, one.sent_ns, one.chunks, figures, one.due_ns
+        "",
+        "",
+        (),
+        request.finish_reason,
+        request.sent_ns,
+        request.chunks,
+        statistics,
+        request.due_ns,
     )
 
 
 def _gates(point: ComparedPoint, tolerance: float, scope: Scope) -> list[Gate]:
-    """A percentile that neither run could support, or a figure that the endpoints do not give, is
-    not judged; but the ratio of something that only the one has, or of nothing at all, fails.
+    """One gate per ratio that has an estimate.
+
+    A percentile with too few samples and a figure that the endpoints do not give are not judged. If
+    no ratio is left, one gate says that nothing can be compared: it is INCONCLUSIVE if only samples
+    are missing, else FAIL.
     """
     ratios = {ratio.name: ratio for ratio in point.ratios}
     gates = [
@@ -177,31 +196,28 @@ def _gates(point: ComparedPoint, tolerance: float, scope: Scope) -> list[Gate]:
     ]
     if gates:
         return gates
-    lacking = ratios["e2e_p50"]
-    result: GateOutcome = FAIL if lacking.too_few is None else INCONCLUSIVE
-    step = (
-        "Save longer runs (--requests, --rounds)."
-        if result == INCONCLUSIVE
-        else "Measure again, with an endpoint that answers."
-    )
-    detail = f"nothing can be compared: {lacking.reason}"
+    e2e = ratios["e2e_p50"]
+    result: GateOutcome = FAIL
+    step = "Measure again, with an endpoint that answers."
+    if e2e.too_few is not None:
+        result, step = INCONCLUSIVE, "Save longer runs (--requests, --rounds)."
+    detail = f"nothing can be compared: {e2e.reason}"
     scope = replace(scope, over="run_a")
-    direction: Direction = "at_most"  # of most that it would have judged
+    direction: Direction = "at_most"  # as most of the gates that are missing here
     return [make_gate("comparison", scope, result, None, None, detail, step, direction=direction)]
 
 
 def _gate(ratio: Ratio, limit: float, scope: Scope) -> Gate:
     assert ratio.estimate is not None and ratio.low is not None and ratio.high is not None
     result = outcome(ratio.low, ratio.high, limit, at_least=ratio.metric == "speed")
-    faster = ratio.high < 1 if ratio.metric != "speed" else ratio.low > 1
-    detail = f"B / A {ratio.estimate:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}" + (
-        "; B is better" if faster else ""
-    )
+    is_faster = ratio.high < 1 if ratio.metric != "speed" else ratio.low > 1
+    detail = f"B / A {ratio.estimate:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}"
+    detail += "; B is better" if is_faster else ""
     steps = {
         PASS: None,
         FAIL: "B is slower than A by more than the tolerance.",
         INCONCLUSIVE: (
-            "Not shown either way: save longer runs on an idle machine, or allow more with"
+            "The interval contains the limit: save longer runs on an idle machine, or raise"
             " --tolerance."
         ),
     }
@@ -210,15 +226,15 @@ def _gate(ratio: Ratio, limit: float, scope: Scope) -> Gate:
 
 
 def _errors(a: Rows, b: Rows, scope: Scope) -> Gate:
-    """Failed requests have no latency, so a run that fails more often must not win by it."""
+    """A failed request has no latency, so a run with more failures must not win by them."""
     shares = []
     for run in (a, b):
-        requests = [one for row in run.values() for one in row.values()]
-        shares.append((sum(one.error is not None for one in requests), len(requests)))
+        requests = [request for row in run.values() for request in row.values()]
+        shares.append((sum(request.error is not None for request in requests), len(requests)))
     (in_a, of_a), (in_b, of_b) = shares
-    good = in_b * of_a <= in_a * of_b
+    result: GateOutcome = PASS
+    step = None
+    if in_b * of_a > in_a * of_b:
+        result, step = FAIL, "Fix B: its figures come only from the requests that it answered."
     detail = f"{in_b} of {of_b} requests of B failed, {in_a} of {of_a} of A"
-    step = None if good else "Fix B: its figures are of the requests that it did answer."
-    return make_gate(
-        "errors", scope, PASS if good else FAIL, in_b / of_b, in_a / of_a, detail, step
-    )
+    return make_gate("errors", scope, result, in_b / of_b, in_a / of_a, detail, step)

@@ -1,9 +1,8 @@
-"""The server's own counters, beside what its client added up: a disagreement means that one of them
-is wrong.
+"""Compare the server's own counters with the client's sums: if they differ, one of them is wrong.
 
-Counters are cumulative, so they are differenced over the window: everything that one validation
-sent, its warm-up included. The server publishes them with a short delay, so reading waits until
-they agree, for a few seconds at most.
+Counters are cumulative, so the difference over a window is taken: everything that one validation
+sent, its warm-up included. The server publishes its counters with a short delay, so reading is
+repeated until they agree, for a few seconds at most.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ POLL_S = 0.1
 STILL_S = 0.5
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 MODEL_LABEL = re.compile(r'(?:^|,)model(?:_name)?="(?P<model>[^"]*)"')
-PER_MODEL = (
-    "nv_",
-    "vllm:",
-)  # families that count every model of the server, each under its own label
-# What a server calls requests, output tokens, drafted and accepted tokens, verify steps. The first
-# family that it has is taken.
+# Prefixes of counters that the server keeps per model, each under the model's label.
+PER_MODEL = ("nv_", "vllm:")
+# The names that servers give to requests, output tokens, drafted and accepted tokens, verify steps.
+# The first family that the server has is used.
 FAMILIES: tuple[dict[str, str], ...] = (
     {
         "requests": "toolkit_requests",
@@ -55,20 +52,19 @@ FAMILIES: tuple[dict[str, str], ...] = (
 
 
 def read_counters(metrics_url: str, model: str | None = None) -> dict[str, float]:
-    """Name -> value, summed over labels, of a Prometheus page; whole URL. Raises OSError when it
+    """Read the Prometheus page at this URL: name -> value, summed over labels. Raises OSError if it
     cannot be read.
 
     model: leave out what Triton and vLLM counted for other models.
     """
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # the server is near; no proxy stands between
+    # The server is near, so a proxy of the environment is ignored.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(metrics_url, timeout=10) as response:
         return parse_counters(response.read().decode("utf-8", "replace"), model)
 
 
 def parse_counters(page: str, model: str | None = None) -> dict[str, float]:
-    """The samples of a page in Prometheus' text format; lines that are none are skipped."""
+    """The samples of a page in Prometheus' text format. Lines that are not samples are skipped."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         if (match := SAMPLE.match(line)) is None:
@@ -89,11 +85,11 @@ def parse_counters(page: str, model: str | None = None) -> dict[str, float]:
 def client_counts(
     requests: Sequence[RequestTiming], known: Iterable[str] | None = None
 ) -> dict[str, int]:
-    """What the server should have counted for these requests, under its own names.
+    """What the server should have counted for these requests, under the server's names.
 
-    known: names of the counters that it has; without it, ours. Empty where it has none of those
-    that we know. What the client was not told, such as the output tokens of a server that counts
-    them only for itself, is left out.
+    known: the names of the counters that the server has; None stands for the toolkit's own. The
+    result is empty if the server has none of the known families. A figure that the server does not
+    report to its clients, such as the output tokens of some servers, is left out.
     """
     names = set(FAMILIES[0].values() if known is None else known)
     family = next((family for family in FAMILIES if family["requests"] in names), {})
@@ -116,8 +112,9 @@ def reconcile(
     settle_s: float = SETTLE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[CounterCheck, ...]:
-    """Difference the counters against `before`, and compare with the client's counts; server
-    None: it has no such counter.
+    """Compare the counters' growth since `before` with the client's counts.
+
+    A check's `server` is None if the server has no such counter.
     """
     polls = math.ceil(settle_s / POLL_S)
     while True:
@@ -154,8 +151,8 @@ def settled(
     settle_s: float = SETTLE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Mapping[str, float]:
-    """The counters once those that we know have stood still for `still_s`; as they are after
-    settle_s at the latest.
+    """Read the counters until the known ones have not changed for `still_s`, for `settle_s` at
+    most.
     """
     known = {name for family in FAMILIES for name in family.values()}
     seen, still = read(), 0.0

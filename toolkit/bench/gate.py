@@ -1,4 +1,4 @@
-"""Gates, with all that they mean in fields: a name says nothing that its fields do not."""
+"""Make gates. Everything that a gate means is in its fields; its name only repeats them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.words import GateOutcome
 __all__ = ["gate_name", "load_name", "make_gate"]
 
 DIRECTIONS: dict[Better, Direction] = {"higher": "at_least", "lower": "at_most"}
-# What users write and read where it is not the metric's own name.
+# metric -> the name that users write and read, if it is not the metric's own.
 NAMES = {
     "throughput": "tokens_per_s",
     "draft_check": "draft",
@@ -29,7 +29,7 @@ def make_gate(
     *,
     direction: Direction | None = None,
 ) -> Gate:
-    """The unit comes from the table of metrics, and so does the direction where it is not given."""
+    """Make a gate. The table of metrics gives the unit, and the direction if none is given."""
     unit: Unit = METRICS[metric].unit if scope.over is None else "x"
     return Gate(
         name=gate_name(metric, scope),
@@ -46,14 +46,14 @@ def make_gate(
 
 
 def gate_name(metric: str, scope: Scope) -> str:
-    """As in report.json and on the command line: ttft_p90, speedup_sampled, errors@4."""
+    """The name in report.json and on the command line: ttft_p90, speedup_sampled, errors@4."""
     name = NAMES.get(metric, metric)
     if scope.reference is not None:
         name = f"agreement_{scope.reference}"
     if scope.percentile is not None:
         name += f"_p{scope.percentile}"
         name += "_ratio" if scope.over in ("plain", "first_arm") else ""
-    if scope.temperature and metric != "seeded_parity":  # which is always sampled
+    if scope.temperature and metric != "seeded_parity":  # this metric is always sampled
         name += "_sampled"
     if scope.arm is not None:
         return f"{name} {scope.arm}@{load_name(scope.concurrency, scope.rate)}"
@@ -62,7 +62,7 @@ def gate_name(metric: str, scope: Scope) -> str:
 
 
 def load_name(concurrency: int | None, rate: float | None) -> str:
-    """Of a load in a comparison."""
+    """The name of a load in a comparison: `4`, `2.5/s` or `trace`."""
     if concurrency is not None:
         return str(concurrency)
     return "trace" if rate is None else f"{rate:g}/s"

@@ -1,9 +1,9 @@
 """Gates of a bench, as they are written on a command line: `ttft_p90<=200`, `tokens_per_s>=100`,
 `speed>=1.2`.
 
-A limit on something that was not measured FAILs and says so; one that too few samples support is
-INCONCLUSIVE and says how many it takes. Requests that fail are judged whether asked or not, since
-figures of the rest alone flatter.
+If the metric of a limit was not measured, its gate FAILs and says so. If there are too few samples,
+the gate is INCONCLUSIVE and says how many are needed. Failed requests are always judged, since the
+figures of the other requests alone look better than the endpoint is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from toolkit.words import GateOutcome
 
 __all__ = ["Limit", "judge", "parse_goodput", "parse_limit", "straddled"]
 
-FORM = re.compile(
+LIMIT_FORMAT = re.compile(
     r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+(?:e-?[0-9]+)?)\s*$"
 )
 # metric -> field of BenchArm
@@ -47,7 +47,11 @@ TOO_NOISY = "Too close to call: run on an idle machine, or raise --max-rounds or
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """metric and scope: one of MEASURABLE. Latencies in ms, errors as a share of the requests."""
+    """A bound that a user states on one metric.
+
+    metric and scope: one pair of MEASURABLE. limit: in ms for latencies, a share of the requests
+    for errors.
+    """
 
     metric: str
     scope: Scope
@@ -56,7 +60,7 @@ class Limit:
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """The name on the command line."""
         return gate_name(self.metric, self.scope)
 
 
@@ -64,11 +68,11 @@ NO_ERRORS = Limit("errors", Scope(), "at_most", 0.0)
 
 
 def parse_limit(text: str) -> Limit:
-    """Raises UsageError for what is no limit."""
-    match = FORM.match(text)
+    """Read `NAME<=NUMBER` or `NAME>=NUMBER`. Raises UsageError for other text."""
+    match = LIMIT_FORMAT.match(text)
     hint = f"Write NAME<=NUMBER or NAME>=NUMBER. Names: {', '.join(BY_NAME)}."
     if match is None:
-        raise UsageError(f"{text!r} is no limit", hint=hint)
+        raise UsageError(f"{text!r} is not a limit", hint=hint)
     if match["name"] not in BY_NAME:
         raise UsageError(f"{match['name']!r} is not measured", hint=hint)
     direction: Direction = "at_least" if match["sign"] == ">=" else "at_most"
@@ -76,13 +80,13 @@ def parse_limit(text: str) -> Limit:
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """`ttft=200,tpot=25` -> {"ttft": 200.0, "tpot": 25.0}, in ms. Raises UsageError."""
+    """Read `ttft=200,tpot=25` as {"ttft": 200.0, "tpot": 25.0}, in ms. Raises UsageError."""
     hint = f"Write NAME=MILLISECONDS, separated by commas. Names: {', '.join(LATENCIES)}."
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, sign, number = part.strip().partition("=")
         if not sign or name.strip() not in LATENCIES:
-            raise UsageError(f"{part.strip()!r} is no limit of a latency", hint=hint)
+            raise UsageError(f"{part.strip()!r} is not a limit of a latency", hint=hint)
         limits[name.strip()] = _number(number, part)
     return limits
 
@@ -93,24 +97,28 @@ def _number(text: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise UsageError(f"{where!r} has no number for a limit", hint="Write it as 200 or 0.5.")
+        raise UsageError(f"{where!r} does not end in a number", hint="Write it as 200 or 0.5.")
     return value
 
 
 def straddled(gate: Gate) -> bool:
-    """Whether more rounds could decide it."""
+    """Whether more rounds could decide the gate."""
     return gate.outcome == INCONCLUSIVE
 
 
 def judge(limits: Sequence[Limit], point: BenchPoint, *, at: bool = False) -> list[Gate]:
-    """The gates of the last arm at one load, and one for failed requests. at: name the load,
-    where there are several.
+    """Judge the last arm at one load: a gate per limit, and one for the failed requests of all
+    arms.
+
+    at: put the load into the gates' names, for runs with several loads.
     """
     if at:
         limits = [_at(limit, point) for limit in limits]
     is_stated = any(limit.metric == "errors" for limit in limits)
-    of_errors = [] if is_stated else [_at(NO_ERRORS, point) if at else NO_ERRORS]
-    return [_judge(limit, point) for limit in (*of_errors, *limits)]
+    if not is_stated:
+        no_errors = _at(NO_ERRORS, point) if at else NO_ERRORS
+        limits = [no_errors, *limits]
+    return [_judge(limit, point) for limit in limits]
 
 
 def _at(limit: Limit, point: BenchPoint) -> Limit:
@@ -144,43 +152,33 @@ def _gate(
 
 
 def _errors(point: BenchPoint, limit: Limit) -> Gate:
-    requests, failed = (
-        sum(arm.requests for arm in point.arms),
-        sum(arm.failed for arm in point.arms),
-    )
+    requests = sum(arm.requests for arm in point.arms)
+    failed = sum(arm.failed for arm in point.arms)
     share = failed / requests
-    good = share >= limit.limit if limit.direction == "at_least" else share <= limit.limit
-    first = next((error for arm in point.arms for error in arm.errors), "")
-    detail = f"{failed} of {requests} requests failed" + (
-        f"; the most common: {first}" if first else ""
-    )
-    step = (
-        None
-        if good
-        else "Fix the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
-    )
-    return _gate(limit, PASS if good else FAIL, share, detail, step)
+    is_met = share >= limit.limit if limit.direction == "at_least" else share <= limit.limit
+    most_common = next((error for arm in point.arms for error in arm.errors), "")
+    detail = f"{failed} of {requests} requests failed"
+    detail += f"; the most common: {most_common}" if most_common else ""
+    if is_met:
+        return _gate(limit, PASS, share, detail, None)
+    step = "Fix the endpoint, or allow a share of failures with --gate 'errors<=0.01'."
+    return _gate(limit, FAIL, share, detail, step)
 
 
-def _unmeasured(limit: Limit, why: str, step: str) -> Gate:
-    return _gate(limit, FAIL, None, f"not measured: {why}", step)
+def _unmeasured(limit: Limit, reason: str, step: str) -> Gate:
+    return _gate(limit, FAIL, None, f"not measured: {reason}", step)
 
 
 def _latency(arm: BenchArm, limit: Limit) -> Gate:
     name, q = limit.metric, limit.scope.percentile
-    assert q is not None  # a latency has one
+    assert q is not None  # a limit of a latency always has a percentile
     latency = arm.latencies[name]
     if latency.samples == 0:
-        why = (
-            "no request was answered"
-            if arm.failed == arm.requests
-            else f"this endpoint gives no {name}"
-        )
-        return _unmeasured(
-            limit,
-            why,
-            "ITL and TPOT need a server that counts output tokens; gate icl or e2e instead.",
-        )
+        reason = f"this endpoint gives no {name}"
+        if arm.failed == arm.requests:
+            reason = "no request was answered"
+        step = "ITL and TPOT need a server that counts output tokens; gate icl or e2e instead."
+        return _unmeasured(limit, reason, step)
     value, low, high = (getattr(latency, f"p{q}{end}") for end in ("", "_low", "_high"))
     if value is None:
         detail = f"no p{q}: {too_few_words(q, latency.unsupported[f'p{q}'])}"
@@ -194,29 +192,27 @@ def _latency(arm: BenchArm, limit: Limit) -> Gate:
 def _rate(arm: BenchArm, limit: Limit) -> Gate:
     field = RATES[limit.metric]
     value = getattr(arm, field)
-    if value is None:
-        why = (
-            "the server does not count output tokens"
-            if limit.metric == "throughput"
-            else "no limits make a request good"
-        )
+    if value is None and limit.metric == "goodput":
         return _unmeasured(
-            limit,
-            why,
-            "State them with --goodput." if limit.metric == "goodput" else "Gate requests_per_s.",
+            limit, "no latency limits are stated", "State limits of latencies with --goodput."
+        )
+    if value is None:
+        return _unmeasured(
+            limit, "the server does not count output tokens", "Gate requests_per_s instead."
         )
     rounds = getattr(arm, f"{field}_by_round")
     if len(rounds) < 2:
-        detail = f"{value:.2f}, of one round, which has no spread to judge by"
+        detail = f"{value:.2f} in one round; an interval needs at least two"
         return _gate(limit, INCONCLUSIVE, value, detail, "Measure more: --rounds 3.")
     from scipy.stats import t
 
-    half = float(
+    half_width = float(
         t.ppf((1 + CONFIDENCE) / 2, len(rounds) - 1)
         * np.std(rounds, ddof=1)
         / math.sqrt(len(rounds))
     )
-    low, high = float(np.mean(rounds)) - half, float(np.mean(rounds)) + half
+    mean = float(np.mean(rounds))
+    low, high = mean - half_width, mean + half_width
     digits = decimals((value, low, high), limit.limit)
     ends = f"{low:.{digits}f} to {high:.{digits}f}"
     detail = f"{value:.{digits}f}, {CONFIDENCE:.0%} interval {ends} over {len(rounds)} rounds"
@@ -224,16 +220,16 @@ def _rate(arm: BenchArm, limit: Limit) -> Gate:
 
 
 def _ratio(point: BenchPoint, limit: Limit) -> Gate:
-    wanted = (limit.metric, limit.scope.percentile)
-    ratio = next((one for one in point.ratios if (one.metric, one.percentile) == wanted), None)
+    by_metric = {(ratio.metric, ratio.percentile): ratio for ratio in point.ratios}
+    ratio = by_metric.get((limit.metric, limit.scope.percentile))
     if ratio is None:
-        step = "Compare two: --against-plain, or --baseline URL."
-        return _unmeasured(limit, "there is one arm", step)
+        step = "Measure two arms: --against-plain, or --baseline URL."
+        return _unmeasured(limit, "there is only one arm", step)
     if ratio.estimate is None or ratio.low is None or ratio.high is None:
         reason = ratio.reason or "no samples"
         if ratio.too_few is not None:
             return _gate(limit, INCONCLUSIVE, None, reason, MORE_SAMPLES)
-        return _unmeasured(limit, reason, "Fix the endpoint, or gate what it gives.")
+        return _unmeasured(limit, reason, "Fix the endpoint, or gate a figure that it gives.")
     digits = decimals((ratio.estimate, ratio.low, ratio.high), limit.limit, least=3)
     ends = f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
     detail = f"{ratio.estimate:.{digits}f}, {CONFIDENCE:.0%} interval {ends}"
@@ -244,7 +240,7 @@ def _judged(limit: Limit, value: float, low: float, high: float, detail: str) ->
     result = outcome(low, high, limit.limit, at_least=limit.direction == "at_least")
     steps = {
         PASS: None,
-        FAIL: "Not met: fix the deployment or the limit.",
+        FAIL: "Not met: improve the deployment, or change the limit.",
         INCONCLUSIVE: TOO_NOISY,
     }
     return _gate(limit, result, value, detail, steps[result])

@@ -1,8 +1,8 @@
-"""From timed requests to the figures of an arm. Pure: measurements in, records out. The table in
-definitions.py says what each figure means.
+"""Compute the figures of an arm from its timed requests. The functions are pure: measurements in,
+records out. The table in definitions.py says what each figure means.
 
-A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the prompts'
-order.
+A `Rounds` is [round][prompt]: every round holds one timed request per prompt, in the order of the
+prompts.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ NS_PER_MS = 1e6
 
 
 def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
-    """The figures of one arm. Requests that put out no token count as requests and add nothing
-    else.
+    """The figures of one arm. A request without output tokens counts as a request and adds nothing
+    to other figures.
     """
-    requests = [request for one in rounds for request in one]
+    requests = [request for row in rounds for request in row]
     columns = list(zip(*rounds, strict=True))  # [prompt][round]
     tokens, elapsed_s = _sums(requests)
     ratios = [
@@ -87,25 +87,27 @@ def arm(rounds: Rounds, *, seed: int = 0) -> Arm:
 
 
 def too_few(samples: int, percentile: int) -> TooFew | None:
-    """None: so many samples support this percentile."""
+    """How many samples this percentile lacks; None if there are enough."""
     needed = samples_needed(percentile)
     return TooFew(samples, needed) if samples < needed else None
 
 
 def too_few_words(percentile: int, lacking: TooFew) -> str:
-    """Why there is no such percentile."""
+    """Why the percentile is not given, in words."""
     if lacking.have == 0:
         return "no samples"
     return f"{lacking.have} samples; {needed_words(percentile, lacking)}"
 
 
 def needed_words(percentile: int, lacking: TooFew) -> str:
-    """What such a percentile takes, whatever there was."""
+    """How many samples the percentile needs, in words; the number of samples that there are does
+    not matter.
+    """
     return f"p{percentile} needs {lacking.need}, so that {SAMPLES_BEYOND} lie beyond it"
 
 
 def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
-    """Percentiles of (milliseconds, weight) samples that are grouped by prompt."""
+    """The mean and the percentiles of (milliseconds, weight) samples that are grouped by prompt."""
     groups = [group for group in by_prompt if group]
     values = [value for group in groups for value, _ in group]
     weights = [weight for group in groups for _, weight in group]
@@ -126,33 +128,34 @@ def latency(by_prompt: Sequence[Samples], seed: int = 0) -> Latency:
         if supported
         else ()
     )
-    found: dict[int, tuple[float | None, float | None, float | None]] = dict.fromkeys(
+    # percentile -> (value, low, high)
+    figures: dict[int, tuple[float | None, float | None, float | None]] = dict.fromkeys(
         PERCENTILES, (None, None, None)
     )
     for q, (low, high) in zip(supported, intervals, strict=True):
-        found[q] = (percentile(values, q, weights), low, high)
+        figures[q] = (percentile(values, q, weights), low, high)
     return Latency(
         samples=count,
         mean=float(np.average(values, weights=weights)),
-        p50=found[50][0],
-        p90=found[90][0],
-        p99=found[99][0],
-        p90_low=found[90][1],
-        p90_high=found[90][2],
+        p50=figures[50][0],
+        p90=figures[90][0],
+        p99=figures[99][0],
+        p90_low=figures[90][1],
+        p90_high=figures[90][2],
         unsupported=unsupported,
         curve=tuple(
             round(float(value), 4)
             for value in np.percentile(np.repeat(values, weights), range(101))
         ),
-        p50_low=found[50][1],
-        p50_high=found[50][2],
-        p99_low=found[99][1],
-        p99_high=found[99][2],
+        p50_low=figures[50][1],
+        p50_high=figures[50][2],
+        p99_low=figures[99][1],
+        p99_high=figures[99][2],
     )
 
 
 def latencies(by_prompt: Sequence[Iterable[RequestTiming]], *, seed: int = 0) -> dict[str, Latency]:
-    """Every latency of requests that are grouped by prompt."""
+    """All latencies of LATENCIES, by name, for requests that are grouped by prompt."""
     groups = [list(group) for group in by_prompt]
     return {
         name: latency(
@@ -169,15 +172,15 @@ def latencies(by_prompt: Sequence[Iterable[RequestTiming]], *, seed: int = 0) ->
 def latency_ratios(
     first: Answers, second: Answers, *, paired: bool = True, seed: int = 0
 ) -> tuple[Ratio, ...]:
-    """Percentiles of first's latencies over second's. [round][prompt]; None is a request that
-    failed.
+    """The percentiles of the first arm's latencies, divided by the second arm's.
 
-    paired: both measured the same prompts in the same rounds. Above 1, first is slower.
+    Both are [round][prompt]; None is a failed request. paired: both arms measured the same prompts
+    in the same rounds. A ratio above 1 means that the first arm is slower.
     """
     ratios: list[Ratio] = []
     for name in LATENCIES:
         arms = [
-            [[[] if one is None else _samples(name, one) for one in row] for row in arm]
+            [[[] if answer is None else _samples(name, answer) for answer in row] for row in arm]
             for arm in (first, second)
         ]
         counts = [
@@ -190,49 +193,52 @@ def latency_ratios(
             if supported
             else ()
         )
-        found = dict(zip(supported, intervals, strict=True))
+        interval_of = dict(zip(supported, intervals, strict=True))
         for q in PERCENTILES:
             if (few := lacking[q]) is not None:
                 ratios.append(_no_ratio(name, q, few))
                 continue
-            above, below = (percentile(*_values(arm, q)) for arm in arms)
-            if below == 0.0 or not np.isfinite(found[q]).all():
-                reason = "chunks that arrive at once have no gap to divide by"
+            numerator, denominator = (percentile(*_values(arm, q)) for arm in arms)
+            if denominator == 0.0 or not np.isfinite(interval_of[q]).all():
+                reason = "chunks arrived at once, so the gap to divide by is zero"
                 ratios.append(Ratio(name, None, None, None, reason, q))
             else:
-                ratios.append(Ratio(name, above / below, *found[q], percentile=q))
+                estimate = numerator / denominator
+                ratios.append(Ratio(name, estimate, *interval_of[q], percentile=q))
     return tuple(ratios)
 
 
 def _no_ratio(name: str, q: int, few: TooFew) -> Ratio:
-    """Without any sample nothing was measured, which more of them would not change."""
+    """A ratio without an estimate. It says `too_few` only if there is any sample: where nothing was
+    measured, a longer run would not help.
+    """
     return Ratio(name, None, None, None, too_few_words(q, few), q, few if few.have else None)
 
 
 def goodput(
     requests: Iterable[RequestTiming | None], limits_ms: Mapping[str, float], window_s: float
 ) -> float:
-    """Requests per second that met every limit; latency -> ms. One that failed, or lacks a
-    limited latency, met none.
+    """Requests per second that met every limit. limits_ms: latency -> ms.
+
+    A request that failed, or that lacks a limited latency, does not count.
     """
-    return (
-        sum(one is not None and _meets(one, limits_ms) for one in requests) / window_s
-        if window_s > 0
-        else 0.0
-    )
+    if window_s <= 0:
+        return 0.0
+    good = sum(request is not None and _meets(request, limits_ms) for request in requests)
+    return good / window_s
 
 
 def _meets(request: RequestTiming, limits_ms: Mapping[str, float]) -> bool:
-    """A gap's limit holds for the largest gap of the request, so that one stall is not averaged
-    away.
+    """Whether the request met every limit.
 
-    One token has no gap that could be too long; tokens that nobody counted have gaps that nobody
-    knows.
+    A limit of a gap holds for the largest gap, so that one stall is not averaged away. An answer of
+    one token has no gap, so it meets such a limit. If the tokens were not counted, the gaps are
+    unknown, and the limit is not met.
     """
     for name, limit in limits_ms.items():
         values = [value for value, _ in _samples(name, request)]
-        single = name in ("tpot", "itl", "icl") and request.output_tokens == 1
-        if not single and (not values or max(values) > limit):
+        has_no_gap = name in ("tpot", "itl", "icl") and request.output_tokens == 1
+        if not has_no_gap and (not values or max(values) > limit):
             return False
     return True
 
@@ -243,15 +249,15 @@ def _values(arm: Sequence[Sequence[Samples]], q: float) -> tuple[list[float], fl
 
 
 def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
-    """Speculative over plain output tokens per second; both measured on the same prompts in the
-    same rounds.
+    """Output tokens per second of the speculative arm, divided by the plain arm's. Both measured
+    the same prompts in the same rounds.
     """
     tokens = tuple(
-        [[request.output_tokens or 0 for request in one] for one in rounds]
+        [[request.output_tokens or 0 for request in row] for row in rounds]
         for rounds in (speculative, plain)
     )
     times = tuple(
-        [[request.e2e_ns or 0 for request in one] for one in rounds]
+        [[request.e2e_ns or 0 for request in row] for row in rounds]
         for rounds in (speculative, plain)
     )
     estimate, low, high = bootstrap_ratio((tokens[0], tokens[1]), (times[0], times[1]), seed=seed)
@@ -261,24 +267,24 @@ def speedup(speculative: Rounds, plain: Rounds, *, seed: int = 0) -> Speedup:
 def acceptance(
     requests: Iterable[RequestTiming], *, draft_len: int | None = None, seed: int = 0
 ) -> Acceptance:
-    """Acceptance over all requests: sums first, then ratios. A server that reports nothing gives
-    zeros and None.
+    """Acceptance over all requests: the counts are summed first and then divided. If the server
+    reports nothing, counts are 0 and ratios None.
 
-    draft_len: of every block, where the server does not say how much was drafted.
+    draft_len: the length of every block, if the server does not report the drafted tokens.
     """
     by_prompt: dict[str, list[Statistics]] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt, []).append(request.statistics)
-    statistics = [one for group in by_prompt.values() for one in group]
+    statistics = [answer for group in by_prompt.values() for answer in group]
     drafted, accepted, steps = (
-        sum(getattr(one, name) or 0 for one in statistics)
+        sum(getattr(answer, name) or 0 for answer in statistics)
         for name in ("drafted", "accepted", "verify_steps")
     )
-    told = any(one.drafted is not None for one in statistics)
-    block = drafted / max(steps, 1) if told else draft_len
+    is_drafted_known = any(answer.drafted is not None for answer in statistics)
+    block_len = drafted / max(steps, 1) if is_drafted_known else draft_len
     alpha = _alpha([_positions(group) for group in by_prompt.values()], seed)
-    if alpha is None and block:
-        alpha = _alpha_of_totals(by_prompt.values(), block, seed)
+    if alpha is None and block_len:
+        alpha = _alpha_of_totals(by_prompt.values(), block_len, seed)
     return Acceptance(
         rate=accepted / drafted if drafted else None,
         length=1 + accepted / steps if steps else None,
@@ -291,34 +297,38 @@ def acceptance(
 
 
 def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ...]:
-    drafted_at = _sum_positions(one.drafted_by_position or () for one in statistics)
-    accepted_at = _sum_positions(one.accepted_by_position or () for one in statistics)
+    drafted_at = _sum_positions(answer.drafted_by_position or () for answer in statistics)
+    accepted_at = _sum_positions(answer.accepted_by_position or () for answer in statistics)
     positions: list[PositionAcceptance] = []
-    before: float | None = 1.0
-    for proposed, kept in zip(drafted_at, accepted_at, strict=True):
-        joint = kept / proposed if proposed else None
-        conditional = joint / before if joint is not None and before else None
-        positions.append(
-            PositionAcceptance(
-                proposed, kept, joint, None if conditional is None else min(1.0, conditional)
-            )
-        )
-        before = joint
+    joint_before: float | None = 1.0
+    for drafted, accepted in zip(drafted_at, accepted_at, strict=True):
+        joint = accepted / drafted if drafted else None
+        conditional = None
+        if joint is not None and joint_before:
+            conditional = min(1.0, joint / joint_before)
+        positions.append(PositionAcceptance(drafted, accepted, joint, conditional))
+        joint_before = joint
     return tuple(positions)
 
 
 def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Interval | None:
-    """Maximum likelihood of alpha where every draft is kept alike and on its own: a geometric
-    distribution, cut off at the draft length. A draft is looked at where all before it were kept;
-    blocks of one length are looked at alike.
+    """The maximum-likelihood estimate of alpha, if every draft token is accepted independently and
+    with the same probability: a geometric distribution that is cut off at the draft length.
+
+    A draft token is looked at if all tokens before it in its block were accepted. This share of
+    blocks is taken to be the same for blocks of every length.
     """
     accepted: list[int] = []
     looked_at: list[float] = []
     for positions in by_prompt:
-        reached = (1.0, *(place.joint or 0.0 for place in positions))
-        accepted.append(sum(place.accepted for place in positions))
+        # reached[i]: the share of blocks whose tokens before position i were all accepted
+        reached = (1.0, *(position.joint or 0.0 for position in positions))
+        accepted.append(sum(position.accepted for position in positions))
         looked_at.append(
-            sum(place.drafted * before for place, before in zip(positions, reached, strict=False))
+            sum(
+                position.drafted * share
+                for position, share in zip(positions, reached, strict=False)
+            )
         )
     if not any(looked_at):
         return None
@@ -327,57 +337,61 @@ def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Inte
 
 
 def _alpha_of_totals(
-    by_prompt: Iterable[Sequence[Statistics]], block: float, seed: int
+    by_prompt: Iterable[Sequence[Statistics]], block_len: float, seed: int
 ) -> Interval | None:
-    """The same where drafts are not counted by position: the alpha under which a block keeps as
-    many as it does on average.
+    """As `_alpha`, if draft tokens are not counted by position: the alpha under which the expected
+    number of accepted tokens per block equals the mean.
     """
     groups = list(by_prompt)
     accepted = [sum(answer.accepted or 0 for answer in group) for group in groups]
     steps = [sum(answer.verify_steps or 0 for answer in group) for group in groups]
     if not any(steps):
         return None
-    kept = bootstrap_ratio_of_sums(accepted, steps, seed=seed)
-    return Interval(*(_alpha_that_keeps(figure, block) for figure in kept))
+    per_block = bootstrap_ratio_of_sums(accepted, steps, seed=seed)
+    return Interval(*(_alpha_that_accepts(figure, block_len) for figure in per_block))
 
 
-def _alpha_that_keeps(kept: float, block: float) -> float:
-    """Solves alpha + alpha^2 + ... + alpha^block = kept; block need not be a whole number."""
+def _alpha_that_accepts(accepted: float, block_len: float) -> float:
+    """Solve alpha + alpha^2 + ... + alpha^block_len = accepted. block_len need not be a whole
+    number.
+    """
     from scipy.optimize import brentq
 
-    if kept >= block:
+    if accepted >= block_len:
         return 1.0
 
-    def beyond(alpha: float) -> float:
-        total = block if alpha == 1.0 else alpha * (1 - alpha**block) / (1 - alpha)
-        return total - kept
+    def excess(alpha: float) -> float:
+        total = block_len if alpha == 1.0 else alpha * (1 - alpha**block_len) / (1 - alpha)
+        return total - accepted
 
-    return float(brentq(beyond, 0.0, 1.0))
+    return float(brentq(excess, 0.0, 1.0))
 
 
 def delivered_late(requests: Iterable[RequestTiming], share: float = 0.1) -> tuple[int, int]:
     """(requests whose first token reached the client late, requests that can be judged).
 
-    Late: the client's time to first token exceeds the server's own (arrival to first token, on its
-    clock) by more than `share` of the whole request. Tokens that wait between server and client
-    arrive in bursts, and bend TTFT, ITL and ICL.
+    A first token is late if the client's time to first token exceeds the server's (from arrival to
+    first token, on the server's clock) by more than `share` of the whole request. Tokens that wait
+    between server and client arrive in bursts, which distorts TTFT, ITL and ICL.
     """
     late, judged = 0, 0
     for request in requests:
-        known, arrived = request.statistics.first_token_ns, request.statistics.arrival_ns
+        first_token_ns = request.statistics.first_token_ns
+        arrival_ns = request.statistics.arrival_ns
         if (
-            known is not None
-            and arrived is not None
+            first_token_ns is not None
+            and arrival_ns is not None
             and request.ttft_ns is not None
             and request.e2e_ns is not None
         ):
             judged += 1
-            late += request.ttft_ns - (known - arrived) > share * request.e2e_ns
+            delay_ns = request.ttft_ns - (first_token_ns - arrival_ns)
+            late += delay_ns > share * request.e2e_ns
     return late, judged
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
-    """Distinct / all n-grams; None below n tokens."""
+    """Distinct n-grams / all n-grams; None if there are fewer than n tokens."""
     ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else None
 
@@ -395,13 +409,13 @@ def _samples(name: str, request: RequestTiming) -> Samples:
 
 
 def _sums(requests: Iterable[RequestTiming]) -> tuple[int, float]:
-    """(output tokens, seconds) of the requests that put out tokens."""
-    done = [
+    """(output tokens, seconds) of the requests with output tokens."""
+    answered = [
         (request.output_tokens or 0, request.e2e_ns)
         for request in requests
         if request.e2e_ns is not None
     ]
-    return sum(tokens for tokens, _ in done), sum(ns for _, ns in done) / 1e9
+    return sum(tokens for tokens, _ in answered), sum(ns for _, ns in answered) / 1e9
 
 
 def throughput(requests: Iterable[RequestTiming]) -> float:

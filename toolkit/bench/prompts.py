@@ -12,14 +12,14 @@ __all__ = ["check_lengths", "read_prompts"]
 
 
 def read_prompts(path: Path, limit: int) -> tuple[str, ...]:
-    """The first `limit` prompts. Raises UsageError naming the line that cannot be used."""
+    """The first `limit` prompts. Raises UsageError, which names the line that cannot be used."""
     return tuple(read_texts(path, "prompt", "text", limit=limit))
 
 
 def check_lengths(
     path: Path, limit: int, encode: Callable[[str], Sequence[int]], max_input_len: int
 ) -> None:
-    """Raise UsageError for the first prompt that is longer than an engine would take."""
+    """Raise UsageError for the first prompt that is longer than the engine accepts."""
     for number, prompt in enumerate(read_prompts(path, limit), start=1):
         length = len(encode(prompt))
         if length > max_input_len:

@@ -1,9 +1,9 @@
-"""A timer of the event loop that is fine enough to send by.
+"""A timer for the event loop that is precise enough to send requests on schedule.
 
-asyncio waits in whole milliseconds, and a thread that sleeps instead has to win the interpreter
-from the loop it wakes. Linux' timerfd is a descriptor like a socket: the loop sees it in the same
-wait, at its nanosecond (timerfd_create(2)). Python offers it from 3.13 on; until then the C library
-is asked.
+asyncio waits in whole milliseconds. A sleeping thread would be more precise, but after it wakes it
+has to wait until the event loop releases the interpreter. Linux' timerfd is a file descriptor, as a
+socket is: the loop waits for it together with its sockets, to the nanosecond (timerfd_create(2)).
+Python has it from 3.13 on; with older versions this module calls the C library.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import TracebackType
 __all__ = ["Alarm"]
 
 ABSOLUTE = 1  # TFD_TIMER_ABSTIME
-NS = 1_000_000_000
+NS_PER_S = 1_000_000_000
 
 
 class _Setting(ctypes.Structure):
-    """struct itimerspec: the interval, which stays 0, and the time of the alarm, each as seconds
+    """struct itimerspec: the interval, which stays 0, and the time of the alarm. Each is seconds
     and nanoseconds.
     """
 
@@ -31,8 +31,8 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """Calls `ring` in the running loop at the time that was set last, on time.monotonic_ns()'s
-    clock. Raises OSError.
+    """Calls `ring` in the running loop at the time that was set last, on the clock of
+    time.monotonic_ns(). Raises OSError.
     """
 
     def __init__(self, ring: Callable[[], None]) -> None:
@@ -48,8 +48,10 @@ class Alarm:
         return self
 
     def set(self, at_ns: int) -> None:
-        """A time that has passed rings at once; another call takes the place of this one."""
-        setting = _Setting(at=(at_ns // NS, at_ns % NS))
+        """Set the time of the alarm, which replaces the time set before. A time in the past rings
+        at once.
+        """
+        setting = _Setting(at=(at_ns // NS_PER_S, at_ns % NS_PER_S))
         self._checked(self._libc.timerfd_settime(self._fd, ABSOLUTE, ctypes.byref(setting), None))
 
     def __exit__(
@@ -62,7 +64,7 @@ class Alarm:
         os.close(self._fd)
 
     def _rang(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was set anew after it rang
+        with contextlib.suppress(BlockingIOError):  # it was set again after it rang
             os.read(self._fd, 8)
         self._ring()
 

@@ -1,4 +1,6 @@
-"""Three outcomes: an interval that straddles its limit is INCONCLUSIVE, which is not PASS."""
+"""The outcomes of gates and runs. An interval that contains its limit is INCONCLUSIVE, which is
+not PASS.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,19 @@ NOT_JUDGED: Final = "NOT JUDGED"
 
 
 def outcome(low: float, high: float, limit: float, *, at_least: bool) -> Verdict:
-    """PASS when the whole interval is on the good side of the limit (or on it), FAIL when none
-    of it is.
+    """PASS if the whole interval is on the good side of the limit or on it, FAIL if none of it is,
+    else INCONCLUSIVE.
     """
-    good, bad = (low >= limit, high < limit) if at_least else (high <= limit, low > limit)
-    return PASS if good else FAIL if bad else INCONCLUSIVE
+    is_good, is_bad = (low >= limit, high < limit) if at_least else (high <= limit, low > limit)
+    if is_good:
+        return PASS
+    return FAIL if is_bad else INCONCLUSIVE
 
 
 def verdict(gates: Iterable[Gate]) -> Verdict:
-    """FAIL if any failed, else INCONCLUSIVE if any is or none was judged, else PASS."""
+    """FAIL if any gate failed, else INCONCLUSIVE if any is or if none was judged, else PASS."""
     outcomes = {gate.outcome for gate in gates}
-    undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}
-    return FAIL if FAIL in outcomes else INCONCLUSIVE if undecided else PASS
+    if FAIL in outcomes:
+        return FAIL
+    is_undecided = INCONCLUSIVE in outcomes or outcomes == {NOT_JUDGED}
+    return INCONCLUSIVE if is_undecided else PASS
