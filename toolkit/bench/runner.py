@@ -1,11 +1,11 @@
-"""A load on any endpoint, measured and judged: `toolkit bench`, and the concurrency sweep.
+"""Put a load on any endpoint, measure it and judge it: `toolkit bench` and the concurrency sweep.
 
 A run has points (one load each), a point has rounds, and in every round each arm gets the same
 prompts in the same order. Arms take turns block by block, in random order, so that drift of the
-machine falls on all alike; rounds are added up to a limit until the ratio of the arms is known as
-well as was asked for and no gate's interval straddles its limit.
+machine affects all arms alike. Rounds are added, up to a limit, until the ratio of the arms has the
+stated precision and no gate's interval contains its limit.
 
-Prompts are unique within an arm over the whole run. The warm-up is neither measured nor counted.
+Within an arm, no prompt is sent twice in a run. The warm-up is neither measured nor counted.
 """
 
 from __future__ import annotations
@@ -61,18 +61,20 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 2
-# requests of one arm in a row, per request in flight: the ends of a block, where fewer are, stay a
-# small part of it
-BLOCK = 8
-LATE_MS = 2.0  # p99 of the lag above which the load was not the one that was asked for
-FEW = 4  # requests per round below this many times the concurrency do not keep it up
-TOGETHER = 0.25  # share of chunks that came with the one before them above which we say so
-MOST_MISSING = 0.1  # a ratio is not judged when more of the pairs than this failed
+# Requests in a block, per request in flight. At the end of a block fewer requests are in flight;
+# with this many requests the end is a small part of the block.
+BLOCK_REQUESTS = 8
+MAX_LAG_MS = 2.0  # if p99 of the lag is above, the load was not the requested one
+MIN_REQUESTS = 4  # per round and request in flight; with fewer, the concurrency is not kept up
+MAX_MERGED_SHARE = (
+    0.25  # of chunks that came together with the one before; above, a finding says so
+)
+MAX_FAILED_SHARE = 0.1  # of the pairs; above, their ratio is not judged
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What is measured: requests with these options to this endpoint."""
+    """Requests with these options to this endpoint, which are measured together."""
 
     name: str
     transport: Transport
@@ -84,8 +86,10 @@ Arrivals: TypeAlias = Literal["poisson", "constant", "trace"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """concurrency: a closed loop. rate with `arrivals` poisson or constant, or trace (arrivals
-    in ns): an open one.
+    """When requests are sent.
+
+    concurrency: in a closed loop. rate, with `arrivals` poisson or constant, or trace (arrivals in
+    ns): in an open loop.
     """
 
     concurrency: int | None = None
@@ -97,17 +101,17 @@ class Load:
         if self.trace is not None:
             return self.trace[:count]
         assert self.rate is not None
-        return (
-            poisson(self.rate, count, seed)
-            if self.arrivals == "poisson"
-            else constant(self.rate, count)
-        )
+        if self.arrivals == "poisson":
+            return poisson(self.rate, count, seed)
+        return constant(self.rate, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. requests: per arm and round. precision: wanted half width of the
-    ratio's interval, as a share.
+    """How much is measured.
+
+    requests: per arm and round. precision: the half width that the interval of the ratio should
+    have, as a share of the ratio.
     """
 
     prompts: tuple[str, ...]
@@ -124,7 +128,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Sent:
-    """One request of ours, whatever became of it."""
+    """One request that was sent, answered or not."""
 
     point: int
     arm: str
@@ -143,7 +147,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Round:
-    """One arm in one round: its requests in the prompts' order, and the time during which they
+    """One arm in one round: its requests in the order of the prompts, and the time in which they
     ran.
     """
 
@@ -152,7 +156,7 @@ class _Round:
 
     @property
     def timings(self) -> list[RequestTiming | None]:
-        return [one.timing for one in self.sent]
+        return [request.timing for request in self.sent]
 
 
 async def run_bench(
@@ -165,19 +169,17 @@ async def run_bench(
     counters: Callable[[], Mapping[str, float]] | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
-    """Measure every load of the plan. The last arm is the one that gates judge; ratios are the last
-    arm's over the first's.
+    """Measure every load of the plan. Gates judge the last arm; ratios are the last arm's figure
+    divided by the first's.
 
-    counters: reads the server's counters; the arms' requests are all counted there. Raises
-    StageError when no request of the warm-up is answered, UsageError for an option that an endpoint
-    does not have.
+    counters: reads the counters of the server that all arms send to. Raises StageError if no
+    request of the warm-up is answered, UsageError for an option that an endpoint does not have.
     """
     runner = _Runner(arms, plan, progress)
     before = counters() if counters is not None else {}
     warm = await runner.warm_up()
-    if (
-        counters is not None
-    ):  # counts are published with a delay; those of the warm-up must not fall into the window
+    if counters is not None:
+        # Counts are published with a delay; those of the warm-up must not fall into the window.
         _counted(counters, before, warm)
         before = settled(counters)
     points = [await runner.point(number, load) for number, load in enumerate(plan.loads)]
@@ -189,8 +191,10 @@ async def run_bench(
         verdict=verdict(gates),
         gates=tuple(gates),
         endpoints=tuple(
-            BenchEndpoint(a.name, a.transport.address, a.transport.protocol, a.transport.model)
-            for a in arms
+            BenchEndpoint(
+                arm.name, arm.transport.address, arm.transport.protocol, arm.transport.model
+            )
+            for arm in arms
         ),
         settings=dict(settings),
         points=tuple(points),
@@ -199,12 +203,12 @@ async def run_bench(
         findings=(
             *_findings(points, plan, checks, counters is not None),
             *undecided_speed(points, plan.limits),
-            *_together(arms, runner.everything),
+            *_merged_chunks(arms, runner.everything),
         ),
         environment=dict(environment),
-        # under the name that BenchArm has for it
+        # BenchArm calls the throughput tokens_per_s
         definitions=METRICS | {"tokens_per_s": METRICS["throughput"]},
-        requests=tuple(_saved(one, runner.began_ns) for one in runner.everything),
+        requests=tuple(_saved(request, runner.began_ns) for request in runner.everything),
     )
 
 
@@ -234,13 +238,13 @@ class _Runner:
                 self._read(arm, 0, 0, 0, prompt, exchange, None)
                 for prompt, exchange in zip(self._warm_up, exchanges, strict=True)
             ]
-            if all(one.timing is None for one in answers):
+            if all(answer.timing is None for answer in answers):
                 raise StageError(
                     "bench",
                     f"no request of the warm-up was answered; the first: {answers[0].error}",
                     where=arm.transport.address,
                     hint=(
-                        "Fix the endpoint or the options; `toolkit generate` sends a single"
+                        "Fix the endpoint or the options. `toolkit generate` sends a single"
                         " request."
                     ),
                 )
@@ -250,52 +254,51 @@ class _Runner:
     async def point(self, number: int, load: Load) -> BenchPoint:
         rounds: dict[str, list[_Round]] = {arm.name: [] for arm in self.arms}
         while True:
-            made = len(rounds[self.arms[0].name])
-            prompts = self._prompts[number * self.plan.max_rounds + made]
+            round_number = len(rounds[self.arms[0].name])
+            prompts = self._prompts[number * self.plan.max_rounds + round_number]
             with undisturbed():
-                done = await self._round(number, load, made, prompts)
-            for name, one in done.items():
-                rounds[name].append(one)
-            made += 1
-            if made >= self.plan.rounds:
+                measured = await self._round(number, load, round_number, prompts)
+            for name, measured_round in measured.items():
+                rounds[name].append(measured_round)
+            count = round_number + 1
+            if count >= self.plan.rounds:
                 point = self._figures(load, rounds)
-                if made >= self.plan.max_rounds or self._decided(point):
+                if count >= self.plan.max_rounds or self._is_decided(point):
                     return point
 
-    def _decided(self, point: BenchPoint) -> bool:
+    def _is_decided(self, point: BenchPoint) -> bool:
+        """Whether the speed ratio is precise enough and no gate could change with more rounds."""
         speed = next((ratio for ratio in point.ratios if ratio.metric == "speed"), None)
+        is_precise = True  # without a ratio, more rounds could not make it more precise
         if (
             speed is not None
             and speed.estimate
             and speed.high is not None
             and speed.low is not None
         ):
-            precise = (speed.high - speed.low) / 2 <= self.plan.precision * speed.estimate
-        else:
-            precise = True  # there is nothing that more rounds would make known
-        return precise and not any(straddled(gate) for gate in judge(self.plan.limits, point))
+            is_precise = (speed.high - speed.low) / 2 <= self.plan.precision * speed.estimate
+        return is_precise and not any(straddled(gate) for gate in judge(self.plan.limits, point))
 
     async def _round(
-        self, number: int, load: Load, made: int, prompts: Sequence[str]
+        self, number: int, load: Load, round_number: int, prompts: Sequence[str]
     ) -> dict[str, _Round]:
         order = self._random.sample(range(len(prompts)), len(prompts))
         size = len(order)
         if load.concurrency is not None:
-            size = 1 if load.concurrency == 1 else BLOCK * load.concurrency
+            size = 1 if load.concurrency == 1 else BLOCK_REQUESTS * load.concurrency
         sent: dict[str, list[_Sent]] = {arm.name: [] for arm in self.arms}
         window_ns = dict.fromkeys(sent, 0)
         for start in range(0, len(order), size):
             block = order[start : start + size]
             for arm in self._random.sample(list(self.arms), len(self.arms)):
                 answers = await self._block(
-                    arm, load, (number, made), [(i, prompts[i]) for i in block]
+                    arm, load, (number, round_number), [(i, prompts[i]) for i in block]
                 )
                 sent[arm.name] += answers
-                window_ns[arm.name] += max(a.exchange.ended_ns for a in answers) - min(
-                    a.start_ns for a in answers
-                )
+                end_ns = max(answer.exchange.ended_ns for answer in answers)
+                window_ns[arm.name] += end_ns - min(answer.start_ns for answer in answers)
         return {
-            name: _Round(sorted(answers, key=lambda one: one.index), window_ns[name] / 1e9)
+            name: _Round(sorted(answers, key=lambda answer: answer.index), window_ns[name] / 1e9)
             for name, answers in sent.items()
         }
 
@@ -306,27 +309,27 @@ class _Runner:
         done = len(self.everything)
         level = f"{load.concurrency} at a time" if load.concurrency is not None else "on schedule"
 
-        def one_more() -> None:
+        def count_one() -> None:
             nonlocal done
             done += 1
             self._progress(done, self._expected(), f"measuring, {level}")
 
         due: list[int | None] = [None] * len(requests)
         if load.concurrency is not None:
-            exchanges = await run_closed(arm.transport, requests, load.concurrency, one_more)
+            exchanges = await run_closed(arm.transport, requests, load.concurrency, count_one)
         else:
             schedule = load.schedule(len(requests), self.plan.seed + where[1])
-            exchanges, times = await run_open(arm.transport, requests, schedule, one_more)
+            exchanges, times = await run_open(arm.transport, requests, schedule, count_one)
             due = list(times)
         answers = [
-            self._read(arm, *where, index, prompt, exchange, at)
-            for (index, prompt), exchange, at in zip(prompts, exchanges, due, strict=True)
+            self._read(arm, *where, index, prompt, exchange, due_ns)
+            for (index, prompt), exchange, due_ns in zip(prompts, exchanges, due, strict=True)
         ]
         self.everything += answers
         return answers
 
     def _expected(self) -> int | None:
-        """Requests in all, where the number of rounds is settled beforehand."""
+        """The number of requests of the run; None if the number of rounds is not known yet."""
         if self.plan.rounds < self.plan.max_rounds:
             return None
         return len(self.plan.loads) * self.plan.rounds * len(self.arms) * self.plan.requests
@@ -335,7 +338,7 @@ class _Runner:
     def _read(
         arm: Arm,
         point: int,
-        made: int,
+        round_number: int,
         index: int,
         prompt: str,
         exchange: Exchange,
@@ -346,96 +349,103 @@ class _Runner:
             timing = read_exchange(arm.transport, prompt, exchange, arm.options.max_tokens, due_ns)
         except BadAnswer as bad:
             error = str(bad)
-        return _Sent(point, arm.name, made, index, prompt, exchange, due_ns, timing, error)
+        return _Sent(point, arm.name, round_number, index, prompt, exchange, due_ns, timing, error)
 
     def _figures(self, load: Load, rounds: Mapping[str, Sequence[_Round]]) -> BenchPoint:
         names = [arm.name for arm in self.arms]
         arms = tuple(_arm(name, rounds[name], self.plan) for name in names)
         ratios: tuple[Ratio, ...] = ()
         if len(names) > 1:
-            first, last = ([one.timings for one in rounds[name]] for name in (names[-1], names[0]))
+            last, first = (
+                [measured.timings for measured in rounds[name]] for name in (names[-1], names[0])
+            )
             ratios = (
-                speed_ratio(first, last, seed=self.plan.seed),
-                *metrics.latency_ratios(first, last, seed=self.plan.seed),
+                speed_ratio(last, first, seed=self.plan.seed),
+                *metrics.latency_ratios(last, first, seed=self.plan.seed),
             )
         return BenchPoint(load.concurrency, load.rate, len(rounds[names[0]]), arms, ratios)
 
 
 def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
-    sent = [one for made in rounds for one in made.sent]
-    answered = [one.timing for one in sent if one.timing is not None]
-    counted = [one for one in answered if one.output_tokens is not None]
-    tokens = (
-        sum(one.output_tokens or 0 for one in counted)
-        if len(counted) == len(answered) and answered
-        else None
-    )
-    window_s = sum(made.window_s for made in rounds)
+    sent = [request for measured in rounds for request in measured.sent]
+    answered = [request.timing for request in sent if request.timing is not None]
+    tokens: int | None = None
+    if answered and all(timing.output_tokens is not None for timing in answered):
+        tokens = sum(timing.output_tokens or 0 for timing in answered)
+    window_s = sum(measured.window_s for measured in rounds)
     by_prompt = [
-        [t for t in column if t is not None]
-        for column in zip(*(made.timings for made in rounds), strict=True)
+        [timing for timing in column if timing is not None]
+        for column in zip(*(measured.timings for measured in rounds), strict=True)
     ]
-    lag = [(one.exchange.sent_ns - one.due_ns) / 1e6 for one in sent if one.due_ns is not None]
-    p50, p99 = (float(np.percentile(lag, q)) for q in (50, 99)) if lag else (None, None)
+    lag_ms = [
+        (request.exchange.sent_ns - request.due_ns) / 1e6
+        for request in sent
+        if request.due_ns is not None
+    ]
+    p50, p99 = (float(np.percentile(lag_ms, q)) for q in (50, 99)) if lag_ms else (None, None)
 
     def per_round(figure: Callable[[_Round], float]) -> tuple[float, ...]:
-        return tuple(figure(made) / made.window_s if made.window_s > 0 else 0.0 for made in rounds)
+        return tuple(
+            figure(measured) / measured.window_s if measured.window_s > 0 else 0.0
+            for measured in rounds
+        )
 
-    def answers(made: _Round) -> list[RequestTiming]:
-        return [one for one in made.timings if one is not None]
+    def answers(measured: _Round) -> list[RequestTiming]:
+        return [timing for timing in measured.timings if timing is not None]
 
+    tokens_by_round: tuple[float, ...] = ()
+    if tokens is not None:
+        tokens_by_round = per_round(
+            lambda measured: sum(timing.output_tokens or 0 for timing in answers(measured))
+        )
+    goodput: float | None = None
+    goodput_by_round: tuple[float, ...] = ()
+    if plan.goodput_ms:
+        goodput = metrics.goodput([request.timing for request in sent], plan.goodput_ms, window_s)
+        goodput_by_round = tuple(
+            metrics.goodput(measured.timings, plan.goodput_ms, measured.window_s)
+            for measured in rounds
+        )
     return BenchArm(
         name=name,
         requests=len(sent),
         failed=len(sent) - len(answered),
-        errors=dict(Counter(one.error for one in sent if one.error is not None).most_common()),
+        errors=dict(
+            Counter(request.error for request in sent if request.error is not None).most_common()
+        ),
         output_tokens=tokens,
         window_s=window_s,
         tokens_per_s=None if tokens is None else tokens / window_s,
         requests_per_s=len(answered) / window_s,
-        goodput=(
-            metrics.goodput([one.timing for one in sent], plan.goodput_ms, window_s)
-            if plan.goodput_ms
-            else None
-        ),
-        tokens_per_s_by_round=(
-            ()
-            if tokens is None
-            else per_round(lambda made: sum(one.output_tokens or 0 for one in answers(made)))
-        ),
-        requests_per_s_by_round=per_round(lambda made: len(answers(made))),
-        goodput_by_round=(
-            tuple(metrics.goodput(made.timings, plan.goodput_ms, made.window_s) for made in rounds)
-            if plan.goodput_ms
-            else ()
-        ),
+        goodput=goodput,
+        tokens_per_s_by_round=tokens_by_round,
+        requests_per_s_by_round=per_round(lambda measured: len(answers(measured))),
+        goodput_by_round=goodput_by_round,
         latencies=metrics.latencies(by_prompt, seed=plan.seed),
         acceptance=metrics.acceptance(answered),
         lag_p50_ms=p50,
         lag_p99_ms=p99,
-        lag_max_ms=max(lag) if lag else None,
+        lag_max_ms=max(lag_ms, default=None),
     )
 
 
 def speed_ratio(
     first: metrics.Answers, second: metrics.Answers, *, paired: bool = True, seed: int = 0
 ) -> Ratio:
-    """Output tokens per second of request time, first over second. A pair of which one request
-    failed counts for neither.
+    """Output tokens per second of request time: the first arm's, divided by the second's. If one
+    request of a pair failed, neither of the two counts.
 
-    At a fixed concurrency it is the ratio of throughputs too, since requests in flight = requests
+    At a fixed concurrency it is also the ratio of throughputs, since requests in flight = requests
     per second x time of one.
     """
     if not paired:
         return _unpaired_speed(first, second, seed)
     pairs = [list(zip(a, b, strict=True)) for a, b in zip(first, second, strict=True)]
     flat = [pair for row in pairs for pair in row]
-    both = [(a, b) for a, b in flat if a is not None and b is not None]
-    if (
-        reason := _not_judged(
-            len(flat) - len(both), len(flat), [one for pair in both for one in pair]
-        )
-    ) is not None:
+    whole = [(a, b) for a, b in flat if a is not None and b is not None]
+    answered = [timing for pair in whole for timing in pair]
+    reason = _why_not_judged(len(flat) - len(whole), len(flat), answered)
+    if reason is not None:
         return Ratio("speed", None, None, None, reason)
 
     def column(arm: int, figure: str) -> list[list[float]]:
@@ -445,27 +455,26 @@ def speed_ratio(
         ]
 
     tokens = column(0, "output_tokens"), column(1, "output_tokens")
-    return Ratio(
-        "speed", *bootstrap_ratio(tokens, (column(0, "e2e_ns"), column(1, "e2e_ns")), seed=seed)
-    )
+    times = column(0, "e2e_ns"), column(1, "e2e_ns")
+    return Ratio("speed", *bootstrap_ratio(tokens, times, seed=seed))
 
 
-def _not_judged(failed: int, total: int, answered: Sequence[RequestTiming]) -> str | None:
-    if not answered or failed > MOST_MISSING * total:
+def _why_not_judged(failed: int, total: int, answered: Sequence[RequestTiming]) -> str | None:
+    if not answered or failed > MAX_FAILED_SHARE * total:
         return f"{failed} of {total} requests failed"
-    if any(one.output_tokens is None for one in answered):
+    if any(timing.output_tokens is None for timing in answered):
         return "the server does not count output tokens"
-    return None if all(one.e2e_ns for one in answered) else "an answer without tokens"
+    return None if all(timing.e2e_ns for timing in answered) else "an answer has no tokens"
 
 
 def _unpaired_speed(first: metrics.Answers, second: metrics.Answers, seed: int) -> Ratio:
-    """The same where nothing pairs: neither prompts nor rounds are shared."""
+    """As `speed_ratio`, if the arms share neither prompts nor rounds, so that nothing is paired."""
     tokens, times = [], []
     for arm in (first, second):
         requests = [request for row in arm for request in row]
         answered = [request for request in requests if request is not None]
         failed = len(requests) - len(answered)
-        if (reason := _not_judged(failed, len(requests), answered)) is not None:
+        if (reason := _why_not_judged(failed, len(requests), answered)) is not None:
             return Ratio("speed", None, None, None, reason)
         tokens.append([request.output_tokens for request in answered])
         times.append([request.e2e_ns for request in answered])
@@ -476,8 +485,8 @@ def _unpaired_speed(first: metrics.Answers, second: metrics.Answers, seed: int) 
 
 
 def crossover(points: Sequence[BenchPoint]) -> Crossover | None:
-    """Where the last arm stops being faster than the first, over the concurrencies of a sweep;
-    None without one.
+    """The concurrency of a sweep at which the last arm stops being faster than the first; None if
+    there are not two concurrencies to compare.
     """
     levels = [
         (point.concurrency, ratio.estimate, ratio.low, ratio.high)
@@ -488,14 +497,13 @@ def crossover(points: Sequence[BenchPoint]) -> Crossover | None:
     if len(levels) < 2:
         return None
     levels.sort()
-    pays = [level for level, _, low, _ in levels if low is not None and low > 1]
-    stops = [level for level, _, _, high in levels if high is not None and high < 1]
-    pays_up_to, stops_at = max(pays, default=None), min(stops, default=None)
+    faster_at = [level for level, _, low, _ in levels if low is not None and low > 1]
+    slower_at = [level for level, _, _, high in levels if high is not None and high < 1]
+    pays_up_to, stops_at = max(faster_at, default=None), min(slower_at, default=None)
     estimate = None
     for (below, before, *_), (above, after, *_) in itertools.pairwise(levels):
-        if (
-            before is not None and after is not None and before >= 1 > after
-        ):  # straight in log concurrency and log ratio
+        if before is not None and after is not None and before >= 1 > after:
+            # A straight line in log concurrency and log ratio crosses 1 at this share of the way.
             share = math.log(before) / (math.log(before) - math.log(after))
             estimate = float(below * (above / below) ** share)
             break
@@ -508,7 +516,7 @@ def crossover(points: Sequence[BenchPoint]) -> Crossover | None:
         )
         detail += "" if pays_up_to == highest else f"; beyond, up to {highest}, neither is shown"
     elif pays_up_to is None:
-        detail = f"slower from {stops_at} at a time on, and nowhere shown to be faster"
+        detail = f"slower from {stops_at} at a time on, and not shown to be faster at any load"
     else:
         detail = f"faster up to {pays_up_to} at a time, slower from {stops_at} on"
     return Crossover(pays_up_to, stops_at, estimate, detail)
@@ -521,28 +529,25 @@ def _counted(
 ) -> tuple[CounterCheck, ...]:
     if counters is None:
         return ()
-    answered = [one.timing for one in sent if one.timing is not None]
+    answered = [request.timing for request in sent if request.timing is not None]
     expected = client_counts(answered, known=before)
-    settle_s = (
-        SETTLE_S if len(answered) == len(sent) else 0.3
-    )  # with failures they hardly ever agree
+    # If requests failed, the counts hardly ever agree, and waiting does not help.
+    settle_s = SETTLE_S if len(answered) == len(sent) else 0.3
     return reconcile(counters, before, expected, settle_s=settle_s) if expected else ()
 
 
 def _findings(
     points: Sequence[BenchPoint], plan: Plan, checks: Sequence[CounterCheck], read: bool
 ) -> list[Finding]:
-    """What a reader should know and no gate judges."""
+    """Findings that a reader should know and that no gate judges."""
     findings: list[Finding] = []
     failed = sum(arm.failed for point in points for arm in point.arms)
     unread = "the server's counters were not read (--metrics URL)"
     if read:
-        unread = "the server has no counters that we know"
+        unread = "the server has no counters that this program knows"
     findings.append(counters_finding(checks, unread=unread, failed=failed))
     for point in points:
-        load = (
-            f"{point.concurrency} at a time" if point.concurrency is not None else "the open loop"
-        )
+        load = _load_words(point)
         for arm in point.arms:
             where = f"{arm.name} arm, {load}"
             for error, count in list(arm.errors.items())[:3]:
@@ -558,27 +563,27 @@ def _findings(
                     Finding(
                         "tokens",
                         "warning",
-                        f"{where}: the server does not count output tokens; chunks are not counted"
-                        " instead",
+                        f"{where}: the server does not count output tokens, and chunks cannot"
+                        " replace the count",
                     )
                 )
-            if arm.lag_p99_ms is not None and arm.lag_p99_ms > LATE_MS:
+            if arm.lag_p99_ms is not None and arm.lag_p99_ms > MAX_LAG_MS:
                 detail = (
-                    f"{where}: sends were late by {arm.lag_p99_ms:.1f} ms at p99; this machine"
+                    f"{where}: requests were sent {arm.lag_p99_ms:.1f} ms late at p99; this machine"
                     " could not keep the schedule"
                 )
                 findings.append(Finding("lag", "warning", detail))
-        if point.concurrency is not None and plan.requests < FEW * point.concurrency:
+        if point.concurrency is not None and plan.requests < MIN_REQUESTS * point.concurrency:
             detail = (
-                f"{plan.requests} requests a round hardly keep {point.concurrency} in flight; use"
-                " more (--requests)"
+                f"{plan.requests} requests per round are too few to keep {point.concurrency} in"
+                " flight; use more (--requests)"
             )
             findings.append(Finding("load", "warning", detail))
     return findings
 
 
 def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> Iterator[Finding]:
-    """Two arms of which neither is shown to be faster, where no gate asks which."""
+    """A finding per load at which neither arm is shown to be faster; none if a gate judges it."""
     if any(limit.metric == "speed" for limit in limits):
         return
     for point in points:
@@ -589,66 +594,62 @@ def undecided_speed(points: Sequence[BenchPoint], limits: Sequence[Limit]) -> It
                 and ratio.high is not None
                 and ratio.low <= 1 <= ratio.high
             ):
-                load = (
-                    f"{point.concurrency} at a time"
-                    if point.concurrency is not None
-                    else "the open loop"
-                )
                 detail = (
-                    f"{load}: {point.arms[-1].name} is not shown to be faster or slower than"
-                    f" {point.arms[0].name} ({ratio.low:.3f} to {ratio.high:.3f}); more"
+                    f"{_load_words(point)}: {point.arms[-1].name} is not shown to be faster or"
+                    f" slower than {point.arms[0].name} ({ratio.low:.3f} to {ratio.high:.3f}); more"
                     " --max-rounds narrow it, --gate 'speed>=1.1' judges it"
                 )
                 yield Finding("speed", "warning", detail)
 
 
-def _together(arms: Sequence[Arm], sent: Sequence[_Sent]) -> Iterator[Finding]:
-    """Chunks that one read of the socket brought together: the gaps between them are the
-    transport's, and not the server's.
+def _load_words(point: BenchPoint) -> str:
+    return f"{point.concurrency} at a time" if point.concurrency is not None else "the open loop"
+
+
+def _merged_chunks(arms: Sequence[Arm], sent: Sequence[_Sent]) -> Iterator[Finding]:
+    """A finding per arm whose chunks often came several in one read of the socket: the gaps between
+    them are made by the transport and not by the server.
     """
     for arm in arms:
         gaps = [
             gap
-            for one in sent
-            if one.arm == arm.name and one.timing is not None
-            for gap in one.timing.icl_ns
+            for request in sent
+            if request.arm == arm.name and request.timing is not None
+            for gap in request.timing.icl_ns
         ]
-        none = sum(gap == 0 for gap in gaps)
-        if none > TOGETHER * len(gaps):
+        merged = sum(gap == 0 for gap in gaps)
+        if merged > MAX_MERGED_SHARE * len(gaps):
             detail = (
-                f"{arm.name} arm: {none} of {len(gaps)} chunks came together with the one before,"
-                " so itl and icl tell of the transport (a dash is no gap at all); tpot and e2e"
-                " hold"
+                f"{arm.name} arm: {merged} of {len(gaps)} chunks came together with the one before,"
+                " so itl and icl describe the transport (a dash means that there was no gap); tpot"
+                " and e2e are correct"
             )
-            detail += (
-                ". Measure over gRPC (host:port) for them"
-                if arm.transport.protocol == "triton-http"
-                else ""
-            )
+            if arm.transport.protocol == "triton-http":
+                detail += ". To measure itl and icl, use gRPC (host:port)"
             yield Finding("streaming", "warning", detail)
 
 
-def _saved(one: _Sent, began_ns: int) -> BenchRequest:
-    figures = one.timing.statistics if one.timing is not None else Statistics()
+def _saved(request: _Sent, began_ns: int) -> BenchRequest:
+    statistics, finish_reason = Statistics(), None
+    chunks: tuple[tuple[int, int | None], ...] = ()
+    if (timing := request.timing) is not None:
+        statistics, finish_reason = timing.statistics, timing.finish_reason
+        chunks = tuple((at_ns - began_ns, tokens) for at_ns, tokens in timing.chunks)
     return BenchRequest(
-        point=one.point,
-        arm=one.arm,
-        round=one.round,
-        index=one.index,
-        prompt=hashlib.sha256(one.prompt.encode("utf-8", "replace")).hexdigest()[:16],
-        due_ns=None if one.due_ns is None else one.due_ns - began_ns,
-        sent_ns=one.exchange.sent_ns - began_ns,
-        ended_ns=one.exchange.ended_ns - began_ns,
-        chunks=(
-            ()
-            if one.timing is None
-            else tuple((at - began_ns, tokens) for at, tokens in one.timing.chunks)
-        ),
-        input_tokens=figures.input_tokens,
-        output_tokens=figures.output_tokens,
-        drafted=figures.drafted,
-        accepted=figures.accepted,
-        verify_steps=figures.verify_steps,
-        finish_reason=None if one.timing is None else one.timing.finish_reason,
-        error=one.error,
+        point=request.point,
+        arm=request.arm,
+        round=request.round,
+        index=request.index,
+        prompt=hashlib.sha256(request.prompt.encode("utf-8", "replace")).hexdigest()[:16],
+        due_ns=None if request.due_ns is None else request.due_ns - began_ns,
+        sent_ns=request.exchange.sent_ns - began_ns,
+        ended_ns=request.exchange.ended_ns - began_ns,
+        chunks=chunks,
+        input_tokens=statistics.input_tokens,
+        output_tokens=statistics.output_tokens,
+        drafted=statistics.drafted,
+        accepted=statistics.accepted,
+        verify_steps=statistics.verify_steps,
+        finish_reason=finish_reason,
+        error=request.error,
     )
