@@ -1,7 +1,7 @@
-"""What `toolkit bench` does behind its arguments: connect, choose arms and loads, find the server's
-counters, run.
+"""The workflow of `toolkit bench`: connect, choose arms and loads, find the server's counters, run.
 
-It works on any endpoint that `toolkit.bench.transports` can talk to, and needs no YAML of ours.
+It works with every endpoint that `toolkit.bench.transports` can talk to, and needs no YAML of the
+toolkit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchOptions", "bench", "sweep"]
 
-FILLED = 4  # requests of a sweep per request in flight, at least
-METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: of HTTP and gRPC -> of its metrics
+FILLED = 4  # the least number of requests in a sweep, per request in flight
+METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: HTTP or gRPC -> metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class BenchOptions:
 def bench(
     url: str, options: BenchOptions, *, progress: Progress = lambda done, total, what: None
 ) -> BenchRun:
-    """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError
-    when it cannot be used.
+    """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError if
+    the endpoint cannot be used.
     """
     plan = _plan(options)
     with _many_files():
@@ -72,8 +72,8 @@ def bench(
 
 @contextlib.contextmanager
 def _many_files() -> Iterator[None]:
-    """As many open files as this process may have: each HTTP connection is one, and 1024 is a
-    usual limit until one asks.
+    """Raise the soft limit of open files to the hard limit inside. Every HTTP connection is an open
+    file, and the usual soft limit is 1024.
     """
     usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -96,8 +96,8 @@ def sweep(
     metrics_url: str | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
-    """A deployment, beside its own plain decoding, at each concurrency: 2 rounds, and one more
-    where that is not precise.
+    """Measure a deployment at each concurrency, next to its own plain decoding if asked: 2 rounds,
+    and a third if those are not precise enough.
     """
     options = BenchOptions(
         prompts=prompts,
@@ -229,17 +229,16 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
     plain = Options(
         max_tokens=options.max_tokens, temperature=options.temperature, num_draft_tokens=0
     )
-    transports[0].prepare(
-        "", plain
-    )  # raises here and not in the middle, where the model has no such input
+    # If the model has no such input, this raises before anything is measured.
+    transports[0].prepare("", plain)
     return [Arm("plain", transports[0], plain), Arm("speculative", transports[0], served)]
 
 
 def _counters(
     url: str, transport: Transport, options: BenchOptions
 ) -> Callable[[], Mapping[str, float]] | None:
-    """A reader of the server's counters, where they can be read. Raises UsageError when a stated
-    address cannot.
+    """A function that reads the server's counters; None if they cannot be read. Raises UsageError
+    if the user stated their address and it cannot be read.
     """
     from toolkit.bench.counters import read_counters
 
@@ -258,7 +257,7 @@ def _counters(
 
 
 def _metrics_of(url: str) -> str | None:
-    """Where counters usually are: on Triton's metrics port, and beside OpenAI's own paths."""
+    """The usual address of the counters: Triton's metrics port, else `/metrics` of the server."""
     parts = urlsplit(url if "://" in url else f"grpc://{url}")
     if parts.port in METRICS_PORTS and parts.path in ("", "/"):
         return f"http://{parts.hostname}:{METRICS_PORTS[parts.port]}/metrics"

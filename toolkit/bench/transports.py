@@ -1,15 +1,15 @@
 """Asynchronous clients of any streaming endpoint: Triton over gRPC or `generate_stream`, OpenAI's
 chat and text completions.
 
-The one idea: while the clock runs, nothing is read. A request is encoded before its time comes; an
-answer is kept as the bytes that arrived and when, and is decoded after the run. So what the client
-costs per chunk is a read and a timestamp.
+The one idea: nothing is encoded or decoded while time is measured. A request is encoded before it
+is due. An answer is stored as bytes, each with its arrival time, and decoded after the run. So the
+client's work per chunk is one read and one timestamp.
 
-Tokens are those that the server counts (num_output_tokens, token ids, `usage`), never chunks. Where
-a server counts only the whole answer, the tokens of a chunk are unknown and ITL is absent; where it
-counts nothing, so are TPOT and throughput. An answer that breaks off, is not what the protocol
-says, or whose counts contradict each other raises BadAnswer: it is a failed request and not a fast
-one.
+The number of tokens is what the server counts (num_output_tokens, token ids, `usage`), never the
+number of chunks. If a server counts only the tokens of the whole answer, the tokens of a chunk are
+unknown, and ITL is absent. If it counts nothing, TPOT and throughput are absent as well. An answer
+raises BadAnswer if it breaks off, does not follow the protocol, or has counts that contradict each
+other: such a request has failed, however fast it was.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
 ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
 BODY_SHOWN = 300  # characters of an error page
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-REFUSED_ARGUMENT = (400, 422)  # what servers answer to an argument they do not know
+REFUSED_ARGUMENT = (400, 422)  # how servers refuse an unknown argument
 PROBE = "Hello"
 CONNECT_S = 10.0
 
@@ -72,13 +72,14 @@ Go: TypeAlias = asyncio.Event | None
 
 
 class BadAnswer(Exception):
-    """One request failed. The text says how; it counts as an error and adds no latency."""
+    """One request failed; the text says how. It counts as an error and adds no latency."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request as it went over the wire. frames: (arrival, bytes) as read; failure: why it
-    ended before its end.
+    """One request as it went over the network.
+
+    frames: (arrival time, bytes) of every read. failure: why the answer is not complete.
     """
 
     sent_ns: int = 0
@@ -95,14 +96,15 @@ class Transport(Protocol):
     address: str
 
     def prepare(self, prompt: str, options: Options) -> Any:
-        """The encoded request. Raises UsageError for an option that this endpoint does not have."""
+        """Encode the request. Raises UsageError for an option that this endpoint does not have."""
         ...
 
     async def exchange(self, prepared: Any, go: Go = None) -> Exchange:
-        """Send it and keep what arrives until the answer ends. Never raises for what the endpoint
-        does; raises StageError where this machine gives no more connections.
+        """Send the request and keep what arrives until the answer ends.
 
-        go: all but the sending is done at once, and then this is waited for.
+        Nothing that the endpoint does raises an exception. Raises StageError if this machine allows
+        no more connections. go: if given, everything is prepared at once, and the request is sent
+        when this event is set.
         """
         ...
 
@@ -120,8 +122,8 @@ def read_exchange(
     max_tokens: int | None,
     due_ns: int | None = None,
 ) -> RequestTiming:
-    """The measurements of one exchange. Raises BadAnswer when it failed, broke off or
-    contradicts itself.
+    """The measurements of one exchange. Raises BadAnswer if it failed, broke off or contradicts
+    itself.
     """
     if exchange.failure is not None:
         raise BadAnswer(exchange.failure)
@@ -134,7 +136,7 @@ def read_exchange(
 
 
 def _check_counts(chunks: Sequence[Chunk], measured: RequestTiming, max_tokens: int | None) -> None:
-    """Counts that cannot all be true are refused, since every figure per token would rest on
+    """Raise BadAnswer for counts that cannot all be true, since every figure per token depends on
     them.
     """
     running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
@@ -172,16 +174,16 @@ async def connect(
     timeout_s: float = 120.0,
     api_key: str | None = None,
 ) -> Transport:
-    """A transport to the endpoint at url, after asking it what it is and what its model
-    understands.
+    """Connect to the endpoint at url, and ask it which protocol it speaks and which inputs its
+    model has.
 
     url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an
-    OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat, and a path that ends in
-    /completions is taken as it stands. protocol: one of PROTOCOLS where that guess is wrong.
-    model: None is the one that clients call: the first of MODELS that a Triton has ready, the first
-    one that an OpenAI-compatible server lists.
-    timeout_s bounds every request as a whole. Raises UsageError for an address that is none,
-    StageError when the endpoint cannot be reached or is not what it should be.
+    OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat; a path that ends in
+    /completions is used unchanged. protocol: one of PROTOCOLS, if that guess is wrong. model: None
+    stands for the model that clients call: the first of MODELS that Triton has ready, or the first
+    that an OpenAI-compatible server lists. timeout_s: the limit of every request as a whole. Raises
+    UsageError if url is not an address, StageError if the endpoint cannot be reached or does not
+    speak the protocol.
     """
     if protocol not in ("auto", *PROTOCOLS):
         raise UsageError(
@@ -225,7 +227,7 @@ async def _guess(session: aiohttp.ClientSession, url: str) -> WireProtocol:
 
 @dataclass(slots=True)
 class _Sending:
-    """What aiohttp tells of one request. reused: its connection was open before."""
+    """What aiohttp reports about one request. reused: its connection was already open."""
 
     go: Go = None
     sent_ns: int | None = None
@@ -242,14 +244,13 @@ def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
         sending: _Sending = context.trace_request_ctx
         if sending.go is not None:
             await sending.go.wait()
-        if sending.sent_ns is None:  # else a redirect sends it again
+        if sending.sent_ns is None:  # a redirect sends the request again, and does not count
             sending.sent_ns = time.monotonic_ns()
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(reuse)
-    trace.on_request_chunk_sent.append(
-        send
-    )  # called when headers and body are laid out, before they are written
+    # aiohttp calls this when headers and body are prepared, before it writes them.
+    trace.on_request_chunk_sent.append(send)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
         timeout=aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, CONNECT_S)),
@@ -264,7 +265,7 @@ def _session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
-    """(status, JSON or text). Raises StageError when nothing answers."""
+    """(status, JSON or text). Raises StageError if nothing answers."""
     import aiohttp
 
     try:
@@ -320,7 +321,9 @@ async def _entry_model(is_ready: Callable[[str], Awaitable[bool]]) -> str:
 
 
 class GrpcTransport:
-    """ModelStreamInfer, one stream per request. Responses stay bytes until they are read."""
+    """ModelStreamInfer, with one stream per request. Responses stay bytes until `chunks` decodes
+    them.
+    """
 
     protocol: WireProtocol = "triton-grpc"
 
@@ -401,7 +404,7 @@ class GrpcTransport:
                 done.failure = self._failure(code, await call.details())
         except grpc.aio.AioRpcError as error:
             done.failure = self._failure(error.code(), error.details())
-        except asyncio.InvalidStateError:  # the call ended while we wrote
+        except asyncio.InvalidStateError:  # the call ended during the write
             done.failure = self._failure(await call.code(), await call.details())
         finally:
             call.cancel()
@@ -430,7 +433,7 @@ class GrpcTransport:
                 ) from error
             if response.error_message:
                 raise BadAnswer(f"refused: {response.error_message}")
-            if values:  # else Triton's empty last response of a stream
+            if values:  # Triton's last response of a stream may be empty
                 answers.append((received_ns, values))
         return _triton_chunks(answers, self._form)
 
@@ -439,7 +442,7 @@ class GrpcTransport:
 
 
 class _refusals:  # noqa: N801 - reads as a statement in `with`
-    """Turns what the client refuses to send into a usage error."""
+    """Turns a request that the client refuses to send into a usage error."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -456,8 +459,8 @@ class _refusals:  # noqa: N801 - reads as a statement in `with`
 def _triton_chunks(
     answers: Sequence[tuple[int, dict[str, list[Any]]]], form: ModelInterface
 ) -> list[Chunk]:
-    """Outputs of a Triton model -> chunks. A model that never says why it ended gives its
-    statistics with its last response.
+    """Make chunks from the outputs of a Triton model. If the model gives no finish reason, its
+    statistics are read from its last response.
     """
     chunks: list[Chunk] = []
     text = ""
@@ -474,7 +477,7 @@ def _triton_chunks(
         except (TypeError, ValueError, IndexError) as error:
             raise BadAnswer(f"garbage: a response that cannot be read ({_words(error)})") from error
     if chunks and all(chunk.finish_reason is None for chunk in chunks):
-        if "return_finish_reason" in form.inputs:  # we asked for it
+        if "return_finish_reason" in form.inputs:  # the request asked for it
             raise BadAnswer("the stream ended before the answer was complete")
         try:
             chunks[-1] = dataclasses.replace(chunks[-1], statistics=read_statistics(answers[-1][1]))
@@ -493,7 +496,7 @@ def _text(value: Any) -> str:
 
 
 class _EventTransport:
-    """POST a JSON body, keep the bytes of the event stream."""
+    """POST a JSON body, and keep the bytes of the event stream."""
 
     protocol: WireProtocol
 
@@ -528,8 +531,8 @@ class _EventTransport:
             except (TimeoutError, asyncio.TimeoutError):
                 done.failure = f"not finished within {self._timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                # A server may close a connection that it kept open whenever it likes, so while a
-                # request waits there, too.
+                # A server may close an idle connection at any time, even while a request waits to
+                # be sent on it. Then the request is sent again.
                 again = sending.reused and sending.sent_ns is None and not frames
                 if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                     raise too_many_files(error) from error
@@ -557,8 +560,8 @@ def _error_text(page: str) -> str:
 
 
 def _events(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(arrival of its last byte, data) of every event. Raises BadAnswer for a stream that ends
-    inside one.
+    """(arrival time of its last byte, data) of every event. Raises BadAnswer if the stream ends
+    inside an event.
     """
     rest = b""
     for received_ns, data in frames:
@@ -572,7 +575,7 @@ def _events(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 
 def _objects(frames: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(arrival, JSON object) of every event; None is OpenAI's [DONE]."""
+    """(arrival time, JSON object) of every event; None stands for OpenAI's [DONE]."""
     for received_ns, payload in _events(frames):
         if payload == b"[DONE]":
             yield received_ns, None
@@ -657,11 +660,11 @@ class HttpTransport(_EventTransport):
 
 
 class OpenAiTransport(_EventTransport):
-    """chat/completions, or completions, of any compatible server.
+    """chat/completions or completions of any compatible server.
 
-    Tokens per chunk come from `usage` in every chunk (`continuous_usage_stats`, an extension of
-    vLLM and trtllm-serve) or from token ids; else the whole answer's from `include_usage`. Which of
-    them the server knows is tried once, when connecting.
+    The tokens of a chunk come from the chunk's `usage` (`continuous_usage_stats`, an extension of
+    vLLM and trtllm-serve) or from token ids. Otherwise only the tokens of the whole answer are
+    known, from `include_usage`. `connect` tries which of these options the server accepts.
     """
 
     USAGE: tuple[dict[str, Any], ...] = (
@@ -810,8 +813,8 @@ class OpenAiTransport(_EventTransport):
 
     @staticmethod
     def _with_total(chunks: list[Chunk], usage: dict[str, Any], reason: str) -> list[Chunk]:
-        """Running counts where each chunk has one or its token ids; the last chunk ends the
-        answer and has its total.
+        """Complete the chunks of an answer. If chunks have only token ids, they get running counts.
+        The last chunk gets the finish reason and the total.
         """
         if any(chunk.token_ids for chunk in chunks) and all(
             chunk.output_tokens is None for chunk in chunks
