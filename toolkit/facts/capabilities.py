@@ -1,8 +1,8 @@
-"""What an engine kind can do in a version, behind a Triton layout: one record, made only here.
+"""What an engine kind can do in a version and a Triton layout: one record, made only in this file.
 
-Whoever needs to know how engines differ reads a field of `Capabilities`. A new engine kind is a new
-function here, a section in config/schema.py and a backend in engines/; nobody else asks its name.
-docs/engines.md has the table.
+Code that depends on a difference between engines reads a field of `Capabilities`. A new engine kind
+needs a function here, a section in config/schema.py and a backend in engines/; no other code asks
+for its name. docs/engines.md has the table.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ ScheduleKeys = Literal["lower", "upper"]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What can be asked of a deployment, and how its stages have to treat it.
+    """What a deployment can do, and what its stages have to do for it.
 
     in_process: engines run inside this program, so speed and logits are measured without a server.
-    plain_arm: how plain decoding of the same deployment is had: a request says so, the server is
-    started again without speculation, or a second server runs beside it.
-    draft_len_per_request: a request states its own draft length.
-    fixes_draft_len: the draft length is decided when engines are compiled or loaded, so that
-    `max_draft_len: auto` has to be answered before.
-    draft_len_schedule: the draft length can follow the number of running requests; whether keys are
-    the least (`lower`) or the greatest (`upper`) number that a length is for.
+    plain_arm: how the same deployment decodes without speculation: a request turns speculation off
+    (`request`), the server is started again without it (`restart`), or a second server runs next to
+    it (`server`).
+    draft_len_per_request: a request can set its own draft length.
+    fixes_draft_len: the draft length is fixed when engines are compiled or loaded, so
+    `max_draft_len: auto` has to be resolved before.
+    draft_len_schedule: the draft length can depend on the number of running requests. A key of the
+    schedule is the smallest (`lower`) or the largest (`upper`) number that a length is for.
     max_concurrency: speculation can stop above a number of running requests.
     has_ngram: drafts can be looked up in the text.
-    has_verify_only: drafts can be verified and thrown away, which is parity's middle arm.
-    acceptance: rules at temperature > 0, the default first.
-    drafts_greedily: drafts are the draft's likeliest token, also at temperature > 0.
-    seeds: with a seed a text is the same with and without speculation (`coupled`), the same when it
-    is asked again (`repeatable`), or neither (`ignored`).
-    penalties: what a request can state of them.
-    log_probs: per place, 2 (the chosen token's and the next best one's), 1 (the chosen one's) or 0.
-    gives_logits: this program can read the engine's logits, so that they judge its texts.
-    has_counters: the served models publish our counters on Triton's metrics page.
-    reuses_prefixes: a prompt may cost less the second time, since its KV cache is kept.
-    has_paged_kv_cache: KV blocks are shared, so that fewer long sequences fit than max_batch_size.
-    checkpoint_format: what the engine is compiled from.
-    needs_trtllm_build: it is compiled by NVIDIA's program, here or in its container.
-    loads_draft_with_target: both models are loaded at once, by the target's stage.
+    has_verify_only: drafts can be verified and discarded, which is the middle arm of parity.
+    acceptance: the rules at temperature > 0, the default first.
+    drafts_greedily: the draft proposes its most likely token, also at temperature > 0.
+    seeds: with a seed, a text is the same with and without speculation (`coupled`), the same when
+    the request is repeated (`repeatable`), or neither (`ignored`).
+    penalties: the penalties that a request can set.
+    log_probs: how many a token has: 2 (the chosen token's and the next best one's), 1 (the chosen
+    one's) or 0.
+    gives_logits: this program can read the engine's logits, and judges its texts with them.
+    has_counters: the served models publish the toolkit's counters on Triton's metrics page.
+    reuses_prefixes: a repeated prompt may take less time, since its KV cache is kept.
+    has_paged_kv_cache: KV blocks are shared, so fewer long sequences than max_batch_size may fit.
+    checkpoint_format: the format that the engine is compiled from.
+    needs_trtllm_build: NVIDIA's program compiles it, here or in its container.
+    loads_draft_with_target: the target's stage loads both models together.
     is_parallel: a model can be split over GPUs.
     needs_container: it is served inside NVIDIA's container, on a machine with the GPUs.
     """
@@ -83,9 +85,10 @@ class Capabilities:
 def capabilities_of(
     kind: EngineKind, version: str | None, layout: Literal["auto", Layout], *, reuses_prefixes: bool
 ) -> Capabilities:
-    """kind and version as the YAML has them; version is None for the embedded engine.
+    """Make the record for a kind and a version as the YAML gives them; version is None for the
+    embedded engine.
 
-    layout: `auto` stands for the kind's own. reuses_prefixes: as its section sets it.
+    layout: `auto` stands for the kind's default. reuses_prefixes: as the kind's section sets it.
     """
     served_as: Layout = "bls" if layout == "bls" else "llmapi"
     if layout == "auto":
@@ -98,7 +101,7 @@ def default_layout(kind: EngineKind) -> Layout:
 
 
 def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabilities:
-    has_scheduler = layout == "llmapi"  # with bls, each request drafts for itself
+    has_scheduler = layout == "llmapi"  # with bls, every request drafts on its own
     return Capabilities(
         kind="torch",
         layout=layout,
@@ -114,7 +117,7 @@ def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabi
         drafts_greedily=False,
         seeds="coupled",
         penalties=PENALTIES[layout],
-        log_probs=0,  # served: none, since its logits judge
+        log_probs=0,  # none are served: validation judges with logits
         gives_logits=True,
         has_counters=True,
         reuses_prefixes=reuses_prefixes,
@@ -132,7 +135,7 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
         kind="trt_engine",
         layout=layout,
         in_process=False,
-        plain_arm="request",  # the BLS model is ours, and drafts as a request asks
+        plain_arm="request",  # the toolkit's BLS model reads it from the request
         draft_len_per_request=True,
         fixes_draft_len=True,
         draft_len_schedule=None,
@@ -161,7 +164,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         kind="trtllm_pytorch",
         layout=layout,
         in_process=False,
-        plain_arm="restart",  # LLM() speculates or does not, and two of them do not fit
+        plain_arm="restart",  # LLM() fixes speculation, and a GPU has no room for two
         draft_len_per_request=False,
         fixes_draft_len=True,
         draft_len_schedule=VERSIONS[version or ""].draft_len_schedule,
@@ -174,7 +177,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         penalties=PENALTIES["llmapi"],
         log_probs=_log_probs("trtllm_pytorch", version),
         gives_logits=False,
-        has_counters=False,  # none of ours, and every start would begin them anew
+        has_counters=False,  # the toolkit's are not there, and every start resets others
         reuses_prefixes=reuses_prefixes,
         has_paged_kv_cache=True,
         checkpoint_format="hf",
@@ -186,8 +189,10 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
 
 
 def _log_probs(kind: str, version: str | None) -> Literal[0, 1, 2]:
-    places = LOG_PROBS[kind].get(version or "", 0)
-    return 2 if places >= 2 else 1 if places == 1 else 0
+    per_token = LOG_PROBS[kind].get(version or "", 0)
+    if per_token >= 2:
+        return 2
+    return 1 if per_token == 1 else 0
 
 
 PENALTIES: dict[Layout, tuple[str, ...]] = {
