@@ -85,7 +85,7 @@ class TrtEngineBackend:
         runs.
         """
         return {
-            "tensorrt_llm": _asked(spec).version,
+            "tensorrt_llm": _trtllm_spec(spec).version,
             "gpus": ", ".join(sorted(set(self.gpus()))) or "none",
         }
 
@@ -94,9 +94,13 @@ class TrtEngineBackend:
 
         Raises BackendUnavailable, UsageError and StageError as `compile` does.
         """
-        asked = _asked(spec)
+        trtllm = _trtllm_spec(spec)
         choose_builder(
-            asked.builder, asked.version, spec.role, which=self.which, environment=self.environment
+            trtllm.builder,
+            trtllm.version,
+            spec.role,
+            which=self.which,
+            environment=self.environment,
         )
 
     def compile(
@@ -108,19 +112,23 @@ class TrtEngineBackend:
         for an unusable checkpoint, BackendUnavailable if there is no builder, UsageError for a
         version without a builder.
         """
-        asked = _asked(spec)
-        source = open_trtllm_format(checkpoint, asked.tp_size, asked.pp_size)
+        trtllm = _trtllm_spec(spec)
+        source = open_trtllm_format(checkpoint, trtllm.tp_size, trtllm.pp_size)
         source, out_dir = replace(source, path=source.path.resolve()), out_dir.resolve()
         _agree(checkpoint, source)
         builder = choose_builder(
-            asked.builder, asked.version, spec.role, which=self.which, environment=self.environment
+            trtllm.builder,
+            trtllm.version,
+            spec.role,
+            which=self.which,
+            environment=self.environment,
         )
         with tempfile.TemporaryDirectory(prefix="toolkit-build-") as scratch:
-            command = self._command(builder, source, spec, asked, out_dir, Path(scratch))
-            findings = self._ask_first(builder, command, source, asked, out_dir, progress)
+            command = self._command(builder, source, spec, trtllm, out_dir, Path(scratch))
+            findings = self._check_flags(builder, command, source, trtllm, out_dir, progress)
             self._build(builder, command, source, spec, out_dir, Path(scratch), progress)
         built = read_engine(out_dir)
-        findings += check_engine(built, source, spec, asked, command)
+        findings += check_engine(built, source, spec, trtllm, command)
         _refuse(findings, out_dir)
         inspected, layers = self._inspect(builder, built, progress)
         _refuse(inspected, out_dir)
@@ -169,11 +177,11 @@ class TrtEngineBackend:
         The checkpoint is read, and the command is checked and written to the file COMMAND. There is
         no engine.
         """
-        asked = _asked(spec)
-        source = open_trtllm_format(checkpoint, asked.tp_size, asked.pp_size)
+        trtllm = _trtllm_spec(spec)
+        source = open_trtllm_format(checkpoint, trtllm.tp_size, trtllm.pp_size)
         _agree(checkpoint, source)
-        flags = _judged(
-            source, spec, asked, (str(source.path), str(out_dir), str(out_dir / "model.cache"))
+        flags = _checked_command(
+            source, spec, trtllm, (str(source.path), str(out_dir), str(out_dir / "model.cache"))
         )
         command = ("trtllm-build", *flags.arguments)
         (out_dir / COMMAND).write_text(f"{shlex.join(command)}\n", encoding="utf-8")
@@ -196,12 +204,12 @@ class TrtEngineBackend:
             weight_bytes=sum(source.rank_bytes),
             notes=(),
             tensorrt_llm=TensorRtLlmBuild(
-                version=asked.version,
+                version=trtllm.version,
                 builder="none",
                 command=command,
-                tp_size=asked.tp_size,
-                pp_size=asked.pp_size,
-                max_num_tokens=asked.max_num_tokens,
+                tp_size=trtllm.tp_size,
+                pp_size=trtllm.pp_size,
+                max_num_tokens=trtllm.max_num_tokens,
                 checks=(),
                 executed=(),
                 not_executed=(
@@ -218,22 +226,22 @@ class TrtEngineBackend:
         builder: Builder,
         source: TrtLlmCheckpoint,
         spec: EngineSpec,
-        asked: TensorRtLlmSpec,
+        trtllm: TensorRtLlmSpec,
         out_dir: Path,
         scratch: Path,
     ) -> BuildCommand:
-        return _judged(source, spec, asked, builder.paths(source.path, out_dir, scratch))
+        return _checked_command(source, spec, trtllm, builder.paths(source.path, out_dir, scratch))
 
-    def _ask_first(
+    def _check_flags(
         self,
         builder: Builder,
         command: BuildCommand,
         source: TrtLlmCheckpoint,
-        asked: TensorRtLlmSpec,
+        trtllm: TensorRtLlmSpec,
         out_dir: Path,
         progress: Progress,
     ) -> list[Finding]:
-        """Compare our flags with those that the builder offers, before the build starts."""
+        """Compare the command's flags with those that the builder has, before the build starts."""
         note = ""
         if isinstance(builder, ContainerBuilder):
             note = " (its image is fetched first if it is not here)"
@@ -268,13 +276,13 @@ class TrtEngineBackend:
             raise StageError(
                 "compile",
                 f"the trtllm-build of {builder.name} does not have the flags that the toolkit knows"
-                f" of {asked.version}: {'; '.join(refused)}",
+                f" of {trtllm.version}: {'; '.join(refused)}",
                 hint=(
                     "Set engine.tensorrt_llm to the version that is installed, or set"
                     " engine.builder: container."
                 ),
             )
-        return table_disagreements(offered, asked.version)
+        return table_disagreements(offered, trtllm.version)
 
     def _build(
         self,
@@ -354,29 +362,29 @@ class TrtEngineBackend:
         return tuple(executed), tuple(missing)
 
 
-def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
-    assert spec.tensorrt_llm is not None, "the kind trt_engine is asked with a TensorRtLlmSpec"
+def _trtllm_spec(spec: EngineSpec) -> TensorRtLlmSpec:
+    assert spec.tensorrt_llm is not None, "the kind trt_engine needs a TensorRtLlmSpec"
     return spec.tensorrt_llm
 
 
-def _judged(
-    source: TrtLlmCheckpoint, spec: EngineSpec, asked: TensorRtLlmSpec, paths: tuple[str, str, str]
+def _checked_command(
+    source: TrtLlmCheckpoint, spec: EngineSpec, trtllm: TensorRtLlmSpec, paths: tuple[str, str, str]
 ) -> BuildCommand:
-    """The command for these paths (checkpoint, engine, timing cache), checked against our table of
-    the version's flags.
+    """The command for these paths (checkpoint, engine, timing cache), checked against the toolkit's
+    table of the version's flags.
     """
     checkpoint_dir, output_dir, timing_cache = paths
     command = build_flags(
         spec,
-        asked,
+        trtllm,
         quant_algo=source.quant_algo,
         kv_cache_quant_algo=source.kv_cache_quant_algo,
         checkpoint_dir=checkpoint_dir,
         output_dir=output_dir,
         timing_cache=timing_cache,
     )
-    errors = misfits(command, flags_of(asked.version))
-    assert not errors, errors  # our command has to agree with our table
+    errors = misfits(command, flags_of(trtllm.version))
+    assert not errors, errors  # the toolkit's command has to agree with its table
     return command
 
 

@@ -2,9 +2,9 @@
 a checkpoint and the arguments it is loaded with.
 
 The target's directory holds the checkpoint in Hugging Face format and `llm_args.json`. The draft's
-holds only a checkpoint, which the target's arguments name. The arguments are checked against our
-tables; if TensorRT-LLM is installed, also by its own classes; and if there is a GPU as well, by
-loading the model once.
+holds only a checkpoint, which the target's arguments name. The arguments are checked against the
+toolkit's tables; if TensorRT-LLM is installed, also by its own classes; and if there is a GPU as
+well, by loading the model once.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TrtllmPytorchBackend:
         installed here, which checks them.
         """
         return {
-            "tensorrt_llm": _asked(spec).version,
+            "tensorrt_llm": _trtllm_spec(spec).version,
             "installed": self.installed_version() or "none",
         }
 
@@ -108,8 +108,8 @@ class TrtllmPytorchBackend:
         version does not have, StageError if TensorRT-LLM refuses the arguments or cannot load the
         model.
         """
-        asked = _asked(spec)
-        _check_form(checkpoint.path)
+        trtllm = _trtllm_spec(spec)
+        _check_format(checkpoint.path)
         progress(0, None, f"{spec.role}: placing the checkpoint")
         for file in sorted(checkpoint.path.iterdir()):
             if file.is_file():
@@ -118,12 +118,12 @@ class TrtllmPytorchBackend:
         executed: tuple[str, ...] = ()
         missing: tuple[str, ...] = ("a draft is loaded together with its target, not alone",)
         if spec.role == "target":
-            args = llm_args(spec, asked, checkpoint.kv_cache_quant_algo)
-            errors = faults(args, asked.version)
-            assert not errors, errors  # our arguments have to agree with our tables
+            args = llm_args(spec, trtllm, checkpoint.kv_cache_quant_algo)
+            errors = faults(args, trtllm.version)
+            assert not errors, errors  # the toolkit's arguments have to agree with its tables
             write_llm_args(args, out_dir)
-            placed = resolved(args, out_dir, asked.draft_dir)
-            checks, executed, missing = self._ask_installed(placed, asked, progress)
+            placed = resolved(args, out_dir, trtllm.draft_dir)
+            checks, executed, missing = self._ask_installed(placed, trtllm, progress)
         return CompiledEngine(
             role=spec.role,
             path=out_dir,
@@ -146,12 +146,12 @@ class TrtllmPytorchBackend:
                 if finding.severity == "warning"
             ),
             tensorrt_llm=TensorRtLlmBuild(
-                version=asked.version,
+                version=trtllm.version,
                 builder="none",
                 command=(),
-                tp_size=asked.tp_size,
-                pp_size=asked.pp_size,
-                max_num_tokens=asked.max_num_tokens,
+                tp_size=trtllm.tp_size,
+                pp_size=trtllm.pp_size,
+                max_num_tokens=trtllm.max_num_tokens,
                 checks=tuple(checks),
                 executed=executed,
                 not_executed=missing,
@@ -159,7 +159,7 @@ class TrtllmPytorchBackend:
         )
 
     def _ask_installed(
-        self, args: Mapping[str, Any], asked: TensorRtLlmSpec, progress: Progress
+        self, args: Mapping[str, Any], trtllm: TensorRtLlmSpec, progress: Progress
     ) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
         """The findings, what ran on a GPU, and what did not."""
         tables_only = "the arguments were checked only against the toolkit's tables"
@@ -167,12 +167,12 @@ class TrtllmPytorchBackend:
         installed = self.installed_version()
         if installed is None:
             return [], (), (f"TensorRT-LLM is not installed here: {tables_only}", not_loaded)
-        if not same_version(installed, asked.version):
+        if not same_version(installed, trtllm.version):
             finding = Finding(
                 "version",
                 "warning",
                 f"TensorRT-LLM {installed} is installed here, and the engine is for"
-                f" {asked.version}",
+                f" {trtllm.version}",
             )
             missing = (f"another version is installed here: {tables_only}", not_loaded)
             return [finding], (), missing
@@ -193,7 +193,7 @@ class TrtllmPytorchBackend:
             raise StageError(
                 "compile",
                 f"TensorRT-LLM {installed} refuses arguments that the toolkit's tables of"
-                f" {asked.version} allow: {reason}",
+                f" {trtllm.version} allow: {reason}",
                 hint=(
                     "please report it: the tables are wrong. If the message names an `engine`"
                     " setting, you can remove that setting"
@@ -201,12 +201,12 @@ class TrtllmPytorchBackend:
             )
         checks = [
             Finding("arguments", "ok", f"accepted by TensorRT-LLM {installed}"),
-            *field_disagreements(args_class, asked.version),
+            *field_disagreements(args_class, trtllm.version),
         ]
-        if len(self.gpus()) < asked.world_size:
-            reason = f"it needs {asked.world_size} GPUs, and {len(self.gpus())} are here"
+        if len(self.gpus()) < trtllm.world_size:
+            reason = f"it needs {trtllm.world_size} GPUs, and {len(self.gpus())} are here"
             return checks, (), (f"{not_loaded}: {reason}",)
-        if asked.speculation == "draft_target" and asked.draft_dir is None:
+        if trtllm.speculation == "draft_target" and trtllm.draft_dir is None:
             return checks, (), (f"{not_loaded}: the draft's folder was not given",)
         progress(0, None, "loading the model once")
         gpu = self.load_once(args)
@@ -214,12 +214,12 @@ class TrtllmPytorchBackend:
         return checks, (executed,), ()
 
 
-def _asked(spec: EngineSpec) -> TensorRtLlmSpec:
-    assert spec.tensorrt_llm is not None, "the kind trtllm_pytorch is asked with a TensorRtLlmSpec"
+def _trtllm_spec(spec: EngineSpec) -> TensorRtLlmSpec:
+    assert spec.tensorrt_llm is not None, "the kind trtllm_pytorch needs a TensorRtLlmSpec"
     return spec.tensorrt_llm
 
 
-def _check_form(path: Path) -> None:
+def _check_format(path: Path) -> None:
     config = read_json(path / "config.json")
     if "architectures" not in config:
         hint = "Quantize again for engine.kind: trtllm_pytorch."
