@@ -179,13 +179,13 @@ def test_changed_file_is_not_loaded(copied: Path, name: str) -> None:
     data = bytearray((copied / name).read_bytes())
     data[len(data) // 2] ^= 1
     (copied / name).write_bytes(bytes(data))
-    with pytest.raises(StageError, match=rf"{name}: file changed since the engine was built"):
+    with pytest.raises(StageError, match=rf"{name}: the file changed after the engine was built"):
         loader("torch").load(copied)
 
 
 def test_missing_file_is_named(copied: Path) -> None:
     (copied / "weights.safetensors").unlink()
-    with pytest.raises(StageError, match=r"weights.safetensors: file of the engine is missing"):
+    with pytest.raises(StageError, match=r"weights.safetensors: a file of the engine is missing"):
         loader("torch").load(copied)
 
 

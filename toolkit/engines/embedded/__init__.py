@@ -1,3 +1,3 @@
-"""The embedded engine: our own fused model, eager in torch or compiled with AOTInductor over a
-small kernel library.
+"""The embedded engine: the toolkit's own fused model. It runs eagerly in torch, or compiled with
+AOTInductor and a small kernel library.
 """

@@ -133,7 +133,7 @@ class TorchBackend:
 
 
 def _resolve_mode(spec: EngineSpec) -> tuple[BuiltMode, tuple[str, ...]]:
-    """compiled or eager, with the reason where it is not what `auto` would like best."""
+    """(compiled or eager, notes). A note says why `auto` is not compiled."""
     obstacle: str | None = None
     if spec.device != "cpu":
         obstacle = f"device {spec.device} runs eager"
@@ -142,22 +142,17 @@ def _resolve_mode(spec: EngineSpec) -> tuple[BuiltMode, tuple[str, ...]]:
     elif compiler_path() is None:
         obstacle = "no C++ compiler was found"
     if spec.mode == "compiled" and obstacle is not None:
-        raise StageError(
-            "compile",
-            f"engine.mode compiled cannot be had: {obstacle}",
-            hint=(
-                "install g++, or set engine.mode: eager (slower)"
-                if compiler_path() is None
-                else "set engine.mode: auto"
-            ),
-        )
+        hint = "set engine.mode: auto"
+        if compiler_path() is None:
+            hint = "install g++, or set engine.mode: eager (slower)"
+        raise StageError("compile", f"engine.mode compiled is not possible: {obstacle}", hint=hint)
     if spec.mode == "eager":
         return "eager", ()
     return ("compiled", ()) if obstacle is None else ("eager", (f"eager: {obstacle}",))
 
 
 def _built_with(mode: BuiltMode, device: Device) -> Fingerprint:
-    """Versions and instruction set, as far as the result depends on them."""
+    """The versions and the instruction set on which the engine depends."""
     facts: Fingerprint = {"torch": torch.__version__, "device": device}
     if mode == "compiled":
         from toolkit.engines.embedded.kernels import namespace, source_digest
@@ -178,7 +173,9 @@ def _built_with(mode: BuiltMode, device: Device) -> Fingerprint:
 
 
 def _refuse_other_machine(directory: EngineDirectory) -> None:
-    """A package is machine code for one instruction set and one torch."""
+    """Raise StageError unless this machine has the instruction set and the torch that the engine
+    was compiled for.
+    """
     built = directory.built_with
     missing = sorted(set(built["instruction_set"].split()) - set(instruction_set()))
     if missing or built["cpu_capability"] != torch.backends.cpu.get_cpu_capability():

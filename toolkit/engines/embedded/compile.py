@@ -1,9 +1,10 @@
-"""torch.export and AOTInductor: the decoder as one package that serves every step, from a draft
-token to a chunk of a prompt.
+"""Compile the decoder with torch.export and AOTInductor into one package. It runs every step, from
+a draft token to a chunk of a prompt.
 
-Batch, tokens and the columns whose logits are wanted are dynamic. The package holds code alone:
-weights, tables and KV caches are buffers that the loader binds to memory of ours (`package.py`):
-nothing is copied or passed per call, and compile time does not depend on the weights' size.
+The sizes of the batch, the tokens and the columns with logits are dynamic. The package holds only
+code. Weights, tables and KV caches are buffers, which the loader binds to its own memory
+(`package.py`). So nothing is copied or passed per call, and the time to compile does not depend on
+the size of the weights.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ __all__ = ["Decoder", "capacity_of", "compile_package", "prepare"]
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
-    # what is left to inductor is norms and activations: microseconds, less than starting a second
-    # thread
+    # Inductor compiles only norms and activations: microseconds, less than a second thread takes to
+    # start.
     "cpp.threads": 1,
 }
 
@@ -59,7 +60,7 @@ def compile_package(
     progress: Progress,
 ) -> None:
     """Write the kernel library and the .pt2. Raises StageError with the compiler's last lines."""
-    assert spec.dtype != "auto"  # engine.dtype of this kind is always one
+    assert spec.dtype != "auto"  # the config of this engine kind has no auto
     progress(0, None, f"{spec.role}: compiling kernels, then the decoder")
     ops = load_library(kernels, build_library(kernels))
     progress(0, None, f"{spec.role}: compiling the decoder")
@@ -93,14 +94,13 @@ def compile_package(
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=str(package), inductor_configs=OPTIONS
             )
-    except (
-        Exception
-    ) as exc:  # inductor raises many kinds, all of them with the compiler's output in the text
+    except Exception as exc:
+        # Inductor raises many types of exceptions; the text of each holds the compiler's output.
         tail = "\n".join(str(exc).strip().splitlines()[-12:])
         raise StageError(
             "compile",
             f"AOTInductor failed:\n{tail}",
-            hint="set engine.mode: eager to go on without it",
+            hint="set engine.mode: eager to build without it",
         ) from exc
 
 
@@ -114,7 +114,7 @@ def prepare(
     *,
     fp8_kv: bool,
 ) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
-    """(packed weights, empty caches) of an engine; the same at compile time and at load, so that
+    """(packed weights, empty caches) of an engine. Compiling and loading both call this, so that
     names and shapes agree.
     """
     capacity = capacity_of(max_seq_len, max_step_tokens)
@@ -123,13 +123,13 @@ def prepare(
 
 
 def capacity_of(max_seq_len: int, max_step_tokens: int) -> int:
-    """Positions of a slot's cache: a last step may be padded past max_seq_len."""
+    """The positions of a slot's cache. A last step may be padded past max_seq_len."""
     return -(-(max_seq_len + max_step_tokens) // BLOCK) * BLOCK
 
 
 class Decoder(torch.nn.Module):
-    """`decode` as torch.export wants it: every tensor that is no input is a buffer, named by
-    where it stands in Weights.
+    """`decode` as a module for torch.export. Every tensor that is not an input is a buffer, named
+    after its place in Weights.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Decoder(torch.nn.Module):
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a tree of dataclasses and tuples."""
+    """(name, tensor) of every tensor in a tree of dataclasses and tuples; `name` is the root's."""
     if isinstance(node, torch.Tensor):
         yield name, node
     elif isinstance(node, tuple):
@@ -175,7 +175,7 @@ def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """The tree again, with the tensors of that name put in."""
+    """A copy of the tree, in which the tensors with the same names replace the old ones."""
     if isinstance(node, torch.Tensor):
         return tensors[name]
     if isinstance(node, tuple):
@@ -193,7 +193,7 @@ def _rebuilt(node: Any, name: str, tensors: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns about its own internals while it exports; none of it concerns the user."""
+    """Hide torch's warnings about its own internals during export; users cannot act on them."""
     logger = logging.getLogger("torch._inductor")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""An engine directory on disk: config.json in TensorRT-LLM's shape, weights, code, tokenizer files.
+"""An engine directory: config.json in TensorRT-LLM's format, weights, code, tokenizer files.
 
-`version`, `pretrained_config` and `build_config` are what readers of TensorRT-LLM engines look at;
-what only we need stands in the section `toolkit`. A `.pt2` and a `.so` are code, so every file's
-digest is in there and is compared before anything is loaded.
+Readers of TensorRT-LLM engines use `version`, `pretrained_config` and `build_config`. The section
+`toolkit` holds what only the toolkit needs. A `.pt2` and a `.so` are code, so the section has the
+digest of every file, and the digests are compared before anything is loaded.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ __all__ = [
     "write_config",
 ]
 
-FORMAT = 3  # of the section `toolkit`; a reader refuses any other
+FORMAT = 3  # version of the section `toolkit`; a reader refuses other versions
 CONFIG, WEIGHTS, PACKAGE, KERNELS = "config.json", "weights.safetensors", "decode.pt2", "kernels.so"
-SPECULATION = {
-    "target": 2,
-    "draft": 1,
-}  # TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
+# TensorRT-LLM's SpeculativeDecodingMode: DRAFT_TOKENS_EXTERNAL, NONE
+SPECULATION = {"target": 2, "draft": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDirectory:
-    """A directory whose files are all there and have the digests they were built with."""
+    """A directory whose files exist and have the digests that they were built with."""
 
     path: Path
     shape: ModelShape
@@ -78,7 +76,7 @@ def write_config(
         for path in sorted(out_dir.iterdir())
         if path.is_file() and path.name != CONFIG
     }
-    own = {
+    toolkit_section = {
         "format": FORMAT,
         "role": spec.role,
         "mode": mode,
@@ -95,14 +93,14 @@ def write_config(
         "version": __version__,
         "pretrained_config": _pretrained(shape, quantization, spec),
         "build_config": _build(spec, max_step_tokens),
-        "toolkit": own,
+        "toolkit": toolkit_section,
     }
     (out_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def open_directory(path: Path) -> EngineDirectory:
-    """Read config.json and compare every file with its digest. Raises StageError for what is
-    missing, foreign or changed.
+    """Read config.json and compare every file with its digest. Raises StageError if a file is
+    missing or changed, or the directory was not written in this format.
     """
     try:
         config = read_json(path / CONFIG)
@@ -113,57 +111,57 @@ def open_directory(path: Path) -> EngineDirectory:
             where=path,
             hint="run `toolkit build` again",
         ) from exc
-    own = config.get("toolkit")
-    if not isinstance(own, dict) or own.get("format") != FORMAT:
-        found = own.get("format") if isinstance(own, dict) else None
+    section = config.get("toolkit")
+    if not isinstance(section, dict) or section.get("format") != FORMAT:
+        version = section.get("format") if isinstance(section, dict) else None
         raise StageError(
             "load",
-            f"engine format {found} is not {FORMAT}, which this version reads",
+            f"engine format {version} is not {FORMAT}, which this version reads",
             where=path / CONFIG,
             hint="run `toolkit build` again with this version",
         )
-    for name, digest in own["files"].items():
+    for name, digest in section["files"].items():
         if not (path / name).is_file():
             raise StageError(
                 "load",
-                "file of the engine is missing",
+                "a file of the engine is missing",
                 where=path / name,
                 hint="run `toolkit build` again",
             )
         if _digest(path / name) != digest:
             raise StageError(
                 "load",
-                "file changed since the engine was built; it is not loaded",
+                "the file changed after the engine was built, so it is not loaded",
                 where=path / name,
                 hint="run `toolkit build` again",
             )
-    if WEIGHTS not in own["files"]:
+    if WEIGHTS not in section["files"]:
         raise StageError(
             "load",
-            f"{WEIGHTS} is not listed",
+            f"{WEIGHTS} is not in its list of files",
             where=path / CONFIG,
             hint="run `toolkit build` again",
         )
     build = config["build_config"]
     return EngineDirectory(
         path=path,
-        shape=from_json(ModelShape, own["shape"]),
-        mode=own["mode"],
-        dtype=own["dtype"],
-        device=own["device"],
-        fp8_compute=own["fp8_compute"],
+        shape=from_json(ModelShape, section["shape"]),
+        mode=section["mode"],
+        dtype=section["dtype"],
+        device=section["device"],
+        fp8_compute=section["fp8_compute"],
         kv_cache_quant_algo=config["pretrained_config"]["quantization"]["kv_cache_quant_algo"],
         max_batch_size=build["max_batch_size"],
         max_seq_len=build["max_seq_len"],
         max_draft_len=build["max_draft_len"],
-        max_step_tokens=own["max_step_tokens"],
-        built_with=own["built_with"],
+        max_step_tokens=section["max_step_tokens"],
+        built_with=section["built_with"],
     )
 
 
 def copy_side_files(source: Path, out_dir: Path) -> None:
-    """What a server needs to turn text into tokens and back, so that the engine directory stands
-    alone.
+    """Copy the files that turn text into tokens and back, so that a server needs nothing besides
+    the engine directory.
     """
     for name in (
         "tokenizer.json",
@@ -209,6 +207,7 @@ def _pretrained(shape: ModelShape, quantization: Quantization, spec: EngineSpec)
 
 
 def _build(spec: EngineSpec, max_step_tokens: int) -> dict[str, Any]:
+    speculates = bool(spec.max_draft_len) or spec.role == "draft"
     return {
         "max_input_len": spec.max_input_len,
         "max_seq_len": spec.max_seq_len,
@@ -223,9 +222,7 @@ def _build(spec: EngineSpec, max_step_tokens: int) -> dict[str, Any]:
         "gather_generation_logits": spec.max_draft_len > 0,
         "strongly_typed": True,
         "max_draft_len": spec.max_draft_len,
-        "speculative_decoding_mode": SPECULATION.get(spec.role, 1)
-        if spec.max_draft_len or spec.role == "draft"
-        else 1,
+        "speculative_decoding_mode": SPECULATION.get(spec.role, 1) if speculates else 1,
         "plugin_config": {},
     }
 

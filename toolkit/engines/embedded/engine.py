@@ -1,7 +1,7 @@
-"""One model that steps: slots, their lengths, and whichever way of running `decode` was chosen.
+"""One model that runs step by step: its slots, their lengths, and a `Runner` that runs `decode`.
 
-The engine owns the KV caches and one length per slot; a forward appends, a rewind forgets. What
-runs the model is a `Runner`: plain torch here, a compiled package in `package.py`.
+The engine has the KV caches and one length per slot. A forward appends tokens, a rewind forgets
+them. The runner is plain torch here, and a compiled package in `package.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
     "open_checkpoint",
 ]
 
-PREFILL_TOKENS = 64  # most tokens per sequence in one forward; a longer prompt comes in chunks
-INDICES = 256  # index tensors kept at most
+PREFILL_TOKENS = 64  # max tokens per sequence in one forward; a longer prompt comes in chunks
+MAX_INDICES = 256  # index tensors that are kept
 Runner = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] behind
+"""(tokens [b, n], slots [b], lengths [b], columns [c]), all int64 -> logits [b, c, vocab] at
 those columns of the tokens."""
 
 
@@ -59,9 +59,8 @@ class EmbeddedEngine:
         self._device = device or torch.device("cpu")
         self._on_cpu = self._device.type == "cpu"
         self._lengths = [0] * max_batch_size
-        self._indices: dict[
-            tuple[int, ...], Tensor
-        ] = {}  # the few index tensors that every step needs again
+        # The few index tensors that every step needs again.
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         self.vocab_size = vocab_size
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
@@ -84,13 +83,15 @@ class EmbeddedEngine:
         try:
             lengths = [self._lengths[slot] for slot in slots]
         except IndexError:
-            raise ValueError(f"slots {slots} of an engine with {self.max_batch_size}") from None
+            raise ValueError(
+                f"slots {slots} are not all in this engine, which has {self.max_batch_size} slots"
+            ) from None
         if max(lengths) + n > self._capacity or min(slots) < 0:
             raise ValueError(
-                f"{n} tokens behind {max(lengths)} do not fit max_seq_len {self.max_seq_len}"
+                f"{n} tokens after {max(lengths)} do not fit max_seq_len {self.max_seq_len}"
             )
         columns = self._index((n - 1,) if last_only else tuple(range(n)))
-        starts = torch.from_numpy(np.array(lengths))  # a fourth of the time that torch.tensor takes
+        starts = torch.from_numpy(np.array(lengths))  # takes a fourth of torch.tensor's time
         with torch.inference_mode():
             if not self._on_cpu:
                 tokens, starts = tokens.to(self._device), starts.to(self._device)
@@ -100,13 +101,13 @@ class EmbeddedEngine:
         return logits
 
     def _index(self, values: tuple[int, ...]) -> Tensor:
-        """The values as a tensor; making one takes longer than looking it up."""
-        found = self._indices.get(values)
-        if found is None:
-            if len(self._indices) >= INDICES:
+        """The values as a tensor. It is kept, since making a tensor takes longer than a lookup."""
+        index = self._indices.get(values)
+        if index is None:
+            if len(self._indices) >= MAX_INDICES:
                 self._indices.clear()
-            found = self._indices[values] = torch.tensor(values, device=self._device)
-        return found
+            index = self._indices[values] = torch.tensor(values, device=self._device)
+        return index
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, lengths, strict=True):
@@ -130,8 +131,8 @@ def open_checkpoint(
     max_step_tokens: int = PREFILL_TOKENS,
     device: Device = "cpu",
 ) -> EmbeddedEngine:
-    """A Hugging Face checkpoint, plain or quantized, as an eager engine without compiling
-    anything. Raises CheckpointError.
+    """Open a Hugging Face checkpoint, plain or quantized, as an eager engine; nothing is compiled.
+    Raises CheckpointError.
     """
     checkpoint = quantized.open_checkpoint(path)
     return eager_engine(
@@ -158,7 +159,7 @@ def eager_engine(
     device: Device = "cpu",
     native_fp8: bool = False,
 ) -> EmbeddedEngine:
-    """Fused tensors (see weights.py) on `device`, run in plain torch."""
+    """An engine that runs fused tensors (see weights.py) in plain torch on `device`."""
     compute, place = getattr(torch, dtype), torch.device(device)
     capacity = max_seq_len + max_step_tokens
     prepared = {
@@ -185,7 +186,7 @@ def eager_engine(
 def eager_runner(
     weights: Weights, ops: Ops, caches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> Runner:
-    """Run `decode` with these ops on these caches."""
+    """A runner that calls `decode` with these ops on these caches."""
 
     def run(tokens: Tensor, slots: Tensor, lengths: Tensor, columns: Tensor) -> Tensor:
         return decode(weights, ops, tokens, slots, lengths, columns, caches, dtype)
@@ -212,15 +213,13 @@ def allocate_caches(
 
 
 def _prepare(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:
-    """Plain weights in the engine's dtype, INT8 codes as they are, FP8 codes as floats (exact)
-    unless computed natively.
+    """The tensor in the dtype in which it is computed: plain weights in the engine's dtype, INT8
+    codes unchanged, FP8 codes as floats (which is exact) unless the device computes in FP8.
     """
     if tensor.dtype == torch.int8 or name.endswith("scale"):
         return tensor
-    if tensor.dtype == torch.float8_e4m3fn:
-        return (
-            tensor
-            if native_fp8
-            else tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        )
-    return tensor.to(dtype)
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.to(dtype)
+    if native_fp8:
+        return tensor
+    return tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)

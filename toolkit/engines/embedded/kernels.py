@@ -1,8 +1,8 @@
-"""The kernel library: built with the machine's own compiler, loaded once per process, called as
-`Ops`.
+"""The kernel library: it is built with the machine's own compiler, loaded once per process, and
+called as `Ops`.
 
-kernels.cpp holds the why and the how. Here: compiling it, packing weights the way it reads them,
-and telling torch.export its shapes.
+kernels.cpp explains the kernels. This module compiles them, packs weights in the layout that they
+read, and tells torch.export the shapes of their results.
 """
 
 from __future__ import annotations
@@ -57,31 +57,27 @@ _loaded: set[str] = set()
 
 
 def source_digest() -> str:
-    """Of the kernel source and the flags: what decides the library's behaviour besides compiler,
-    torch and machine.
+    """The digest of the kernel source and the flags, which decide the library's behaviour together
+    with compiler, torch and machine.
     """
     return hashlib.sha256(_source() + " ".join(FLAGS).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _source() -> bytes:
-    """Read once: what is compiled is what was digested, even if the file changes under a
-    long-lived process.
+    """The kernel source. It is read once, so that the digest is that of the compiled source, even
+    if the file changes while a process runs.
     """
     return SOURCE.read_bytes()
 
 
 def namespace() -> str:
-    """Operators of one build carry its digest in their name, so that engines of several builds
-    can share a process.
+    """The namespace of a build's operators. It has a digest of the build in its name, so that
+    engines of several builds can share a process.
     """
     compiler = compiler_path()
-    parts = (
-        source_digest(),
-        torch.__version__,
-        compiler_version(compiler) if compiler else "",
-        *instruction_set(),
-    )
+    version = compiler_version(compiler) if compiler else ""
+    parts = (source_digest(), torch.__version__, version, *instruction_set())
     return f"toolkit_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
 
@@ -132,7 +128,7 @@ def _compiled_once(name: str) -> Path:
             "compile",
             f"the kernel library did not compile:\n{tail}",
             where=SOURCE,
-            hint="set engine.mode: eager to go on without it",
+            hint="set engine.mode: eager to build without it",
         )
     return library
 
@@ -144,8 +140,8 @@ def _keep_until_exit(folder: Path) -> None:
 
 
 def load_library(file: Path, name: str) -> KernelOps:
-    """Load a built library unless its namespace is there already. The caller has checked the
-    file's digest.
+    """Load a built library, unless its namespace is loaded already. The caller has checked the
+    digest of the file.
     """
     with _building:
         if name not in _loaded:
@@ -162,24 +158,24 @@ def _register_shapes(name: str) -> None:
     def attention(qkv: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         return qkv.new_empty((qkv.shape[0], qkv.shape[1], rest[-3] * keys.shape[2]))
 
-    def half_a_layer(hidden: Tensor, *_: Any) -> Tensor:
+    def half_layer(hidden: Tensor, *_: Any) -> Tensor:
         return hidden.new_empty(hidden.shape)
 
     shapes: dict[str, Callable[..., Tensor]] = {
         "linear": linear,
         "attention": attention,
-        "attend": half_a_layer,
-        "feed_forward": half_a_layer,
+        "attend": half_layer,
+        "feed_forward": half_layer,
     }
     for operator, shape in shapes.items():
         torch.library.register_fake(f"{name}::{operator}", shape)
 
 
 class KernelOps(Ops):
-    """Ops by the kernel library; weights come from `pack`, caches from `kernel_caches`.
+    """Ops that call the kernel library. Weights come from `pack`, caches from `kernel_caches`.
 
-    Computes in float32 whatever the input is. Half a layer is one call: in a small model the calls
-    themselves take as long as the arithmetic.
+    All arithmetic is in float32, for every dtype of the input. Half a layer is one call, since in a
+    small model the calls themselves take as long as the arithmetic.
     """
 
     def __init__(self, name: str) -> None:
@@ -210,12 +206,21 @@ def _as(x: Tensor, result: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
-def _linear(one: Linear) -> tuple[Any, ...]:
-    """In the order of the operators' arguments, as below."""
-    return one.weight, one.scale, one.input_scale, one.pre_scale, one.bias, one.start, one.rows
+def _linear(linear: Linear) -> tuple[Any, ...]:
+    """The tensors of a linear in the order of the operators' arguments."""
+    return (
+        linear.weight,
+        linear.scale,
+        linear.input_scale,
+        linear.pre_scale,
+        linear.bias,
+        linear.start,
+        linear.rows,
+    )
 
 
 def _attention(cache: tuple[Tensor, Tensor], step: Step, how: Attention) -> tuple[Any, ...]:
+    """Cache, step and attention in the order of the operators' arguments."""
     where = (*cache, step.slots, step.lengths, step.cos, step.sin)
     return (
         *where,
@@ -235,66 +240,68 @@ def kernel_caches(
     """Zeroed (keys [slots, kv_heads, dim, capacity], values [slots, kv_heads, capacity, padded])
     per layer.
 
-    Keys are stored by dimension, so that sixteen positions are one vector; capacity must be a
+    Keys are stored by dimension, so that sixteen positions are one vector. capacity must be a
     multiple of BLOCK.
     """
     dtype = torch.uint8 if fp8 else torch.float32
 
-    def one(how: Attention) -> tuple[Tensor, Tensor]:
+    def layer_cache(how: Attention) -> tuple[Tensor, Tensor]:
         padded = -(-how.head_dim // LANES) * LANES
         keys = torch.zeros((slots, how.kv_heads, how.head_dim, capacity), dtype=dtype)
         return keys, torch.zeros((slots, how.kv_heads, capacity, padded), dtype=dtype)
 
-    return [one(layer.attention) for layer in weights.layers]
+    return [layer_cache(layer.attention) for layer in weights.layers]
 
 
 def pack(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same model with its linears packed for the kernels and everything small in float32, as
-    rows.
+    """The same model, with its linears packed for the kernels and its small tensors as rows in
+    float32.
 
-    A row [1, n] and no vector: inductor writes vectors of up to eight elements into the code,
-    values and all.
+    A small tensor is a row [1, n] and not a vector, since inductor writes the values of vectors of
+    up to eight elements into the code.
     """
 
-    def wide(tensor: Tensor | None) -> Tensor | None:
+    def row(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else _row(tensor)
 
-    def layer(one: Layer) -> Layer:
-        how = one.attention
+    def pack_layer(layer: Layer) -> Layer:
+        how = layer.attention
         linears = {
-            name: pack_linear(getattr(one, name), dtype) for name in ("qkv", "o", "gate_up", "down")
+            name: pack_linear(getattr(layer, name), dtype)
+            for name in ("qkv", "o", "gate_up", "down")
         }
         return replace(
-            one,
+            layer,
             **linears,
-            input_norm=_row(one.input_norm),
-            post_norm=_row(one.post_norm),
+            input_norm=_row(layer.input_norm),
+            post_norm=_row(layer.post_norm),
             attention=replace(
                 how,
-                q_norm=wide(how.q_norm),
-                k_norm=wide(how.k_norm),
-                k_scale=wide(how.k_scale),
-                v_scale=wide(how.v_scale),
+                q_norm=row(how.q_norm),
+                k_norm=row(how.k_norm),
+                k_scale=row(how.k_scale),
+                v_scale=row(how.v_scale),
             ),
         )
 
+    embed = weights.embed
+    if embed.dtype not in (torch.float32, torch.bfloat16):
+        embed = embed.float()
     return replace(
         weights,
-        embed=weights.embed
-        if weights.embed.dtype in (torch.float32, torch.bfloat16)
-        else weights.embed.float(),
+        embed=embed,
         norm=_row(weights.norm),
         lm_head=pack_linear(weights.lm_head, dtype),
-        layers=tuple(layer(one) for one in weights.layers),
+        layers=tuple(pack_layer(layer) for layer in weights.layers),
     )
 
 
 def pack_linear(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Rows in blocks of 64, the inner dimension outermost within a block; the last block is filled
-    up with zeros.
+    """Pack the rows in blocks of 64. Within a block the inner dimension comes first; the last block
+    is padded with zeros.
 
-    INT8 and FP8 codes keep their byte and bfloat16 its two, since widening them in the kernel is
-    exact. Other plain weights become bfloat16 in a bfloat16 engine, else float32.
+    INT8 and FP8 codes stay one byte and bfloat16 two, since the kernel widens them exactly. Other
+    plain weights become bfloat16 in a bfloat16 engine, else float32.
     """
     weight = linear.weight
     rows, k = weight.shape

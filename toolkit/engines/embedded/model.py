@@ -1,9 +1,9 @@
-"""The fused decoder as plain functions: the reference that everything faster is compared with.
+"""The fused decoder as plain functions. Every faster implementation is compared with it.
 
-`decode` is the whole model. What is worth a kernel, linear and attention and the halves of a layer
-made of them, comes in as an `Ops`; TorchOps below does it in plain torch, in any dtype and on any
-device, and is also what runs where there is no C++ compiler. KV caches are one (k, v) pair per
-layer, written in place: [slots, kv_heads, capacity, head_dim].
+`decode` is the whole model. It gets the operations that have kernels as an `Ops`: linear,
+attention, and the two halves of a layer, which consist of them. TorchOps computes them in plain
+torch, in any dtype and on any device; it also runs if there is no C++ compiler. KV caches are one
+(k, v) pair per layer, written in place: [slots, kv_heads, capacity, head_dim].
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ __all__ = [
 ]
 
 FP8_MAX = 448.0
-EXACT_FLOAT32 = (
-    2**24
-)  # integers of this size and below are exact in float32, whatever the order of summation
+# Integers up to this size are exact in float32, for every order of summation.
+EXACT_FLOAT32 = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W^T (+ bias). int8 or float8 weights carry a scale per row; input_scale quantizes x
-    first, after pre_scale.
+    """y = x W^T (+ bias).
 
-    rows and start are for kernels, whose weights are packed: the number of outputs, and where INT8
-    counting begins.
+    int8 or float8 weights have a scale per row. If there is an input_scale, x is multiplied by
+    pre_scale and then quantized. rows and start are for kernels, whose weights are packed: the
+    number of outputs, and the value from which INT8 products are summed.
     """
 
     weight: Tensor  # [out, in]
@@ -60,8 +59,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What attention needs to know besides the cache. window None: every earlier position;
-    scales only for an FP8 cache.
+    """The settings of attention. window: None stands for every earlier position. The scales exist
+    only for an FP8 cache.
     """
 
     heads: int
@@ -99,7 +98,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a step stands: tokens go behind the first `lengths` [batch] positions of `slots`
+    """Where a step writes its tokens: after the first `lengths` [batch] positions of `slots`
     [batch], both int64.
     """
 
@@ -110,8 +109,8 @@ class Step:
 
 
 class Ops(ABC):
-    """What is worth a kernel. The two halves of a layer follow from linear and attention; a
-    kernel may do one in a go.
+    """The operations that may have kernels. The two halves of a layer, `attend` and `feed_forward`,
+    consist of linear and attention; a kernel may compute a half in one call.
     """
 
     @abstractmethod
@@ -135,7 +134,7 @@ class Ops(ABC):
 
 
 def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, Tensor]) -> Weights:
-    """Arrange named tensors (see weights.py) as the model reads them."""
+    """Arrange named tensors (see weights.py) as `Weights`."""
 
     def linear(name: str) -> Linear:
         scale, input_scale, pre_scale, bias = (
@@ -176,12 +175,12 @@ def decode(
     caches: list[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Append tokens [batch, n] behind the first `lengths` [batch] positions of `slots` [batch]; all
+    """Append tokens [batch, n] after the first `lengths` [batch] positions of `slots` [batch]; all
     int64.
 
-    Returns the logits behind `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64
-    in a float64 engine: a prompt wants those of its last token alone, and the LM head is a good
-    part of a small model.
+    Returns the logits at `columns` [c] of the tokens, [batch, c, vocab] in float32, or float64 in a
+    float64 engine. A prompt needs only the logits of its last token, and the LM head takes a large
+    part of a small model's time.
     """
     hidden = F.embedding(tokens, weights.embed).to(dtype)
     step = Step(slots, lengths, weights.cos, weights.sin)
@@ -193,15 +192,15 @@ def decode(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, or float64 for float64 input; the result has x's dtype."""
+    """RMSNorm, computed in float32, or in float64 for float64 input. The result has x's dtype."""
     wide = x.to(_wide(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
 class TorchOps(Ops):
-    """Linear and attention in plain torch. native_fp8: FP8 products in torch._scaled_mm (CUDA
-    from SM89), else in float.
+    """Linear and attention in plain torch. native_fp8: compute FP8 products with torch._scaled_mm
+    (CUDA from SM89) and not in float.
     """
 
     def __init__(self, *, native_fp8: bool = False) -> None:
@@ -211,9 +210,9 @@ class TorchOps(Ops):
         """x [..., in] -> [..., out], in x's dtype."""
         if linear.scale is None:
             y = F.linear(x, linear.weight.to(x.dtype))
-        elif (
-            linear.input_scale is None
-        ):  # weight-only: codes are exact in any float dtype, the scale follows the product
+        elif linear.input_scale is None:
+            # Only the weights are quantized. Codes are exact in every float dtype, and the product
+            # is scaled.
             y = F.linear(x, linear.weight.to(x.dtype)) * linear.scale.to(x.dtype)
         elif linear.weight.dtype == torch.int8:
             y = _w8a8(x, linear)
@@ -224,8 +223,9 @@ class TorchOps(Ops):
     def attention(
         self, qkv: Tensor, cache: tuple[Tensor, Tensor], step: Step, how: Attention
     ) -> Tensor:
-        """Rotate, write keys and values, attend causally. qkv [b, n, (heads + 2 kv_heads) d] ->
-        [b, n, heads d].
+        """Rotate queries and keys, write keys and values, and attend causally.
+
+        qkv [b, n, (heads + 2 kv_heads) d] -> [b, n, heads d].
         """
         batch, n, _ = qkv.shape
         heads = qkv.view(batch, n, -1, how.head_dim)
@@ -242,22 +242,21 @@ class TorchOps(Ops):
         k = _read(keys, slots, reach, how.k_scale, qkv.dtype)  # [b, kv_heads, reach, d]
         v = _read(values, slots, reach, how.v_scale, qkv.dtype)
         group = how.heads // how.kv_heads
-        q = q.view(batch, n, how.kv_heads, group, how.head_dim).permute(
-            0, 2, 3, 1, 4
-        )  # [b, kv_heads, group, n, d]
+        q = q.view(batch, n, how.kv_heads, group, how.head_dim)
+        q = q.permute(0, 2, 3, 1, 4)  # [b, kv_heads, group, n, d]
         scores = (q @ k[:, :, None].transpose(-1, -2)) * how.head_dim**-0.5
-        seen = torch.arange(reach, device=qkv.device)
-        visible = seen <= place[..., None]  # [b, n, reach]
+        positions = torch.arange(reach, device=qkv.device)
+        visible = positions <= place[..., None]  # [b, n, reach]
         if how.window is not None:
-            visible &= seen > place[..., None] - how.window
+            visible &= positions > place[..., None] - how.window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
         mixed = scores.to(_wide(qkv.dtype)).softmax(-1).to(qkv.dtype) @ v[:, :, None]
         result: Tensor = mixed.permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
         return result
 
     def _fp8(self, x: Tensor, linear: Linear) -> Tensor:
-        """Static per-tensor E4M3 activations on E4M3 weights; the scales follow the product, as
-        in hardware.
+        """Multiply E4M3 activations, with one static scale per tensor, by E4M3 weights. The product
+        is scaled, as in hardware.
         """
         assert linear.input_scale is not None
         assert linear.scale is not None
@@ -269,18 +268,18 @@ class TorchOps(Ops):
         )
         scale = linear.input_scale.to(wide) * linear.scale.to(wide)
         if self.native_fp8:
-            one = torch.ones((), device=x.device)
+            unit = torch.ones((), device=x.device)
             flat = codes.reshape(-1, codes.shape[-1])
             y = torch._scaled_mm(
-                flat, linear.weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32
+                flat, linear.weight.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32
             )
             return (y.view(*x.shape[:-1], -1) * scale).to(x.dtype)
         return (F.linear(codes.to(wide), linear.weight.to(wide)) * scale).to(x.dtype)
 
 
 def _w8a8(x: Tensor, linear: Linear) -> Tensor:
-    """The integer product, computed in floats wide enough to be exact, so any kernel that counts
-    in int32 agrees.
+    """The integer product, computed in floats that are wide enough to be exact. So a kernel that
+    sums in int32 gives the same result.
     """
     assert linear.input_scale is not None
     assert linear.scale is not None
@@ -302,7 +301,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _write(cache: Tensor, new: Tensor, slots: Tensor, place: Tensor, scale: Tensor | None) -> None:
-    """new [b, n, kv_heads, d] into cache [slots, kv_heads, capacity, d] at place [b, n]."""
+    """Write new [b, n, kv_heads, d] into cache [slots, kv_heads, capacity, d] at place [b, n]."""
     if cache.dtype == torch.float8_e4m3fn:
         assert scale is not None
         wide = _wide(new.dtype)

@@ -1,7 +1,8 @@
-"""Loading a compiled engine: the package's code on memory of ours.
+"""Load a compiled engine: the code of its package works on memory that this module allocates.
 
-Weights are packed at load and bound to the package together with the KV caches (`load_constants`,
-user-managed), so there is one copy of everything, and a call passes four small tensors.
+Weights are packed when the engine is loaded. They and the KV caches are bound to the package
+(`load_constants`, user-managed). So there is one copy of every tensor, and a call passes four small
+tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = ["load_package"]
 
 
 def load_package(directory: EngineDirectory) -> EmbeddedEngine:
-    """The caller has checked digests and machine. Raises StageError when the package and the
-    weights do not belong together.
+    """Load the engine; the caller has checked digests and machine. Raises StageError if the package
+    and the weights do not belong together.
     """
     ops = load_library(directory.path / KERNELS, directory.built_with["namespace"])
     weights, caches = prepare(
@@ -53,14 +54,14 @@ def load_package(directory: EngineDirectory) -> EmbeddedEngine:
 
 
 def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
-    """The package on these buffers, which the closure keeps alive."""
+    """A runner of the package on these buffers. The runner keeps them alive."""
     loader = _unpacked(package)
     names = loader.get_constant_fqns()
-    strange = sorted(set(names) - set(buffers))
-    if strange:
+    missing = sorted(set(names) - set(buffers))
+    if missing:
         raise StageError(
             "load",
-            f"asks for tensors the weights do not have ({strange[0]})",
+            f"the package needs tensors that the weights do not have ({missing[0]})",
             where=package,
             hint="build again",
         )
@@ -70,15 +71,15 @@ def _bind(package: Path, buffers: dict[str, Tensor]) -> Runner:
         logits: Tensor = loader.boxed_run([tokens, slots, lengths, columns])[0]
         return logits
 
-    run.buffers = buffers  # type: ignore[attr-defined]  # the package holds bare pointers into them
+    run.buffers = buffers  # type: ignore[attr-defined]  # the package has raw pointers into them
     return run
 
 
 def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
-    """Open the package. It unpacks itself into the temporary directory and stays there: give it a
-    private one, and remove that.
+    """Open the package. The loader unpacks it into the temporary directory and does not remove it,
+    so it gets a directory of its own, which is removed here.
 
-    The library is mapped by then, so its file may go.
+    By then the library is mapped into memory and does not need its file.
     """
     private = tempfile.mkdtemp(prefix="toolkit-engine-")
     before = os.environ.get("TMPDIR")
@@ -88,7 +89,7 @@ def _unpacked(package: Path) -> torch._C._aoti.AOTIModelPackageLoader:
     except RuntimeError as exc:
         raise StageError(
             "load",
-            f"package cannot be loaded ({str(exc).splitlines()[0]})",
+            f"the package cannot be loaded ({str(exc).splitlines()[0]})",
             where=package,
             hint="build again",
         ) from exc

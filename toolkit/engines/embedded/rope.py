@@ -1,12 +1,12 @@
-"""Rotary position embeddings as tables by position, one row for every position an engine can reach.
+"""Rotary position embeddings as tables, with one row for every position that an engine can reach.
 
-With tables, a variant is nothing but another way to fill them: the model and its kernels know one
-RoPE. Frequencies are computed in float32 and in transformers' order of operations
-(`modeling_rope_utils`), so the tables equal its own bit for bit.
+A variant of RoPE only fills the tables in another way, so the model and its kernels need one
+implementation. Frequencies are computed in float32 and in the order of operations of transformers
+(`modeling_rope_utils`), so the tables equal those of transformers bit for bit.
 
-Dynamic NTK is the one variant whose frequencies depend on the length of the sequence. Here position
-p takes those of length p + 1, which is what transformers' generation with a cache does from a
-prompt within the original length, and what makes a rewound cache equal to a fresh one.
+Only in dynamic NTK do the frequencies depend on the length of the sequence. Here position p uses
+the frequencies of length p + 1. transformers does the same when it generates with a cache after a
+prompt within the original length, and it makes a rewound cache equal to a fresh one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ __all__ = ["rope_tables"]
 
 
 def rope_tables(shape: ModelShape, positions: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [positions, head_dim / 2] float32; yarn's attention factor is multiplied
-    in.
-    """
+    """(cos, sin), each [positions, head_dim / 2] float32, multiplied by yarn's attention factor."""
     scaling = shape.rope_scaling or {"rope_type": "default"}
     kind, factor = scaling["rope_type"], 1.0
     place = torch.arange(positions, dtype=torch.float32)[:, None]
@@ -62,8 +60,8 @@ def _dynamic_angles(shape: ModelShape, scaling: dict[str, Any], place: Tensor) -
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by factor, short ones kept, those between
-    interpolated.
+    """Llama 3.1: long wavelengths are stretched by factor, short ones stay the same, and those in
+    between are interpolated.
     """
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -86,19 +84,15 @@ def _yarn(shape: ModelShape, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     attention = scaling.get("attention_factor")
     if attention is None:
         weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention = (
-            mscale(factor, weight) / mscale(factor, weight_all)
-            if weight and weight_all
-            else mscale(factor)
-        )
+        attention = mscale(factor)
+        if weight and weight_all:
+            attention = mscale(factor, weight) / mscale(factor, weight_all)
 
     def correction(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
 
-    low, high = (
-        correction(scaling.get("beta_fast") or 32),
-        correction(scaling.get("beta_slow") or 1),
-    )
+    low = correction(scaling.get("beta_fast") or 32)
+    high = correction(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

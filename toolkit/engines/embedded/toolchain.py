@@ -1,4 +1,4 @@
-"""What this machine can compile for: its C++ compiler and the instruction set of its CPU."""
+"""The C++ compiler of this machine and the instruction set of its CPU, for which it compiles."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ INSTRUCTION_SETS = (
         "amx_bf16",
     ),
 )
-"""Linux's names of the extensions that -march=native may use for arithmetic."""
+"""Linux's names of the instruction sets that -march=native may use for arithmetic."""
 
 
 def compiler_path() -> str | None:
-    """$CXX where it is set, else g++, as torch's own compiler search does."""
+    """$CXX if it is set, else g++. torch's own search for a compiler does the same."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
@@ -49,7 +49,7 @@ def compiler_version(path: str) -> str:
 
 @functools.cache
 def instruction_set() -> tuple[str, ...]:
-    """Those of INSTRUCTION_SETS that this CPU has."""
+    """The names of INSTRUCTION_SETS that this CPU has."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

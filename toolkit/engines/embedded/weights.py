@@ -1,13 +1,14 @@
-"""Checkpoint -> the fused tensors of an engine, and their file.
+"""Make the fused tensors of an engine from a checkpoint, and write and read their file.
 
-q, k and v become one linear, gate and up another: fewer, larger products. Codes stay codes (INT8
-and FP8 keep one byte), so the file is as small as the checkpoint. Names in `weights.safetensors`:
+q, k and v become one linear, gate and up another, so that there are fewer and larger products. INT8
+and FP8 codes stay one byte each, so the file is as small as the checkpoint. The names in
+`weights.safetensors` are:
 
     embed.weight  norm.weight  lm_head.weight (absent when tied)
     layers.{i}.{input_norm,post_norm,q_norm,k_norm}.weight
-    layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}     scale float32
-    [out]; input_scale float32 [] layers.{i}.{k_scale,v_scale}
-    float32 [], FP8 KV cache only
+    layers.{i}.{qkv,o,gate_up,down}.{weight,scale,input_scale,pre_scale,bias}
+        scale float32 [out]; input_scale float32 []
+    layers.{i}.{k_scale,v_scale}    float32 [], FP8 KV cache only
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ FUSED = {
 
 
 def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor of the engine, in the checkpoint's own dtypes. Raises CheckpointError where
-    parts cannot be fused.
+    """Every tensor of the engine, in the dtypes of the checkpoint. Raises CheckpointError if parts
+    cannot be fused.
     """
     shape = checkpoint.shape
     weights = {
@@ -46,26 +47,30 @@ def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if not shape.tie_word_embeddings:
         weights |= _join("lm_head", [checkpoint.linear("lm_head")], checkpoint.path)
     for i in range(shape.num_layers):
-        source, own = f"model.layers.{i}", f"layers.{i}"
-        weights[f"{own}.input_norm.weight"] = checkpoint.tensor(f"{source}.input_layernorm.weight")
-        weights[f"{own}.post_norm.weight"] = checkpoint.tensor(
+        source, layer = f"model.layers.{i}", f"layers.{i}"
+        weights[f"{layer}.input_norm.weight"] = checkpoint.tensor(
+            f"{source}.input_layernorm.weight"
+        )
+        weights[f"{layer}.post_norm.weight"] = checkpoint.tensor(
             f"{source}.post_attention_layernorm.weight"
         )
         if shape.qk_norm:
-            weights[f"{own}.q_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.q_norm.weight")
-            weights[f"{own}.k_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.k_norm.weight")
+            weights[f"{layer}.q_norm.weight"] = checkpoint.tensor(
+                f"{source}.self_attn.q_norm.weight"
+            )
+            weights[f"{layer}.k_norm.weight"] = checkpoint.tensor(
+                f"{source}.self_attn.k_norm.weight"
+            )
         for name, parts in FUSED.items():
             weights |= _join(
-                f"{own}.{name}",
+                f"{layer}.{name}",
                 [checkpoint.linear(f"{source}.{part}") for part in parts],
                 checkpoint.path,
             )
         if checkpoint.quantization.kv_cache_quant_algo == "FP8":
             key, value = checkpoint.kv_scales(i)
-            weights[f"{own}.k_scale"], weights[f"{own}.v_scale"] = (
-                torch.tensor(key),
-                torch.tensor(value),
-            )
+            weights[f"{layer}.k_scale"] = torch.tensor(key)
+            weights[f"{layer}.v_scale"] = torch.tensor(value)
     return weights
 
 
@@ -80,14 +85,14 @@ def load_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tensor]:
-    """One linear out of several that see the same input: rows one below the other."""
+    """Join linears that have the same input into one, by concatenating their rows."""
     first = parts[0]
     for part in parts[1:]:
-        same = part.weight.dtype == first.weight.dtype and part.input_scale == first.input_scale
-        if not same or not _equal(part.pre_quant_scale, first.pre_quant_scale):
+        is_same = part.weight.dtype == first.weight.dtype and part.input_scale == first.input_scale
+        if not is_same or not _equal(part.pre_quant_scale, first.pre_quant_scale):
             raise CheckpointError(
-                f"{name}: its parts see the same input but have different dtypes or input scales"
-                " and cannot be fused",
+                f"{name}: its parts have the same input, but different dtypes or input scales, and"
+                " cannot be fused",
                 where=where,
                 hint="export with ModelOpt's export_hf_checkpoint, which makes them equal",
             )
@@ -118,4 +123,6 @@ def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tenso
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
