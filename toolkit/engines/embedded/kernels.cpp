@@ -1,11 +1,13 @@
 // The operations that decide the speed of a decode step on a CPU, as torch custom operators.
 //
-// One rule holds for all of them: the result for one token does not depend on how many other tokens, sequences or threads take part.
-// Every sum runs in one fixed order (over k in a linear, over positions in attention), each in its own vector lane, and a thread owns
-// whole outputs. So verifying five tokens at once gives, bit by bit, what five single steps give.
+// One rule holds for all of them: the result for a token does not depend on how many other tokens,
+// sequences or threads take part. Every sum is computed in one fixed order (over k in a linear,
+// over positions in attention), each in its own vector lane, and each output is computed by one
+// thread. So verifying five tokens at once gives, bit by bit, the same as five single steps.
 //
-// Weights come packed in blocks of 64 rows, [blocks, k, 64] ([blocks, k/4, 64, 4] for INT8 x INT8), so that one pass over memory,
-// front to back, feeds four vectors of 16 rows. GCC's vector types lower to whatever the machine has; VNNI is used where it is there.
+// Weights are packed in blocks of 64 rows, [blocks, k, 64] ([blocks, k/4, 64, 4] for INT8 x INT8),
+// so that one pass over memory, from front to back, feeds four vectors of 16 rows. GCC compiles its
+// vector types to the instructions that the machine has; VNNI is used if the machine has it.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -34,10 +36,10 @@ using Bytes = int8_t __attribute__((vector_size(16)));
 using Halves = uint16_t __attribute__((vector_size(32)));
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kBlock = 64;   // rows of a packed block
+constexpr int64_t kBlock = 64;   // rows in a packed block
 constexpr int64_t kVectors = kBlock / kLanes;
-constexpr int64_t kTokens = 6;   // tokens that share one pass over the weights: 24 accumulators fit the register file
-constexpr int64_t kGrain = 1 << 17;  // multiply-adds below which a second thread costs more than it brings
+constexpr int64_t kTokens = 6;   // tokens per pass over the weights: 24 accumulators fit into the registers
+constexpr int64_t kGrain = 1 << 17;  // with fewer multiply-adds, a second thread costs more than it saves
 constexpr float kFp8Max = 448.0f;
 
 template <typename V>
@@ -49,8 +51,9 @@ inline V load(const void* from) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
 
-// The same for the last vector of a row, which may have fewer than sixteen numbers; zeros stand for the others. Kept out of line: a
-// copy of unknown length is a call, and around a call every vector goes to memory.
+// The same for the last vector of a row, which may have fewer than sixteen numbers; the others are
+// zeros. It is not inlined, because a copy of unknown length is a call, and around a call every
+// vector is written to memory.
 [[gnu::noinline, gnu::cold]] Floats load_few(const float* from, int64_t count) {
   Floats v = {};
   std::memcpy(&v, from, count * sizeof(float));
@@ -63,7 +66,7 @@ inline Floats load(const float* from, int64_t count) { return count >= kLanes ? 
 
 inline void store(float* to, Floats v, int64_t count) { count >= kLanes ? store(to, v) : store_few(to, v, count); }
 
-// Memory for one call, not filled with anything, at the start of a cache line.
+// Uninitialized memory for one call. It begins at the start of a cache line.
 template <typename V>
 class Scratch {
  public:
@@ -79,24 +82,28 @@ class Scratch {
   V* data_;
 };
 
-// Minus zero and not plus zero: x - 0 is x whatever its sign, so that nothing is left of it but the broadcast.
+// Subtract zero rather than add it: x - 0 is x for every x, -0 included, so that the compiler keeps
+// only the broadcast.
 inline Floats splat(float x) { return x - Floats{}; }
 
-// Keep what was loaded in a register. GCC otherwise loads it once more for every product, and loads are what then limits the loop.
+// Keep a loaded value in a register. Otherwise GCC loads it again for every product, and the loads
+// limit the speed of the loop.
 inline void keep_loaded(Floats& v) {
 #ifdef __AVX512F__
   asm("" : "+v"(v));
 #endif
 }
 
-// Ask for the weights that come 3 KiB later. Weights larger than the caches come at the speed of memory only this way: the hardware's own
-// prefetcher stops at every 4 KiB page, and its gaps show as soon as there is arithmetic between the loads.
+// Prefetch the weights that are 3 KiB ahead. Only this way are weights that exceed the caches read
+// at the speed of memory: the hardware's own prefetcher stops at every 4 KiB page, and its pauses
+// cost time as soon as there is arithmetic between the loads.
 inline void ahead(const void* weights, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(weights) + 3072 + i);
 }
 
-// Sixteen weights of any storage type as floats; all of these conversions are exact. GCC 12 takes __builtin_convertvector on bytes
-// apart lane by lane (14 times slower), so AVX-512 machines get the instruction by name.
+// Sixteen weights of any storage type as floats; all of these conversions are exact. GCC 12
+// compiles __builtin_convertvector on bytes lane by lane (14 times slower), so for AVX-512 machines
+// the instruction is named.
 struct Fp8 { uint8_t bits; };
 struct Bf16 { uint16_t bits; };
 
@@ -112,12 +119,13 @@ inline Floats widen(const float* w) { return load<Floats>(w); }
 inline Floats widen(const int8_t* w) { return __builtin_convertvector(signed_bytes(w), Floats); }
 inline Floats widen(const Bf16* w) { return (Floats)(halves(w) << 16); }
 
-// E4M3 keeps a bias of 7 where float has 127: sign and the seven bits moved into place, times 2^120. Subnormals come out right as well.
+// The exponent bias of E4M3 is 7, that of float is 127: move the sign and the seven other bits into
+// their places, and multiply by 2^120. This is correct for subnormals, too.
 inline Floats widen(const Fp8* w) { return (Floats)((signed_bytes(w) << 20) & int32_t(0x87f00000)) * 0x1p120f; }
 
-// The nearest number that E4M3 has, half to even and saturating, like torch's clamp and cast. From 2^-6 on a code keeps three bits behind
-// the leading one, and the twenty below them are rounded away. Smaller ones are multiples of 2^-9, which is what is left of an addition
-// to 1.5 * 2^14.
+// Round to the nearest E4M3 number, half to even and saturating, as torch's clamp and cast do. From
+// 2^-6 on, a code keeps the three bits after the leading one, and the twenty lower bits are
+// rounded. Smaller numbers are multiples of 2^-9; adding 1.5 * 2^14 rounds to these.
 inline Floats rounded_to_fp8(Floats x) {
   x = x < splat(-kFp8Max) ? splat(-kFp8Max) : x;
   x = x > splat(kFp8Max) ? splat(kFp8Max) : x;
@@ -127,7 +135,7 @@ inline Floats rounded_to_fp8(Floats x) {
   return (bits & 0x7fffffff) < 0x3c800000 ? small : normal;
 }
 
-// Sixteen numbers into a cache: as they are, or as the codes of x / scale.
+// Write sixteen numbers into a cache: unchanged, or as the codes of x / scale.
 inline void keep(float* to, Floats x, float) { store(to, x); }
 inline void keep(Fp8* to, Floats x, float scale) {
   Floats value = rounded_to_fp8(x / scale);
@@ -137,7 +145,7 @@ inline void keep(Fp8* to, Floats x, float scale) {
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint8_t>(code[i]);
 }
 
-// One number out of sixteen lanes, by halves: four steps instead of a chain of fifteen.
+// Reduce sixteen lanes to one number, in halves: four steps instead of a chain of fifteen.
 template <typename F>
 inline float fold(Floats v, const F& join) {
   v = join(v, __builtin_shuffle(v, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
@@ -151,7 +159,7 @@ inline float fold(Floats v, const F& join) {
 inline Floats exponential(Floats x) {
   Floats low = splat(-87.0f);
   x = x < low ? low : x;
-  Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the integer part ends up in the low bits
+  Floats shifted = x * 1.44269504088896341f + 0x1.8p23f;  // the low bits now hold the integer part
   Ints power = (Ints)shifted;
   Floats whole = shifted - 0x1.8p23f;
   Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
@@ -177,22 +185,23 @@ void parallel(int64_t tasks, int64_t work_per_task, const F& f) {
 
 const float* data_or_null(const std::optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; }
 
-// A packed linear, as it comes into an operator: weight [blocks, k, 64] float32 | bfloat16 | int8 | uint8 (E4M3 bits), or with `start`
-// [blocks, k/4, 64, 4] int8 for INT8 x INT8; scale [rows] of the weights; input_scale []; pre_scale [k]; bias [rows].
+// A packed linear, as an operator gets it: weight [blocks, k, 64] float32 | bfloat16 | int8 | uint8
+// (E4M3 bits), or, if there is a `start`, [blocks, k/4, 64, 4] int8 for INT8 x INT8; scale [rows]
+// of the weights; input_scale []; pre_scale [k]; bias [rows].
 struct Linear {
   const Tensor& weight;
   const std::optional<Tensor>&scale, &input_scale, &pre_scale, &bias, &start;
   int64_t rows;
 };
 
-// What happens to a row of products: scaled, biased, added to `onto`.
+// What is done with a row of products: it is scaled, the bias is added, then `onto` is added.
 struct Finish {
   const float *scale, *bias, *onto;  // onto [m, rows] may be `out` itself
   float factor;
   int64_t rows;
   float* out;
 
-  // Sixteen numbers of token t, fewer at the end.
+  // Write sixteen numbers of token t, or fewer at the end of the row.
   void operator()(int64_t t, int64_t row, Floats v) const {
     int64_t place = t * rows + row;
     if (row + kLanes <= rows) {
@@ -210,7 +219,7 @@ struct Finish {
   }
 };
 
-// ---- linear with float activations: weights float32, bfloat16, int8 or E4M3 -------------------------------------------------------
+// ---- linear with float activations: weights float32, bfloat16, int8 or E4M3 ---------------------
 
 template <typename W, int T>
 void float_block(const float* x, const W* w, int64_t k, Floats (*acc)[kVectors]) {
@@ -258,7 +267,7 @@ void float_linear(const float* x, const W* w, int64_t m, int64_t k, int64_t bloc
   });
 }
 
-// Activations rounded to E4M3 first where the linear has an input scale.
+// If the linear has an input scale, activations are rounded to E4M3 first.
 void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, const Finish& finish) {
   TORCH_CHECK(linear.weight.size(1) == k, "linear: weight does not fit the input");
   Scratch<float> rounded(linear.input_scale.has_value() ? m * k : 0);
@@ -277,17 +286,18 @@ void project_floats(const float* x, int64_t m, int64_t k, const Linear& linear, 
   }
 }
 
-// ---- linear INT8 x INT8, counted exactly in int32 ---------------------------------------------------------------------------------
+// ---- linear INT8 x INT8, summed exactly in int32 ------------------------------------------------
 
 #ifdef __AVX512VNNI__
-// sum += four products per lane. The instruction by hand: GCC 12 copies and spills the accumulators around its own intrinsic, which
-// doubles the time from four tokens on.
+// sum += four products per lane. The instruction is written by hand: around its own intrinsic, GCC
+// 12 copies and spills the accumulators, which doubles the time from four tokens on.
 inline void count(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 #endif
 
-// Activations are unsigned here (code + 128), as VNNI wants them; `start` holds -128 * (sum of the row's weights), which takes it back.
+// Activations are unsigned here (code + 128), as VNNI needs them. `start` is -128 * (sum of the
+// row's weights), which cancels the 128.
 template <int T>
 void int8_block(const uint8_t* x, const int8_t* w, int64_t quads, const int32_t* start, Ints (*acc)[kVectors]) {
 #ifdef __AVX512VNNI__
@@ -336,7 +346,8 @@ void int8_tokens(int64_t tokens, const uint8_t* x, const int8_t* w, int64_t quad
   }
 }
 
-// round(v) in [-128, 127], plus 128. Adding 1.5 * 2^23 rounds to the nearest even and leaves the integer in the low bits.
+// round(v) in [-128, 127], plus 128. Adding 1.5 * 2^23 rounds half to even and leaves the integer
+// in the low bits.
 inline void store_codes(uint8_t* to, Floats v, int64_t n) {
   v = v < splat(-128.0f) ? splat(-128.0f) : v;
   v = v > splat(127.0f) ? splat(127.0f) : v;
@@ -403,7 +414,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return out;
 }
 
-// ---- what stands between the linears -----------------------------------------------------------------------------------------------
+// ---- what is between the linears ----------------------------------------------------------------
 
 inline float sum(Floats v) {
   return fold(v, [](Floats a, Floats b) { return a + b; });
@@ -425,13 +436,13 @@ void rms_norm(const float* x, int64_t m, int64_t k, const float* weight, float e
   });
 }
 
-// x / (1 + e^-x), by way of e^-|x|, which never overflows.
+// x / (1 + e^-x), computed from e^-|x|, which never overflows.
 inline Floats silu(Floats x) {
   Floats e = exponential((Floats)((Ints)x | std::numeric_limits<int32_t>::min()));
   return x * (x < Floats{} ? e : splat(1.0f)) / (1.0f + e);
 }
 
-// out [m, k] = silu(gate) * up, of rows that hold k of each.
+// out [m, k] = silu(gate) * up; each row holds k numbers of gate, then k of up.
 void gated(const float* gate_up, int64_t m, int64_t k, float* out) {
   parallel(m, 8 * k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
@@ -442,7 +453,7 @@ void gated(const float* gate_up, int64_t m, int64_t k, float* out) {
   });
 }
 
-// hidden [..., k] + down(silu(gate) * up) behind the norm.
+// hidden [..., k] + down(silu(gate) * up), where gate and up are computed from norm(hidden).
 Tensor feed_forward(const Tensor& hidden, const Tensor& norm,  //
                     const Tensor& gate_up, const std::optional<Tensor>& gate_up_scale, const std::optional<Tensor>& gate_up_input_scale,
                     const std::optional<Tensor>& gate_up_pre_scale, const std::optional<Tensor>& gate_up_bias,
@@ -463,24 +474,25 @@ Tensor feed_forward(const Tensor& hidden, const Tensor& norm,  //
   return out;
 }
 
-// ---- attention --------------------------------------------------------------------------------------------------------------------
+// ---- attention ----------------------------------------------------------------------------------
 
-constexpr int64_t kQueries = 24;  // queries of a KV head at a time: their scores, and its keys and values, stay in the nearest caches
+constexpr int64_t kQueries = 24;  // queries of a KV head at a time: their scores and its keys and values stay in the nearest caches
 constexpr int64_t kTogether = 6;  // queries that share one load of a key or value
 
 struct Heads {
   int64_t heads, kv_heads, dim, padded, capacity;  // padded: head_dim up to a multiple of 16
 };
 
-// One sequence and KV head with up to kQueries of its queries.
+// One sequence and one of its KV heads, with up to kQueries queries.
 struct Queries {
   float *rotated, *scores, *mixed;  // [kQueries, padded], [kQueries, reach], [kQueries, padded]
-  float sums[kQueries];             // of a query's weights
-  int64_t at[kQueries];             // its own position
+  float sums[kQueries];             // of the weights of each query
+  int64_t at[kQueries];             // the position of each query
   int64_t reach;
 };
 
-// Scores of Q queries, from `first` on, against 16 V positions; the head's keys are stored [dim, capacity].
+// The scores of Q queries, from `first` on, at 16 V positions. The head's keys are stored [dim,
+// capacity].
 template <typename C, int Q, int V>
 void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int64_t place) {
   const float* q = all.rotated + first * h.padded;
@@ -495,8 +507,9 @@ void score(const Queries& all, const C* keys, const Heads& h, int64_t first, int
     for (int j = 0; j < V; ++j) store(all.scores + (first + i) * all.reach + place + j * kLanes, sum[i][j]);
 }
 
-// mixed[i] [d, d + 16 D) = sum over positions of scores[i] * value; values are stored [capacity, padded]. Several columns of 16 dims at
-// a time, since one sum alone would wait for each of its additions.
+// mixed[i] [d, d + 16 D) = sum over positions of scores[i] * value; values are stored [capacity,
+// padded]. Several columns of 16 dims are summed at a time, since a single sum would have to wait
+// for each of its additions.
 template <typename C, int Q, int D>
 void mix(const Queries& all, const C* values, const Heads& h, int64_t first, int64_t begin, int64_t end, int64_t d) {
   const float* p = all.scores + first * all.reach;
@@ -511,7 +524,8 @@ void mix(const Queries& all, const C* values, const Heads& h, int64_t first, int
     for (int j = 0; j < D; ++j) store(all.mixed + (first + i) * h.padded + d + j * kLanes, sum[i][j]);
 }
 
-// f.template operator()<Q>(first) for all `count` queries, Q of them at a time: as few and as even portions as kTogether allows.
+// Call f.template operator()<Q>(first) for all `count` queries, Q of them at a time. The number of
+// portions is the smallest that kTogether allows, and they are as even as possible.
 template <typename F>
 void together(int64_t count, const F& f) {
   int64_t portions = (count + kTogether - 1) / kTogether, first = 0;
@@ -531,8 +545,9 @@ void together(int64_t count, const F& f) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Turn the scores of the visible positions [from, to) into weights, the largest of them 1; the rest of [begin, end) into 0. Returns
-// their sum, which the mixed values are divided by: there are fewer of those than there are positions.
+// Turn the scores of the visible positions [from, to) into weights, the largest of which is 1, and
+// the other scores of [begin, end) into 0. Returns the sum of the weights. The mixed values are
+// divided by it, and not the weights, since there are fewer mixed values than positions.
 inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, int64_t to) {
   Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Floats hidden = splat(-std::numeric_limits<float>::infinity()), top = hidden, total = {};
@@ -555,7 +570,7 @@ inline float softmax(float* scores, int64_t begin, int64_t end, int64_t from, in
   return sum(total);
 }
 
-// mixed / sums is what attention gives for these queries.
+// The attention of these queries is mixed / sums.
 template <typename C>
 void attend_to(Queries& all, int64_t count, const C* keys, const C* values, const Heads& h, int64_t window) {
   auto from = [&](int64_t at) { return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0; };
@@ -573,7 +588,8 @@ void attend_to(Queries& all, int64_t count, const C* keys, const C* values, cons
   });
 }
 
-// One head of one token: RMSNorm where the family has it, then the rotation. Pairs are (i, i + dim/2).
+// One head of one token: RMSNorm if the model family has it, then the rotation. Pairs are
+// (i, i + dim/2).
 void rotate(const float* from, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float* to) {
   float factor = 1.0f;
   if (norm) {
@@ -596,7 +612,7 @@ void rotate(const float* from, const float* norm, float eps, const float* cos, c
   }
 }
 
-// The caches of a layer and where a step stands in them; see `attention`.
+// The caches of a layer and where a step writes in them; see `attention`.
 struct Cache {
   const Tensor &keys, &values, &slots, &lengths, &cos, &sin;
   const std::optional<Tensor>&q_norm, &k_norm, &k_scale, &v_scale;
@@ -666,8 +682,9 @@ void attention_floats(const float* qkv, int64_t batch, int64_t n, const Cache& c
   cache.keys.scalar_type() == at::kFloat ? attention_heads<float>(qkv, batch, n, cache, out) : attention_heads<Fp8>(qkv, batch, n, cache, out);
 }
 
-// qkv [batch, n, (heads + 2 kv_heads) dim] float32; keys [slots, kv_heads, dim, capacity] and values [slots, kv_heads, capacity,
-// padded], both float32 or uint8 (E4M3 bits at k_scale, v_scale []), written in place behind `lengths` [batch] of `slots` [batch];
+// qkv [batch, n, (heads + 2 kv_heads) dim] float32; keys [slots, kv_heads, dim, capacity] and
+// values [slots, kv_heads, capacity, padded], both float32 or uint8 (E4M3 bits at k_scale, v_scale
+// []), which are written in place after the first `lengths` [batch] positions of `slots` [batch];
 // cos, sin [positions, dim / 2]; window 0: unbounded. Returns [batch, n, heads dim].
 Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& slots, const Tensor& lengths, const Tensor& cos,
                  const Tensor& sin, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
@@ -678,7 +695,7 @@ Tensor attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& sl
   return out;
 }
 
-// hidden [batch, n, k] + o(attention(qkv)) behind the norm.
+// hidden [batch, n, k] + o(attention(qkv(norm(hidden)))).
 Tensor attend(const Tensor& hidden, const Tensor& norm,  //
               const Tensor& qkv, const std::optional<Tensor>& qkv_scale, const std::optional<Tensor>& qkv_input_scale,
               const std::optional<Tensor>& qkv_pre_scale, const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& qkv_start,
@@ -703,7 +720,8 @@ Tensor attend(const Tensor& hidden, const Tensor& norm,  //
 
 }  // namespace
 
-// The namespace is named after the digest of this build, so that engines of different builds live side by side in one process.
+// The namespace is named after the digest of this build, so that engines of different builds can be
+// in one process.
 #define REGISTER(name, library) TORCH_LIBRARY(name, library)
 #define REGISTER_CPU(name, library) TORCH_LIBRARY_IMPL(name, CPU, library)
 
