@@ -1,6 +1,6 @@
-"""The one table of metrics: what every figure is called, counts and means.
+"""The one table of metrics: the name of every figure, what it counts, and what it means.
 
-Gates, reports, benches and docs/metrics.md read it; no title and no unit stands anywhere else.
+Gates, reports, benches and docs/metrics.md read it. Titles and units are written only here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TABLE = (
         formula="output tokens / request time",
         numerator="output tokens of all requests of the arm, counted by the server",
         denominator="e2e of the same requests, summed; they run one at a time",
-        note="prefill, queueing and streaming are inside; the warm-up is not",
+        note="includes prefill, queueing and streaming, but not the warm-up",
     ),
     Metric(
         name="speedup",
@@ -59,13 +59,13 @@ _TABLE = (
     Metric(
         name="tpot",
         title="TPOT",
-        spelled_out="time per output token behind the first",
+        spelled_out="time per output token after the first",
         unit="ms",
         better="lower",
         formula="(last token - first token) / (output tokens - 1)",
         numerator="time of the last chunk with tokens - time of the first",
         denominator="output tokens - 1",
-        note="one number per request; none below two tokens",
+        note="one number per request; none if the answer has fewer than two tokens",
     ),
     Metric(
         name="itl",
@@ -75,7 +75,7 @@ _TABLE = (
         better="lower",
         formula="gap between chunks / tokens of the later chunk, weighted by those tokens",
         numerator="time between two chunks with tokens",
-        denominator="tokens that the later one carries",
+        denominator="tokens in the later chunk",
         note="inter-token latency: a chunk of four tokens counts as four short gaps",
     ),
     Metric(
@@ -111,9 +111,9 @@ _TABLE = (
         numerator="samples of all rounds",
         denominator="",
         note=(
-            "printed when at least 10 samples lie beyond it: 20 for p50, 100 for p90, 1000 for"
-            f" p99. Rounds repeat the prompts, so the {CONFIDENCE:.0%} interval of p90 resamples"
-            " whole prompts"
+            "printed if at least 10 samples lie beyond it: 20 samples for p50, 100 for p90,"
+            f" 1000 for p99. Rounds repeat the prompts, so the {CONFIDENCE:.0%} interval of p90"
+            " resamples whole prompts"
         ),
     ),
     Metric(
@@ -122,9 +122,9 @@ _TABLE = (
         unit="share",
         better="higher",
         formula="accepted / drafted tokens",
-        numerator="draft tokens that the target kept",
+        numerator="draft tokens that the target accepted",
         denominator="draft tokens proposed",
-        note="everything behind the first rejection of a block counts as drafted and not accepted",
+        note="draft tokens after the first rejection of a block count as drafted and not accepted",
     ),
     Metric(
         name="acceptance_length",
@@ -132,9 +132,9 @@ _TABLE = (
         unit="tokens/step",
         better="higher",
         formula="1 + accepted / verify steps",
-        numerator="tokens out of verify steps",
+        numerator="tokens that verify steps give",
         denominator="verify steps: target forwards after prefill",
-        note="with bonus token",
+        note="the bonus token is included",
     ),
     Metric(
         name="acceptance_by_position",
@@ -142,9 +142,9 @@ _TABLE = (
         unit="share",
         better="higher",
         formula="joint: accepted[i] / drafted[i]; conditional: joint[i] / joint[i - 1]",
-        numerator="verify steps that kept the draft token at position i",
-        denominator="verify steps that drafted one there",
-        note="a conditional rate is among steps that kept all tokens before i",
+        numerator="verify steps that accepted the draft token at position i",
+        denominator="verify steps with a draft token at position i",
+        note="a conditional rate counts only steps that accepted all tokens before i",
     ),
     Metric(
         name="acceptance_alpha",
@@ -152,16 +152,17 @@ _TABLE = (
         unit="share",
         better="higher",
         formula="accepted / looked at",
-        numerator="draft tokens that the target kept",
+        numerator="draft tokens that the target accepted",
         denominator=(
-            "draft tokens whose predecessors in the block were all kept: sum over positions of"
+            "draft tokens whose predecessors in the block were all accepted: sum over positions of"
             " drafted[i] x joint[i - 1]"
         ),
         note=(
-            "maximum likelihood for drafts that are kept alike and independently (a truncated"
-            " geometric distribution); where only totals are counted, the alpha with alpha + ... +"
-            " alpha^k = accepted / verify steps, k tokens a block. Blocks last longer in easy"
-            f" places, so it may lie above the mean over all. {CONFIDENCE:.0%} bootstrap interval"
+            "maximum likelihood, if every draft token is accepted independently and with the same"
+            " probability (a truncated geometric distribution); if only totals are counted, the"
+            " alpha with alpha + ... + alpha^k = accepted / verify steps, for blocks of k tokens."
+            " Blocks are longer in easy places, so alpha may be above the mean over all places."
+            f" {CONFIDENCE:.0%} bootstrap interval"
             " over prompts"
         ),
     ),
@@ -173,7 +174,7 @@ _TABLE = (
         formula="distinct / all 4-grams of output tokens, averaged over requests",
         numerator="different runs of four tokens in a text",
         denominator="all runs of four tokens in it",
-        note="below 0.5 the texts loop: loops are easy to draft and flatter the speed-up",
+        note="below 0.5 the texts loop: loops are easy to draft, which makes the speed-up too high",
     ),
     Metric(
         name="parity",
@@ -183,7 +184,7 @@ _TABLE = (
         formula="prompts that diverge / prompts",
         numerator=(
             "prompts whose speculative text differs from the plain one in any round, at any draft"
-            " length, or with nothing accepted"
+            " length, or when no draft token is accepted"
         ),
         denominator="prompts compared",
         note=(
@@ -215,7 +216,7 @@ _TABLE = (
         title="wrong tokens",
         unit="tokens",
         better="lower",
-        formula="tokens that rounding does not explain",
+        formula="tokens that rounding cannot explain",
         numerator=(
             "tokens of the plain greedy texts that lie more than near_tie_margin below the"
             " reference's best logit"
@@ -231,13 +232,13 @@ _TABLE = (
         title="wrong choices",
         unit="share",
         better="lower",
-        formula="tokens that are not the reference's own / tokens, where the reference is decided",
+        formula="tokens other than the reference's choice / tokens, where the reference is certain",
         numerator=(
             "tokens of the plain greedy texts other than the reference's best, at these places"
         ),
         denominator=(
-            "output tokens at places where the reference's margin is beyond what quantization is"
-            " estimated to move its logits by"
+            "output tokens at places where the reference's margin exceeds the estimated change of"
+            " its logits by quantization"
         ),
         note=f"judged by its exact upper bound at {CONFIDENCE:.0%} confidence",
     ),
@@ -283,15 +284,15 @@ _TABLE = (
         title="draft proposes as compiled",
         unit="tokens",
         better="higher",
-        formula="first drafts kept, beside those that the draft engine proposes right",
-        numerator="verify steps that kept their first draft",
+        formula="first draft tokens accepted, and those that the draft engine proposes correctly",
+        numerator="verify steps that accepted their first draft token",
         denominator=(
             "verify steps at whose first place the draft engine, teacher-forced, chooses the token"
-            " that came"
+            " of the text"
         ),
         note=(
-            "greedy requests whose chunks are steps; a draft whose cache is damaged changes no"
-            " text, only this"
+            "greedy requests whose chunks are steps; if the draft's cache is damaged, no text"
+            " changes, only this count"
         ),
     ),
     Metric(
@@ -345,11 +346,11 @@ _TABLE = (
         numerator="sum of KL over the first held-out tokens, teacher-forced",
         denominator="these tokens",
         note=(
-            "all other layers, and the KV cache of theirs, are as in the source; layers may make"
-            " up for one another, so the sum need not be the KL of all together"
+            "all other layers and their KV cache are as in the source; errors of layers may cancel,"
+            " so the sum need not be the KL of all layers together"
         ),
     ),
-    # Of a load, where several requests run at once and an open loop has a schedule.
+    # Metrics of a load: several requests run at once, and an open loop has a schedule.
     Metric(
         name="throughput",
         title="output tokens/s of all requests",
@@ -360,7 +361,7 @@ _TABLE = (
         denominator=(
             "first request sent (open loop: due) to the end of the last, summed over blocks"
         ),
-        note="of all requests together; the warm-up is outside",
+        note="of all requests together, without the warm-up",
     ),
     Metric(
         name="requests_per_s",
@@ -378,11 +379,11 @@ _TABLE = (
         better="higher",
         formula="requests that met every stated limit / window",
         numerator=(
-            "answered requests whose latencies all kept within --goodput; itl and icl by the"
-            " largest gap"
+            "answered requests whose latencies are all within --goodput; for itl and icl, the"
+            " largest gap counts"
         ),
         denominator="the same window",
-        note="a failed request, and a latency that was not measured, meet none",
+        note="a failed request and a latency that was not measured meet no limit",
     ),
     Metric(
         name="speed",
@@ -403,7 +404,7 @@ _TABLE = (
         unit="ms",
         better="lower",
         formula="request sent - request due",
-        numerator="time at which it was handed to the network",
+        numerator="time at which the request was handed to the network",
         denominator="1 request",
         note="open loop",
     ),
@@ -426,7 +427,7 @@ _TABLE = (
         denominator="the same of run A",
         note="paired by prompt where both runs sent the same prompts",
     ),
-    # Of the plan, the advisor and the counters, which no load measures.
+    # Metrics of the plan, the advisor and the counters, which no load measures.
     Metric(
         name="latency_ratio",
         title="latency ratio",
@@ -469,8 +470,8 @@ _TABLE = (
         numerator="bytes, sampled four times a second; exact for a peak of this process alone",
         denominator="",
         note=(
-            "pages that processes share count in each; `serve` is the server's own tree while it"
-            " was measured"
+            "pages that processes share are counted in each of them; `serve` is the server's own"
+            " tree while it was measured"
         ),
     ),
     Metric(
@@ -485,8 +486,8 @@ _TABLE = (
         ),
         denominator="",
         note=(
-            "the table of memory names every part with its arithmetic; libraries are in it where"
-            " it says so"
+            "the table of memory shows every part with its arithmetic; libraries are included only"
+            " where it says so"
         ),
     ),
     Metric(
@@ -494,9 +495,9 @@ _TABLE = (
         title="alpha",
         unit="share",
         better="higher",
-        formula="mean over output tokens of the probability that a draft token is kept there",
+        formula="mean over output tokens of the probability that a draft token is accepted there",
         numerator=(
-            "greedy: places where both models choose alike; rejection: sum over tokens of"
+            "greedy: places where both models choose the same token; rejection: sum over tokens of"
             " min(target, draft)"
         ),
         denominator="places of target-generated texts, both models teacher-forced",
@@ -517,7 +518,7 @@ _TABLE = (
             "verify cost: what a forward of k + 1 tokens takes beyond one of 1; host: its work per"
             " step, prefill, and blocks cut short at the end of a text"
         ),
-        note="measured stands beside it where such a length was run",
+        note="the measured speed-up is shown next to it for draft lengths that were run",
     ),
     Metric(
         name="break_even",
@@ -527,7 +528,7 @@ _TABLE = (
         formula="tokens per step at which speculation costs nothing",
         numerator="time of a step: drafting, verifying and the host's work",
         denominator="time of a plain token",
-        note="break-even alpha: the acceptance that gives so many tokens per step",
+        note="break-even alpha: the acceptance that gives this number of tokens per step",
     ),
     Metric(
         name="grid",
@@ -553,7 +554,8 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 
 def heading(name: str) -> str:
-    """The head of a row or column: the title, and the unit where cells do not show it."""
+    """The heading of a row or column: the title, and the unit if the cells do not show it."""
     metric = METRICS[name]
-    is_shown = metric.unit in ("", "x", "share")
-    return metric.title if is_shown else f"{metric.title}, {metric.unit}"
+    if metric.unit in ("", "x", "share"):  # cells show these units
+        return metric.title
+    return f"{metric.title}, {metric.unit}"
