@@ -367,4 +367,4 @@ def test_chunks_that_came_together_are_no_latency_and_said_to_be_none(prompts: P
     }
     assert lines["ITL"].split()[-5] == "-" and "0.00" not in lines["ITL"]
     assert re.search(r"\d", lines["e2e"].partition("ms")[2])
-    assert "no limit but on errors was asked for" in console.file.getvalue()
+    assert "the only limit was on errors" in console.file.getvalue()

@@ -130,13 +130,14 @@ def test_advice_against_speculation_says_what_becomes_of_the_yaml_s(advice: Advi
         line.endswith(": leave it out")
         for line in printed(against, present=SpeculationConfig(), own_draft="a <draft>")
     )
-    assert "as the YAML has it" in printed(against, present=SpeculationConfig(kind="none"))
+    assert "the YAML already says so" in printed(against, present=SpeculationConfig(kind="none"))
 
 
 def test_a_prediction_is_set_beside_what_was_served(
     advice: Advice, advised: ValidationReport
 ) -> None:
-    assert any("costs: `toolkit build` measures it served" in line for line in printed(advice))
+    text = " ".join(" ".join(printed(advice)).split())
+    assert "through Triton: `toolkit build` measures it on the endpoint" in text
     lines = printed(advice, present=SpeculationConfig(), own_draft="a <draft>", served=advised)
     greedy = next(line for line in lines if line.startswith("  greedy: "))
     assert advised.speedup is not None
@@ -159,8 +160,8 @@ def test_what_was_served_leads_where_the_prediction_is_not_decided(
     pays = replace(pays, speedup=replace(advised.speedup, low=1.2))
     undecided = replace(advice, decided=False, reason="undecided: 1.10x (0.90 to 1.30)")
     lines = printed(undecided, present=SpeculationConfig(), own_draft="a <draft>", served=pays)
-    assert any(line.startswith("the interval holds 1") for line in lines)
-    assert any(line.startswith("what was served decides") for line in lines)
+    assert any(line.startswith("the interval contains 1") for line in lines)
+    assert any(line.startswith("the measurement on the endpoint decides") for line in lines)
     for other, served in ((undecided, advised), (advice, pays)):
         assert not any(
             "decides" in line for line in printed(other, present=SpeculationConfig(), served=served)
@@ -188,7 +189,7 @@ def test_a_predicted_grid_says_so_wherever_its_speeds_stand(advised: ValidationR
             if title.startswith("Precisions of target and draft")
         )
         assert (
-            "intervals of acceptance alone. Left out: target W8A16: not established." in note
+            "intervals cover acceptance alone. Left out: target W8A16: not established." in note
         ) == bool(count)
         plot = grid_plot(report)
         assert (

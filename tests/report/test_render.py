@@ -227,7 +227,7 @@ def test_markdown_of_any_length_fits_and_names_what_it_leaves_out(
     stages = (StageCost("short", 1.0, None, reused=False),)
     text = render_markdown(replace(advised, engines={"target": engine}, stages=stages))
     assert len(text) <= 65_536
-    assert text.rstrip().endswith("Left out for length, and in report.html: Engines.")
+    assert text.rstrip().endswith("Left out for length, but in report.html: Engines.")
     assert "<summary>Stages</summary>" in text and "<summary>Environment</summary>" in text
     assert text.count("<details>") == text.count("</details>")
     endless = replace(

@@ -158,14 +158,15 @@ def test_a_draft_whose_steps_nobody_told_is_not_judged_and_spoils_no_verdict() -
             (3, 2),
             (90, 60),
             "PASS",
-            "only 2 of them behind a whole block, too few to judge its cache by",
+            "only 2 of them follow a fully accepted block, too few to judge the draft's cache",
         ),
         ((40, 30), (5, 1), "PASS", "31 first drafts"),
         (
             (0, 0),
             (1764, 0),
             "INCONCLUSIVE",
-            "of 1,764 steps the draft engine proposes the right first token in none; it takes 27",
+            "of 1,764 steps the draft engine proposes the right first token in none; a sound draft"
+            " can be told from 27 on",
         ),
         (
             (40, 26),

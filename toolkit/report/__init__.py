@@ -1,1 +1,1 @@
-"""A validation report for people: terminal, Markdown, HTML; and for programs: JSON."""
+"""Write a validation report for people (terminal, Markdown, HTML) and for programs (JSON)."""

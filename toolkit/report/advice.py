@@ -1,6 +1,4 @@
-"""The advisor's findings on a terminal: what to set, how the ways to draft compare, and why it
-is so.
-"""
+"""Print what the advisor found: what to set, how the ways to draft compare, and why."""
 
 from __future__ import annotations
 
@@ -19,12 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["against_present", "at_once", "deployed", "print_advice", "print_grid", "yaml_of"]
 
 DASH = "-"
-MEASURED = "measured"  # what Advice.costs_are says of this machine
+MEASURED = "measured"  # Advice.costs_are if the costs were timed on this machine
 
 
 def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = True) -> str:
-    """The lines of the YAML that the advice comes to. schedule: whether what serves it takes a
-    draft length by load; max_concurrency: whether it takes a load to stop at.
+    """Return the lines of the YAML that follow the advice.
+
+    schedule: whether the server can choose the draft length by load. max_concurrency: whether the
+    server can stop speculating above a given load.
     """
     if not advice.speculate:
         return "speculation: {kind: none}"
@@ -42,8 +42,8 @@ def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = Tr
 
 
 def print_grid(grid: Grid, console: Console) -> None:
-    """Every pair of precisions, the best one marked; then what each precision does to target and
-    draft.
+    """Print every pair of precisions with the best one marked, then what each precision does to
+    target and draft.
     """
     from rich.text import Text
 
@@ -72,24 +72,31 @@ def print_grid(grid: Grid, console: Console) -> None:
         "speed-up over its plain decoding",
     )
     console.print(_table(f"pairs, one request at a time{speeds}", titles, cells, words=titles[:3]))
-    of_target = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
+    target_columns = ("target", "KL to the unquantized, nats", "perplexity", "tokens")
     targets = [
-        (one.quant_algo, _interval(one.kl, 4), _interval(one.perplexity, 2), str(one.tokens))
-        for one in grid.targets
+        (
+            target.quant_algo,
+            _interval(target.kl, 4),
+            _interval(target.perplexity, 2),
+            str(target.tokens),
+        )
+        for target in grid.targets
     ]
-    console.print(_table("targets on held-out text", of_target, targets, words=of_target[:1]))
+    console.print(
+        _table("targets on held-out text", target_columns, targets, words=target_columns[:1])
+    )
     drafts = [
         (
-            one.target,
-            one.draft,
-            f"{one.alpha_lost:.1%}",
-            f"{one.draft_time_saved:.1%}",
-            _interval(one.speed, 3),
-            one.verdict,
+            cost.target,
+            cost.draft,
+            f"{cost.alpha_lost:.1%}",
+            f"{cost.draft_time_saved:.1%}",
+            _interval(cost.speed, 3),
+            cost.verdict,
         )
-        for one in grid.drafts
+        for cost in grid.drafts
     ]
-    of_draft = (
+    draft_columns = (
         "target",
         "draft",
         "alpha lost",
@@ -100,15 +107,15 @@ def print_grid(grid: Grid, console: Console) -> None:
     console.print(
         _table(
             f"what quantizing the draft does{speeds}",
-            of_draft,
+            draft_columns,
             drafts,
             words=("target", "draft", "quantizing the draft"),
         )
     )
     console.print(
-        f"* the fastest whose target keeps KL {grid.max_kl:g} by its upper bound; {grid.prompts}"
-        f" prompts, intervals at {grid.confidence:.0%}"
-        + (", of acceptance alone" if speeds else ""),
+        f"* the fastest pair whose target stays within KL {grid.max_kl:g} by its upper bound;"
+        f" {grid.prompts} prompts, intervals at {grid.confidence:.0%}"
+        + (", for acceptance alone" if speeds else ""),
         style="dim",
     )
     for line in grid.left_out:
@@ -130,12 +137,12 @@ def print_advice(
     served: ValidationReport | None = None,
     details: bool = False,
 ) -> None:
-    """What to set, what that gains over the YAML's own setting, and how the ways to draft compare;
-    `details`: why it is so.
+    """Print what to set, what that gains over the YAML's own setting, and how the ways to draft
+    compare. `details` adds the reasons.
 
-    present, own_draft: what the YAML says, and the name of its draft. schedule: whether what serves
-    it takes a draft length by load; max_concurrency: a load to stop at. served: the deployment's
-    last report.
+    present: the YAML's own setting. own_draft: the name of its draft. schedule: whether the server
+    can choose the draft length by load. max_concurrency: whether the server can stop speculating
+    above a given load. served: the deployment's last report.
     """
     from rich.text import Text
 
@@ -148,11 +155,11 @@ def print_advice(
         best = ", ".join(
             f"{step.draft_len} from {at_once(step.batch)} on" for step in advice.schedule
         )
-        console.print(f"best are {best}; what serves this takes one length", highlight=False)
+        console.print(f"best are {best}; but this server takes one length only", highlight=False)
     if not advice.decided:
         console.print(
-            "the interval holds 1, so the estimate chose: tune again on a quiet machine, or build"
-            " and see"
+            "the interval contains 1, so the choice rests on the estimate alone: tune again on a"
+            " quiet machine, or build and measure"
         )
     if advice.max_concurrency is not None:
         console.print(f"it pays up to {at_once(advice.max_concurrency)}, and not beyond")
@@ -178,10 +185,13 @@ def print_advice(
 
 
 def deployed(advice: Advice) -> Candidate:
-    """The deployment's own way to draft, which is what was served; the best where it is not
-    among them.
+    """Return the deployment's own way to draft, which is the one that was served. If it was not
+    compared, return the best one.
     """
-    return next((one for one in advice.candidates if one.name == advice.own), advice.candidates[0])
+    return next(
+        (candidate for candidate in advice.candidates if candidate.name == advice.own),
+        advice.candidates[0],
+    )
 
 
 def at_once(requests: int) -> str:
@@ -191,16 +201,12 @@ def at_once(requests: int) -> str:
 def against_present(
     advice: Advice, present: SpeculationConfig, own: Candidate | None
 ) -> str | None:
-    """What the advice changes in the YAML, and what that is predicted to gain for one request at
-    a time.
-    """
+    """Say what the advice changes in the YAML, and the predicted gain for one request at a time."""
     best = advice.candidates[0]
     if not present.is_enabled:
-        return (
-            f"the YAML does not speculate: this gains {best.speedup - 1:.1%}"
-            if advice.speculate
-            else "as the YAML has it"
-        )
+        if not advice.speculate:
+            return "the YAML already says so"
+        return f"the YAML does not speculate: this gains {best.speedup - 1:.1%}"
     if present.max_draft_len == "auto":
         return "the YAML has max_draft_len: auto, so `toolkit build` sets this by itself"
     now = None if own is None else _speedup(own, present.max_draft_len)
@@ -220,19 +226,26 @@ def against_present(
 
 
 def _own(advice: Advice, present: SpeculationConfig, own_draft: str | None) -> Candidate | None:
-    """The YAML's own way to draft among those that were compared."""
+    """Return the YAML's own way to draft, or None if it was not compared."""
     name = own_draft if present.has_draft_model else present.kind
     return next(
-        (one for one in advice.candidates if (one.drafter, one.name) == (present.kind, name)), None
+        (
+            candidate
+            for candidate in advice.candidates
+            if (candidate.drafter, candidate.name) == (present.kind, name)
+        ),
+        None,
     )
 
 
 def _speedup(candidate: Candidate, draft_len: int) -> float | None:
-    """Predicted for one request at a time; modes count alike."""
-    found = [
-        one.speedup for one in candidate.predictions if (one.batch, one.draft_len) == (1, draft_len)
+    """Return the predicted speed-up for one request at a time; greedy and sampled count alike."""
+    speedups = [
+        prediction.speedup
+        for prediction in candidate.predictions
+        if (prediction.batch, prediction.draft_len) == (1, draft_len)
     ]
-    return math.prod(found) ** (1 / len(found)) if found else None
+    return math.prod(speedups) ** (1 / len(speedups)) if speedups else None
 
 
 def _trust(
@@ -241,35 +254,37 @@ def _trust(
     own: Candidate | None,
     served: ValidationReport | None,
 ) -> Iterator[str]:
-    """What the prediction leaves out, and what was seen of it where the deployment was served."""
+    """Say what the prediction leaves out, and what the last report measured on the endpoint."""
     if advice.costs_are != MEASURED:
         yield (
-            "costs are a GPU's at its limits, without host and server: measure on that machine"
-            " before you rely on it"
+            "the costs assume a GPU at its limits and leave out host and server: measure on that"
+            " machine before you rely on them"
         )
         return
-    told = "predicted in this process, without what sending chunks through Triton costs"
+    basis = "predicted in this process, without the cost of sending chunks through Triton"
     sampled = None if served is None else served.sampled.speedup
     if served is None or served.speedup is None or sampled is None:
-        yield f"{told}: `toolkit build` measures it served"
+        yield f"{basis}: `toolkit build` measures it on the endpoint"
         return
-    seen = (("greedy", served.speedup), (f"T = {served.sampled.temperature:g}", sampled))
-    yield f"{told}; served, the last report has"
-    for (name, found), mode in zip(seen, ("greedy", "sampled"), strict=True):
-        asked = None if present is None else present.max_draft_len
-        length = advice.max_draft_len if asked == "auto" else asked
-        steps = () if own is None else own.predictions
+    measured = (("greedy", served.speedup), (f"T = {served.sampled.temperature:g}", sampled))
+    yield f"{basis}; on the endpoint, the last report measured"
+    for (name, speedup), mode in zip(measured, ("greedy", "sampled"), strict=True):
+        length = None if present is None else present.max_draft_len
+        length = advice.max_draft_len if length == "auto" else length
+        predictions = () if own is None else own.predictions
         predicted = [
-            one.speedup
-            for one in steps
-            if (one.mode, one.batch, one.draft_len) == (mode, 1, length)
+            prediction.speedup
+            for prediction in predictions
+            if (prediction.mode, prediction.batch, prediction.draft_len) == (mode, 1, length)
         ]
         beside = f", {predicted[0]:.2f}x predicted" if predicted else ""
-        yield f"  {name}: {found.estimate:.2f}x ({found.low:.2f} to {found.high:.2f}){beside}"
-    if not (advice.speculate and advice.decided) and all(found.low > 1.0 for _, found in seen):
+        yield f"  {name}: {speedup.estimate:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}){beside}"
+    if not (advice.speculate and advice.decided) and all(
+        speedup.low > 1.0 for _, speedup in measured
+    ):
         yield (
-            "what was served decides: it pays there, since a step streams one chunk for several"
-            " tokens"
+            "the measurement on the endpoint decides: speculation pays there, since a step streams"
+            " one chunk for several tokens"
         )
 
 
@@ -304,8 +319,8 @@ def _ranking(advice: Advice) -> RenderableType:
 
 
 def _by_length(candidate: Candidate) -> RenderableType:
-    """Predicted speed-up of each draft length, and what makes it differ from the formula, for
-    one request at a time.
+    """Tabulate the predicted speed-up of each draft length for one request at a time, and what
+    makes it differ from the formula.
     """
     rows = [
         (
@@ -366,7 +381,7 @@ def _alphas(candidate: Candidate) -> RenderableType:
 def _table(
     title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str]
 ) -> RenderableType:
-    """words: the columns that hold text; the others are numbers, which stand to the right."""
+    """words: the columns that hold text; the others hold numbers and are aligned to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")

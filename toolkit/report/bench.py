@@ -1,4 +1,4 @@
-"""Tables of a bench and of a comparison, for a terminal."""
+"""Print the tables of a bench and of a comparison on a terminal."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ MARKS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"
 
 
 def print_run(run: BenchRun, console: Console) -> None:
-    """Verdict first, then figures per load, then what a reader should know."""
+    """Print the endpoints, the figures of every load, gates and findings, and the verdict last."""
     where = ", ".join(
-        f"{one.arm}: {one.model} at {one.address} ({one.protocol})" for one in run.endpoints
+        f"{endpoint.arm}: {endpoint.model} at {endpoint.address} ({endpoint.protocol})"
+        for endpoint in run.endpoints
     )
     console.print(where, highlight=False, markup=False)
     for point in run.points:
         _point(point, console)
     if run.crossover is not None:
-        near = (
-            f", crossing near {run.crossover.estimate:.1f}"
-            if run.crossover.estimate is not None
-            else ""
-        )
+        near = ""
+        if run.crossover.estimate is not None:
+            near = f", crossing near {run.crossover.estimate:.1f}"
         console.print(
             f"speculation over concurrency: {run.crossover.detail}{near}",
             highlight=False,
@@ -42,10 +41,10 @@ def print_run(run: BenchRun, console: Console) -> None:
         )
     _gates(run.gates, console)
     _findings(run.findings, console)
-    asked = any(gate.metric != "errors" for gate in run.gates)
-    if run.verdict == "PASS" and not asked:
+    has_limits = any(gate.metric != "errors" for gate in run.gates)
+    if run.verdict == "PASS" and not has_limits:
         console.print(
-            "no limit but on errors was asked for (--gate)",
+            "the only limit was on errors; set others with --gate",
             highlight=False,
             markup=False,
             style="dim",
@@ -53,26 +52,24 @@ def print_run(run: BenchRun, console: Console) -> None:
     console.print(run.verdict, style=COLOURS[run.verdict])
 
 
-def print_comparison(found: Comparison, console: Console) -> None:
-    for point in found.points:
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    for point in comparison.points:
         load = _load(point.concurrency, point.rate)
         how = "paired by prompt" if point.paired else "not paired"
         title = f"\n{point.arm} arm, {load}: B / A, {how}, {point.prompts} prompts"
         console.print(title, style="bold", highlight=False, markup=False)
         _ratios(point.ratios, console)
-    _gates(found.gates, console)
-    _findings(found.findings, console)
-    console.print(found.verdict, style=COLOURS[found.verdict])
+    _gates(comparison.gates, console)
+    _findings(comparison.findings, console)
+    console.print(comparison.verdict, style=COLOURS[comparison.verdict])
 
 
 def _load(concurrency: int | None, rate: float | None) -> str:
-    return (
-        f"{concurrency} at a time"
-        if concurrency is not None
-        else f"{rate:g} requests/s"
-        if rate is not None
-        else "trace"
-    )
+    if concurrency is not None:
+        return f"{concurrency} at a time"
+    if rate is not None:
+        return f"{rate:g} requests/s"
+    return "trace"
 
 
 def _point(point: BenchPoint, console: Console) -> None:
@@ -99,6 +96,9 @@ def _point(point: BenchPoint, console: Console) -> None:
 
 
 def _rows(arm: BenchArm) -> dict[str, str]:
+    alpha = arm.acceptance.alpha
+    alpha_cell = "" if alpha is None else interval(alpha.estimate, alpha.low, alpha.high)
+    lag_cell = "" if arm.lag_p99_ms is None else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}"
     rows = {
         "requests": f"{arm.requests}" + (f" ({arm.failed} failed)" if arm.failed else ""),
         "output tokens": _number(arm.output_tokens, 0),
@@ -107,12 +107,8 @@ def _rows(arm: BenchArm) -> dict[str, str]:
         heading("goodput"): _number(arm.goodput, 2),
         heading("acceptance_length"): _number(arm.acceptance.length, 2),
         heading("acceptance_rate"): _number(arm.acceptance.rate, 2),
-        heading("acceptance_alpha"): ""
-        if (alpha := arm.acceptance.alpha) is None
-        else interval(alpha.estimate, alpha.low, alpha.high),
-        _spread("lag", 50, 99): ""
-        if arm.lag_p99_ms is None
-        else f"{arm.lag_p50_ms:.2f} / {arm.lag_p99_ms:.2f}",
+        heading("acceptance_alpha"): alpha_cell,
+        _spread("lag", 50, 99): lag_cell,
     }
     return rows | {
         _spread(name, *PERCENTILES): _percentiles(arm.latencies[name]) for name in LATENCIES
@@ -120,21 +116,25 @@ def _rows(arm: BenchArm) -> dict[str, str]:
 
 
 def _spread(name: str, *percentiles: int) -> str:
-    """TTFT p50/p90/p99 ms"""
+    """Return a heading such as `TTFT p50/p90/p99 ms`."""
     metric = METRICS[name]
     return f"{metric.title} {'/'.join(f'p{q}' for q in percentiles)} {metric.unit}"
 
 
 def _percentiles(latency: Latency) -> str:
-    """A percentile that the samples do not support is a dash, and so is a gap of nothing: two
-    chunks came in one read.
+    """Return p50, p90 and p99. A percentile that the samples do not support is a dash, and so is a
+    gap of 0, which means that two chunks came in one read.
     """
     if latency.samples == 0:
         return ""
     values = (latency.p50, latency.p90, latency.p99)
-    return " / ".join(
-        "-" if not value else "<0.01" if value < 0.005 else f"{value:.2f}" for value in values
-    )
+    return " / ".join(map(_percentile, values))
+
+
+def _percentile(value: float | None) -> str:
+    if not value:
+        return "-"
+    return "<0.01" if value < 0.005 else f"{value:.2f}"
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -174,5 +174,7 @@ def _gates(gates: Sequence[Gate], console: Console) -> None:
 def _findings(findings: Sequence[Finding], console: Console) -> None:
     from rich.text import Text
 
-    for one in findings:
-        console.print(Text.assemble((f"{one.check}: ", MARKS[one.severity]), one.detail))
+    for finding in findings:
+        console.print(
+            Text.assemble((f"{finding.check}: ", MARKS[finding.severity]), finding.detail)
+        )

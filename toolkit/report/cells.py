@@ -1,5 +1,6 @@
-"""What a table of a report is, and how a number becomes the text of a cell. Renderers print
-cells as they are.
+"""The tables of a report, and how a number becomes the text of a cell.
+
+Renderers print cells as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ DASH = "-"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """rows are as long as columns. definitions: their names. text: all columns hold words;
-    words: those of these names do. is_brief: a terminal shows it unasked.
+    """A table of text cells; every row is as long as columns.
+
+    definitions: names of the metrics that define its figures. text: all columns hold words. words:
+    names of the columns that hold words. is_brief: a terminal shows it even without `full`.
     """
 
     title: str
@@ -30,7 +33,7 @@ class Table:
     is_brief: bool = False
 
     def right(self, index: int) -> bool:
-        """Whether a column holds numbers, which stand to the right."""
+        """Whether a column holds numbers and is aligned to the right."""
         return index > 0 and not self.text and self.columns[index] not in self.words
 
 
@@ -45,7 +48,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def capital(title: str) -> str:
-    """A title of the table of metrics, at the start of a line."""
+    """A metric's title with a capital letter, for the start of a line."""
     return title[:1].upper() + title[1:]
 
 
@@ -61,8 +64,6 @@ def interval(estimate: float | None, low: float | None, high: float | None) -> s
     """An estimate with the ends of its interval, all to two decimals."""
     if estimate is None:
         return DASH
-    return (
-        f"{estimate:.2f}"
-        if low is None or high is None
-        else f"{estimate:.2f} ({low:.2f} to {high:.2f})"
-    )
+    if low is None or high is None:
+        return f"{estimate:.2f}"
+    return f"{estimate:.2f} ({low:.2f} to {high:.2f})"

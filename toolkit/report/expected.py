@@ -1,8 +1,8 @@
 """Plots of what was expected beside what was measured: speed-up over draft length and concurrency,
 precisions, memory.
 
-Each needs something that a plain validation does not make (advice, a grid, a sweep, a plan), and is
-None where that is missing.
+Each plot needs a record that validation alone does not make (advice, a grid, a sweep, a plan). A
+function returns None if its record is missing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.bench.definitions import METRICS
-from toolkit.records.advice import Candidate, SpeedupPrediction
+from toolkit.records.advice import Candidate, GridCell, SpeedupPrediction
 from toolkit.records.bench import BenchPoint
 from toolkit.records.build import StageCost
 from toolkit.records.measured import Ratio, Speedup
@@ -49,11 +49,11 @@ MODES: dict[DecodingMode, tuple[str, str]] = {
     "greedy": ("spec", "greedy"),
     "sampled": ("spec2", "sampled"),
 }
-FAR = 4  # a limit that lies this many times beyond the longest bar is said in words and not drawn
+FAR = 4  # a limit above this many times the longest bar is written in the caption and not drawn
 
 
 def deployed_draft_len(report: ValidationReport) -> int | None:
-    """What the speculative arm was measured with."""
+    """Return the longest draft that the speculative arm was measured with."""
     lengths = [
         arm.draft_len
         for arm in (report.parity.arms if report.parity else ())
@@ -63,28 +63,35 @@ def deployed_draft_len(report: ValidationReport) -> int | None:
 
 
 def draft_length_plot(report: ValidationReport) -> Plot | None:
-    """Lines: predicted for one request at a time, with their intervals. Dots: runs, of the
-    advisor and of this report.
+    """Plot speed-up over draft length. Lines: the prediction for one request at a time, with its
+    interval. Dots: runs by the advisor and by this validation.
     """
     advice = report.advice
     best = deployed(advice) if advice is not None and advice.candidates else None
-    if advice is None or best is None or not any(one.batch == 1 for one in best.predictions):
+    if (
+        advice is None
+        or best is None
+        or not any(prediction.batch == 1 for prediction in best.predictions)
+    ):
         return None
     drawing = Drawing(f"Speed-up over draft length with {best.name}, predicted and measured")
     series = {mode: _by_length(best, mode) for mode in MODES}
     entries = [entry for mode, entry in MODES.items() if series[mode]]
-    longest = max(one.draft_len for one in best.predictions)
+    longest = max(prediction.draft_len for prediction in best.predictions)
     measured = measured_here(report)
-    runs = any(one.measured is not None for one in best.predictions)
-    drawing.legend([*entries, ("dotmark", "measured")] if measured or runs else entries, LEFT)
-    edges = [
-        1.0,
-        *(edge for one in best.predictions if one.batch == 1 for edge in (one.low, one.high)),
+    has_runs = any(prediction.measured is not None for prediction in best.predictions)
+    drawing.legend([*entries, ("dotmark", "measured")] if measured or has_runs else entries, LEFT)
+    edges = [1.0]
+    edges += [
+        edge
+        for prediction in best.predictions
+        if prediction.batch == 1
+        for edge in (prediction.low, prediction.high)
     ]
     edges += [
         edge
-        for one in best.predictions
-        for edge in (one.measured_low, one.measured_high)
+        for prediction in best.predictions
+        for edge in (prediction.measured_low, prediction.measured_high)
         if edge is not None
     ]
     edges += [edge for _, speedup in measured for edge in (speedup.low, speedup.high)]
@@ -97,25 +104,23 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
         points = series[mode]
         if not points:
             continue
-        ends = [(x(one.draft_len), y(one.high)) for one in points] + [
-            (x(one.draft_len), y(one.low)) for one in points[::-1]
-        ]
-        drawing.path([(x(0), y(1)), *ends], f"band {cls}")
-        drawing.path(
-            [(x(0), y(1)), *((x(one.draft_len), y(one.speedup)) for one in points)], f"curve {cls}"
-        )
-        for one in points:
+        upper = [(x(point.draft_len), y(point.high)) for point in points]
+        lower = [(x(point.draft_len), y(point.low)) for point in points[::-1]]
+        drawing.path([(x(0), y(1)), *upper, *lower], f"band {cls}")
+        middle = [(x(point.draft_len), y(point.speedup)) for point in points]
+        drawing.path([(x(0), y(1)), *middle], f"curve {cls}")
+        for point in points:
             if (
-                one.measured is not None
-                and one.measured_low is not None
-                and one.measured_high is not None
+                point.measured is not None
+                and point.measured_low is not None
+                and point.measured_high is not None
             ):
                 tip = (
-                    f"{label}, length {one.draft_len}: run {one.measured:.2f}x, predicted"
-                    f" {one.speedup:.2f}x"
+                    f"{label}, length {point.draft_len}: run {point.measured:.2f}x, predicted"
+                    f" {point.speedup:.2f}x"
                 )
-                low, high = y(one.measured_low), y(one.measured_high)
-                drawing.whisker(x(one.draft_len), y(one.measured), low, high, cls, tip)
+                low, high = y(point.measured_low), y(point.measured_high)
+                drawing.whisker(x(point.draft_len), y(point.measured), low, high, cls, tip)
     length = deployed_draft_len(report)
     if length is not None and length <= longest:
         for i, (mode, speedup) in enumerate(measured):
@@ -127,41 +132,43 @@ def draft_length_plot(report: ValidationReport) -> Plot | None:
             drawing.whisker(
                 place, y(speedup.estimate), y(speedup.low), y(speedup.high), MODES[mode][0], tip
             )
+    caption = (
+        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs"
+        f" ({advice.costs_are}). "
+    )
+    if measured or has_runs:
+        caption += (
+            "Dots with whiskers: measured; a pair side by side was measured on the endpoint. "
+        )
+    caption += "A table below explains the gaps."
     return Plot(
         "Speed-up over draft length",
         drawing.render(),
-        f"{best.name}, one request at a time. Lines and bands: predicted from acceptance and costs"
-        f" ({advice.costs_are}). "
-        + (
-            "Dots with whiskers: measured, those side by side on the endpoint. "
-            if measured or runs
-            else ""
-        )
-        + "A table below explains the gaps.",
+        caption,
         ("predicted_speedup", "speedup"),
     )
 
 
 def grid_plot(report: ValidationReport) -> Plot | None:
-    """Tokens per second of every pair of precisions with its interval, grouped by target; the
-    best pair marked.
+    """Plot tokens per second of every pair of precisions with its interval, grouped by target. The
+    best pair is marked.
     """
     grid = report.grid
     if grid is None or not grid.cells:
         return None
-    kept = {one.quant_algo for one in grid.targets if one.kl.high <= grid.max_kl}
-    groups = {
-        cell.target: [one for one in grid.cells if one.target == cell.target] for cell in grid.cells
-    }
+    within_limit = {target.quant_algo for target in grid.targets if target.kl.high <= grid.max_kl}
+    groups: dict[str, list[GridCell]] = {}
+    for cell in grid.cells:
+        groups.setdefault(cell.target, []).append(cell)
     height = TOP + sum(26 + 20 * len(cells) for cells in groups.values()) + 48
     drawing = Drawing("Tokens per second of every pair of precisions", height=height)
     names, bottom = LEFT + 120, height - 44
     scale = Scale(0, max(cell.tokens_per_s.high for cell in grid.cells) * 1.12 or 1, names, RIGHT)
-    drawing.legend([("spec", f"keeps KL {grid.max_kl:g}"), ("bad", "does not")], LEFT)
+    drawing.legend([("spec", f"within KL {grid.max_kl:g}"), ("bad", "beyond it")], LEFT)
     drawing.x_axis(scale, bottom, TOP, ticks(0, scale.high), "output tokens per second")
     y = float(TOP)
     for target, cells in groups.items():
-        cls = "spec" if target in kept else "bad"
+        cls = "spec" if target in within_limit else "bad"
         drawing.text(8, y + 16, f"target {target}", cls="value")
         y += 26
         for cell in cells:
@@ -180,23 +187,23 @@ def grid_plot(report: ValidationReport) -> Plot | None:
         "Precisions of target and draft",
         drawing.render(),
         f"Wide bars: speed of each pair at its best draft length, {grid.costs_are}, one request at"
-        f" a time; narrow: its {grid.confidence:.0%} interval. Best is the fastest pair whose"
-        f" target keeps KL {grid.max_kl:g} by its upper bound.",
+        f" a time. Narrow bars: its {grid.confidence:.0%} interval. Best: the fastest pair whose"
+        f" target stays within KL {grid.max_kl:g} by its upper bound.",
         ("grid",),
     )
 
 
 def _by_length(candidate: Candidate, mode: DecodingMode) -> list[SpeedupPrediction]:
-    found = (
-        one
-        for one in candidate.predictions
-        if one.mode == mode and one.batch == 1 and one.draft_len > 0
+    predictions = (
+        prediction
+        for prediction in candidate.predictions
+        if prediction.mode == mode and prediction.batch == 1 and prediction.draft_len > 0
     )
-    return sorted(found, key=lambda one: one.draft_len)
+    return sorted(predictions, key=lambda prediction: prediction.draft_len)
 
 
 def measured_here(report: ValidationReport) -> list[tuple[DecodingMode, Speedup]]:
-    """(mode, speed-up) at the deployed draft length, on the endpoint."""
+    """Return (mode, speed-up) pairs as measured on the endpoint at the deployed draft length."""
     speedups: dict[DecodingMode, Speedup | None] = {
         "greedy": report.speedup,
         "sampled": report.sampled.speedup,
@@ -212,26 +219,22 @@ def _whole(longest: int) -> list[float]:
 def _loads(report: ValidationReport) -> list[tuple[int, BenchPoint]]:
     return sorted(
         ((point.concurrency, point) for point in report.loads if point.concurrency),
-        key=lambda one: one[0],
+        key=lambda load: load[0],
     )
 
 
 def _crossover(drawing: Drawing, report: ValidationReport, x: Scale) -> None:
-    """Where speculation stops paying, as far as it is known: the point, within what is shown on
-    either side of it.
+    """Draw a line where speculation stops paying, if that is known. Its label goes to the side
+    that has more room.
     """
-    found = report.crossover
-    if found is None or found.estimate is None:
+    crossover = report.crossover
+    if crossover is None or crossover.estimate is None:
         return
-    drawing.line(x(found.estimate), TOP, x(found.estimate), BOTTOM, "gate")
-    left = x(found.estimate) < (LEFT + RIGHT) / 2
-    drawing.text(
-        x(found.estimate) + (5 if left else -5),
-        TOP + 10,
-        f"crossing near {found.estimate:.1f}",
-        "start" if left else "end",
-        "gatelabel",
-    )
+    place = x(crossover.estimate)
+    drawing.line(place, TOP, place, BOTTOM, "gate")
+    offset, anchor = (5, "start") if place < (LEFT + RIGHT) / 2 else (-5, "end")
+    label = f"crossing near {crossover.estimate:.1f}"
+    drawing.text(place + offset, TOP + 10, label, anchor, "gatelabel")
 
 
 def _concurrency(levels: Sequence[int]) -> Scale:
@@ -239,7 +242,7 @@ def _concurrency(levels: Sequence[int]) -> Scale:
 
 
 def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
-    """Tokens per second of both arms over the number of requests at once."""
+    """Plot tokens per second of both arms over the number of requests at once."""
     loads = _loads(report)
     known = [
         arm.tokens_per_s for _, point in loads for arm in point.arms if arm.tokens_per_s is not None
@@ -258,7 +261,7 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
         drawn = [(x(level), y(value)) for level, value in points if value is not None]
         drawing.path(drawn, f"curve {cls}", name)
         for (level, value), (left, top) in zip(
-            [one for one in points if one[1] is not None], drawn, strict=True
+            [point for point in points if point[1] is not None], drawn, strict=True
         ):
             drawing.dot(
                 left,
@@ -271,20 +274,20 @@ def throughput_sweep_plot(report: ValidationReport) -> Plot | None:
     return Plot(
         "Throughput over concurrency",
         drawing.render(),
-        f"{capital(METRICS['throughput'].title)}, greedy.{_said(report)}",
+        f"{capital(METRICS['throughput'].title)}, greedy.{_crossover_words(report)}",
         ("throughput",),
     )
 
 
 def speed_sweep_plot(report: ValidationReport) -> Plot | None:
-    """Speculative over plain with its interval, at every load: above 1 speculation pays."""
-    found = [
+    """Plot speculative over plain with its interval at every load. Above 1 speculation pays."""
+    ratios = [
         (level, ratio)
         for level, point in _loads(report)
         for ratio in point.ratios
         if ratio.metric == "speed"
     ]
-    known = [(level, *edges) for level, ratio in found if (edges := _edges(ratio)) is not None]
+    known = [(level, *edges) for level, ratio in ratios if (edges := _edges(ratio)) is not None]
     if len(known) < 2:
         return None
     drawing = Drawing("Speed-up over concurrency", height=HEIGHT)
@@ -303,7 +306,7 @@ def speed_sweep_plot(report: ValidationReport) -> Plot | None:
         "Speed-up over concurrency",
         drawing.render(),
         "Speculative over plain, with 95% intervals. The solid line is 1x: no"
-        f" gain.{_said(report)}",
+        f" gain.{_crossover_words(report)}",
         ("speed",),
     )
 
@@ -314,14 +317,14 @@ def _edges(ratio: Ratio) -> tuple[float, float, float] | None:
     return ratio.estimate, ratio.low, ratio.high
 
 
-def _said(report: ValidationReport) -> str:
-    found = report.crossover
-    return "" if found is None else f" Speculation is {found.detail}."
+def _crossover_words(report: ValidationReport) -> str:
+    return "" if report.crossover is None else f" Speculation is {report.crossover.detail}."
 
 
 def measured_peak(stage: StageMemory, costs: Sequence[StageCost]) -> int | None:
-    """The most of what a planned stage took when it ran. None for a GPU's memory, which is not
-    what StageCost holds.
+    """Return the peak memory, in bytes, that a planned stage took when it ran.
+
+    None for a stage that is planned on a GPU, since StageCost holds the machine's memory only.
     """
     if stage.place != "the machine":
         return None
@@ -332,7 +335,7 @@ def measured_peak(stage: StageMemory, costs: Sequence[StageCost]) -> int | None:
 
 
 def memory_plot(report: ValidationReport) -> Plot | None:
-    """Planned and measured peak of every stage, as bars from zero."""
+    """Plot the planned and the measured peak of every stage as bars from zero."""
     stages = [(stage, measured_peak(stage, report.stages)) for stage in report.memory]
     if not stages:
         return None
@@ -373,19 +376,18 @@ def memory_plot(report: ValidationReport) -> Plot | None:
         if stage.available_bytes is not None and stage.available_bytes / GB <= FAR * longest:
             at = x(stage.available_bytes / GB)
             drawing.line(at, top - 4, at, top + 50, "gate")
-    there = [
+    available = [
         f"{stage.stage}: {stage.available_bytes / GB:,.0f} GB"
         for stage, _ in stages
         if stage.available_bytes is not None
     ]
     caption = (
-        "What the plan expects of a stage beside the resident memory that it took. Measured is all"
-        " of a process, loaded libraries included (about half a GB); the plan counts them where its"
-        " parts in the table below say so."
+        "What the plan expects a stage to take, beside the resident memory that it took. The"
+        " measured figure is the whole process, loaded libraries included (about half a GB); the"
+        " plan counts libraries only where the table below lists them."
     )
-    caption += (
-        f" Available: {', '.join(there)}{', the dashed line' if near else ''}." if there else ""
-    )
+    if available:
+        caption += f" Available: {', '.join(available)}{', the dashed line' if near else ''}."
     return Plot(
         "Memory, planned and measured", drawing.render(), caption, ("planned_memory", "peak_memory")
     )

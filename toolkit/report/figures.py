@@ -1,5 +1,5 @@
-"""What a report shows, as plain text cells: every renderer prints the same tables, so no number
-is formatted in two places.
+"""The contents of a report as tables of plain text. Every renderer prints the same tables, so each
+number is formatted in one place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.bench.metrics import needed_words, too_few_words
 from toolkit.records.build import CompiledEngine, LayerCounts, QuantizationQuality, TensorRtLlmBuild
-from toolkit.records.judged import Distribution, DistributionTest, DraftCheck, MarginBin, Parity
+from toolkit.records.judged import (
+    Distribution,
+    DistributionTest,
+    Divergence,
+    DraftCheck,
+    MarginBin,
+    Parity,
+)
 from toolkit.records.measured import Acceptance, Arm, Gate, Interval, Ratio, Speedup
 from toolkit.records.report import ValidationReport
 from toolkit.report.advice import at_once
@@ -36,13 +43,14 @@ LATENCY_LEGEND = " ".join(
 )
 WORST_LAYERS = 8
 SHOWN_DIVERGENCES = 20
-OVER_PLAN = 1.1  # libraries and allocators vary by as much
-UPPER_BOUNDS = {"parity", "seeded_parity", "wrong_choices"}  # metrics judged by them
+OVER_PLAN = 1.1  # measured / planned memory; libraries and allocators alone vary by this much
+UPPER_BOUNDS = {"parity", "seeded_parity", "wrong_choices"}  # metrics judged by an upper bound
 REFERENCES = {"engine": "by the engine", "source": "by its source"}
+REFERENCE_MODELS = {"engine": "compiled engine", "source": "unquantized, float32"}
 
 
 def gate_title(gate: Gate) -> str:
-    """The words for what a gate judges."""
+    """Return the words for what a gate judges."""
     scope, title = gate.scope, METRICS[gate.metric].title
     title = capital(title) if scope.percentile is None else f"{title} p{scope.percentile}"
     if scope.over == "plain":
@@ -57,7 +65,7 @@ def gate_title(gate: Gate) -> str:
 
 
 def gate_definitions(gate: Gate) -> tuple[str, ...]:
-    """Names of the metrics that say how a gate's figure is computed."""
+    """Return the names of the metrics that define a gate's figure."""
     if gate.scope.percentile is None:
         return (gate.metric,)
     is_ratio = gate.scope.over is not None
@@ -65,9 +73,9 @@ def gate_definitions(gate: Gate) -> tuple[str, ...]:
 
 
 def shown(gate: Gate) -> tuple[str, str]:
-    """(measured, limit) of a gate with units and the direction of the limit."""
+    """Return (measured, limit) of a gate, with units and the direction of the limit."""
     sign = "≥" if gate.direction == "at_least" else "≤"
-    if gate.metric == "draft_check":  # its limit is no bound, but what is expected
+    if gate.metric == "draft_check":  # its limit is an expected count, not a bound
         return _filled("{:,.0f} kept", gate.measured), _filled("about {:,.0f}", gate.limit)
     if gate.unit == "x":
         digits = 2 if gate.measured is None else decimals([gate.measured], gate.limit)
@@ -77,7 +85,7 @@ def shown(gate: Gate) -> tuple[str, str]:
         measured = _at_most(gate) if gate.metric in UPPER_BOUNDS else percent(gate.measured)
         is_none = gate.metric == "errors" and gate.limit == 0
         return measured, "none" if is_none else f"{sign} {percent(gate.limit)}"
-    if gate.unit in ("tokens", "requests"):  # that are wrong
+    if gate.unit in ("tokens", "requests"):  # a count of wrong ones
         return _filled("{:.0f} wrong", gate.measured), "none"
     if gate.unit == "p-value":
         return _filled("p = {:.2g}", gate.measured), f"{sign} {_filled('{:g}', gate.limit)}"
@@ -90,9 +98,7 @@ def _filled(pattern: str, value: float | None) -> str:
 
 
 def _at_most(gate: Gate) -> str:
-    """A rate that is judged by its upper bound is not what was seen; that stands in the gate's
-    detail.
-    """
+    """Return the upper bound that a rate is judged by. The gate's detail holds the rate itself."""
     if gate.measured is None:
         return DASH
     digits = decimals(
@@ -102,24 +108,22 @@ def _at_most(gate: Gate) -> str:
 
 
 def headline(report: ValidationReport) -> str:
-    """One sentence that says how it went."""
+    """Return one sentence that sums up the result."""
     if report.replaced:
         unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
         return (
             f"A rehearsal with small random models: {len(report.gates) - unjudged} gates were"
-            f" judged, {unjudged} were not, those on speed and quality among them. It shows that"
-            " the deployment is built and served as it should be, and nothing about its models."
+            f" judged and {unjudged} were not, among them those on speed and quality. It shows that"
+            " the deployment is built and served correctly, and says nothing about its models."
         )
     if report.speedup is None or report.parity is None:
         plain = (
             f"Served without speculation at {number(report.arms.plain.tokens_per_s)} tokens/s, one"
             " request at a time."
         )
-        return (
-            f"{plain} The advisor chose that: {report.advice.reason}."
-            if report.advice and left_out(report)
-            else plain
-        )
+        if report.advice and is_left_out(report):
+            return f"{plain} The advisor chose that: {report.advice.reason}."
+        return plain
     seeded = report.sampled.parity
     same = report.parity.identical + (seeded.identical if seeded else 0)
     compared = report.parity.prompts + (seeded.prompts if seeded else 0)
@@ -133,17 +137,17 @@ def headline(report: ValidationReport) -> str:
 
 
 def proviso(report: ValidationReport) -> str:
-    """What the verdict alone would hide; empty where there is nothing."""
+    """Return what the verdict alone would hide, or an empty text."""
     if report.replaced:
         unjudged = sum(gate.outcome == "NOT JUDGED" for gate in report.gates)
         return f"rehearsed with stand-ins, {unjudged} of {len(report.gates)} gates not judged"
-    if left_out(report):
+    if is_left_out(report):
         return "without speculation: the advisor left it out"
     return "" if report.arms.speculative is not None else "without speculation"
 
 
-def left_out(report: ValidationReport) -> bool:
-    """Whether the advisor, asked by max_draft_len: auto, chose not to speculate."""
+def is_left_out(report: ValidationReport) -> bool:
+    """Whether the advisor, which max_draft_len: auto calls, chose not to speculate."""
     return (
         report.arms.speculative is None
         and report.advice is not None
@@ -152,42 +156,44 @@ def left_out(report: ValidationReport) -> bool:
 
 
 def next_steps(report: ValidationReport) -> list[str]:
-    """What to do now: the fixes of gates that did not pass, then warnings."""
-    hints: dict[str, list[str]] = {}  # what to do -> the gates that ask for it
+    """Return what to do now: the fixes of gates that did not pass, then warnings."""
+    hints: dict[str, list[str]] = {}  # fix -> titles of the gates that ask for it
     for gate in report.gates:
         if gate.outcome not in ("PASS", "NOT JUDGED"):
             hints.setdefault(gate.next_step or gate.detail, []).append(gate_title(gate))
     steps = [f"{'; '.join(titles)}: {hint}" for hint, titles in hints.items()]
     steps += [
-        f"{one.check.capitalize()}: {one.detail}"
-        for one in report.findings
-        if one.severity in ("warning", "error")
+        f"{finding.check.capitalize()}: {finding.detail}"
+        for finding in report.findings
+        if finding.severity in ("warning", "error")
     ]
+    if steps:
+        return steps
     if report.replaced:
-        return steps or [
+        return [
             "Nothing needs fixing. Build it where its models and its engine are: toolkit build"
             " CONFIG, without --rehearse."
         ]
-    return steps or [
+    return [
         "Nothing needs fixing. Serve it with toolkit serve CONFIG, or with launch.sh beside the"
         " model repository."
     ]
 
 
 def notes(report: ValidationReport) -> list[str]:
-    """What is to be known and asks for nothing; what was not measured is one of them."""
-    found: dict[str, list[str]] = {}
-    for one in report.findings:
-        if one.severity == "note":
-            found.setdefault(one.check, []).append(one.detail)
+    """Return what a reader should know but need not act on, such as what was not measured."""
+    details_by_check: dict[str, list[str]] = {}
+    for finding in report.findings:
+        if finding.severity == "note":
+            details_by_check.setdefault(finding.check, []).append(finding.detail)
     return [
-        f"{check.capitalize()}: {'; '.join(details)}" for check, details in found.items()
+        f"{check.capitalize()}: {'; '.join(details)}" for check, details in details_by_check.items()
     ] + _over_plan(report)
 
 
 def _over_plan(report: ValidationReport) -> list[str]:
-    """Stages that took notably more memory than the plan had said, on which somebody may have
-    relied for a larger model.
+    """Name the stages that took notably more memory than planned. Somebody may have relied on the
+    plan for a larger model.
     """
     peaks = [(stage, measured_peak(stage, report.stages)) for stage in report.memory]
     return [
@@ -198,7 +204,7 @@ def _over_plan(report: ValidationReport) -> list[str]:
 
 
 def ordered(gates: Sequence[Gate]) -> list[Gate]:
-    """What did not pass first, else as they are."""
+    """Put the gates that did not pass first, and keep the order otherwise."""
     order = ("FAIL", "INCONCLUSIVE", "PASS", "NOT JUDGED")
     return sorted(gates, key=lambda gate: order.index(gate.outcome))
 
@@ -212,48 +218,48 @@ def gates_table(report: ValidationReport) -> Table:
 
 
 def tables(report: ValidationReport) -> list[Table]:
-    """Everything behind the verdict, in the order of a reader's questions."""
-    found = [_replaced(report.replaced)] if report.replaced else []
-    found += [_speed(report), _latencies(report)]
+    """Return all tables behind the verdict, in the order of a reader's questions."""
+    shown_tables = [_replaced(report.replaced)] if report.replaced else []
+    shown_tables += [_speed(report), _latencies(report)]
     if any(ratio.estimate is not None for _, ratios in _ratios(report) for ratio in ratios):
-        found.append(_latency_ratios(report))
+        shown_tables.append(_latency_ratios(report))
     if report.acceptance is not None:
-        found.append(_acceptance(report))
+        shown_tables.append(_acceptance(report))
     if report.parity is not None:
-        found.append(_parity(report))
-        found += [
+        shown_tables.append(_parity(report))
+        shown_tables += [
             table
             for table in (_parity_arms(report), _severity(report), _divergences(report))
             if table.rows
         ]
     if report.agreements:
-        found.append(_agreements(report))
+        shown_tables.append(_agreements(report))
     if report.draft_check is not None:
-        found.append(_draft_check(report.draft_check))
+        shown_tables.append(_draft_check(report.draft_check))
     if report.distribution is not None:
-        found.append(_distribution(report.distribution))
+        shown_tables.append(_distribution(report.distribution))
     if report.quality.target is not None or report.quality.draft is not None:
-        found += [_quality(report), _layers(report)]
-    found += outlook_tables(report)
+        shown_tables += [_quality(report), _layers(report)]
+    shown_tables += outlook_tables(report)
     if report.counters:
-        found.append(_counters(report))
+        shown_tables.append(_counters(report))
     if report.stages:
-        found.append(_stages(report))
+        shown_tables.append(_stages(report))
     if report.engines:
-        found.append(_engines(report))
+        shown_tables.append(_engines(report))
     if report.environment:
         rows = tuple((name, value) for name, value in report.environment.items())
-        found.append(Table("Environment", ("what", "which"), rows, text=True))
-    return found
+        shown_tables.append(Table("Environment", ("what", "which"), rows, text=True))
+    return shown_tables
 
 
 def _replaced(replaced: Sequence[str]) -> Table:
-    rows = tuple((what, by.strip()) for what, _, by in (one.partition(":") for one in replaced))
+    rows = tuple((what, by.strip()) for what, _, by in (line.partition(":") for line in replaced))
     return Table("Replaced", ("what", "rehearsed with"), rows, text=True, is_brief=True)
 
 
 def arm_columns(report: ValidationReport) -> list[tuple[str, Arm]]:
-    """The measured arms with their headings, greedy first."""
+    """Return the measured arms with their headings, greedy first."""
     columns: list[tuple[str, Arm]] = []
     for label, arms in (
         ("T = 0", report.arms),
@@ -291,12 +297,13 @@ def _speed(report: ValidationReport) -> Table:
         if speedup is not None
     )
     if report.speedup is not None:
-        note += " An interval is of this machine as it was then."
+        note += " An interval holds for this machine, as busy as it was then."
     if report.plain_arm == "restarts":
-        note += " The plain arm is a server without speculation, started in turns with the other."
+        note += " The plain arm is a server without speculation; the two were started in turns."
     if report.sampled.speedup is not None:
         note += (
-            f" Timed requests carry no seed: at temperature > 0 the rule is {report.sampled.rule}."
+            " Timed requests carry no seed, so at temperature > 0 the accept rule is"
+            f" {report.sampled.rule}."
         )
     return Table(
         "Speed",
@@ -325,15 +332,17 @@ def _latencies(report: ValidationReport) -> Table:
             latencies = [arm.latencies[name] for _, arm in columns]
             figures = (number(getattr(latency, f"p{q}")) for latency in latencies)
             rows.append((f"{METRICS[name].title} p{q}", *figures))
-            lacking = [one.unsupported[f"p{q}"] for one in latencies if f"p{q}" in one.unsupported]
+            too_few = [
+                latency.unsupported[f"p{q}"]
+                for latency in latencies
+                if f"p{q}" in latency.unsupported
+            ]
             reasons |= {
-                needed_words(q, few) if few.have else too_few_words(q, few) for few in lacking
+                needed_words(q, few) if few.have else too_few_words(q, few) for few in too_few
             }
-    note = (
-        f"{LATENCY_LEGEND} {DASH}: too few samples to say ({'; '.join(sorted(reasons))})."
-        if reasons
-        else LATENCY_LEGEND
-    )
+    note = LATENCY_LEGEND
+    if reasons:
+        note += f" {DASH}: too few samples ({'; '.join(sorted(reasons))})."
     return Table(
         f"Latency, {METRICS[LATENCIES[0]].unit}",
         ("", *(name for name, _ in columns)),
@@ -360,13 +369,11 @@ def _latency_ratios(report: ValidationReport) -> Table:
     ]
     keys = [(ratio.metric, ratio.percentile) for ratio in columns[0][1]]
     rows = tuple(
-        (f"{METRICS[key[0]].title} p{key[1]}", *(_ratio(found.get(key)) for found in by_name))
+        (f"{METRICS[key[0]].title} p{key[1]}", *(_ratio(ratios.get(key)) for ratios in by_name))
         for key in keys
-        if any(key in found for found in by_name)
+        if any(key in ratios for ratios in by_name)
     )
-    note = (
-        "Below 1 is faster with speculation. A ratio that its samples cannot support is left out."
-    )
+    note = "Below 1: faster with speculation. A ratio with too few samples is left out."
     return Table(
         "Latency, speculative / plain",
         ("", *(label for label, _ in columns)),
@@ -385,29 +392,31 @@ def _acceptance(report: ValidationReport) -> Table:
         ("greedy", report.acceptance),
         (f"T = {report.sampled.temperature:g}", report.sampled.acceptance),
     ]
-    found = [(mode, acceptance) for mode, acceptance in pairs if acceptance is not None]
+    measured = [(mode, acceptance) for mode, acceptance in pairs if acceptance is not None]
     rows = [
         (
             _with_formula("acceptance_rate"),
-            *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in found),
+            *(f"{percent(a.rate)} ({a.accepted:,} / {a.drafted:,})" for _, a in measured),
         ),
         (
             _with_formula("acceptance_length"),
-            *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in found),
+            *(f"{number(a.length)} ({a.verify_steps:,} steps)" for _, a in measured),
         ),
     ]
-    if any(a.alpha is not None for _, a in found):
-        rows.append((_with_formula("acceptance_alpha"), *(_alpha(a.alpha) for _, a in found)))
-    for i in range(max((len(a.by_position) for _, a in found), default=0)):
-        rows.append((f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in found)))
+    if any(a.alpha is not None for _, a in measured):
+        rows.append((_with_formula("acceptance_alpha"), *(_alpha(a.alpha) for _, a in measured)))
+    for i in range(max((len(a.by_position) for _, a in measured), default=0)):
+        rows.append(
+            (f"position {i + 1}: joint, conditional", *(_position(a, i) for _, a in measured))
+        )
     names = ("acceptance_rate", "acceptance_length", "acceptance_alpha", "acceptance_by_position")
     note = (
-        "Joint: kept, of those drafted at this position. Conditional: the same among steps that"
-        " kept all before it."
+        "Joint: share of the tokens drafted at this position that were accepted. Conditional: the"
+        " same, counting only steps that accepted every token before it."
     )
     return Table(
         "Acceptance",
-        ("", *(mode for mode, _ in found)),
+        ("", *(mode for mode, _ in measured)),
         tuple(rows),
         names,
         note if len(rows) > 2 else "",
@@ -458,8 +467,9 @@ def _parity(report: ValidationReport) -> Table:
     ]
     columns = ("", *(label for label, _ in checks))
     note = (
-        "Numerically equivalent: rounding explains the other token. Suspicious: hardly. Broken: it"
-        f" does not. Upper bound: at {checks[0][1].confidence:.0%} confidence."
+        "Numerically equivalent: rounding explains the other token. Suspicious: rounding hardly"
+        " explains it. Broken: rounding does not explain it. Upper bound: at"
+        f" {checks[0][1].confidence:.0%} confidence."
     )
     return Table(
         "Speculative text against plain text",
@@ -471,7 +481,7 @@ def _parity(report: ValidationReport) -> Table:
 
 
 def _parity_arms(report: ValidationReport) -> Table:
-    """Arm by arm."""
+    """Tabulate the outcome of every arm."""
     rows: list[tuple[str, ...]] = []
     for label, parity in _checks(report):
         for arm in parity.arms:
@@ -483,11 +493,14 @@ def _parity_arms(report: ValidationReport) -> Table:
 
 
 def _severity(report: ValidationReport) -> Table:
-    """How decided the reference was where texts part: rounding parts them at small margins only."""
+    """Tabulate how decided the reference was where texts diverge. Rounding makes them diverge at
+    small margins only.
+    """
     checks = [(label, parity) for label, parity in _checks(report) if parity.divergences]
     bins = [parity.severity for _, parity in checks]
     rows = tuple(
-        (_range(row[0]), *(str(one.differing) for one in row)) for row in zip(*bins, strict=True)
+        (_range(row[0]), *(str(margin.differing) for margin in row))
+        for row in zip(*bins, strict=True)
     )
     columns = ("the reference's margin, logits", *(label for label, _ in checks))
     return Table(
@@ -495,69 +508,61 @@ def _severity(report: ValidationReport) -> Table:
     )
 
 
-def _range(one: MarginBin) -> str:
-    return (
-        f"from {one.low:g}"
-        if one.high is None
-        else f"below {one.high:g}"
-        if one.low == 0
-        else f"{one.low:g} to {one.high:g}"
-    )
+def _range(margin: MarginBin) -> str:
+    if margin.high is None:
+        return f"from {margin.low:g}"
+    if margin.low == 0:
+        return f"below {margin.high:g}"
+    return f"{margin.low:g} to {margin.high:g}"
 
 
 def _agreements(report: ValidationReport) -> Table:
-    """Token by token, by how decided the reference was."""
-    found = report.agreements
+    """Tabulate token by token agreement, by how decided the reference was."""
+    agreements = report.agreements
     rows: list[tuple[str, ...]] = [
         (
-            "tokens that are the reference's own",
-            *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in found),
+            "tokens that the reference chooses too",
+            *(f"{a.rate:.2%} ({a.agreeing:,} / {a.tokens:,})" for a in agreements),
         ),
-        ("interval", *(f"{a.rate_low:.2%} to {a.rate_high:.2%}" for a in found)),
-        ("class", *(a.kind or "another precision" for a in found)),
+        ("interval", *(f"{a.rate_low:.2%} to {a.rate_high:.2%}" for a in agreements)),
+        ("class", *(a.kind or "another precision" for a in agreements)),
         (
-            "differ where it is decided",
-            *(f"{a.decided_differing:,} / {a.decided:,}" if a.decided else DASH for a in found),
+            "differ where the reference is decided",
+            *(
+                f"{a.decided_differing:,} / {a.decided:,}" if a.decided else DASH
+                for a in agreements
+            ),
         ),
-        ("largest gap, logits", *(number(a.largest_gap) for a in found)),
+        ("largest gap, logits", *(number(a.largest_gap) for a in agreements)),
     ]
-    for i, one in enumerate(found[0].margins):
-        rows.append(
-            (f"differ where the margin is {_range(one)}", *(_share(a.margins[i]) for a in found))
-        )
-    columns = (
-        "",
-        *(
-            {"engine": "compiled engine", "source": "unquantized, float32"}.get(
-                a.against, a.against
-            )
-            for a in found
-        ),
-    )
+    for i, margin in enumerate(agreements[0].margins):
+        cells = (_share(a.margins[i]) for a in agreements)
+        rows.append((f"differ where the margin is {_range(margin)}", *cells))
+    columns = ("", *(REFERENCE_MODELS.get(a.against, a.against) for a in agreements))
     return Table(
         "Plain text against reference models, teacher-forced", columns, tuple(rows), ("agreement",)
     )
 
 
-def _share(one: MarginBin) -> str:
-    return f"{one.differing:,} / {one.count:,}"
+def _share(margin: MarginBin) -> str:
+    return f"{margin.differing:,} / {margin.count:,}"
 
 
 def _draft_check(check: DraftCheck) -> Table:
     rows = (
         ("steps", f"{check.after_full:,}", f"{check.earlier:,}"),
         (
-            "first draft is right, by the draft engine",
+            "first draft token is right, by the draft engine",
             f"{check.after_full_expected:,}",
             f"{check.earlier_expected:,}",
         ),
         (
-            "first draft was kept by the server",
+            "first draft token was accepted by the server",
             f"{check.after_full_kept:,}",
             f"{check.earlier_kept:,}",
         ),
     )
-    columns = ("", "behind a fully accepted block", "before any")
+    columns = ("", "after a fully accepted block", "before any")
     return Table(
         "The served draft against the draft engine, greedy", columns, rows, ("draft_check",)
     )
@@ -567,7 +572,7 @@ def _control(test: DistributionTest) -> str:
     return "not possible" if test.control_p_value is None else f"{test.control_p_value:.1g}"
 
 
-def _distribution(found: Distribution) -> Table:
+def _distribution(distribution: Distribution) -> Table:
     rows = tuple(
         (
             test.name,
@@ -579,7 +584,7 @@ def _distribution(found: Distribution) -> Table:
             number(test.detectable, 2),
             f"{number(test.control_effect, 2)}: {_control(test)}",
         )
-        for test in found.tests
+        for test in distribution.tests
     )
     columns = (
         "test",
@@ -588,21 +593,23 @@ def _distribution(found: Distribution) -> Table:
         "adjusted p",
         "rejected",
         "lean, sigma",
-        "would be seen",
+        "detectable",
         "control: p",
     )
-    asked = (
-        f"{found.outside_filters} tokens outside top-k or top-p; {found.unrepeated} of"
-        f" {found.seeded} seeded requests did not repeat. "
-        if found.seeded
-        else "Both arms are held against one another, since the engine gives no logits. "
-    )
+    if distribution.seeded:
+        checks = (
+            f"{distribution.outside_filters} tokens outside top-k or top-p;"
+            f" {distribution.unrepeated} of {distribution.seeded} seeded requests did not repeat. "
+        )
+    else:
+        checks = "The two arms are compared with each other, since the engine gives no logits. "
     note = (
-        f"Temperature {found.temperature:g}, rule {found.rule}, {found.requests:,} requests in"
-        f" {found.seconds:.0f} s. {asked}All tests together raise a false alarm once in"
-        f" {1 / found.false_alarm:,.0f} runs. Lean: how far the tokens lie towards the likeliest"
-        " ones (or the draft's), in standard deviations. Would be seen: the smallest total"
-        " variation that is. Control: p of the same tokens bent by so much, which has to be small."
+        f"Temperature {distribution.temperature:g}, rule {distribution.rule},"
+        f" {distribution.requests:,} requests in {distribution.seconds:.0f} s. {checks}All tests"
+        f" together raise a false alarm once in {1 / distribution.false_alarm:,.0f} runs. Lean: how"
+        " far the tokens lean towards the likeliest ones (or the draft's), in standard deviations."
+        " Detectable: the smallest total variation that the test would detect. Control: p of the"
+        " same tokens after they were bent by this much; it has to be small."
     )
     return Table(
         "Distribution of sampled tokens", columns, rows, ("distribution", "continuations"), note
@@ -612,22 +619,10 @@ def _distribution(found: Distribution) -> Table:
 def _divergences(report: ValidationReport) -> Table:
     rows: list[tuple[str, ...]] = []
     for label, parity in _checks(report):
-        for one in parity.divergences:
-            tokens = " / ".join(
-                "end" if token is None else str(token)
-                for token in (one.plain_token, one.speculative_token)
-            )
-            place = f"{one.prompt_index + 1}: {_short(one.prompt)}"
-            arm = f"{label}, {one.arm} {one.draft_len}"
-            why = one.detail if one.replay is None else f"{one.detail} [{one.replay}]"
-            rows.append(
-                (arm, place, str(one.position + 1), one.kind, number(one.margin), tokens, why)
-            )
-    note = (
-        f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all."
-        if len(rows) > SHOWN_DIVERGENCES
-        else ""
-    )
+        rows += [_divergence(label, divergence) for divergence in parity.divergences]
+    note = ""
+    if len(rows) > SHOWN_DIVERGENCES:
+        note = f"The first {SHOWN_DIVERGENCES} of {len(rows)}; report.json has all."
     columns = ("check", "prompt", "output token", "kind", "margin", "plain / speculative", "why")
     return Table(
         "Divergences",
@@ -637,6 +632,25 @@ def _divergences(report: ValidationReport) -> Table:
         note,
         text=True,
         is_brief=True,
+    )
+
+
+def _divergence(label: str, divergence: Divergence) -> tuple[str, ...]:
+    tokens = " / ".join(
+        "end" if token is None else str(token)
+        for token in (divergence.plain_token, divergence.speculative_token)
+    )
+    why = divergence.detail
+    if divergence.replay is not None:
+        why += f" [{divergence.replay}]"
+    return (
+        f"{label}, {divergence.arm} {divergence.draft_len}",
+        f"{divergence.prompt_index + 1}: {_short(divergence.prompt)}",
+        str(divergence.position + 1),
+        divergence.kind,
+        number(divergence.margin),
+        tokens,
+        why,
     )
 
 
@@ -661,11 +675,9 @@ def _quality(report: ValidationReport) -> Table:
         (f"largest {heading('layer_kl')}", *(_costliest(q) for _, q in models)),
         ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
     ]
-    note = (
-        "The draft is not gated: what it lost shows as acceptance."
-        if any(role == "draft" for role, _ in models)
-        else ""
-    )
+    note = ""
+    if any(role == "draft" for role, _ in models):
+        note = "The draft has no gate: its loss shows in acceptance."
     columns = ("", *(role for role, _ in models))
     return Table(
         "Quality of quantization",
@@ -677,7 +689,7 @@ def _quality(report: ValidationReport) -> Table:
 
 
 def _costliest(quality: QuantizationQuality) -> str:
-    worst = max(quality.layer_kl, key=lambda one: one.kl)
+    worst = max(quality.layer_kl, key=lambda layer: layer.kl)
     return f"{number(worst.kl)} ({worst.layer})"
 
 
@@ -711,23 +723,18 @@ def _counters(report: ValidationReport) -> Table:
 def _stages(report: ValidationReport) -> Table:
     rows = tuple(
         (
-            one.stage,
-            f"{one.seconds:,.1f}",
-            size(one.peak_memory_bytes),
-            "reused" if one.reused else "ran",
+            cost.stage,
+            f"{cost.seconds:,.1f}",
+            size(cost.peak_memory_bytes),
+            "reused" if cost.reused else "ran",
         )
-        for one in report.stages
+        for cost in report.stages
     )
-    note = (
-        "validate holds serve, the server's own run. "
-        if any(one.stage == "validate" for one in report.stages)
-        else ""
-    )
-    note += (
-        f"{DASH}: no more than the process held before it."
-        if any(one.peak_memory_bytes is None for one in report.stages)
-        else ""
-    )
+    note = ""
+    if any(cost.stage == "validate" for cost in report.stages):
+        note = "The time of validate includes serve, the server's own run. "
+    if any(cost.peak_memory_bytes is None for cost in report.stages):
+        note += f"{DASH}: no more than the process held before the stage."
     return Table(
         "Stages",
         ("stage", "seconds", "peak memory", "this build"),
@@ -757,7 +764,7 @@ def _engines(report: ValidationReport) -> Table:
     notes = [
         f"{role}: {note}."
         for role, engine in report.engines.items()
-        for note in (*engine.notes, *_seen_by_a_gpu(engine))
+        for note in (*engine.notes, *_executed_on_a_gpu(engine))
     ]
     return Table("Engines", ("", *report.engines), tuple(rows), note=" ".join(notes))
 
@@ -776,8 +783,10 @@ def _tensorrt_llm_rows(builds: Sequence[TensorRtLlmBuild | None]) -> list[tuple[
     return rows
 
 
-def _seen_by_a_gpu(engine: CompiledEngine) -> Iterator[str]:
-    """A report must not pass for a measurement of what nobody has run."""
+def _executed_on_a_gpu(engine: CompiledEngine) -> Iterator[str]:
+    """Say what ran on a GPU and what did not, so that nobody takes the report for a measurement of
+    what was never run.
+    """
     if engine.tensorrt_llm is not None:
         yield from (f"executed on a GPU: {what}" for what in engine.tensorrt_llm.executed)
         yield from (f"not executed on a GPU: {what}" for what in engine.tensorrt_llm.not_executed)

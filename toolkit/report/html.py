@@ -1,9 +1,9 @@
-"""report.html: one file that needs nothing else. Verdict, gates and what to do first; then plots;
-then every table.
+"""Write report.html, one file that needs nothing else: verdict, gates and what to do come first,
+then the plots, then every table.
 
-The page is templates/report.html.j2. There is no script in it, and its content policy forbids every
-request, so nothing in a prompt can act or call home. Every value is escaped by the template but for
-those that are markup already: our style, the drawings, and the cells of tables, which `_breakable`
+The page is templates/report.html.j2. It has no script, and its content policy forbids every
+request, so nothing in a prompt can act or call home. The template escapes every value except those
+that are markup already: our style, the drawings, and the cells of tables, which `_breakable`
 escapes.
 """
 
@@ -41,7 +41,7 @@ SIGNS = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?"}
 
 
 def render_html(report: ValidationReport) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return render_template(
         __file__,
         "report.html.j2",
@@ -63,7 +63,7 @@ def render_html(report: ValidationReport) -> str:
 
 
 def _tiles(report: ValidationReport) -> list[dict[str, str]]:
-    """What stands large above the gates: a value, what it is, and the name of its definition."""
+    """Return the large figures above the gates: each a value, its label and its metric's name."""
     tiles: list[dict[str, str]] = []
 
     def add(value: str, label: str, definition: str) -> None:
@@ -103,14 +103,14 @@ def _gates(report: ValidationReport) -> list[dict[str, Any]]:
 
 
 def _aligned(table: Table, row: Sequence[str]) -> list[tuple[str, bool]]:
-    """(text, whether its column holds numbers) of each cell."""
+    """Pair the text of each cell with whether its column holds numbers."""
     sides = [table.right(index) for index in range(len(table.columns))]
     return list(zip(row, sides, strict=True))
 
 
 def _breakable(text: str) -> str:
-    """Escaped, with a place to break in long names; a number, and what is short and in
-    parentheses, is kept on one line.
+    """Escape a text and let the browser break long names at their joints. Numbers and short texts
+    in parentheses stay on one line.
     """
     kept = SHORT.sub(
         r'<span class="kept">\g<0></span>', NAME_JOINT.sub(r"\g<0><wbr>", escape(text))

@@ -1,4 +1,4 @@
-"""report.md: short enough for a pull-request comment, long tables folded away."""
+"""Write report.md, which fits into a pull-request comment and folds most tables away."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from toolkit.words import Verdict
 __all__ = ["render_markdown"]
 
 MARKS: dict[Verdict, str] = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔"}
-LIMIT = 65_536  # characters of a comment on GitHub
-ROOM = 300  # of them kept for the line that says what was left out
-OPEN = 1  # tables that are not folded away
+LIMIT = 65_536  # characters that GitHub allows in a comment
+ROOM = 300  # characters of these that are reserved for the line about tables left out
+OPEN = 1  # number of tables, from the first, that are not folded
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@])")
 
 
 def render_markdown(report: ValidationReport) -> str:
-    """GitHub's Markdown, within the length of a comment: tables that do not fit are left out, and
-    named.
+    """Return the report as GitHub's Markdown, within the length of a comment. Tables that do not
+    fit are left out and named.
 
     Cells are escaped, so that a prompt can neither break a table nor mention anybody.
     """
@@ -46,7 +46,7 @@ def render_markdown(report: ValidationReport) -> str:
         else:
             text += block
     if left_out:
-        text += f"\nLeft out for length, and in report.html: {'; '.join(left_out)}.\n"
+        text += f"\nLeft out for length, but in report.html: {'; '.join(left_out)}.\n"
     return text if len(text) <= LIMIT else text[: LIMIT - 1] + "…"
 
 

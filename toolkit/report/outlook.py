@@ -1,5 +1,5 @@
-"""Tables beyond validation: the advisor's findings, its grid, a sweep over concurrency, the
-plan's memory; if any.
+"""Tables of a report that validation alone does not fill: the advisor's results, its grid of
+precisions, a sweep over concurrency, and the plan's memory. Each appears only if it was made.
 """
 
 from __future__ import annotations
@@ -78,28 +78,28 @@ def _ways(advice: Advice) -> Table:
 
 
 def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
-    """One request at a time: what is predicted, what was run, and the factors between the formula
-    and the prediction.
+    """Tabulate, for one request at a time, the predicted and the measured speed-up and the factors
+    between the formula and the prediction.
 
-    Run it was by the advisor on the engine, or at the deployed length by this validation on the
-    endpoint.
+    A measured speed-up is either the advisor's run on the engine or, at the deployed length, this
+    validation's run on the endpoint.
     """
     served = {
         (mode, deployed_draft_len(report)): speedup for mode, speedup in measured_here(report)
     }
     rows = tuple(
         (
-            f"{one.mode}, {one.draft_len}",
-            interval(one.speedup, one.low, one.high),
-            *_measured(one, served.get((one.mode, one.draft_len))),
-            f"{one.acceptance_length:.2f}",
-            f"{one.formula:.2f}",
-            f"x {one.dependence:.2f}",
-            f"x {one.verification:.2f}",
-            f"x {one.host:.2f}",
+            f"{prediction.mode}, {prediction.draft_len}",
+            interval(prediction.speedup, prediction.low, prediction.high),
+            *_measured(prediction, served.get((prediction.mode, prediction.draft_len))),
+            f"{prediction.acceptance_length:.2f}",
+            f"{prediction.formula:.2f}",
+            f"x {prediction.dependence:.2f}",
+            f"x {prediction.verification:.2f}",
+            f"x {prediction.host:.2f}",
         )
-        for one in candidate.predictions
-        if one.batch == 1
+        for prediction in candidate.predictions
+        if prediction.batch == 1
     )
     columns = (
         "draft length",
@@ -113,55 +113,56 @@ def _by_length(report: ValidationReport, candidate: Candidate) -> Table:
         "host, prefill",
     )
     note = (
-        "predicted = formula x dependence x verify cost x host: what makes a prediction differ from"
-        " the textbook formula."
+        "predicted = formula x dependence x verify cost x host. The factors are what makes a"
+        " prediction differ from the textbook formula."
     )
-    note += _sending(report, candidate)
+    note += _streaming_cost(report, candidate)
     return Table(
         f"Speed-up over draft length, {candidate.name}", columns, rows, ("predicted_speedup",), note
     )
 
 
-def _measured(one: SpeedupPrediction, served: Speedup | None) -> tuple[str, str]:
-    """(measured, measured / predicted)."""
-    if one.measured is not None:
-        shown, estimate = interval(one.measured, one.measured_low, one.measured_high), one.measured
+def _measured(prediction: SpeedupPrediction, served: Speedup | None) -> tuple[str, str]:
+    """Return the cells (measured, measured / predicted)."""
+    if prediction.measured is not None:
+        estimate = prediction.measured
+        shown = interval(estimate, prediction.measured_low, prediction.measured_high)
     elif served is not None:
-        shown, estimate = (
-            f"{interval(served.estimate, served.low, served.high)}, served",
-            served.estimate,
-        )
+        estimate = served.estimate
+        shown = f"{interval(estimate, served.low, served.high)}, served"
     else:
         return DASH, DASH
-    return shown, DASH if not one.speedup else f"{estimate / one.speedup:.2f}"
+    return shown, f"{estimate / prediction.speedup:.2f}" if prediction.speedup else DASH
 
 
-def _sending(report: ValidationReport, candidate: Candidate) -> str:
-    """What the endpoint adds to the engine that the costs were measured on."""
+def _streaming_cost(report: ValidationReport, candidate: Candidate) -> str:
+    """Say how much time the endpoint adds to the engine that the costs were measured on."""
     plain, length = report.arms.plain.tokens_per_s, deployed_draft_len(report)
     engine = [
-        one.tokens_per_s / one.speedup
-        for one in candidate.predictions
-        if (one.mode, one.batch, one.draft_len) == ("greedy", 1, length) and one.speedup
+        prediction.tokens_per_s / prediction.speedup
+        for prediction in candidate.predictions
+        if (prediction.mode, prediction.batch, prediction.draft_len) == ("greedy", 1, length)
+        and prediction.speedup
     ]
     if not engine or not plain or report.advice is None or report.advice.costs_are != MEASURED:
         return ""
     return (
         f" Plain decoding takes {1e3 / plain:.2f} ms a token as served and {1e3 / engine[0]:.2f} ms"
-        " in the engine: sending is not in the prediction, and speculation sends fewer chunks."
+        " in the engine. The prediction leaves out the cost of sending chunks, and speculation"
+        " sends fewer of them."
     )
 
 
 def _alphas(candidate: Candidate) -> Table:
     rows = tuple(
         (
-            f"{one.rule}, {one.domain or 'all texts'}",
-            interval(one.estimate, one.low, one.high),
-            f"{one.tokens:,}",
+            f"{alpha.rule}, {alpha.domain or 'all texts'}",
+            interval(alpha.estimate, alpha.low, alpha.high),
+            f"{alpha.tokens:,}",
         )
-        for one in candidate.alphas
+        for alpha in candidate.alphas
     ) + tuple(
-        (f"{mode}, draft {place + 1} of a block, all before it kept", number(rate, 2), "")
+        (f"{mode}, draft token {place + 1}, all before it accepted", number(rate, 2), "")
         for mode, rates in candidate.by_place.items()
         for place, rate in enumerate(rates)
     )
@@ -196,30 +197,34 @@ def _cells(grid: Grid) -> Table:
         METRICS["acceptance_length"].unit,
     )
     note = (
-        f"Best: the fastest pair whose target keeps KL {grid.max_kl:g} by its upper bound."
+        f"Best: the fastest pair whose target stays within KL {grid.max_kl:g} by its upper bound."
         f" {grid.prompts} prompts, one request at a time; {grid.confidence:.0%} intervals."
     )
     if grid.costs_are != MEASURED:
-        note += f" Speeds and speed-ups are {grid.costs_are}, their intervals of acceptance alone."
+        note += f" Speeds and speed-ups are {grid.costs_are}; the intervals cover acceptance alone."
     note += "".join(f" Left out: {line}." for line in grid.left_out)
     if not any(cell.best for cell in grid.cells):
-        note = f"No target keeps KL {grid.max_kl:g}. {note}"
+        note = f"No target stays within KL {grid.max_kl:g}. {note}"
     return Table(
-        f"Precisions of target and draft{_whose(grid)}", columns, rows, ("grid", "alpha"), note
+        f"Precisions of target and draft{_cost_source(grid)}",
+        columns,
+        rows,
+        ("grid", "alpha"),
+        note,
     )
 
 
 def _targets(grid: Grid) -> Table:
     rows = tuple(
         (
-            one.quant_algo,
-            _shown(one.kl, 3),
-            "yes" if one.kl.high <= grid.max_kl else "NO",
-            _shown(one.perplexity, 4),
+            target.quant_algo,
+            _shown(target.kl, 3),
+            "yes" if target.kl.high <= grid.max_kl else "NO",
+            _shown(target.perplexity, 4),
         )
-        for one in grid.targets
+        for target in grid.targets
     )
-    columns = ("target", heading("kl_mean"), f"keeps {grid.max_kl:g}", "perplexity")
+    columns = ("target", heading("kl_mean"), f"within {grid.max_kl:g}", "perplexity")
     note = f"{grid.targets[0].tokens:,} held-out tokens." if grid.targets else ""
     return Table("What quantizing the target costs", columns, rows, ("kl_mean",), note)
 
@@ -227,14 +232,14 @@ def _targets(grid: Grid) -> Table:
 def _drafts(grid: Grid) -> Table:
     rows = tuple(
         (
-            one.target,
-            one.draft,
-            f"{one.alpha_lost:.1%}",
-            f"{one.draft_time_saved:.1%}",
-            _shown(one.speed, 3),
-            one.verdict,
+            cost.target,
+            cost.draft,
+            f"{cost.alpha_lost:.1%}",
+            f"{cost.draft_time_saved:.1%}",
+            _shown(cost.speed, 3),
+            cost.verdict,
         )
-        for one in grid.drafts
+        for cost in grid.drafts
     )
     columns = (
         "target",
@@ -245,7 +250,7 @@ def _drafts(grid: Grid) -> Table:
         "quantizing the draft",
     )
     return Table(
-        f"What quantizing the draft costs and saves{_whose(grid)}",
+        f"What quantizing the draft costs and saves{_cost_source(grid)}",
         columns,
         rows,
         ("grid", "alpha"),
@@ -253,7 +258,7 @@ def _drafts(grid: Grid) -> Table:
     )
 
 
-def _whose(grid: Grid) -> str:
+def _cost_source(grid: Grid) -> str:
     return "" if grid.costs_are == MEASURED else f", {grid.costs_are}"
 
 
@@ -290,7 +295,7 @@ def _loads(report: ValidationReport) -> Table:
 
 
 def _speed(point: BenchPoint) -> str:
-    ratio: Ratio | None = next((one for one in point.ratios if one.metric == "speed"), None)
+    ratio: Ratio | None = next((each for each in point.ratios if each.metric == "speed"), None)
     return DASH if ratio is None else interval(ratio.estimate, ratio.low, ratio.high)
 
 

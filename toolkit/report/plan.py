@@ -1,5 +1,5 @@
-"""A plan on a terminal: what it is, what the rules say, what it needs, how fast it can be, what
-will run.
+"""Print a plan on a terminal: its facts, what the rules say, the memory it needs, how fast it can
+be, and what will run.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             yield _speed(prediction)
             if prediction.speculative:
                 yield Text(_threshold(prediction))
-        if any(one.plain_tokens_per_s is not None for one in plan.predictions):
+        if any(prediction.plain_tokens_per_s is not None for prediction in plan.predictions):
             yield Text()
-            yield Text(f"A bound and no forecast: {PUBLISHED.detail}", style="dim")
+            yield Text(f"This is an upper bound, not a forecast: {PUBLISHED.detail}", style="dim")
         if plan.times:
             yield Text()
             yield _times(plan.times)
@@ -67,7 +67,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 
 def _verdict(plan: Plan) -> Text:
     refused, warned = (
-        sum(one.severity == severity for one in plan.judgements)
+        sum(judgement.severity == severity for judgement in plan.judgements)
         for severity in ("refused", "warning")
     )
     if not plan.possible:
@@ -95,12 +95,13 @@ def _judgements(judgements: tuple[Judgement, ...]) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for title in ("", "key", "what, and why"):
         table.add_column(title, overflow="fold")
-    for one in judgements:
-        what = Text(one.what)
-        what.append(f"  [{one.rule}]", style="dim")
-        if one.hint is not None:
-            what.append(f"\n-> {one.hint}")
-        table.add_row(Text(one.severity, style=STYLES[one.severity]), one.path, what)
+    for judgement in judgements:
+        what = Text(judgement.what)
+        what.append(f"  [{judgement.rule}]", style="dim")
+        if judgement.hint is not None:
+            what.append(f"\n-> {judgement.hint}")
+        severity = Text(judgement.severity, style=STYLES[judgement.severity])
+        table.add_row(severity, judgement.path, what)
     return table
 
 
@@ -113,16 +114,14 @@ def _memory(stages: tuple[StageMemory, ...]) -> Table:
         for number, item in enumerate(stage.items):
             head = f"{stage.stage}, {stage.place}" if number == 0 else ""
             table.add_row(head, _size(item.num_bytes), f"{item.name}: {item.formula}")
-        there = (
-            "available: not known here"
-            if stage.available_bytes is None
-            else f"of {_size(stage.available_bytes)}"
-        )
-        full = stage.available_bytes is not None and stage.total_bytes > stage.available_bytes
+        available, is_too_large = "available: not known here", False
+        if stage.available_bytes is not None:
+            available = f"of {_size(stage.available_bytes)}"
+            is_too_large = stage.total_bytes > stage.available_bytes
         table.add_row(
             "",
-            Text(_size(stage.total_bytes), style="bold red" if full else "bold"),
-            Text(there, style="bold"),
+            Text(_size(stage.total_bytes), style="bold red" if is_too_large else "bold"),
+            Text(available, style="bold"),
         )
     return table
 
@@ -136,26 +135,23 @@ def _capacity(serving: Serving) -> str:
 def _speed(prediction: Prediction) -> Table:
     plain = prediction.plain_tokens_per_s
     table = Table(box=None, pad_edge=False)
-    # Bytes against bytes of weights, which is all that is left without a device, know neither batch
-    # nor context.
-    at = (
-        "any batch"
-        if plain is None
-        else f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
-    )
-    table.add_column(f"at most, {at}")
-    for title in (
-        *(("tokens/s",) if plain is not None else ()),
-        "over plain",
-        "tokens a step",
-    ):  # a CPU has ratios alone
+    # Without a known device only the bytes of the weights can be compared. That ratio depends on
+    # neither batch nor context, and there is no speed in tokens/s.
+    load, how, titles = "any batch", "plain", ["over plain", "tokens a step"]
+    if plain is not None:
+        load = f"batch {prediction.batch_size}, {prediction.context_tokens:,} tokens of context"
+        how = f"plain, bound by {prediction.bound}"
+        titles = ["tokens/s", *titles]
+    table.add_column(f"at most, {load}")
+    for title in titles:
         table.add_column(title, justify="right")
-    how = f"plain, bound by {prediction.bound}" if plain is not None else "plain"
     table.add_row(how, *_rate(plain), "1.00", "1.00")
-    for one in prediction.speculative:
-        name = f"acceptance {one.acceptance_rate:.1f}, draft length {one.draft_len}"
+    for speculative in prediction.speculative:
         table.add_row(
-            name, *_rate(one.tokens_per_s), f"{one.speedup:.2f}", f"{one.tokens_per_step:.2f}"
+            f"acceptance {speculative.acceptance_rate:.1f}, draft length {speculative.draft_len}",
+            *_rate(speculative.tokens_per_s),
+            f"{speculative.speedup:.2f}",
+            f"{speculative.tokens_per_step:.2f}",
         )
     return table
 
@@ -174,8 +170,8 @@ def _times(times: tuple[StageTime, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("time, roughly", "", "made of"):
         table.add_column(title, overflow="fold")
-    for one in times:
-        table.add_row(one.stage, _duration(one.seconds), one.formula)
+    for time in times:
+        table.add_row(time.stage, _duration(time.seconds), time.formula)
     return table
 
 
@@ -183,23 +179,23 @@ def _runs(runs: tuple[PlannedRun, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("runs", "where, and what"):
         table.add_column(title, overflow="fold")
-    for one in runs:
-        text = Text(f"{one.place}:\n", style="dim")
-        text.append(_run(one), style="not dim")
-        table.add_row(one.stage, text)
+    for run in runs:
+        text = Text(f"{run.place}:\n", style="dim")
+        text.append(_run(run), style="not dim")
+        table.add_row(run.stage, text)
     return table
 
 
-def _run(one: PlannedRun) -> str:
-    """As a shell or Python reads it."""
-    if one.command is not None:
-        return shlex.join(one.command)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in (one.arguments or {}).items())
-    return f"{one.call}({arguments})"
+def _run(run: PlannedRun) -> str:
+    """Write a run as the shell command or the Python call that it is."""
+    if run.command is not None:
+        return shlex.join(run.command)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in (run.arguments or {}).items())
+    return f"{run.call}({arguments})"
 
 
 def _size(num_bytes: int) -> str:
-    """Decimal, as GPUs and disks are sold."""
+    """Return a size in decimal units, as GPUs and disks are sold."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 

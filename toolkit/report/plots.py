@@ -1,4 +1,4 @@
-"""The plots of a report: one question each, answered in its title. Records in, SVG out."""
+"""The plots of a report. Each takes records, returns an SVG drawing and answers one question."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Plot", "plots"]
 
 
 def plots(report: ValidationReport) -> list[Plot]:
-    """Those that the report has data for."""
+    """Return the plots that the report has data for."""
     return list(_plots(report))
 
 
@@ -34,14 +34,14 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
     yield throughput_plot(report)
     if report.acceptance is not None and report.acceptance.by_position:
         yield acceptance_plot(report)
-    for made in (
+    for plot in (
         draft_length_plot(report),
         grid_plot(report),
         throughput_sweep_plot(report),
         speed_sweep_plot(report),
     ):
-        if made is not None:
-            yield made
+        if plot is not None:
+            yield plot
     if report.arms.speculative is not None:
         yield prompts_plot(report.arms.plain, report.arms.speculative)
     for name in ("e2e", "itl", "ttft", "icl"):
@@ -60,7 +60,9 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
         for parity in (report.parity, report.sampled.parity)
         if parity is not None and parity.divergences
     ]
-    if any(one.margin is not None for parity in diverging for one in parity.divergences):
+    if any(
+        divergence.margin is not None for parity in diverging for divergence in parity.divergences
+    ):
         yield margins_plot(diverging)
     memory = memory_plot(report)
     if memory is not None:
@@ -68,16 +70,16 @@ def _plots(report: ValidationReport) -> Iterator[Plot]:
 
 
 def speedup_plot(report: ValidationReport) -> Plot:
-    """Dot and interval per temperature, against the gate and against no gain."""
-    found = [
+    """Plot the speed-up and its interval at each temperature, beside the gate and 1x."""
+    speedups = [
         ("greedy", report.speedup),
         (f"T = {report.sampled.temperature:g}", report.sampled.speedup),
     ]
-    rows = [(label, speedup) for label, speedup in found if speedup is not None]
-    gate = next((one.limit for one in report.gates if one.metric == "speedup"), None)
+    rows = [(label, speedup) for label, speedup in speedups if speedup is not None]
+    limit = next((gate.limit for gate in report.gates if gate.metric == "speedup"), None)
     marks = [
         1.0,
-        *([] if gate is None else [gate]),
+        *([] if limit is None else [limit]),
         *(s.high for _, s in rows),
         *(s.low for _, s in rows),
     ]
@@ -88,16 +90,13 @@ def speedup_plot(report: ValidationReport) -> Plot:
         scale, bottom, TOP, ticks(scale.low, scale.high), "speculative / plain tokens per second"
     )
     drawing.line(scale(1), TOP, scale(1), bottom, "axis")
-    if gate is not None:
-        drawing.line(scale(gate), TOP - 6, scale(gate), bottom, "gate")
-        right = scale(gate) > (LEFT + RIGHT) / 2
-        drawing.text(
-            scale(gate) + (-5 if right else 5),
-            TOP - 2,
-            f"gate {gate:g}x",
-            "end" if right else "start",
-            "gatelabel",
-        )
+    caption = "Dot: estimate; bar: 95% interval. The solid line is 1x: no gain."
+    if limit is not None:
+        drawing.line(scale(limit), TOP - 6, scale(limit), bottom, "gate")
+        is_right = scale(limit) > (LEFT + RIGHT) / 2
+        offset, anchor = (-5, "end") if is_right else (5, "start")
+        drawing.text(scale(limit) + offset, TOP - 2, f"gate {limit:g}x", anchor, "gatelabel")
+        caption += " To pass, the whole bar has to be right of the gate."
     for i, (label, speedup) in enumerate(rows):
         y = TOP + 32 + i * 44
         tip = (
@@ -113,14 +112,13 @@ def speedup_plot(report: ValidationReport) -> Plot:
     return Plot(
         capital(METRICS["speedup"].title),
         drawing.render(),
-        "Dot: estimate; bar: 95% interval. The solid line is 1x: no gain."
-        + ("" if gate is None else " The whole bar has to be right of the gate to pass."),
+        caption,
         ("speedup",),
     )
 
 
 def throughput_plot(report: ValidationReport) -> Plot:
-    """Tokens per second of every arm as bars from zero."""
+    """Plot tokens per second of every arm as bars from zero."""
     groups = [("greedy", report.arms), (f"T = {report.sampled.temperature:g}", report.sampled.arms)]
     arms = [(label, name, arm) for label, pair in groups for name, arm in _arms(pair)]
     height = 46 + 30 * len(arms) + 12 * (len(groups) - 1) + 40
@@ -148,35 +146,36 @@ def throughput_plot(report: ValidationReport) -> Plot:
     return Plot(
         capital(METRICS["tokens_per_s"].title),
         drawing.render(),
-        "Prefill and streaming are inside the time.",
+        "The time includes prefill and streaming.",
         ("tokens_per_s",),
     )
 
 
 def acceptance_plot(report: ValidationReport) -> Plot:
-    """Joint rates as bars and conditional ones as ticks, by draft position."""
-    found: list[tuple[str, str, Acceptance]] = []
+    """Plot joint acceptance rates as bars and conditional ones as lines, by draft position."""
+    measured: list[tuple[str, str, Acceptance]] = []
     for label, cls, acceptance in (
         ("greedy", "spec", report.acceptance),
         (f"T = {report.sampled.temperature:g}", "spec2", report.sampled.acceptance),
     ):
         if acceptance is not None:
-            found.append((label, cls, acceptance))
+            measured.append((label, cls, acceptance))
     drawing = Drawing("Acceptance by draft position")
     drawing.legend(
-        [*((cls, label) for label, cls, _ in found), ("mark", "given all before it")], LEFT
+        [*((cls, label) for label, cls, _ in measured), ("mark", "if all before it were accepted")],
+        LEFT,
     )
     scale = Scale(0, 1, BOTTOM, TOP)
     drawing.y_axis(
-        scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "drafted tokens kept", percent=True
+        scale, LEFT, RIGHT, (0, 0.25, 0.5, 0.75, 1.0), "drafted tokens accepted", percent=True
     )
-    positions = max(len(acceptance.by_position) for _, _, acceptance in found)
+    positions = max(len(acceptance.by_position) for _, _, acceptance in measured)
     slot = (RIGHT - LEFT) / positions
-    width = min(46.0, slot * 0.86 / len(found))
+    width = min(46.0, slot * 0.86 / len(measured))
     for i in range(positions):
-        start = LEFT + slot * (i + 0.5) - width * len(found) / 2
+        start = LEFT + slot * (i + 0.5) - width * len(measured) / 2
         drawing.text(LEFT + slot * (i + 0.5), BOTTOM + 16, str(i + 1), "middle", "tick")
-        for j, (label, cls, acceptance) in enumerate(found):
+        for j, (label, cls, acceptance) in enumerate(measured):
             if i >= len(acceptance.by_position):
                 continue
             position = acceptance.by_position[i]
@@ -202,14 +201,15 @@ def acceptance_plot(report: ValidationReport) -> Plot:
     return Plot(
         capital(METRICS["acceptance_by_position"].title),
         drawing.render(),
-        "Bars: drafted tokens at this position that the target kept. Lines: the same among steps"
-        " that kept everything before it; a falling line says that the draft loses the thread.",
+        "Bars: share of drafted tokens at this position that the target accepted. Lines: the same,"
+        " counting only steps that accepted every token before it; if the lines fall, the draft"
+        " loses the thread.",
         ("acceptance_by_position",),
     )
 
 
 def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
-    """The ratio of every prompt, sorted: whether the gain is everybody's or a few prompts'."""
+    """Plot the ratio of every prompt, sorted. It shows whether all prompts gain or only a few."""
     pairs = zip(speculative.tokens_per_s_by_prompt, plain.tokens_per_s_by_prompt, strict=True)
     ratios = sorted(
         (fast / slow, index) for index, (fast, slow) in enumerate(pairs) if slow > 0 and fast > 0
@@ -240,7 +240,7 @@ def prompts_plot(plain: Arm, speculative: Arm) -> Plot:
 
 
 def latency_plot(arms: Arms, metric: Metric) -> Plot:
-    """Both arms' cumulative distributions, up to the larger p99."""
+    """Plot the cumulative distributions of both arms, up to the larger p99."""
     title = capital(metric.spelled_out)
     drawing = Drawing(f"{title}: cumulative distribution of both arms")
     pairs = [
@@ -276,25 +276,28 @@ def latency_plot(arms: Arms, metric: Metric) -> Plot:
 
 
 def layer_kl_plot(role: Role, quality: QuantizationQuality) -> Plot:
-    """What every decoder layer alone costs the next token's distribution, in the model's order."""
+    """Plot the KL that each decoder layer costs if it alone is quantized, in the model's order."""
     drawing = Drawing(f"KL that every layer of the {role} costs when it alone is quantized")
-    found = quality.layer_kl
-    worst = max(found, key=lambda one: one.kl)
-    unit, factor = (
-        (f"milli{METRICS['layer_kl'].unit}", 1000.0)
-        if worst.kl < 0.01
-        else (METRICS["layer_kl"].unit, 1.0)
-    )  # else the numbers outgrow their margin
+    layers = quality.layer_kl
+    worst = max(layers, key=lambda layer: layer.kl)
+    prefix, factor = "", 1.0
+    if worst.kl < 0.01:  # such numbers in whole nats would be too wide for the margin
+        prefix, factor = "milli", 1000.0
     scale = Scale(0, factor * worst.kl * 1.08 or 1e-3, BOTTOM, TOP)
-    drawing.y_axis(scale, LEFT, RIGHT, ticks(0, scale.high), f"{METRICS['layer_kl'].title}, {unit}")
-    slot = (RIGHT - LEFT) / len(found)
+    drawing.y_axis(
+        scale,
+        LEFT,
+        RIGHT,
+        ticks(0, scale.high),
+        f"{METRICS['layer_kl'].title}, {prefix}{METRICS['layer_kl'].unit}",
+    )
+    slot = (RIGHT - LEFT) / len(layers)
     width = min(24.0, max(1.0, slot - 2))
-    step = -(-len(found) // 16)
-    for i, one in enumerate(found):
-        middle, y = LEFT + slot * (i + 0.5), scale(factor * one.kl)
-        drawing.bar(
-            middle - width / 2, y, width, BOTTOM - y, "spec", f"{one.layer}: {one.kl:.2g} nats"
-        )
+    step = -(-len(layers) // 16)
+    for i, layer in enumerate(layers):
+        middle, y = LEFT + slot * (i + 0.5), scale(factor * layer.kl)
+        tip = f"{layer.layer}: {layer.kl:.2g} nats"
+        drawing.bar(middle - width / 2, y, width, BOTTOM - y, "spec", tip)
         if i % step == 0:
             drawing.text(middle, BOTTOM + 16, str(i), "middle", "tick")
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 34, "decoder layer", "middle", "tick")
@@ -307,7 +310,7 @@ def layer_kl_plot(role: Role, quality: QuantizationQuality) -> Plot:
 
 
 def layers_plot(role: Role, quality: QuantizationQuality) -> Plot:
-    """Relative error of every quantized linear, in the model's order."""
+    """Plot the relative error of every quantized linear layer, in the model's order."""
     drawing = Drawing(f"Quantization error of every layer of the {role}")
     scale = Scale(
         0, max(layer.relative_error for layer in quality.layers) * 1.08 or 1e-6, BOTTOM, TOP
@@ -338,14 +341,22 @@ def layers_plot(role: Role, quality: QuantizationQuality) -> Plot:
 
 
 def margins_plot(parities: list[Parity]) -> Plot:
-    """Where divergences happened and how undecided the reference was there."""
-    found = [one for parity in parities for one in parity.divergences if one.margin is not None]
+    """Plot where divergences happened and how undecided the reference was there."""
+    divergences = [
+        divergence
+        for parity in parities
+        for divergence in parity.divergences
+        if divergence.margin is not None
+    ]
     limit = parities[0].near_tie_margin
     drawing = Drawing("Reference margin at every divergence")
-    gaps = [max(one.plain_gap or 0.0, one.speculative_gap or 0.0, 1e-5) for one in found]
+    gaps = [
+        max(divergence.plain_gap or 0.0, divergence.speculative_gap or 0.0, 1e-5)
+        for divergence in divergences
+    ]
     low, high = min(*gaps, limit or 1e-4, 1e-3) / 2, max(*gaps, limit, 1e-2) * 2
     y = Scale(low, high, BOTTOM, TOP, log=True)
-    x = Scale(0, max(one.position for one in found) + 1, LEFT + 6, RIGHT)
+    x = Scale(0, max(divergence.position for divergence in divergences) + 1, LEFT + 6, RIGHT)
     drawing.y_axis(
         y,
         LEFT,
@@ -353,25 +364,23 @@ def margins_plot(parities: list[Parity]) -> Plot:
         [10.0**k for k in range(-6, 4) if low <= 10.0**k <= high],
         "gap to the best, logits",
     )
-    drawing.x_axis(x, BOTTOM, BOTTOM, ticks(0, x.high), "output token at which the texts part")
+    drawing.x_axis(x, BOTTOM, BOTTOM, ticks(0, x.high), "output token at which the texts diverge")
     if limit > 0:
         drawing.line(LEFT, y(limit), RIGHT, y(limit), "gate")
         drawing.text(RIGHT, y(limit) - 6, f"near-tie up to {limit:g}", "end", "gatelabel")
-    for one, gap in zip(found, gaps, strict=True):
-        tip = f"prompt {one.prompt_index + 1}, token {one.position + 1}: {one.kind}, {one.detail}"
-        drawing.dot(
-            x(one.position + 1), y(gap), 5, "spec" if one.kind == "equivalent" else "bad", tip
+    for divergence, gap in zip(divergences, gaps, strict=True):
+        position = divergence.position + 1
+        tip = (
+            f"prompt {divergence.prompt_index + 1}, token {position}: {divergence.kind},"
+            f" {divergence.detail}"
         )
+        cls = "spec" if divergence.kind == "equivalent" else "bad"
+        drawing.dot(x(position), y(gap), 5, cls, tip)
     caption = (
         "How far below the reference's best score (logits) the worse of the two chosen tokens lies."
-        " Below the line rounding "
+        " Below the line, rounding explains the difference. Above the line, it does not."
     )
-    return Plot(
-        "Divergences",
-        drawing.render(),
-        caption + "explains the difference; above it, it does not.",
-        ("parity",),
-    )
+    return Plot("Divergences", drawing.render(), caption, ("parity",))
 
 
 def _arms(arms: Arms) -> list[tuple[str, Arm]]:

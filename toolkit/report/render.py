@@ -1,5 +1,5 @@
-"""A validation report as files and on a terminal. The record is the truth; everything here is
-made from it alone.
+"""Write a validation report to files and to a terminal. Everything here is made from the record
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["print_report", "read_report", "render_json", "write_report"]
 
 
 def render_json(report: ValidationReport) -> str:
-    """docs/report.md describes it."""
+    """Return the text of report.json, which docs/report.md describes."""
     return json.dumps(to_json(report), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -44,30 +44,27 @@ def write_report(report: ValidationReport, out_dir: Path) -> tuple[Path, Path, P
 
 
 def read_report(path: Path) -> ValidationReport:
-    """Read report.json back. Raises StageError when it is not one, or one of another version."""
-    again = "Validate again: toolkit validate CONFIG."
+    """Read report.json back. Raises StageError if it is no report or has another version."""
+    hint = "Validate again: toolkit validate CONFIG."
     try:
         data = read_saved(path)
     except (OSError, ValueError) as error:
-        raise StageError("report", f"cannot be read: {error}", where=path, hint=again) from error
-    found = data.get("schema_version")
-    if not isinstance(found, int):
+        raise StageError("report", f"cannot be read: {error}", where=path, hint=hint) from error
+    version = data.get("schema_version")
+    if not isinstance(version, int):
         raise StageError(
-            "report", "is no report: it has no `schema_version`", where=path, hint=again
+            "report", "is no report: it has no `schema_version`", where=path, hint=hint
         )
-    if found != REPORT_SCHEMA_VERSION:
-        what = f"has schema_version {found}, this toolkit reads {REPORT_SCHEMA_VERSION}"
-        hint = (
-            again
-            if found < REPORT_SCHEMA_VERSION
-            else "Read it with the toolkit that wrote it, or a newer one."
-        )
+    if version != REPORT_SCHEMA_VERSION:
+        what = f"has schema_version {version}, but this toolkit reads {REPORT_SCHEMA_VERSION}"
+        if version > REPORT_SCHEMA_VERSION:
+            hint = "Read it with the toolkit that wrote it, or with a newer one."
         raise StageError("report", what, where=path, hint=hint)
     try:
         return from_json(ValidationReport, data)
     except ValueError as error:
-        what = f"is damaged: it does not hold what schema_version {found} does: {error}"
-        raise StageError("report", what, where=path, hint=again) from error
+        what = f"is damaged: its contents do not match schema_version {version}: {error}"
+        raise StageError("report", what, where=path, hint=hint) from error
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:

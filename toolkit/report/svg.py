@@ -1,7 +1,7 @@
-"""Just enough SVG for a report: scales, ticks and marks on a fixed grid. Colours are CSS classes,
-so a theme can change them.
+"""The SVG that a report needs: scales, ticks and marks. Colours are CSS classes, so a theme can
+change them.
 
-A drawing is WIDTH x HEIGHT units and scales with its column; the text is sized for columns of 340
+A drawing is WIDTH x HEIGHT units and scales with its column. Its text is sized for columns of 340
 to 560 pixels.
 """
 
@@ -27,19 +27,15 @@ __all__ = [
 ]
 
 WIDTH, HEIGHT = 440, 260
-LEFT, RIGHT, TOP, BOTTOM = (
-    66,
-    WIDTH - 14,
-    28,
-    HEIGHT - 44,
-)  # of the axes, where a plot has the usual height
+# Ends of the axes in a plot of the usual height.
+LEFT, RIGHT, TOP, BOTTOM = 66, WIDTH - 14, 28, HEIGHT - 44
 ARM_CLASSES = {"plain": "plain", "speculative": "spec"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """title: what is shown; caption: how to read it; definitions: names of the report's
-    definitions.
+    """title: what is shown. caption: how to read it. definitions: names of the metrics that define
+    its figures.
     """
 
     title: str
@@ -81,8 +77,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 @dataclass
 class Drawing:
-    """Marks are added in order. Every text goes through `escape`; classes and coordinates are
-    ours.
+    """A drawing to which marks are added in order. Every text is escaped; classes and coordinates
+    are not, since they are our own.
     """
 
     label: str
@@ -115,7 +111,7 @@ class Drawing:
         self.parts.append(f'<path class="{cls}" d="{commands}"><title>{escape(tip)}</title></path>')
 
     def whisker(self, x: float, middle: float, low: float, high: float, cls: str, tip: str) -> None:
-        """A dot with its interval, upright."""
+        """Draw a dot with its vertical interval."""
         self.line(x, low, x, high, f"whisker {cls}")
         self.dot(x, middle, 4.5, f"{cls} ringed", tip)
 
@@ -128,9 +124,9 @@ class Drawing:
         )
 
     def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float = 12) -> None:
-        """(class of the swatch, text) side by side."""
+        """Draw entries side by side; an entry is (CSS class of its swatch, text)."""
         for cls, text in entries:
-            if cls == "mark":  # what is drawn as a line
+            if cls == "mark":  # drawn as a line in the plot
                 self.line(x, y - 4, x + 11, y - 4, cls)
             else:
                 self.bar(x, y - 9, 10, 10, cls, text)
@@ -138,7 +134,7 @@ class Drawing:
             x += 27 + 8 * len(text)
 
     def x_axis(self, scale: Scale, y: float, top: float, at: Sequence[float], unit: str) -> None:
-        """Grid lines from `top` down to y, numbers beneath, and what they count."""
+        """Draw grid lines from `top` down to y, with the numbers and their unit below."""
         for value, label in zip(at, _labels(at), strict=True):
             x = scale(value)
             self.line(x, top, x, y, "grid")
@@ -154,8 +150,8 @@ class Drawing:
         unit: str,
         percent: bool = False,
     ) -> None:
-        """Grid lines from x to `right`, numbers before them, and upright at the edge what they
-        count.
+        """Draw grid lines from x to `right`, with the numbers to their left and the unit at the
+        edge, written upwards.
         """
         labels = [_percent(value) for value in at] if percent else _labels(at)
         for value, label in zip(at, labels, strict=True):
@@ -178,7 +174,7 @@ class Drawing:
 
 
 def _labels(values: Sequence[float]) -> list[str]:
-    """All with an exponent where one of them needs it: 5e-5 is hardly seen to be half of 0.0001."""
+    """Write all small numbers with an exponent if one needs it, so that 5e-5 and 1e-4 compare."""
     labels = [_tick(value) for value in values]
     if not any("e-" in label for label in labels):
         return labels

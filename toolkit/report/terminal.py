@@ -1,5 +1,5 @@
-"""The report on a terminal: verdict, gates, speed, and what to do next. Coloured only where rich
-finds a terminal.
+"""Print the report on a terminal: figures, gates, what to do next and the verdict. There are
+colours only where rich finds a terminal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STYLES = {
 
 
 def print_report(report: ValidationReport, console: Console, *, full: bool = False) -> None:
-    """Figures first, so that gates, what to do next and the verdict stand at the end; `full`
-    prints every table there is.
+    """Print the figures first, so that gates, what to do next and the verdict come last, where the
+    reader looks. `full` prints every table.
     """
     console.print()
     for table in tables(report):
@@ -41,8 +41,10 @@ def print_report(report: ValidationReport, console: Console, *, full: bool = Fal
         console.print(Text(f"- {step}"))
     for note in notes(report):
         console.print(Text(f"- {note}", style="dim"))
-    said = Text.assemble(f"{report.name}: ", (report.verdict, STYLES.get(report.verdict, "")))
-    console.print(said + (f" ({proviso(report)})" if proviso(report) else ""))
+    line = Text.assemble(f"{report.name}: ", (report.verdict, STYLES.get(report.verdict, "")))
+    if proviso(report):
+        line.append(f" ({proviso(report)})")
+    console.print(line)
 
 
 def _rich(table: Table) -> RichTable:

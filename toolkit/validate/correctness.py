@@ -1,8 +1,8 @@
-"""Is what the endpoint says correct? All checks of it in their order, with their gates and the
-names of what is wrong.
+"""Check whether the endpoint's answers are correct: run all checks in order, with their gates and
+the names of what is wrong.
 
-Nothing here is timed. The greedy texts that were measured are used again; everything else is sent
-for the purpose.
+Nothing here is timed. The greedy texts that were measured are used again; every other request is
+sent for a check.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What judges. engine: the compiled engine outside the server, None where nothing but its
-    server can run it. source: the unquantized checkpoint, None where it is not asked.
+    """The models that judge the texts. engine: the compiled engine outside the server; None: only
+    its server can run it. source: the unquantized checkpoint; None: it is not used.
 
-    source_same_precision: the deployment computes what the source does, up to rounding (nothing is
-    quantized, and float32).
+    source_same_precision: the deployment computes the same as the source, up to rounding (nothing
+    is quantized, and the dtype is float32).
     """
 
     engine: Reference | None
@@ -67,7 +67,9 @@ class References:
 
 @dataclass(frozen=True, slots=True)
 class Correctness:
-    """What was found. None: the deployment does not speculate, or the check was not asked for."""
+    """The results of all checks. None: the deployment does not speculate, or the YAML does not ask
+    for the check.
+    """
 
     parity: Parity | None
     seeded: Parity | None
@@ -76,35 +78,36 @@ class Correctness:
     stop_check: StopCheck | None
     distribution: Distribution | None
     diagnoses: tuple[Finding, ...]
-    asked_draft: bool = False  # draft_check None then means that no text told where its steps began
+    # A draft engine was asked. Then draft_check None means that no text showed where steps began.
+    asked_draft: bool = False
 
 
 def planned_requests(
     config: ValidationConfig, prompts: int, max_draft_len: int, can: Capabilities
 ) -> int:
-    """How many requests judge_correctness sends, without those that draw tokens."""
+    """Return how many requests judge_correctness sends, without those that draw tokens."""
     if max_draft_len == 0:
         return 0
-    return (
-        len(_more_arms(config, max_draft_len, can)) + 2 * (can.seeds == "coupled")
-    ) * prompts + REQUESTS
+    seeded_arms = len(ARMS) if can.seeds == "coupled" else 0
+    return (len(_more_arms(config, max_draft_len, can)) + seeded_arms) * prompts + REQUESTS
 
 
 class Say(Protocol):
     def __call__(self, what: str, *, by_steps: bool = False) -> None: ...
 
 
-def _unsaid(what: str, *, by_steps: bool = False) -> None:
-    """Nobody watches."""
+def _say_nothing(what: str, *, by_steps: bool = False) -> None:
+    """The default of `Case.say`: nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is judged, and with what.
+    """What is judged, and by which means.
 
-    greedy: the timed requests at temperature 0. rule: of requests without a seed. max_draft_len 0:
-    nothing speculates. keep_replay: stores one divergence and returns the file's name. say: what is
-    being done now; by_steps where on_step, called with (done, of how many), tells how far it is.
+    greedy: the timed requests at temperature 0. rule: the accept rule of requests without a seed.
+    max_draft_len 0: nothing speculates. keep_replay: stores one divergence and returns the file's
+    name. say: is told what is done now, with by_steps if on_step, called with (done, of how many),
+    shows the progress.
     """
 
     sender: Sender
@@ -116,7 +119,7 @@ class Case:
     max_draft_len: int
     can: Capabilities
     keep_replay: Callable[[Replay], str] | None = None
-    say: Say = _unsaid
+    say: Say = _say_nothing
     on_step: Callable[[int, int], None] = lambda done, total: None
 
     @property
@@ -127,37 +130,39 @@ class Case:
     def seeds(self) -> list[int]:
         return [self.config.seed + index for index in range(len(self.prompts))]
 
-    def keep(self, one: Divergence, text: RequestTiming, other: RequestTiming) -> str | None:
-        return (
-            None
-            if self.keep_replay is None
-            else self.keep_replay(replay_of(self.config, one, text, other))
-        )
+    def keep(
+        self, divergence: Divergence, plain: RequestTiming, other: RequestTiming
+    ) -> str | None:
+        if self.keep_replay is None:
+            return None
+        return self.keep_replay(replay_of(self.config, divergence, plain, other))
 
 
 def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correctness:
-    """quality: of the target, None where it was not quantized here."""
+    """Run all checks. quality: of the target; None if it was not quantized here."""
     references = case.references
-    found = _judge_speculation(case) if case.max_draft_len > 0 else _Speculation()
+    speculation = _judge_speculation(case) if case.max_draft_len > 0 else _Speculation()
     agreements = _agreements(case, quality)
     diagnoses = diagnose(
         plain=case.plain,
-        parity=found.parity,
+        parity=speculation.parity,
         agreements=agreements,
-        draft_check=found.draft_check,
-        stop_check=found.stop_check,
-        distribution=found.distribution,
-        overrun=sum((one.output_tokens or 0) > case.config.max_tokens for one in case.sender.sent),
+        draft_check=speculation.draft_check,
+        stop_check=speculation.stop_check,
+        distribution=speculation.distribution,
+        overrun=sum(
+            (request.output_tokens or 0) > case.config.max_tokens for request in case.sender.sent
+        ),
         reference=references.engine or references.source,
         near_tie_margin=case.config.parity.near_tie_margin,
     )
     return Correctness(
-        parity=found.parity,
-        seeded=found.seeded,
+        parity=speculation.parity,
+        seeded=speculation.seeded,
         agreements=tuple(agreements),
-        draft_check=found.draft_check,
-        stop_check=found.stop_check,
-        distribution=found.distribution,
+        draft_check=speculation.draft_check,
+        stop_check=speculation.stop_check,
+        distribution=speculation.distribution,
         diagnoses=tuple(diagnoses),
         asked_draft=case.max_draft_len > 0
         and references.engine is not None
@@ -167,7 +172,7 @@ def judge_correctness(case: Case, quality: QuantizationQuality | None) -> Correc
 
 @dataclass(frozen=True, slots=True)
 class _Speculation:
-    """What there is to say of a deployment that speculates."""
+    """The results of the checks that only a deployment with speculation gets."""
 
     parity: Parity | None = None
     seeded: Parity | None = None
@@ -177,7 +182,7 @@ class _Speculation:
 
 
 def _judge_speculation(case: Case) -> _Speculation:
-    """All requests are sent first, then the engine is asked."""
+    """Send all requests first, then ask the engine."""
     case.say("comparing draft lengths")
     arms = [
         ArmTexts(
@@ -185,15 +190,15 @@ def _judge_speculation(case: Case) -> _Speculation:
         )
     ]
     arms += [
-        _said_by(case, arm, draft_len)
+        _texts_of(case, arm, draft_len)
         for arm, draft_len in _more_arms(case.config, case.max_draft_len, case.can)
     ]
     case.say("sending stop words")
-    same = [
+    is_same = [
         first_difference(*pair) is None
         for pair in zip(case.plain, case.greedy.speculative[0], strict=True)
     ]
-    stop_check = check_stops(case.sender, case.prompts, case.plain, same, seed=case.config.seed)
+    stop_check = check_stops(case.sender, case.prompts, case.plain, is_same, seed=case.config.seed)
     seeded_texts = _seeded(case) if case.can.seeds == "coupled" else None
     engine = case.references.engine
     again: AskedAgain = {}
@@ -206,40 +211,37 @@ def _judge_speculation(case: Case) -> _Speculation:
     judge = Judge(engine, case.config.parity.near_tie_margin)
     parity, seeded = compare(case.plain, arms, replace(judge, again=again), keep=case.keep), None
     if seeded_texts is not None:
-        plain, said = seeded_texts
+        plain, speculative = seeded_texts
         seeded_judge = replace(judge, temperature=case.config.temperature, seeds=case.seeds)
-        seeded = compare(
-            plain, [ArmTexts("speculative", case.max_draft_len, said)], seeded_judge, keep=case.keep
-        )
-    draft_check = (
-        None
-        if engine is None
-        else check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
-    )
+        seeded_arm = ArmTexts("speculative", case.max_draft_len, speculative)
+        seeded = compare(plain, [seeded_arm], seeded_judge, keep=case.keep)
+    draft_check = None
+    if engine is not None:
+        draft_check = check_drafts(case.greedy.speculative[0], case.max_draft_len, engine)
     return _Speculation(parity, seeded, draft_check, stop_check, distribution)
 
 
 def _distribution(case: Case) -> Distribution:
-    """Against what the engine says tokens should be distributed like, or of both arms against
-    one another without it.
+    """Compare sampled tokens with the engine's distribution or, without an engine, the two arms
+    with each other.
     """
-    config, asked, engine = case.config, case.config.distribution, case.references.engine
+    config, gates, engine = case.config, case.config.distribution, case.references.engine
     case.say("drawing texts" if engine is None else "drawing tokens", by_steps=True)
     if engine is None:
         pairs = draw_pairs(
             case.sender,
             case.prompts,
-            asked,
+            gates,
             temperature=config.temperature,
             seed=config.seed,
             on_progress=case.on_step,
         )
         case.say("testing what was drawn")
-        return judge_pairs(pairs, asked, rule=case.rule, seed=config.seed)
+        return judge_pairs(pairs, gates, rule=case.rule, seed=config.seed)
     drawn = draw_samples(
         case.sender,
         case.prompts,
-        asked,
+        gates,
         engine,
         temperature=config.temperature,
         near_tie_margin=config.parity.near_tie_margin,
@@ -247,11 +249,13 @@ def _distribution(case: Case) -> Distribution:
         on_progress=case.on_step,
     )
     case.say("testing what was drawn")
-    return judge_samples(drawn, asked, rule=case.rule, seed=config.seed)
+    return judge_samples(drawn, gates, rule=case.rule, seed=config.seed)
 
 
 def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreement]:
-    """The plain texts token by token: of the engine itself, and of the unquantized model."""
+    """Compare the plain texts token by token with the engine's own choices and with those of the
+    unquantized model.
+    """
     references, margin, seed = case.references, case.config.parity.near_tie_margin, case.config.seed
     agreements = []
 
@@ -272,16 +276,15 @@ def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreeme
         agreements.append(exact)
     if references.source is not None:
         case.say("asking the unquantized model about every token, texts", by_steps=True)
-        same = references.source_same_precision
-        sure = None if same else decided_margin(quality)
+        same_precision = references.source_same_precision
         agreements.append(
             agreement(
                 "source",
                 case.plain,
                 references.source,
                 margin,
-                same_precision=same,
-                decided_margin=sure,
+                same_precision=same_precision,
+                decided_margin=None if same_precision else decided_margin(quality),
                 seed=seed,
                 on_prompt=on_prompt,
             )
@@ -289,24 +292,28 @@ def _agreements(case: Case, quality: QuantizationQuality | None) -> list[Agreeme
     return agreements
 
 
-def correctness_gates(found: Correctness) -> list[Gate]:
-    """All but those of parity."""
-    return [
-        *(gate for one in found.agreements if (gate := agreement_gate(one)) is not None),
-        *check_gates(
-            found.draft_check, found.stop_check, found.diagnoses, asked_draft=found.asked_draft
-        ),
-        *([] if found.distribution is None else [distribution_gate(found.distribution)]),
-    ]
+def correctness_gates(correctness: Correctness) -> list[Gate]:
+    """Return all gates of correctness except those of parity."""
+    agreement_gates = (agreement_gate(agreement) for agreement in correctness.agreements)
+    gates = [gate for gate in agreement_gates if gate is not None]
+    gates += check_gates(
+        correctness.draft_check,
+        correctness.stop_check,
+        correctness.diagnoses,
+        asked_draft=correctness.asked_draft,
+    )
+    if correctness.distribution is not None:
+        gates.append(distribution_gate(correctness.distribution))
+    return gates
 
 
 def not_measured(
     max_draft_len: int, references: References, can: Capabilities, acceptance: Acceptance | None
 ) -> Iterator[Finding]:
-    """What this endpoint leaves unknown, and why. There is no gate of any of it, so that none
+    """Name what cannot be measured at this endpoint, and why. None of it has a gate, so none of it
     can pass.
     """
-    foreign = "the engine runs in its server alone, and gives no logits there"
+    foreign = "the engine runs in its server alone, which gives no logits"
     if references.engine is None:
         yield Finding(
             "not measured",
@@ -315,9 +322,9 @@ def not_measured(
         )
     if can.reuses_prefixes:
         detail = (
-            "time to the first token of prompts that are new: the server keeps KV blocks"
+            "time to the first token of new prompts: the server keeps KV blocks"
             " (engine.enable_block_reuse), and both arms send every prompt several times; `toolkit"
-            " bench` sends each once"
+            " bench` sends each prompt once"
         )
         yield Finding("not measured", "note", detail)
     if max_draft_len == 0:
@@ -326,7 +333,7 @@ def not_measured(
         yield Finding(
             "not measured",
             "note",
-            f"whether the draft proposes what its engine would (draft): {foreign}",
+            f"whether the draft proposes what its engine would propose (draft): {foreign}",
         )
         yield Finding(
             "not measured",
@@ -359,39 +366,39 @@ def not_measured(
         yield Finding(
             "not measured",
             "note",
-            "the acceptance rate: the server does not say how much was drafted",
+            "the acceptance rate: the server does not say how many tokens were drafted",
         )
 
 
 def _more_arms(
     config: ValidationConfig, max_draft_len: int, can: Capabilities
 ) -> list[tuple[ParityArm, int]]:
-    """(arm, draft length) of what is compared beside the arms that are timed."""
-    asked = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
-    shorter = sorted({draft_len for draft_len in asked if draft_len < max_draft_len})
+    """Return (arm, draft length) of what is compared in addition to the timed arms."""
+    draft_lens = config.parity.draft_lens or (1, (max_draft_len + 1) // 2)
+    shorter = sorted({draft_len for draft_len in draft_lens if draft_len < max_draft_len})
     more: list[tuple[ParityArm, int]] = [("verify", max_draft_len)] if can.has_verify_only else []
     if can.draft_len_per_request:
         more += [("speculative", draft_len) for draft_len in shorter]
     return more
 
 
-def _said_by(case: Case, arm: ParityArm, draft_len: int) -> ArmTexts:
+def _texts_of(case: Case, arm: ParityArm, draft_len: int) -> ArmTexts:
     options = {"temperature": 0.0, "num_draft_tokens": draft_len}
-    said = [
+    texts = [
         [case.sender.send(index, prompt, arm, **options)]
         for index, prompt in enumerate(case.prompts)
     ]
-    return ArmTexts(arm, draft_len, said)
+    return ArmTexts(arm, draft_len, texts)
 
 
 def _seeded(case: Case) -> tuple[list[RequestTiming], list[list[RequestTiming]]]:
-    """(plain, speculative) texts, a seed per prompt."""
+    """Return (plain, speculative) texts, with one seed per prompt."""
     case.say("sending seeded requests")
     plain: list[RequestTiming] = []
-    said: list[list[RequestTiming]] = []
+    speculative: list[list[RequestTiming]] = []
     for index, (prompt, seed) in enumerate(zip(case.prompts, case.seeds, strict=True)):
         options = {"temperature": case.config.temperature, "seed": seed, "acceptance": "coupled"}
-        one, other = (case.sender.send(index, prompt, arm, **options) for arm in ARMS)
-        plain.append(one)
-        said.append([other])
-    return plain, said
+        first, second = (case.sender.send(index, prompt, arm, **options) for arm in ARMS)
+        plain.append(first)
+        speculative.append([second])
+    return plain, speculative

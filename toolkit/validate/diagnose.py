@@ -1,11 +1,11 @@
-"""From what was measured to the name of the fault behind it. Pure: records in, findings out.
+"""Name the fault behind what was measured. Pure functions: records go in, findings come out.
 
-Each fault leaves its own mark. Where the first wrong token stands tells a forward from a cache: the
-first output token comes from prefill, the second from the first verify forward behind a clean
-cache, and only the third has rejected drafts behind it. Which arms are wrong tells forwards from
-the accept rule: `verify` accepts nothing. What the server counts and what the draft engine would
-have proposed tell the rest. A name is a strong hint and no proof; the replay files are for whoever
-looks closer.
+Each fault leaves its own mark. The place of the first wrong token tells a wrong forward from a
+wrong cache: the first output token comes from prefill, the second from the first verify forward
+after a clean cache, and only the third follows rejected drafts. Which arms are wrong tells a wrong
+forward from a wrong accept rule, since `verify` accepts nothing. The server's counts and the draft
+engine's own proposals show the rest. A name is a strong hint, not a proof; the replay files are for
+a closer look.
 """
 
 from __future__ import annotations
@@ -86,38 +86,41 @@ def diagnose(
     reference: Reference | None,
     near_tie_margin: float,
 ) -> list[Finding]:
-    """The faults that the evidence names, the most basic one first; empty where nothing is wrong.
-    reference None: no model can be asked, so that only what the texts show by themselves is named.
+    """Return the faults that the evidence shows, the most basic one first; empty if there is none.
+
+    reference None: no model can be asked, so only faults that the texts show by themselves are
+    named.
     """
-    engine = next((one for one in agreements if one.against == "engine"), None)
-    found: list[Finding] = []
+    engine = next((agreement for agreement in agreements if agreement.against == "engine"), None)
+    findings: list[Finding] = []
     if reference is not None:
-        found += _of_the_plain_arm(plain, engine, agreements, reference, near_tie_margin)
-    if not found and parity is not None:
-        found += _of_speculation(parity, reference)
+        findings += _of_the_plain_arm(plain, engine, agreements, reference, near_tie_margin)
+    if not findings and parity is not None:
+        findings += _of_speculation(parity, reference)
     if draft_check is not None:
-        found += _of_the_draft(draft_check)
+        findings += _of_the_draft(draft_check)
     if stop_check is not None and stop_check.wrong and stop_check.detail is not None:
         detail = (
             f"{stop_check.wrong} of {stop_check.requests} requests with a stop word did not end"
             f" before it: {stop_check.detail}"
         )
-        found.append(
+        findings.append(
             _error(
-                STOP, f"{detail}. Look at every token of an accepted block, not at its last one."
+                STOP,
+                f"{detail}. Look at every token of an accepted block, not only at its last one.",
             )
         )
     if distribution is not None:
-        found += of_sampling(distribution)
+        findings += of_sampling(distribution)
     if overrun:
-        found.append(
+        findings.append(
             _error(
                 OVERRUN,
-                f"{overrun} answers hold more tokens than max_tokens: steps are counted where"
-                " tokens should be",
+                f"{overrun} answers hold more tokens than max_tokens: the server counts steps"
+                " instead of tokens",
             )
         )
-    return found
+    return findings
 
 
 def _of_the_plain_arm(
@@ -136,25 +139,23 @@ def _of_the_plain_arm(
     if (short or wrong) and explained_without_first_token(
         short or plain, reference, near_tie_margin
     ):
-        how = (
-            f"the server counts one prompt token fewer for {len(short)} of {len(plain)} prompts,"
-            " and "
-            if short
-            else ""
-        )
         detail = (
-            f"{how}the plain texts are those that the engine gives without the prompt's first token"
-            " (BOS)"
+            "the plain texts are those that the engine gives without the prompt's first token (BOS)"
         )
+        if short:
+            detail = (
+                f"the server counts one prompt token fewer for {len(short)} of {len(plain)}"
+                f" prompts, and {detail}"
+            )
         yield _error(BOS, f"{detail}. Encode with special tokens, once.")
     elif engine is not None and wrong and engine.first_tokens == 0 and _late_only(engine):
         detail = (
-            "no prompt's first token, which comes from prefill, is wrong, and"
+            "no prompt's first token, which comes from prefill, is wrong, but"
             f" {engine.beyond_rounding} later ones are"
         )
         yield _error(
             DECODE,
-            f"{detail}. {engine.detail}. The forward of one token behind a cache is at fault.",
+            f"{detail}. {engine.detail}. The forward of one token with a cache is at fault.",
         )
     elif engine is not None and wrong:
         detail = (
@@ -166,30 +167,33 @@ def _of_the_plain_arm(
             WEIGHTS, f"{detail}. {engine.detail}. The server runs other weights, or damaged ones."
         )
     else:
-        for one in agreements:
-            if one.against == "source" and one.kind in WRONG:
+        for agreement in agreements:
+            if agreement.against == "source" and agreement.kind in WRONG:
                 detail = (
-                    f"{one.beyond_rounding} of {one.tokens} tokens are not those of the source"
-                    f" checkpoint: {one.detail}"
+                    f"{agreement.beyond_rounding} of {agreement.tokens} tokens are not those of the"
+                    f" source checkpoint: {agreement.detail}"
                 )
                 yield _error(
-                    WEIGHTS, f"{detail}. The engine was not made of this checkpoint, or wrongly."
+                    WEIGHTS,
+                    f"{detail}. The engine was made from another checkpoint, or was made wrongly.",
                 )
 
 
 def _late_only(engine: Agreement) -> bool:
-    """Whether so many right first tokens are no accident: would they be wrong as often as the
-    rest, P < 1 in 1000.
+    """Whether it is no accident that all first tokens are right.
+
+    If they were wrong as often as the rest, this would have a probability below 1 in 1000.
     """
     return (1.0 - engine.beyond_rounding / engine.tokens) ** engine.prompts < 1e-3
 
 
 def _of_speculation(parity: Parity, reference: Reference | None) -> Iterator[Finding]:
-    verify = [one for one in parity.divergences if one.arm == "verify" and one.kind in WRONG]
-    real = [one for one in parity.divergences if one.arm == "speculative" and one.kind in WRONG]
+    wrong = [divergence for divergence in parity.divergences if divergence.kind in WRONG]
+    verify = [divergence for divergence in wrong if divergence.arm == "verify"]
+    speculative = [divergence for divergence in wrong if divergence.arm == "speculative"]
     if verify:
-        first = min(one.position for one in verify)
-        texts = len({one.prompt_index for one in verify})
+        first = min(divergence.position for divergence in verify)
+        texts = len({divergence.prompt_index for divergence in verify})
         count = f"with nothing accepted, {texts} of {parity.prompts} texts differ from plain ones"
         if first <= 1:
             detail = (
@@ -203,64 +207,63 @@ def _of_speculation(parity: Parity, reference: Reference | None) -> Iterator[Fin
         else:
             detail = (
                 f"{count}, from output token {first + 1} on: the first verify forward is right,"
-                " what follows a rejection is not"
+                " but what follows a rejection is not"
             )
             yield _error(
                 CACHE,
                 f"{detail}. Rejected drafts are left in the target's cache, or its length is"
                 " wrong.",
             )
-    elif real:
-        lengths = sorted({one.draft_len for one in real})
-        where = (
-            "verifying without accepting gives the plain text, speculation at draft length"
-            f" {', '.join(map(str, lengths))} not"
-        )
-        if not any(one.arm == "verify" for one in parity.arms):
-            where = (
-                f"speculation at draft length {', '.join(map(str, lengths))} differs from plain"
-                " text"
+    elif speculative:
+        lengths = ", ".join(map(str, sorted({each.draft_len for each in speculative})))
+        detail = f"speculation at draft length {lengths} differs from plain text"
+        if any(arm.arm == "verify" for arm in parity.arms):
+            detail = (
+                "verifying without accepting gives the plain text, but speculation at draft length"
+                f" {lengths} does not"
             )
-        moved = (
-            f"; the position moves with the draft length for {parity.moved} prompts"
-            if parity.moved
-            else ""
-        )
-        if reference is not None and (shift := _row_shift(real, reference)) is not None:
-            detail = f"{where}{moved}. The wrong tokens are the target's choices one place {shift}"
+        if parity.moved:
+            detail += f"; the position moves with the draft length for {parity.moved} prompts"
+        shift = None if reference is None else _row_shift(speculative, reference)
+        if shift is not None:
+            detail += f". The wrong tokens are the target's choices one place {shift}"
             yield _error(ROWS, f"{detail}: a row of the logits is taken for its neighbour.")
         else:
             yield _error(
-                ACCEPT_RULE, f"{where}{moved}. Tokens are kept that the target did not choose."
+                ACCEPT_RULE, f"{detail}. Tokens are accepted that the target did not choose."
             )
 
 
-def _row_shift(real: Sequence[Divergence], reference: Reference) -> str | None:
-    """Whether most wrong tokens are what the target chooses one place earlier or later (asked of
-    greedy ones).
+def _row_shift(divergences: Sequence[Divergence], reference: Reference) -> str | None:
+    """Return `earlier` or `later` if most wrong tokens of greedy texts are what the target chooses
+    one place before or after them.
 
-    Not all of them: a row is also behind the draft before it, which need not be the target's own
-    choice.
+    It need not be all of them: a row also depends on the draft token before it, which may differ
+    from the target's own choice.
     """
-    asked = [
-        one
-        for one in real
-        if one.seed is None and one.speculative_token is not None and one.position > 0
+    greedy = [
+        divergence
+        for divergence in divergences
+        if divergence.seed is None
+        and divergence.speculative_token is not None
+        and divergence.position > 0
     ][:8]
-    if not asked:
-        return None
     for name in ("earlier", "later"):
-        if 2 * sum(
-            _chosen_beside(one, reference, name) == one.speculative_token for one in asked
-        ) > len(asked):
+        shifted = sum(
+            _chosen_beside(divergence, reference, name) == divergence.speculative_token
+            for divergence in greedy
+        )
+        if 2 * shifted > len(greedy):
             return name
     return None
 
 
-def _chosen_beside(one: Divergence, reference: Reference, name: str) -> int:
-    """The target's choice at the place before or behind a divergence, along its own greedy text."""
-    ids = list(reference.encode(one.prompt))
-    for _ in range(one.position - (name == "earlier")):
+def _chosen_beside(divergence: Divergence, reference: Reference, name: str) -> int:
+    """Return the target's choice one place before or after a divergence, along its own greedy
+    text.
+    """
+    ids = list(reference.encode(divergence.prompt))
+    for _ in range(divergence.position - (name == "earlier")):
         ids.append(int(reference.next_logits(ids).argmax()))
     if name == "later":
         ids.append(int(reference.next_logits(ids).argmax()))
@@ -271,72 +274,66 @@ def _of_the_draft(check: DraftCheck) -> Iterator[Finding]:
     behind = shortfall(check.after_full, check.after_full_expected, check.after_full_kept)
     earlier = shortfall(check.earlier, check.earlier_expected, check.earlier_kept)
     rates = (
-        "first drafts kept where the draft engine proposes the right token: "
-        f"{check.after_full_kept} of {check.after_full_expected} behind a fully accepted block, "
+        "first draft tokens accepted where the draft engine proposes the right one: "
+        f"{check.after_full_kept} of {check.after_full_expected} after a fully accepted block, "
         f"{check.earlier_kept} of {check.earlier_expected} before any"
     )
     if behind and not earlier:
         advice = (
-            "The last draft of a kept block was proposed and never fed: feed it with the token that"
-            " follows."
+            "The last draft token of an accepted block was proposed but never fed to the draft:"
+            " feed it together with the token that follows."
         )
         yield _error(DRAFT_CACHE, f"{rates}. {advice}")
     elif behind or earlier:
         yield _error(
             DRAFT_MODEL,
-            f"{rates}. The served draft does not see what it should, or has other weights.",
+            f"{rates}. The served draft does not see the right tokens, or has other weights.",
         )
 
 
-def of_sampling(found: Distribution) -> Iterator[Finding]:
-    """What is wrong with how tokens are drawn at temperature > 0."""
-    rejected = {test.name: test for test in found.tests if test.rejected}
+def of_sampling(distribution: Distribution) -> Iterator[Finding]:
+    """Name what is wrong with how tokens are drawn at temperature > 0."""
+    rejected = {test.name: test for test in distribution.tests if test.rejected}
     own = rejected.get("speculative: by probability")
     draft = rejected.get("speculative: by draft against target")
-    between = [
-        test for test in found.tests if test.lean is None and test.rejected
-    ]  # the arms, without a model
+    # Tests that compare the two arms, without a model.
+    between = [test for test in rejected.values() if test.lean is None]
     groups = [
         test
         for name, test in rejected.items()
         if test not in between and not name.startswith("speculative")
     ]
     if (
-        found.outside_filters
+        distribution.outside_filters
         or "plain: by probability" in rejected
         or (groups and own is None and draft is None)
     ):
-        ruled_out = (
-            f"{found.outside_filters} tokens that top-k or top-p rule out"
-            if found.outside_filters
-            else ""
-        )
         wrong = ", ".join(f"{test.name} (p = {test.p_value:.1e})" for test in rejected.values())
-        parts = [part for part in (ruled_out, wrong and f"rejected: {wrong}") if part]
+        parts = []
+        if distribution.outside_filters:
+            parts.append(f"{distribution.outside_filters} tokens that top-k or top-p rule out")
+        if wrong:
+            parts.append(f"rejected: {wrong}")
         yield _error(
             SAMPLING,
-            f"{'; '.join(parts)}. Temperature, top-k or top-p do not reach the sampler as they were"
-            " asked.",
+            f"{'; '.join(parts)}. Temperature, top-k or top-p do not reach the sampler as the"
+            " request states them.",
         )
     elif own is not None or draft is not None:
-        # Where both see it, the order along which the tokens are shifted further is the one that
-        # the fault follows.
+        # If both tests reject, the fault follows the order along which the tokens are shifted
+        # further.
         strongest = max(
             (test for test in (own, draft) if test is not None),
             key=lambda test: abs(test.lean or 0.0),
         )
-        towards = (strongest.lean or 0.0) > 0
-        name = (
-            (LIKELY if towards else UNLIKELY)
-            if strongest is own
-            else (TO_DRAFT if towards else FROM_DRAFT)
-        )
-        hint = (
-            " A draft is kept for being the likeliest token, or the temperature is lower than"
-            " asked."
-            if name == LIKELY
-            else ""
-        )
+        towards, away = (LIKELY, UNLIKELY) if strongest is own else (TO_DRAFT, FROM_DRAFT)
+        name = towards if (strongest.lean or 0.0) > 0 else away
+        hint = ""
+        if name == LIKELY:
+            hint = (
+                " A draft token is accepted because it is the likeliest one, or the temperature is"
+                " lower than requested."
+            )
         detail = (
             f"{strongest.name}: p = {strongest.p_value:.1e} over {strongest.samples:,} tokens,"
             f" {strongest.lean:+.1f} sigma"
@@ -347,15 +344,16 @@ def of_sampling(found: Distribution) -> Iterator[Finding]:
             f"{test.name}: p = {test.p_value:.1e} over {test.samples:,}" for test in between
         )
         yield _error(CONTINUATIONS, f"{listed}. The accept rule changes what is sampled.")
-    if found.unrepeated or not found.seeds_matter:
-        detail = (
-            f"{found.unrepeated} of {found.seeded} seeded requests gave another text the second"
-            " time"
-        )
-        detail = detail if found.unrepeated else "every seed gives the same text"
+    if distribution.unrepeated or not distribution.seeds_matter:
+        detail = "every seed gives the same text"
+        if distribution.unrepeated:
+            detail = (
+                f"{distribution.unrepeated} of {distribution.seeded} seeded requests gave another"
+                " text the second time"
+            )
         yield _error(
             SEEDS,
-            f"{detail}. The seed has to fix the noise of every position, and nothing else may.",
+            f"{detail}. The seed alone has to determine the noise of every position.",
         )
 
 

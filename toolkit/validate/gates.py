@@ -1,8 +1,8 @@
-"""Thresholds with three outcomes. An interval that straddles its limit is INCONCLUSIVE, and that is
-not PASS.
+"""Judge figures by limits, with three outcomes. A gate whose interval straddles its limit is
+INCONCLUSIVE, and that is not PASS.
 
-Pure: figures and limits in, gates out. Each says in words why, and unless it passed, what to do
-next.
+The functions are pure: figures and limits go in, gates come out. Each gate says in words why it has
+its outcome and, unless it passed, what to do next.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from toolkit.rounding import decimals
 from toolkit.validate.diagnose import DRAFT_CACHE, DRAFT_MODEL
 from toolkit.validate.draft_check import TELLING, telling
 from toolkit.validate.proportions import clopper_pearson, prompts_needed
+from toolkit.words import Verdict
 
 __all__ = [
     "agreement_gate",
@@ -36,34 +37,35 @@ __all__ = [
     "speedup_gate",
 ]
 
-# of those where the source is decided, by their upper bound: its own served text is easier than
-# held-out text
+# Largest share of wrong tokens, among those where the source is decided. It limits the upper bound.
+# It can be this small since a model's own served text is easier for it than held-out text.
 WRONG_TOKENS = 0.05
-# What random weights say nothing about. Against a source of the same precision the served text is
-# right or wrong; against another it is more or less like it.
+# Metrics that mean nothing for random weights. `wrong_tokens` is not among them: against a source
+# of the same precision a served text is right or wrong, whatever the weights are.
 METRICS_OF_WEIGHTS = {*LATENCIES, "speedup", "kl_mean", "top1_agreement", "wrong_choices"}
-UNTOLD_STEPS = (
-    "chunks hold more than one step, so it is not known where a block began; with"
-    " triton.stream_interval_ms: 0 and triton.decoupled: true this is judged"
+UNKNOWN_STEPS = (
+    "chunks hold more than one step, so it is not known where a block began; set"
+    " triton.stream_interval_ms: 0 and triton.decoupled: true to judge this"
 )
-MIN_PAIRS = 8  # below this a bootstrap interval says little: with one pair it has no width at all
+MIN_PAIRS = 8  # with fewer pairs a bootstrap interval says little; with one it has no width at all
 
 
 def not_judged(gates: Iterable[Gate]) -> list[Gate]:
-    """The same gates of a rehearsal: what speed and quality say of random weights is measured,
-    and is no verdict.
+    """Return the gates of a rehearsal, without a verdict on those that depend on the weights.
+
+    Speed and quality of random weights are measured, but they mean nothing.
     """
 
-    def is_empty(gate: Gate) -> bool:
-        # random models hardly ever agree
-        seldom = gate.metric == "draft_check" and gate.outcome == INCONCLUSIVE
-        return seldom or gate.metric in METRICS_OF_WEIGHTS
+    def is_meaningless(gate: Gate) -> bool:
+        # Random models hardly ever agree, so the draft check has too few tokens to judge by.
+        lacks_tokens = gate.metric == "draft_check" and gate.outcome == INCONCLUSIVE
+        return lacks_tokens or gate.metric in METRICS_OF_WEIGHTS
 
     detail = "rehearsed with random weights: {}"
     return [
         (
             replace(gate, outcome=NOT_JUDGED, detail=detail.format(gate.detail), next_step=None)
-            if is_empty(gate)
+            if is_meaningless(gate)
             else gate
         )
         for gate in gates
@@ -71,43 +73,27 @@ def not_judged(gates: Iterable[Gate]) -> list[Gate]:
 
 
 def parity_gate(parity: Parity, limits: ParityGates, temperature: float = 0.0) -> Gate:
-    """measured: the upper bound on the divergence rate. One divergence beyond rounding fails,
-    whatever the rate.
+    """Judge the upper bound on the divergence rate. One divergence beyond rounding fails, whatever
+    the rate is.
     """
     metric = "seeded_parity" if temperature else "parity"
     gate = partial(make_gate, metric, Scope(temperature=temperature))
     limit = limits.max_divergence_rate
+    if parity.suspicious or parity.broken:
+        return gate(FAIL, parity.rate_high, limit, *_beyond_rounding(parity))
     found = f"{parity.prompts - parity.identical} of {parity.prompts} prompts differ"
     if parity.equivalent:
         found += f", {parity.equivalent} of them numerically equivalent"
-        if any(one.judged_by == "log_probs" for one in parity.divergences):
+        if any(divergence.judged_by == "log_probs" for divergence in parity.divergences):
             found += " by their served log-probabilities"
-    if parity.suspicious or parity.broken:
-        first = next(one for one in parity.divergences if one.kind in ("broken", "suspicious"))
-        counts = ", ".join(
-            f"{getattr(parity, kind)} {kind}"
-            for kind in ("broken", "suspicious")
-            if getattr(parity, kind)
-        )
-        return gate(
-            FAIL,
-            parity.rate_high,
-            limit,
-            f"{counts} of {parity.prompts} prompts: they diverge beyond rounding. The first: prompt"
-            f" {first.prompt_index + 1}, output token {first.position + 1} ({first.arm}, draft"
-            f" length {first.draft_len}): {first.detail}",
-            "Speculation changes the output: this is a fault of the runtime, not of the draft. The"
-            " divergences below list position and tokens, with a file for toolkit validate"
-            " --replay; run again with engine.mode: eager to tell kernels from logic.",
-        )
     if parity.unexplained:
-        first = next(one for one in parity.divergences if one.kind == "unexplained")
+        first = next(each for each in parity.divergences if each.kind == "unexplained")
         return gate(
             INCONCLUSIVE,
             parity.rate_high,
             limit,
             f"{found}, {parity.unexplained} that could not be judged: {first.detail}",
-            "Give the reference what it lacks, then validate again.",
+            "Give the reference what it lacks and validate again.",
         )
     result = outcome(parity.rate_low, parity.rate_high, limit, at_least=False)
     found += ", none beyond rounding" if parity.identical < parity.prompts else ""
@@ -115,125 +101,153 @@ def parity_gate(parity: Parity, limits: ParityGates, temperature: float = 0.0) -
     bound = (
         f"{found}; with {parity.confidence:.0%} confidence at most {parity.rate_high:.{digits}%} do"
     )
-    next_step = None
-    if result == INCONCLUSIVE:
-        needed = prompts_needed(limit, parity.prompts - parity.identical)
-        next_step = (
-            f"Use at least {needed} prompts (validation.max_prompts), or allow more with"
-            " validation.parity.max_divergence_rate."
-            if needed is not None
-            else (
-                "Raise validation.parity.max_divergence_rate: no number of prompts can prove a rate"
-                " of 0."
-            )
-        )
-    elif result == FAIL:
-        next_step = (
+    return gate(result, parity.rate_high, limit, bound, _parity_fix(result, parity, limit))
+
+
+def _beyond_rounding(parity: Parity) -> tuple[str, str]:
+    """Return (detail, next step) of a parity gate that fails because of a fault."""
+    first = next(each for each in parity.divergences if each.kind in ("broken", "suspicious"))
+    counts = ", ".join(
+        f"{getattr(parity, kind)} {kind}"
+        for kind in ("broken", "suspicious")
+        if getattr(parity, kind)
+    )
+    detail = (
+        f"{counts} of {parity.prompts} prompts: they diverge beyond rounding. The first: prompt"
+        f" {first.prompt_index + 1}, output token {first.position + 1} ({first.arm}, draft"
+        f" length {first.draft_len}): {first.detail}"
+    )
+    next_step = (
+        "Speculation changes the output: this is a fault of the runtime, not of the draft. The"
+        " divergences below list position and tokens, with a file for toolkit validate"
+        " --replay; run again with engine.mode: eager to tell kernels from logic."
+    )
+    return detail, next_step
+
+
+def _parity_fix(result: Verdict, parity: Parity, limit: float) -> str | None:
+    """Return what to do about a divergence rate that rounding alone explains."""
+    if result == PASS:
+        return None
+    if result == FAIL:
+        return (
             "Rounding alone flips this many texts. Use a wider engine.dtype or gentler"
             " quantization, or allow it with validation.parity.max_divergence_rate."
         )
-    return gate(result, parity.rate_high, limit, bound, next_step)
+    needed = prompts_needed(limit, parity.prompts - parity.identical)
+    if needed is None:
+        return (
+            "Raise validation.parity.max_divergence_rate: no number of prompts can prove a rate"
+            " of 0."
+        )
+    return (
+        f"Use at least {needed} prompts (validation.max_prompts), or allow a higher rate with"
+        " validation.parity.max_divergence_rate."
+    )
 
 
-def agreement_gate(found: Agreement) -> Gate | None:
-    """The plain text against a reference. In the same precision one token beyond rounding fails.
-    Against another precision tokens are judged where the reference is decided by more than
-    quantization moves its logits; None where that was not measured.
+def agreement_gate(agreement: Agreement) -> Gate | None:
+    """Judge the plain text against a reference.
+
+    If both have the same precision, one token beyond rounding fails. If not, tokens are judged only
+    where the reference is decided by more than quantization moves its logits. None if that was not
+    measured.
     """
-    scope = Scope(reference="engine" if found.against == "engine" else "source")
+    scope = Scope(reference="engine" if agreement.against == "engine" else "source")
     gate = partial(make_gate, "wrong_choices", scope)
-    if found.kind is not None:
-        good = found.kind in ("identical", "equivalent")
+    if agreement.kind is not None:
+        good = agreement.kind in ("identical", "equivalent")
         detail = (
-            f"{found.agreeing:,} of {found.tokens:,} tokens are the reference's own,"
-            f" {found.beyond_rounding} beyond rounding"
+            f"{agreement.agreeing:,} of {agreement.tokens:,} tokens are the reference's own,"
+            f" {agreement.beyond_rounding} beyond rounding"
         )
         advice = (
-            "The plain text itself is wrong, speculation aside. What to do next names the likely"
-            " cause."
+            "The plain text itself is wrong, without any speculation. What to do next names the"
+            " likely cause."
         )
         return make_gate(
             "wrong_tokens",
             scope,
             PASS if good else FAIL,
-            float(found.beyond_rounding),
+            float(agreement.beyond_rounding),
             0.0,
-            detail if good else f"{detail}. {found.detail}",
+            detail if good else f"{detail}. {agreement.detail}",
             None if good else advice,
         )
-    if found.decided_margin is None:
+    if agreement.decided_margin is None:
         return None
-    sure = (
-        f"where the unquantized model is decided by at least {found.decided_margin:.2g} logits (an"
-        " estimate of how far quantization moves them)"
+    where = (
+        f"where the unquantized model is decided by at least {agreement.decided_margin:.2g} logits"
+        " (an estimate of how far quantization moves them)"
     )
-    if found.decided == 0:
+    if agreement.decided == 0:
         advice = (
-            "Such a model says nothing about its weights: use other prompts, or"
+            "The texts of such a model show nothing about its weights: use other prompts, or set"
             " validation.parity.source: never."
         )
-        return gate(INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {sure}", advice)
-    low, high = clopper_pearson(found.decided_differing, found.decided)
+        return gate(INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {where}", advice)
+    low, high = clopper_pearson(agreement.decided_differing, agreement.decided)
     result = outcome(low, high, WRONG_TOKENS, at_least=False)
-    count = f"{found.decided_differing:,} of {found.decided:,} served tokens are not its own {sure}"
+    count = (
+        f"{agreement.decided_differing:,} of {agreement.decided:,} served tokens are not its own"
+        f" {where}"
+    )
     next_steps = {
         PASS: None,
         FAIL: (
             "The served model is further from its source than it was on held-out text: calibrate on"
-            " text like these prompts; if it was, the engine is not what was quantized, so compile"
+            " text like these prompts. If you did, the engine is not what was quantized: compile"
             " again."
         ),
         INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
-    detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {found.rate:.2%} are"
+    detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {agreement.rate:.2%} are"
     return gate(result, high, WRONG_TOKENS, detail, next_steps[result])
 
 
-def distribution_gate(found: Distribution) -> Gate:
-    """measured: the smallest adjusted p-value. A test whose control was not rejected has shown
-    nothing.
-    """
+def distribution_gate(distribution: Distribution) -> Gate:
+    """Judge the smallest adjusted p-value. A test shows nothing if its control was not rejected."""
     gate = partial(make_gate, "distribution", Scope())
-    smallest = min(test.adjusted for test in found.tests)
-    rejected = [test for test in found.tests if test.rejected]
+    smallest = min(test.adjusted for test in distribution.tests)
+    rejected = [test for test in distribution.tests if test.rejected]
     wrong = [f"{test.name} (adjusted p = {test.adjusted:.1e})" for test in rejected]
-    if found.outside_filters:
-        wrong.append(f"{found.outside_filters} tokens outside top-k or top-p")
-    if found.unrepeated or not found.seeds_matter:
+    if distribution.outside_filters:
+        wrong.append(f"{distribution.outside_filters} tokens outside top-k or top-p")
+    if distribution.unrepeated:
         wrong.append(
-            f"{found.unrepeated} of {found.seeded} seeded requests did not repeat"
-            if found.unrepeated
-            else "seeds are ignored"
+            f"{distribution.unrepeated} of {distribution.seeded} seeded requests did not repeat"
         )
-    counts = f"{found.tokens:,} tokens, {len(found.tests)} tests with their controls"
+    elif not distribution.seeds_matter:
+        wrong.append("seeds are ignored")
+    counts = f"{distribution.tokens:,} tokens, {len(distribution.tests)} tests with their controls"
     if wrong:
-        advice = "Sampled text is not the target's own. What to do next names the likely cause."
+        advice = (
+            "Sampled text does not follow the target's distribution. What to do next names the"
+            " likely cause."
+        )
         return gate(
             FAIL,
             smallest,
-            found.false_alarm,
+            distribution.false_alarm,
             f"{counts}: {'; '.join(wrong)}",
             advice,
         )
-    blind = [test.name for test in found.tests if not test.control_rejected]
-    if blind or not found.enough:
-        why = f"the control of {', '.join(blind)} was not rejected: that test has shown nothing"
-        why = (
-            why
-            if blind
-            else f"too few for a total variation of {found.effect:g} within the time allowed"
-        )
+    blind = [test.name for test in distribution.tests if not test.control_rejected]
+    if blind or not distribution.enough:
+        why = f"too few to detect a total variation of {distribution.effect:g}, in the time allowed"
+        if blind:
+            why = f"the control of {', '.join(blind)} was not rejected: that test has shown nothing"
         advice = (
             "Raise validation.distribution.max_seconds, effect, or validation.temperature where the"
             " model is too certain."
         )
-        return gate(INCONCLUSIVE, smallest, found.false_alarm, f"{counts}; {why}", advice)
+        return gate(INCONCLUSIVE, smallest, distribution.false_alarm, f"{counts}; {why}", advice)
     detail = (
-        f"{counts}: none rejected, every control is. A total variation of {found.effect:g} would be"
-        f" seen with probability {found.power:g}; a sound deployment fails once in"
-        f" {1 / found.false_alarm:,.0f} runs"
+        f"{counts}: none rejected, every control is. A total variation of"
+        f" {distribution.effect:g} would be seen with probability {distribution.power:g}; a sound"
+        f" deployment fails once in {1 / distribution.false_alarm:,.0f} runs"
     )
-    return gate(PASS, smallest, found.false_alarm, detail)
+    return gate(PASS, smallest, distribution.false_alarm, detail)
 
 
 def check_gates(
@@ -243,26 +257,24 @@ def check_gates(
     *,
     asked_draft: bool = False,
 ) -> list[Gate]:
-    """What is right or wrong without a rate: stop words, and that the served draft proposes what
-    the draft engine does.
+    """Judge what is right or wrong without a rate: stop words, and whether the served draft
+    proposes what the draft engine does.
 
-    asked_draft: there is a draft engine that was asked; without a draft_check no text told where
+    asked_draft: a draft engine was asked. If draft_check is None all the same, no text showed where
     its steps began.
     """
-    named = {one.check: one for one in diagnoses}
+    named = {finding.check: finding for finding in diagnoses}
     gates: list[Gate] = []
     if draft_check is not None:
         gates.append(_draft_gate(draft_check, named.get(DRAFT_CACHE) or named.get(DRAFT_MODEL)))
     elif asked_draft:
-        gates.append(make_gate("draft_check", Scope(), NOT_JUDGED, None, None, UNTOLD_STEPS))
+        gates.append(make_gate("draft_check", Scope(), NOT_JUDGED, None, None, UNKNOWN_STEPS))
     if stop_check is not None:
         good = stop_check.wrong == 0
-        detail = (
-            f"{stop_check.requests} requests end before their stop word"
-            if good
-            else stop_check.detail or ""
-        )
-        advice = None if good else "The stop rule has to see every token of an accepted block."
+        detail, advice = f"{stop_check.requests} requests end before their stop word", None
+        if not good:
+            detail = stop_check.detail or ""
+            advice = "The stop rule has to look at every token of an accepted block."
         gates.append(
             make_gate(
                 "stop_words",
@@ -278,8 +290,8 @@ def check_gates(
 
 
 def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
-    """A fault that was named fails. Without one it takes enough places at which the draft engine
-    is right to pass.
+    """Judge the draft check. A fault that was named fails. To pass, the draft engine has to be
+    right at enough places.
     """
     gate = partial(make_gate, "draft_check", Scope())
     kept = check.after_full_kept + check.earlier_kept
@@ -301,19 +313,19 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
             f" first token in {few}"
         )
         advice = (
-            "Raise validation.max_prompts or max_tokens, or take a draft that agrees with its"
-            " target more often; this one does too seldom to speed anything up."
+            "Raise validation.max_prompts or max_tokens, or use a draft that agrees with its target"
+            " more often; this draft agrees too seldom to speed anything up."
         )
         return gate(
             INCONCLUSIVE,
             *figures,
-            f"{detail}; it takes {TELLING} to tell a sound draft",
+            f"{detail}; a sound draft can be told from {TELLING} on",
             advice,
         )
     if not behind:
         detail += (
-            f"; only {check.after_full_expected} of them behind a whole block, too few to judge its"
-            " cache by"
+            f"; only {check.after_full_expected} of them follow a fully accepted block, too few to"
+            " judge the draft's cache"
         )
     return gate(PASS, *figures, detail)
 
@@ -321,8 +333,8 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
 def speedup_gate(
     speedup: Speedup | None, limits: LatencyGates, temperature: float = 0.0
 ) -> list[Gate]:
-    """speedup None: the deployment does not speculate; a limit that the YAML states itself then
-    fails.
+    """Judge the speed-up. speedup None: the deployment does not speculate, and a limit that the
+    YAML itself states fails.
     """
     limit = limits.min_speedup
     if limit is None or (speedup is None and "min_speedup" not in limits.model_fields_set):
@@ -359,8 +371,9 @@ def speedup_gate(
         PASS: None,
         FAIL: (
             "Speculation does not pay enough here: toolkit tune says which draft length would, if"
-            " any. A small model is often faster with engine.threads: 1. Else a smaller or better"
-            " matched draft, see acceptance by position; or lower validation.latency.min_speedup."
+            " any. A small model is often faster with engine.threads: 1. Otherwise use a smaller or"
+            " better matched draft (see acceptance by position), or lower"
+            " validation.latency.min_speedup."
         ),
         INCONCLUSIVE: (
             "The measurement is too noisy for this limit: run on an idle machine, or raise"
@@ -371,7 +384,7 @@ def speedup_gate(
 
 
 def latency_gates(arm: Arm, limits: LatencyGates, temperature: float = 0.0) -> list[Gate]:
-    """p90 gates of the arm that is deployed; only those that the YAML states."""
+    """Judge the p90 latencies of the deployed arm that the YAML limits."""
     gates: list[Gate] = []
     for name in ("ttft", "tpot", "itl", "e2e"):
         limit: float | None = getattr(limits, f"max_{name}_p90_ms")
@@ -384,8 +397,8 @@ def latency_gates(arm: Arm, limits: LatencyGates, temperature: float = 0.0) -> l
 def ratio_gates(
     ratios: Sequence[Ratio], limits: LatencyGates, temperature: float = 0.0
 ) -> list[Gate]:
-    """Latencies of the speculative arm over the plain one's; a ratio that there is none of
-    fails.
+    """Judge latencies of the speculative arm over those of the plain one. A ratio that could not
+    be measured fails.
     """
     measured = {ratio.name: ratio for ratio in ratios}
     gates: list[Gate] = []
@@ -397,7 +410,7 @@ def ratio_gates(
 
 
 def _ratio_gate(metric: str, scope: Scope, ratio: Ratio | None, limit: float, key: str) -> Gate:
-    """key: the limit's in validation.latency.max_ratios."""
+    """Judge one ratio. key: the limit's key in validation.latency.max_ratios."""
     gate = partial(make_gate, metric, scope)
     if ratio is None:
         detail = "not measured: this deployment does not speculate, so there is nothing to divide"
@@ -415,7 +428,7 @@ def _ratio_gate(metric: str, scope: Scope, ratio: Ratio | None, limit: float, ke
     next_steps = {
         PASS: None,
         FAIL: (
-            "Speculation makes this latency worse than allowed; or raise"
+            "Speculation makes this latency worse than allowed. If that is acceptable, raise"
             f" validation.latency.max_ratios.{key}."
         ),
         INCONCLUSIVE: (
@@ -427,16 +440,14 @@ def _ratio_gate(metric: str, scope: Scope, ratio: Ratio | None, limit: float, ke
 
 
 def _unmeasured_quality(metric: str, key: str, limits: QualityGates, *, quantized: bool) -> Gate:
-    """A target that is its own source passes by being it; of one that came quantized nobody
-    knows what it lost.
+    """Judge a target whose quality was not measured. An unquantized target lost nothing and
+    passes. If the checkpoint came quantized, nobody knows what it lost.
     """
     limit: float = getattr(limits, key)
     gate = partial(make_gate, metric, Scope())
     if not quantized:
         return gate(PASS, None, limit, "the target is not quantized, so it lost nothing")
-    detail = (
-        "not measured: the target came quantized, and its source is not here to compare it with"
-    )
+    detail = "not measured: the target came quantized, without its source to compare it with"
     if key not in limits.model_fields_set:
         return gate(NOT_JUDGED, None, limit, detail)
     advice = (
@@ -453,7 +464,7 @@ def _latency_gate(name: str, scope: Scope, latency: Latency, limit: float) -> Ga
             "Raise validation.max_tokens: a text of one token has no gap. Or remove"
             f" validation.latency.{key}."
         )
-        return gate(FAIL, None, limit, "not measured: no answer has one", advice)
+        return gate(FAIL, None, limit, "not measured: no answer has this latency", advice)
     if latency.p90 is None or latency.p90_low is None or latency.p90_high is None:
         advice = "Raise validation.max_prompts or validation.rounds."
         detail = f"no p90: {too_few_words(90, latency.unsupported['p90'])}"
@@ -476,10 +487,10 @@ def _latency_gate(name: str, scope: Scope, latency: Latency, limit: float) -> Ga
 def quality_gates(
     target: QuantizationQuality | None, limits: QualityGates, *, quantized: bool
 ) -> list[Gate]:
-    """The quantized target against its source. The draft is not gated: its quality shows as
+    """Judge the quantized target against its source. The draft has no gate: its quality shows in
     acceptance.
 
-    quantized: whether the target that is served is, be it here or before it came.
+    quantized: whether the served target is quantized, no matter where that was done.
     """
     if target is None:
         keys = {"kl_mean": "max_kl", "top1_agreement": "min_top1_agreement"}
@@ -489,8 +500,8 @@ def quality_gates(
             if getattr(limits, key) is not None
         ]
     advice = (
-        "Calibrate on more or fitter text, or quantize less (quant_algo: W8A16 or NO_QUANT). The"
-        " worst layers are below."
+        "Calibrate on more or better suited text, or quantize less (quant_algo: W8A16 or NO_QUANT)."
+        " The worst layers are listed below."
     )
     good = target.kl_mean <= limits.max_kl
     detail = f"{target.kl_mean:.4f} nats per token over {target.tokens} held-out tokens"

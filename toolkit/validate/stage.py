@@ -1,15 +1,15 @@
-"""The validate stage: a running endpoint and the gates of the YAML in, a report with a verdict out.
+"""The validate stage: measure a running endpoint, judge it by the gates of the YAML, and return a
+report with a verdict.
 
-Nothing here starts a server or an engine: the endpoint, its counters and the reference model come
-in as arguments.
+Nothing here starts a server or an engine. The endpoint, its counters and the reference models are
+arguments.
 
-Two kinds of requests are sent. Those that are timed carry no seed, as most clients' do, so at
-temperature > 0 they run under the deployment's own acceptance rule; at temperature 0 the same
-requests prove parity, beside untimed ones at other draft lengths and through the speculative path
-that keeps nothing. Then each prompt is sent once more per arm at temperature > 0 with a seed under
-the `coupled` rule, where the texts have to be the same again; and a few prompts are drawn many
-times without a seed, to judge the distribution of what is said. What is wrong is named by
-`diagnose`.
+The timed requests carry no seed, like those of most clients, so at temperature > 0 they run under
+the deployment's own accept rule. At temperature 0 the same requests prove parity, together with
+untimed ones at other draft lengths and through the speculative path that accepts nothing. Then each
+arm gets each prompt once more at temperature > 0, with a seed under the `coupled` rule, where the
+texts have to be the same again. Finally a few prompts are drawn many times without a seed, to judge
+the distribution of the sampled tokens. `diagnose` names what is wrong.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ __all__ = [
 ]
 
 VERSION = 14
-BURSTS = 0.1  # share of requests delivered late above which we say so
-DRIFT = 0.15  # by how much plain decoding may differ from round to round before we say so
-MOST_NARROWING = 100  # of an interval that is told; an estimate on its limit is never decided
+BURSTS = 0.1  # share of requests delivered late above which the report has a note
+DRIFT = 0.15  # change of plain decoding from round to round above which the report has a note
+# Largest factor by which more rounds may have to narrow an interval. An estimate exactly on its
+# limit is never decided, and would ask for endless rounds.
+MOST_NARROWING = 100
 NO_LOAD = (
     "speed and latency with several requests at a time (validation.latency.concurrency: [1, 4, 16])"
 )
@@ -87,18 +89,18 @@ NOT_DRAWN = (
     "whether sampled tokens are distributed as the target's own (validation.distribution.enabled:"
     " true)"
 )
-LOOPING = 0.5  # distinct 4-grams below this: the texts repeat themselves
+LOOPING = 0.5  # share of distinct 4-grams below which texts repeat themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A started deployment, as it is measured.
+    """A started deployment that is to be measured.
 
-    endpoint: a server's client, or one that starts a server per arm. max_draft_len 0: it does not
-    speculate, and only the plain arm is measured. rule: that accepts drafts at temperature > 0.
-    counters: reads the server's own, name -> value; None leaves them out, which is reported.
-    sweep: measures both arms at these many requests at a time; called where
-    config.latency.concurrency has any.
+    endpoint: a client of one server, or one that starts a server per arm. max_draft_len 0: the
+    deployment does not speculate, and only the plain arm is measured. rule: accepts draft tokens at
+    temperature > 0. counters: reads the server's counters, name -> value; None: they are not
+    compared, and the report says so. sweep: measures both arms at each of the given numbers of
+    concurrent requests; it is called if config.latency.concurrency lists any.
     """
 
     endpoint: Endpoint | Alternating
@@ -111,11 +113,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a deployment comes from, for its report.
+    """What the report says about where a deployment comes from.
 
     engines: by role, "target" and "draft". environment: versions and hardware, name -> text.
-    findings: of earlier stages; those that warn are taken over. replaced: of a rehearsal, what
-    stands in for what; speed and quality are then measured and not judged.
+    findings: of earlier stages; all but those that are ok go into the report. replaced: in a
+    rehearsal, what stands in for what; speed and quality are then measured but not judged.
     """
 
     name: str
@@ -137,17 +139,17 @@ def validate(
     progress: Progress | None = None,
 ) -> ValidationReport:
     """Measure and judge a served deployment. Sends about (2 x rounds + 2) x prompts requests per
-    arm, and more rounds if undecided.
+    arm, and more rounds if the speed-up is undecided.
 
     config.prompts is read here (JSON Lines with a `prompt` per line). references: judge the texts.
-    keep_replay: stores what `toolkit validate --replay` needs of one divergence, and returns the
+    keep_replay: stores what `toolkit validate --replay` needs for one divergence, and returns the
     file's name.
 
-    Raises UsageError for a prompts file that cannot be used, StageError when the endpoint refuses
-    or breaks.
+    Raises UsageError for a prompts file that cannot be used, StageError if the endpoint refuses a
+    request or breaks.
     """
     endpoint, can, max_draft_len = served.endpoint, served.can, served.max_draft_len
-    counters, sweep, quality = served.counters, served.sweep, origin.quality
+    counters, quality = served.counters, origin.quality
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
@@ -169,29 +171,23 @@ def validate(
         say=shown.say,
         on_step=shown.step,
     )
-    found = judge_correctness(case, quality.target)
+    correctness = judge_correctness(case, quality.target)
 
     checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
-    loaded = None
-    if config.latency.concurrency:
-        if sweep is None:
-            raise UsageError(
-                "validation.latency.concurrency is set, and nothing here can measure it"
-            )
-        sender.turn_to(arms[-1])  # what runs is what is loaded
-        loaded = sweep(config.latency.concurrency)
+    loaded = _sweep(served, config, sender, arms[-1])
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
     gates = [
-        *_gates(config, greedy_arms, greedy_speedup, found.parity, 0.0),
-        *_gates(config, sampled_arms, sampled_speedup, found.seeded, config.temperature),
-        *correctness_gates(found),
+        *_gates(config, greedy_arms, greedy_speedup, correctness.parity, 0.0),
+        *_gates(config, sampled_arms, sampled_speedup, correctness.seeded, config.temperature),
+        *correctness_gates(correctness),
         *quality_gates(
             quality.target, config.quality, quantized=_is_quantized(origin.engines.get("target"))
         ),
         *(() if loaded is None else loaded.gates),
     ]
     gates = not_judged(gates) if origin.replaced else gates
+    loaded_findings = () if loaded is None else loaded.findings
     return ValidationReport(
         schema_version=REPORT_SCHEMA_VERSION,
         name=origin.name,
@@ -200,37 +196,28 @@ def validate(
         arms=greedy_arms,
         speedup=greedy_speedup,
         acceptance=greedy_acceptance,
-        parity=found.parity,
+        parity=correctness.parity,
         sampled=Sampled(
             temperature=config.temperature,
             rule=served.rule,
             arms=sampled_arms,
             speedup=sampled_speedup,
             acceptance=sampled_acceptance,
-            parity=found.seeded,
+            parity=correctness.seeded,
         ),
-        agreements=found.agreements,
-        draft_check=found.draft_check,
-        stop_check=found.stop_check,
-        distribution=found.distribution,
+        agreements=correctness.agreements,
+        draft_check=correctness.draft_check,
+        stop_check=correctness.stop_check,
+        distribution=correctness.distribution,
         quality=quality,
         counters=checks,
         findings=(
             *(finding for finding in origin.findings if finding.severity != "ok"),
-            *found.diagnoses,
-            *(
-                ()
-                if loaded is None
-                else (finding for finding in loaded.findings if finding.severity != "ok")
-            ),
+            *correctness.diagnoses,
+            *(finding for finding in loaded_findings if finding.severity != "ok"),
             *not_measured(max_draft_len, references, can, greedy_acceptance),
             *_findings(checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
-            *([] if config.latency.concurrency else [Finding("not measured", "note", NO_LOAD)]),
-            *(
-                [Finding("not measured", "note", NOT_DRAWN)]
-                if max_draft_len > 0 and not config.distribution.enabled
-                else []
-            ),
+            *_not_asked_for(config, max_draft_len),
         ),
         environment=dict(origin.environment),
         engines=dict(origin.engines),
@@ -243,9 +230,29 @@ def validate(
     )
 
 
+def _sweep(
+    served: Served, config: ValidationConfig, sender: Sender, last_arm: SentArm
+) -> BenchRun | None:
+    """Measure both arms under load, if the YAML lists any concurrency."""
+    if not config.latency.concurrency:
+        return None
+    if served.sweep is None:
+        raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
+    sender.turn_to(last_arm)  # the sweep loads the server that is running
+    return served.sweep(config.latency.concurrency)
+
+
+def _not_asked_for(config: ValidationConfig, max_draft_len: int) -> Iterator[Finding]:
+    """Name what the YAML did not ask to measure."""
+    if not config.latency.concurrency:
+        yield Finding("not measured", "note", NO_LOAD)
+    if max_draft_len > 0 and not config.distribution.enabled:
+        yield Finding("not measured", "note", NOT_DRAWN)
+
+
 class _Shown:
-    """How far validation is: requests sent of those that are planned and what they are sent for,
-    or steps of something else.
+    """Shows how far validation is: either how many of the planned requests were sent, or the steps
+    of other work.
     """
 
     def __init__(self, progress: Progress | None, planned: int) -> None:
@@ -254,12 +261,12 @@ class _Shown:
         self._by_steps = False
 
     def plan(self, more: int, what: str) -> None:
-        """So many requests more than were planned; what: that the next ones are for."""
+        """Plan so many more requests. what: the purpose of the next requests."""
         self._planned += more
         self._what, self._by_steps = what, False
 
     def say(self, what: str, *, by_steps: bool = False) -> None:
-        """by_steps: what is said from now on is told by `step`, whatever is sent for it."""
+        """Say what is done now. by_steps: `step` shows its progress, not the requests sent."""
         self._what, self._by_steps = what, by_steps
         self._progress(0, None, what)
 
@@ -281,13 +288,13 @@ def _measure(
     *,
     by_restarts: bool,
 ) -> dict[float, Measured]:
-    """The timed requests, at temperature 0 and at the YAML's, after a warm-up that is not
-    counted.
+    """Send the timed requests, at temperature 0 and at the YAML's temperature, after a warm-up
+    that is not counted.
     """
     temperatures = (0.0, config.temperature)
     warm_up = prompts[:WARM_UP_PROMPTS]
     doing = "warming up"
-    added: dict[str, int] = {}  # rounds beyond config.rounds, by what they are of
+    added: dict[str, int] = {}  # what is measured -> rounds beyond config.rounds
     shown.plan(2 * len(arms) * (len(warm_up) + config.rounds * len(prompts)), doing)
 
     def undecided(so_far: Measured) -> bool:
@@ -298,7 +305,7 @@ def _measure(
         shown.plan((added[doing] - before) * len(arms) * len(prompts), what)
         return more > 0
 
-    asked: dict[str, Any] = {
+    round_options: dict[str, Any] = {
         "rounds": config.rounds,
         "max_rounds": config.max_rounds,
         "undecided": undecided,
@@ -307,7 +314,7 @@ def _measure(
     if by_restarts:
         doing = "measuring, with a restart between the arms"
         shown.plan(0, doing)
-        return run_turns(sender, prompts, temperatures=temperatures, **asked)
+        return run_turns(sender, prompts, temperatures=temperatures, **round_options)
     for index, prompt in enumerate(warm_up):
         for arm in arms:
             for temperature in temperatures:
@@ -317,7 +324,7 @@ def _measure(
         doing = f"measuring at temperature {temperature:g}"
         shown.plan(0, doing)
         measured[temperature] = run_rounds(
-            sender, prompts, arms=arms, options={"temperature": temperature}, **asked
+            sender, prompts, arms=arms, options={"temperature": temperature}, **round_options
         )
     return measured
 
@@ -336,8 +343,9 @@ def _rounds_wanted(measured: Measured, config: ValidationConfig) -> int:
 
 
 def rounds_wanted(speedup: Speedup, limits: LatencyGates) -> int:
-    """How many more rounds would decide it, about: an interval narrows with the root of their
-    number. 0: it is decided.
+    """Estimate how many more rounds would decide the speed-up; 0 if it is decided.
+
+    An interval narrows with the square root of the number of rounds.
     """
     half, wanted = (speedup.high - speedup.low) / 2, limits.precision * speedup.estimate
     straddles = any(gate.outcome == INCONCLUSIVE for gate in speedup_gate(speedup, limits))
@@ -362,7 +370,8 @@ def _figures(
         Arms(plain, metrics.arm(measured.speculative, seed=config.seed)),
         replace(speedup, latencies=latencies),
         metrics.acceptance(
-            (request for one in measured.speculative for request in one), draft_len=max_draft_len
+            (request for answers in measured.speculative for request in answers),
+            draft_len=max_draft_len,
         ),
     )
 
@@ -386,8 +395,17 @@ def _findings(
     measured: Mapping[float, Measured],
     arms: Mapping[float, Arms],
 ) -> list[Finding]:
-    """What a reader should know and no gate judges."""
-    findings = [counters_finding(checks, unread="the server's counters were not read")]
+    """Return what a reader should know and no gate judges."""
+    return [
+        counters_finding(checks, unread="the server's counters were not read"),
+        *_looping(arms),
+        *_late_delivery(measured),
+        *_drift(measured),
+        *_repeatability(measured),
+    ]
+
+
+def _looping(arms: Mapping[float, Arms]) -> Iterator[Finding]:
     for temperature, pair in arms.items():
         for name, arm in (("plain", pair.plain), ("speculative", pair.speculative)):
             if (
@@ -401,19 +419,27 @@ def _findings(
                     f" {arm.distinct_4grams:.2f} of their 4-grams are distinct (below"
                     f" {LOOPING}){flatters}; choose other prompts"
                 )
-                findings.append(Finding("looping texts", "warning", detail))
-    both = [rounds for one in measured.values() for rounds in (one.plain, one.speculative)]
+                yield Finding("looping texts", "warning", detail)
+
+
+def _late_delivery(measured: Mapping[float, Measured]) -> Iterator[Finding]:
     late, judged = metrics.delivered_late(
-        request for rounds in both for one in rounds for request in one
+        request
+        for arms in measured.values()
+        for rounds in (arms.plain, arms.speculative)
+        for answers in rounds
+        for request in answers
     )
     if late > BURSTS * judged:
         detail = (
             f"{late:,} of {judged:,} requests ({late / judged:.0%}) got their first token late: the"
             " server had it long before, by a tenth of the request or more. Their TTFT, ITL and"
-            " ICL tell of a busy machine, not of the engine; e2e and tokens/s hold"
+            " ICL show a busy machine, not the engine; e2e and tokens/s hold"
         )
-        findings.append(Finding("streaming", "note", detail))
-    findings += _drift(measured)
+        yield Finding("streaming", "note", detail)
+
+
+def _repeatability(measured: Mapping[float, Measured]) -> Iterator[Finding]:
     for name, rounds in (
         ("plain", measured[0.0].plain),
         ("speculative", measured[0.0].speculative),
@@ -423,23 +449,26 @@ def _findings(
                 f"the {name} arm gave another text in another round for {count} prompts at"
                 " temperature 0: it is not repeatable"
             )
-            findings.append(Finding("repeatability", "warning", detail))
-    return findings
+            yield Finding("repeatability", "warning", detail)
 
 
 def _drift(measured: Mapping[float, Measured]) -> Iterator[Finding]:
-    """Every round of plain decoding is the same work, and sampling more than choosing the best.
-    The rest is the machine's.
+    """Report changes of speed that only the machine can cause.
+
+    Every round of plain decoding is the same work, and sampling is more work than greedy decoding.
     """
     seen: list[str] = []
-    for temperature, found in measured.items():
-        rates = [metrics.throughput(one) for one in found.plain]
+    for temperature, arms in measured.items():
+        rates = [metrics.throughput(answers) for answers in arms.plain]
         if max(rates) > (1 + DRIFT) * min(rates):
             spread = f"{min(rates):,.0f} to {max(rates):,.0f} tokens/s"
             seen.append(f"{spread} from round to round at temperature {temperature:g}")
     (_, greedy), *others = [
-        (temperature, metrics.throughput(request for one in found.plain for request in one))
-        for temperature, found in measured.items()
+        (
+            temperature,
+            metrics.throughput(request for answers in arms.plain for request in answers),
+        )
+        for temperature, arms in measured.items()
     ]
     for temperature, rate in others:
         if rate > (1 + DRIFT) * greedy:
