@@ -93,7 +93,7 @@ def test_a_drift_before_the_texts_part_is_a_fault_whatever_the_tie_looks_like() 
     found = judge_log_probs(PLACE, *chosen_at(-0.70, -0.71, before=-0.9), "speculative", MARGIN)
     assert (found.kind, found.drift) == ("broken", pytest.approx(0.6))
     assert (
-        "part by 0.600 nats on a token that both chose" in found.detail
+        "differ by 0.600 nats on a token that both chose" in found.detail
         and "served log-probabilities" in found.detail
     )
     assert (
@@ -402,8 +402,8 @@ def test_a_text_that_is_another_one_when_it_is_asked_again_is_not_judged_by_it(
     )
     assert (outcome, counts) == ("INCONCLUSIVE", {"identical": 4, "unexplained": 1})
     assert (
-        "the speculative arm said another text up to this place, so that nothing is known of"
-        " this one" in one.detail
+        "the speculative arm gave another text up to this place, so nothing is known about"
+        " the first text" in one.detail
     )
 
 

@@ -1,1 +1,1 @@
-"""The served deployment is measured and judged: parity, latency, quality, gates, verdict."""
+"""Measure and judge the served deployment: parity, latency, quality, gates, verdict."""

@@ -1,9 +1,9 @@
-"""The plain greedy text against a reference model, teacher-forced over every token.
+"""Compare the plain greedy text with a reference model, teacher-forced over every token.
 
 Arms that agree with one another may all be wrong: a dropped BOS, a damaged weight or a wrong
-position is in every one of them. So the plain text is put to a reference, token by token: is this
-the token that the reference would have chosen behind the same text? Only the tokens are compared,
-which any endpoint gives. How far a token lies below the reference's best says what is behind it.
+position affects every arm. So a reference checks the plain text token by token: would it have
+chosen this token after the same text? Only tokens are compared, which any endpoint returns. How far
+a token lies below the reference's best shows what kind of difference it is.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def agreement(
     seed: int = 0,
     on_prompt: Callable[[int], None] = lambda done: None,
 ) -> Agreement:
-    """texts: plain, greedy, one per prompt. same_precision: the reference computes what the server
-    should, up to rounding; where it is another one, decided_margin says by how many logits it has
-    to be decided for another token to mean something.
+    """Compare texts (plain, greedy, one per prompt) with the reference.
+
+    same_precision: the reference computes what the server should compute, up to rounding. If not,
+    a differing token means something only where the reference is decided by decided_margin logits.
     """
     per_prompt: list[tuple[int, int]] = []
     margins: list[float] = []
@@ -71,10 +72,8 @@ def agreement(
                 )
         on_prompt(index + 1)
     decided = np.asarray(margins) >= (np.inf if decided_margin is None else decided_margin)
-    agreeing_tokens, tokens = (
-        [agreed for agreed, _ in per_prompt],
-        [count for _, count in per_prompt],
-    )
+    agreeing_tokens = [agreed for agreed, _ in per_prompt]
+    tokens = [count for _, count in per_prompt]
     rate, low, high = bootstrap_ratio_of_sums(agreeing_tokens, tokens, seed=seed)
     return Agreement(
         against=against,
@@ -98,11 +97,12 @@ def agreement(
 
 
 def decided_margin(quality: QuantizationQuality | None) -> float | None:
-    """Logits by which quantization hardly ever tips a choice. None where nothing was measured.
+    """Return the margin, in logits, at which quantization hardly ever tips a choice. None if the
+    quality was not measured.
 
     To second order KL is half the variance of the logits' errors under the model's own
-    distribution, so sqrt(2 KL) is their size; of the worst of 100 tokens, and once for each of the
-    two best.
+    distribution, so sqrt(2 KL) is their size. kl_p99 stands for the worst of 100 tokens. The size
+    counts twice, once for each of the two best tokens.
     """
     return None if quality is None else 2 * math.sqrt(2 * quality.kl_p99)
 
@@ -110,8 +110,8 @@ def decided_margin(quality: QuantizationQuality | None) -> float | None:
 def explained_without_first_token(
     texts: Sequence[RequestTiming], reference: Reference, near_tie_margin: float
 ) -> bool:
-    """Whether the reference agrees once the prompt's first token is left out: what a server says
-    that drops the BOS.
+    """Whether the reference agrees if the prompt's first token is left out, as with a server that
+    drops the BOS.
     """
     for text in texts:
         if text.token_ids:
@@ -124,7 +124,7 @@ def explained_without_first_token(
 def _scored(
     reference: Reference, text: RequestTiming, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """(gap, rank, margin) of every output token. An EOS that ended the text is part of it where
+    """Return (gap, rank, margin) of every output token. An EOS that ended the text counts as one if
     the server returned it.
     """
     prompt = tuple(reference.encode(text.prompt))[skipped:]

@@ -1,14 +1,14 @@
 """Run the two arms against the endpoint: the same prompts, back to back, in random order, round
 after round.
 
-One request at a time: what is compared is a single reader's speed. Within a pair a coin decides
-which arm goes first, and every round has its own order of prompts, so that drift of the machine
-falls on both arms alike.
+Requests are sent one at a time, since the speed that a single reader sees is compared. Within a
+pair a coin decides which arm goes first, and every round has its own order of prompts. So drift of
+the machine affects both arms alike.
 
-Where speculation is decided when the server starts, and two servers do not fit, each arm is a
-server of its own and they take turns (ABAB): a start, a warm-up, a round of one arm at every
-temperature, and the other arm's start. Drift slower than a turn still falls on both; within a turn
-it does not, so such a comparison wants more rounds.
+If speculation is fixed when the server starts, and two servers do not fit on the machine, each arm
+has its own server and they take turns (ABAB): start, warm-up, one round of one arm at every
+temperature, then the other arm's start. Drift slower than a turn still affects both arms alike.
+Drift within a turn does not, so such a comparison needs more rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARM_UP_PROMPTS = 2
 
 
 class Endpoint(Protocol):
-    """Where requests go: `toolkit.client.Client` is one. overrides are fields of
+    """Where requests go, such as a `toolkit.client.Client`. overrides: fields of
     `toolkit.client.Options`.
     """
 
@@ -49,8 +49,8 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Alternating:
-    """An endpoint per arm, of which one is there at a time. start: ends the other arm's server
-    and starts this one's.
+    """One endpoint per arm, of which only one runs at a time. start: ends the other arm's server
+    and starts this arm's.
     """
 
     start: Callable[[SentArm], Endpoint]
@@ -58,25 +58,24 @@ class Alternating:
 
 @dataclass
 class Sender:
-    """Sends one request at a time, remembers all of them for the counters, and names the prompt
-    where one fails.
+    """Sends one request at a time and remembers all of them for the counters. If one fails, the
+    error names its prompt.
 
-    draft_lens: a request may state its draft length. Where none may, the plain arm is what is
-    served without speculation.
+    draft_lens: a request may state its draft length. If not, the plain arm needs a server without
+    speculation.
     """
 
     endpoint: Endpoint | Alternating
     max_tokens: int
     on_sent: Callable[[], None] = lambda: None
-    hint: str = "Fix or remove this line of the prompts file."  # of a request that is refused
+    hint: str = "Fix or remove this line of the prompts file."  # for a refused request
     sent: list[RequestTiming] = field(default_factory=list)
     draft_lens: bool = True
-    _running: tuple[SentArm, Endpoint] | None = (
-        None  # of an alternating endpoint: the arm that is there now
-    )
+    # The arm of an alternating endpoint that runs now.
+    _running: tuple[SentArm, Endpoint] | None = None
 
     def turn_to(self, arm: SentArm) -> Endpoint:
-        """The endpoint that answers for this arm, started where it is not the one that is there."""
+        """Return the endpoint of this arm, and start it if the other arm's is running."""
         if not isinstance(self.endpoint, Alternating):
             return self.endpoint
         if self._running is None or self._running[0] != arm:
@@ -84,10 +83,9 @@ class Sender:
         return self._running[1]
 
     def send(self, index: int, prompt: str, arm: SentArm, **options: Any) -> RequestTiming:
-        """arm: plain | speculative | verify (drafts are verified and thrown away).
+        """Send one request. arm: plain | speculative | verify (drafts are verified and discarded).
 
-        Raises StageError when the request is not answered to its end, or its tokens are not all
-        there.
+        Raises StageError if the request is not answered to its end, or tokens are missing.
         """
         answer = self.ask(index, prompt, arm, **options)
         if isinstance(answer, str):
@@ -100,7 +98,7 @@ class Sender:
         return answer
 
     def ask(self, index: int, prompt: str, arm: SentArm, **options: Any) -> RequestTiming | str:
-        """The same of a request that the server may refuse: its words then."""
+        """Send a request that the server may refuse, and return its answer or its refusal."""
         from toolkit.client import RequestRefused, ServerUnavailable
 
         if arm == "plain" and self.draft_lens and not isinstance(self.endpoint, Alternating):
@@ -138,7 +136,7 @@ class Sender:
                 " at the end",
                 where=where,
                 hint=(
-                    "The server contradicts itself, so nothing per token could be believed; package"
+                    "The server contradicts itself, so no figure per token can be trusted; package"
                     " the repository again."
                 ),
             )
@@ -153,7 +151,7 @@ def _place(index: int, arm: SentArm) -> str:
 
 @dataclass
 class Measured:
-    """[round][prompt] of each arm, in the prompts' order whatever order they were sent in."""
+    """The requests of each arm as [round][prompt], in the prompts' order, not the sending order."""
 
     plain: list[list[RequestTiming]] = field(default_factory=list)
     speculative: list[list[RequestTiming]] = field(default_factory=list)
@@ -170,8 +168,8 @@ def run_rounds(
     seed: int,
     options: dict[str, Any],
 ) -> Measured:
-    """Measure `rounds` rounds, and more while `undecided` and below max_rounds. options go with
-    every request.
+    """Measure `rounds` rounds, and up to max_rounds while `undecided` returns true. options are
+    sent with every request.
     """
     generator = random.Random(seed)
     measured = Measured()
@@ -197,13 +195,13 @@ def run_turns(
     seed: int,
     temperatures: Sequence[float],
 ) -> dict[float, Measured]:
-    """The same of an alternating endpoint, at all temperatures in one turn, since a turn begins
-    with a start.
+    """Measure rounds with an alternating endpoint. One turn covers all temperatures, since every
+    turn begins with the start of a server.
     """
     generator = random.Random(seed)
     measured = {temperature: Measured() for temperature in temperatures}
     made = 0
-    while made < rounds or (made < max_rounds and any(undecided(one) for one in measured.values())):
+    while made < rounds or (made < max_rounds and any(map(undecided, measured.values()))):
         for arm in ARMS:
             for index, prompt in enumerate(prompts[:WARM_UP_PROMPTS]):
                 for temperature in temperatures:

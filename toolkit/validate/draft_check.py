@@ -1,15 +1,15 @@
-"""Does the served draft propose what the draft engine would? The one fault that changes no text and
-only costs acceptance.
+"""Check whether the served draft proposes what the draft engine would. Such a fault changes no text
+and only costs acceptance.
 
 A draft whose cache has a hole or holds rejected tokens still proposes something, and the target
 still corrects it: the text is right and speculation is slow, with nothing to show why. So the draft
-engine is asked teacher-forced over the text that came: at the first place of every verify step, is
-the draft's own choice the token that followed? Then a sound server kept it. The steps are split by
-what came before them: a step behind a block that was kept whole is the one whose cache has to catch
-up, and before the first such block of a text there was nothing to catch up with.
+engine is run teacher-forced over the returned text: at the first place of every verify step, is the
+draft's own choice the token that followed? If so, a sound server accepted it. The steps are split
+by what came before them. After a fully accepted block the draft's cache has to catch up; before the
+first such block of a text there was nothing to catch up with.
 
-Greedy requests only, and only those whose chunks are steps: where several steps come in one chunk
-the places are not known.
+Only greedy requests count, and only those whose chunks are single steps: if a chunk holds several
+steps, their places are not known.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["check_drafts", "shortfall", "telling"]
 
-# share of the expected first drafts that rounding of the draft's own near-ties may cost, generously
+# Share of the expected first draft tokens that rounding at the draft's own near-ties may cost; a
+# generous guess.
 MISSING = 0.05
-# expected first drafts of which a draft that loses every second one is seen to lose too many in 99
-# of 100 runs
+# Expected first draft tokens from which on a draft that loses every second one is caught in 99 of
+# 100 runs.
 TELLING = 27
 
 
 def check_drafts(
     texts: Sequence[RequestTiming], draft_len: int, reference: Reference
 ) -> DraftCheck | None:
-    """texts: speculative and greedy, at draft_len. None: there is no draft to ask, or no text
-    whose steps can be told.
+    """Count the first draft tokens of all steps. texts: speculative and greedy, at draft_len.
+
+    None: there is no draft to ask, or no text shows its steps.
     """
     if reference.draft is None or draft_len < 1:
         return None
-    counts = np.zeros(
-        (2, 3), dtype=np.int64
-    )  # [after a full block, before any] x [steps, expected, kept]
+    # [after a full block, before any] x [steps, expected, kept]
+    counts = np.zeros((2, 3), dtype=np.int64)
     for text in texts:
         sizes = [tokens for _, tokens in text.chunks if tokens is not None]
         if sizes[:1] != [1] or len(sizes) - 1 != text.statistics.verify_steps:
@@ -56,9 +57,8 @@ def check_drafts(
         )
         done, full, ever = 1, False, False
         for size in sizes[1:]:
-            if done + 1 < len(own) and (
-                full or not ever
-            ):  # at the last token nothing is drafted any more
+            # Nothing is drafted for the last token.
+            if done + 1 < len(own) and (full or not ever):
                 counts[0 if full else 1] += (1, own[done], size > 1)
             done, full = done + size, size == draft_len + 1
             ever |= full
@@ -69,11 +69,11 @@ def check_drafts(
 
 
 def shortfall(steps: int, expected: int, kept: int) -> bool:
-    """Whether fewer first drafts were kept than the draft engine proposes, beyond chance and beyond
-    rounding.
+    """Whether fewer first draft tokens were accepted than the draft engine proposes, beyond chance
+    and rounding.
 
-    One-sided: were each expected one lost with probability MISSING, as many losses as these would
-    come less than once in 10,000.
+    The test is one-sided: if each expected token were lost with probability MISSING, this many
+    losses would have a probability below 1 in 10,000.
     """
     from scipy.stats import binom
 
@@ -82,7 +82,7 @@ def shortfall(steps: int, expected: int, kept: int) -> bool:
 
 
 def telling(expected: int) -> bool:
-    """Whether so many expected first drafts can show that a draft is sound: with none expected
-    every draft keeps them all.
+    """Whether this many expected first draft tokens can show that a draft is sound. If none were
+    expected, no draft could lose any.
     """
     return expected >= TELLING

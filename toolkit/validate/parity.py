@@ -1,26 +1,27 @@
-"""Every arm against plain decoding, token by token, and what a difference means.
+"""Compare every arm with plain decoding, token by token, and judge what a difference means.
 
-Three kinds of text are compared with the plain one: that of the speculative path which verifies and
-keeps nothing (`verify`), and those of speculation at several draft lengths. Floating point is not
-batch-invariant: a verify forward of five tokens rounds otherwise than a decode forward of one, so
-at a near-tie either token may win, and from there on the texts have nothing in common. A logic
-fault looks the same from outside, except that the reference is not undecided where the texts part.
-So every first difference is put to the reference model, teacher-forced on the text that both share,
-and classed:
+The plain text is compared with the text of the speculative path that accepts nothing (`verify`),
+and with the texts of speculation at several draft lengths. Floating point is not batch-invariant: a
+verify forward of five tokens rounds differently from a decode forward of one. So at a near-tie
+either token may win, and from there on the texts have nothing in common. A logic fault looks the
+same from outside, except that the reference is not undecided where the texts diverge. Therefore the
+reference model judges every first difference, teacher-forced on the text that both share:
 
-    equivalent   both chosen tokens lie within `near_tie_margin` of the reference's best score:
-    rounding explains it suspicious   between the reference's two best, up to ten times as far
-    apart: more than rounding, less than a plain fault broken       anything else, and a suspicious
-    one whose position moves with the draft length: rounding does not know that length
+    equivalent   both chosen tokens lie within `near_tie_margin` of the reference's best score, so
+                 rounding explains it
+    suspicious   the choice is between the reference's two best tokens, up to ten times as far
+                 apart: more than rounding, less than a plain fault
+    broken       anything else, and a suspicious one whose position moves with the draft length,
+                 since rounding does not depend on that length
 
-The score is the logit at temperature 0. Under the `coupled` rule with a seed it is logit +
-temperature * Gumbel noise, which is what that rule maximises: the noise is the same in both arms,
-so only rounding of the logits can tip the choice, and a rounding error moves this score by as much
-as the logit. One margin in logits therefore serves both.
+At temperature 0 the score is the logit. Under the `coupled` rule with a seed it is logit +
+temperature * Gumbel noise, which is what that rule maximises. The noise is the same in both arms,
+so only rounding of the logits can tip the choice, and a rounding error moves this score as much as
+the logit. One margin in logits therefore serves both.
 
-Where no reference can be asked, greedy divergences are judged by the log-probabilities that the
-arms themselves give when they are asked again (`toolkit.validate.log_probs`): weaker evidence, with
-the same classes.
+If no reference can be asked, greedy divergences are judged by the log-probabilities that the arms
+themselves return when they are asked again (`toolkit.validate.log_probs`). That is weaker evidence,
+with the same classes.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ KINDS: tuple[ParityKind, ...] = (
     "suspicious",
     "broken",
     "unexplained",
-)  # from good to bad, as far as they can be ordered
+)  # from good to bad, as far as they have an order
 MARGIN_EDGES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)  # logits
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where two texts part: the output position, and what each chose there. None: it ended."""
+    """Where two texts diverge: the output position and each text's token there. None: it ended."""
 
     position: int
     plain_token: int | None
@@ -79,8 +80,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ArmTexts:
-    """What one arm said. texts: [prompt][round]; a prompt diverges if any of its rounds does,
-    and the earliest counts.
+    """The texts of one arm, as texts[prompt][round]. A prompt diverges if any of its rounds does,
+    and the earliest place counts.
     """
 
     arm: ParityArm
@@ -88,16 +89,16 @@ class ArmTexts:
     texts: Sequence[Sequence[RequestTiming]]
 
 
-# (arm, draft length, prompt) -> the plain and the other text, asked again with log-probabilities;
-# or why there are none.
+# (arm, draft length, prompt) -> the plain and the other text, generated again with
+# log-probabilities; or the reason why there are none.
 AskedAgain = Mapping[tuple[ParityArm, int, int], "tuple[RequestTiming, RequestTiming] | str"]
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What turns a place into a divergence. seeds: one per prompt, at temperature > 0. reference
-    None: there is none to ask, so that a divergence is judged by what was asked again, and stays
-    unexplained without it.
+    """What is needed to judge a divergence. seeds: one per prompt, at temperature > 0. reference
+    None: there is none to ask, so `again` judges a divergence; without an entry there it stays
+    unexplained.
     """
 
     reference: Reference | None
@@ -114,46 +115,45 @@ def compare(
     *,
     keep: Callable[
         [Divergence, RequestTiming, RequestTiming], str | None
-    ] = lambda one, plain, other: None,
+    ] = lambda divergence, plain, other: None,
 ) -> Parity:
-    """Judge every prompt in every arm. keep: handed each divergence with its texts; returns the
+    """Judge every prompt in every arm. keep: takes each divergence with its texts, and returns the
     name of its replay file.
     """
-    found: list[list[tuple[Divergence, RequestTiming] | None]] = [[None] * len(plain) for _ in arms]
-    scores: dict[
-        tuple[int, ...], NDArray[np.float64]
-    ] = {}  # arms part at the same places: the reference is asked once
+    # [arm][prompt] -> the divergence and the text that has it
+    judged: list[list[tuple[Divergence, RequestTiming] | None]]
+    judged = [[None] * len(plain) for _ in arms]
+    # Arms often diverge at the same place, so the reference is asked only once per place.
+    scores: dict[tuple[int, ...], NDArray[np.float64]] = {}
     for number, arm in enumerate(arms):
         for index, (own, others) in enumerate(zip(plain, arm.texts, strict=True)):
             first = earliest_difference(own, others)
             if first is not None:
                 place, other = first
-                found[number][index] = (_judge(judge, index, own, other, place, arm, scores), other)
-    moved = [_moves(arms, column) for column in zip(*found, strict=True)]
+                divergence = _judge(judge, index, own, other, place, arm, scores)
+                judged[number][index] = (divergence, other)
+    moved = [_moves(arms, column) for column in zip(*judged, strict=True)]
     divergences: list[Divergence] = []
     counts: list[dict[ParityKind, int]] = []
     worst: list[ParityKind] = ["identical"] * len(plain)
-    for row in found:
+    for row in judged:
         kinds = dict.fromkeys(KINDS, 0)
         for index, item in enumerate(row):
             if item is None:
                 kinds["identical"] += 1
                 continue
-            one, other = item
-            if one.kind == "suspicious" and moved[index]:
-                one = replace(
-                    one,
-                    kind="broken",
-                    detail=f"{one.detail}; the position moves with the draft length",
-                )
-            one = replace(one, replay=keep(one, plain[index], other))
-            divergences.append(one)
-            kinds[one.kind] += 1
-            worst[index] = max(worst[index], one.kind, key=_badness)
+            divergence, other = item
+            if divergence.kind == "suspicious" and moved[index]:
+                detail = f"{divergence.detail}; the position moves with the draft length"
+                divergence = replace(divergence, kind="broken", detail=detail)
+            divergence = replace(divergence, replay=keep(divergence, plain[index], other))
+            divergences.append(divergence)
+            kinds[divergence.kind] += 1
+            worst[index] = max(worst[index], divergence.kind, key=_badness)
         counts.append(kinds)
     diverging = len(plain) - worst.count("identical")
     low, high = clopper_pearson(diverging, len(plain))
-    columns = list(zip(*found, strict=True))
+    columns = list(zip(*judged, strict=True))
     return Parity(
         prompts=len(plain),
         **{kind: worst.count(kind) for kind in KINDS},
@@ -172,23 +172,18 @@ def compare(
         ),
         same_place=sum(_stays(arms, column) for column in columns),
         moved=sum(moved),
-        severity=margin_bins([one.margin for one in divergences if one.margin is not None]),
-        divergences=tuple(
-            sorted(
-                divergences,
-                key=lambda one: (-_badness(one.kind), one.prompt_index, one.arm, one.draft_len),
-            )
-        ),
+        severity=margin_bins([each.margin for each in divergences if each.margin is not None]),
+        divergences=tuple(sorted(divergences, key=_worst_first)),
     )
 
 
 def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place | None:
-    """Where the texts part; None when tokens, text and finish reason are all the same."""
-    for position, (one, other) in enumerate(
+    """Return where the texts diverge; None if tokens, text and finish reason are all the same."""
+    for position, (plain_token, speculative_token) in enumerate(
         zip(plain.token_ids, speculative.token_ids, strict=False)
     ):
-        if one != other:
-            return Place(position, one, other)
+        if plain_token != speculative_token:
+            return Place(position, plain_token, speculative_token)
     shared = min(len(plain.token_ids), len(speculative.token_ids))
     if len(plain.token_ids) != len(speculative.token_ids):
         return Place(shared, _token(plain.token_ids, shared), _token(speculative.token_ids, shared))
@@ -199,8 +194,8 @@ def first_difference(plain: RequestTiming, speculative: RequestTiming) -> Place 
 def earliest_difference(
     plain: RequestTiming, others: Iterable[RequestTiming]
 ) -> tuple[Place, RequestTiming] | None:
-    """Of several rounds of one prompt: the first place where any of them parts from the plain
-    text, and that round's text.
+    """Return the first place where any round of a prompt diverges from the plain text, and the
+    text of that round.
     """
     places = [
         (place, other) for other in others if (place := first_difference(plain, other)) is not None
@@ -211,13 +206,11 @@ def earliest_difference(
 def margin_bins(
     margins: Iterable[float], differing: Iterable[bool] | None = None
 ) -> tuple[MarginBin, ...]:
-    """Places by their margin; differing: which of them differ (None: all of them)."""
+    """Count places by their margin. differing: whether each of them differs (None: all do)."""
     values = np.asarray(list(margins), dtype=np.float64)
-    marks = (
-        np.ones(len(values), dtype=bool)
-        if differing is None
-        else np.asarray(list(differing), dtype=bool)
-    )
+    marks = np.ones(len(values), dtype=bool)
+    if differing is not None:
+        marks = np.asarray(list(differing), dtype=bool)
     bins = []
     for low, high in zip(MARGIN_EDGES, (*MARGIN_EDGES[1:], None), strict=True):
         inside = (values >= low) & (values < (np.inf if high is None else high))
@@ -226,7 +219,7 @@ def margin_bins(
 
 
 def unrepeatable(rounds: Iterable[Sequence[RequestTiming]]) -> int:
-    """Prompts whose text is not the same in every round of one arm."""
+    """Count the prompts whose text is not the same in every round of one arm."""
     return sum(
         any(other.token_ids != column[0].token_ids for other in column)
         for column in zip(*rounds, strict=True)
@@ -242,7 +235,7 @@ def _judge(
     arm: ArmTexts,
     known: dict[tuple[int, ...], NDArray[np.float64]],
 ) -> Divergence:
-    """Put one divergence to the reference."""
+    """Judge one divergence by the reference. known: its logits so far, by all ids before them."""
     reference, seed = judge.reference, None if judge.seeds is None else judge.seeds[index]
 
     def divergence(
@@ -275,7 +268,8 @@ def _judge(
         what = "finish reasons" if plain.finish_reason != other.finish_reason else "texts"
         return divergence(
             "broken",
-            f"the same tokens, but their {what} differ: detokenization or stop rules, not rounding",
+            f"the tokens are the same, but the {what} differ: detokenization or stop rules are at"
+            " fault, not rounding",
         )
     chosen: list[tuple[int, ...]] = []
     for name, request, token in (
@@ -284,7 +278,8 @@ def _judge(
     ):
         if token is None and request.finish_reason != "stop":
             return divergence(
-                "broken", f"the {name} text ended early ({request.finish_reason}), at no end token"
+                "broken",
+                f"the {name} text ended early ({request.finish_reason}), without an end token",
             )
         if reference is None:
             continue
@@ -312,7 +307,7 @@ def _judge(
             reference.noise(seed, len(prefix), len(scores)), dtype=np.float64
         )
     second, best = (float(score) for score in np.partition(scores, -2)[-2:])
-    # An end without a token is whichever end token the reference likes best.
+    # If a text ended without a token, it counts as the end token that the reference likes best.
     scored = [max((float(scores[token]) for token in tokens), default=-np.inf) for tokens in chosen]
     gaps = tuple(best - score for score in scored)
     ranks = tuple(int((scores > score).sum()) for score in scored)
@@ -336,43 +331,54 @@ def _judge(
     return divergence(kind, detail, margin, ranks, gaps)
 
 
+def _worst_first(divergence: Divergence) -> tuple[int, int, str, int]:
+    return (
+        -_badness(divergence.kind),
+        divergence.prompt_index,
+        divergence.arm,
+        divergence.draft_len,
+    )
+
+
 def _of_log_probs(
-    one: Divergence, plain: RequestTiming, other: RequestTiming, judge: Judge
+    divergence: Divergence, plain: RequestTiming, other: RequestTiming, judge: Judge
 ) -> Divergence:
-    """The divergence as the arms' own log-probabilities judge it; as it is where there are none."""
-    again = judge.again.get((one.arm, one.draft_len, one.prompt_index))
+    """Judge a divergence by the arms' own log-probabilities. Without them it stays as it is."""
+    again = judge.again.get((divergence.arm, divergence.draft_len, divergence.prompt_index))
     if again is None:
-        return one
+        return divergence
     if isinstance(again, str):
-        return replace(one, detail=f"{one.detail}; {again}")
-    upto = one.position + 1
-    for name, before, now in (("plain", plain, again[0]), (one.arm, other, again[1])):
+        return replace(divergence, detail=f"{divergence.detail}; {again}")
+    upto = divergence.position + 1
+    for name, before, now in (("plain", plain, again[0]), (divergence.arm, other, again[1])):
         if before.token_ids[:upto] != now.token_ids[:upto]:
             detail = (
-                f"asked again for its log-probabilities, the {name} arm said another text up to"
+                f"asked again for its log-probabilities, the {name} arm gave another text up to"
                 " this place"
             )
-            return replace(one, detail=f"{detail}, so that nothing is known of this one")
-    found: Served = judge_log_probs(one.position, *again, one.arm, judge.near_tie_margin)
+            return replace(divergence, detail=f"{detail}, so nothing is known about the first text")
+    verdict: Served = judge_log_probs(
+        divergence.position, *again, divergence.arm, judge.near_tie_margin
+    )
     return replace(
-        one,
-        kind=found.kind,
-        detail=found.detail,
-        margin=found.margin,
-        plain_rank=found.ranks[0],
-        speculative_rank=found.ranks[1],
-        plain_gap=found.gaps[0],
-        speculative_gap=found.gaps[1],
-        judged_by="log_probs" if found.kind != "unexplained" else None,
-        change=found.change,
-        drift=found.drift,
+        divergence,
+        kind=verdict.kind,
+        detail=verdict.detail,
+        margin=verdict.margin,
+        plain_rank=verdict.ranks[0],
+        speculative_rank=verdict.ranks[1],
+        plain_gap=verdict.gaps[0],
+        speculative_gap=verdict.gaps[1],
+        judged_by="log_probs" if verdict.kind != "unexplained" else None,
+        change=verdict.change,
+        drift=verdict.drift,
     )
 
 
 def _positions(
     arms: Sequence[ArmTexts], column: Sequence[tuple[Divergence, RequestTiming] | None]
 ) -> list[int | None]:
-    """Per draft length of real speculation: where the prompt diverges."""
+    """Return where a prompt diverges, for each draft length of the speculative arm."""
     pairs = zip(arms, column, strict=True)
     return [
         None if item is None else item[0].position
@@ -397,15 +403,17 @@ def _stays(
 def _all_equal(texts: Sequence[Sequence[RequestTiming]]) -> bool:
     first = texts[0][0] if texts else None
     return all(
-        first_difference(first, one) is None
+        first_difference(first, text) is None
         for rounds in texts
-        for one in rounds
+        for text in rounds
         if first is not None
     )
 
 
 def _badness(kind: ParityKind) -> int:
-    """broken before unexplained: one fault fails, whatever else could not be judged."""
+    """Rank a kind by how bad it is. `broken` is worse than `unexplained`: one fault fails, whatever
+    else could not be judged.
+    """
     return {"broken": 4, "unexplained": 3}.get(kind, KINDS.index(kind))
 
 

@@ -1,6 +1,6 @@
-"""How sure a counted rate is: exact bounds on it, and how many prompts a bound needs.
+"""Exact bounds on a counted rate, and how many prompts a bound needs.
 
-A bound is one-sided: each of both holds at CONFIDENCE by itself.
+Bounds are one-sided: each of the two holds at CONFIDENCE by itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from toolkit.resampling import CONFIDENCE
 
 __all__ = ["clopper_pearson", "prompts_needed"]
 
-MOST_PROMPTS = 1_000_000  # nobody asks for more
+MOST_PROMPTS = 1_000_000  # nobody runs more
 
 
 def clopper_pearson(events: int, trials: int) -> tuple[float, float]:
-    """Exact bounds on a rate: (lower, upper). Clopper and Pearson 1934.
+    """Return exact bounds (lower, upper) on a rate. Clopper and Pearson 1934.
 
     Raises ValueError unless 0 <= events <= trials and trials > 0.
     """
@@ -32,8 +32,8 @@ def clopper_pearson(events: int, trials: int) -> tuple[float, float]:
 
 
 def prompts_needed(limit: float, events: int) -> int | None:
-    """Fewest prompts at which `events` divergences still bound the rate by `limit`; None where a
-    million are not enough.
+    """Return the fewest prompts with which `events` divergences still bound the rate by `limit`.
+    None if a million are not enough.
     """
     if limit >= 1:
         return 1

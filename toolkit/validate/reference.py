@@ -1,8 +1,8 @@
-"""The target model outside the server: what judges a text.
+"""The target model outside the server, which judges texts.
 
-Two are used. The engine that was compiled, loaded a second time: its weights are the server's, so
-it judges the serving path and speculation. The unquantized checkpoint in float32 through
-transformers, other code and other weights: it judges quantization and everything before it.
+There are two references. The compiled engine, loaded a second time, has the server's weights, so it
+judges the serving path and speculation. The unquantized checkpoint runs in float32 through
+transformers, with other code and other weights, so it judges quantization and everything before it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TextLogits = Callable[[Sequence[int], int], NDArray[Any]]
 class Reference:
     """The target model outside the server.
 
-    encode: prompt text -> prompt ids, as the server encodes it (with its BOS habits). next_logits:
-    all token ids so far -> logits [vocab] of the next one, float. eos_token_ids: what ends a text.
-    noise: (seed, position, vocab) -> the Gumbel noise [vocab] that `coupled` adds to logits /
-    temperature for the token at `position`, counted over prompt and output together (the first
-    output token has position len(prompt ids)). None: a divergence of seeded requests is reported as
-    unexplained. text_logits: (ids, first) -> the logits [len(ids) - first, vocab] that ids[first:]
-    were chosen from, in one pass. None: asked of next_logits one by one. draft: the same of the
-    draft model, None where there is none to ask.
+    encode: prompt text -> prompt ids, as the server encodes it (with or without BOS). next_logits:
+    all token ids so far -> logits [vocab] of the next one, float. eos_token_ids: the tokens that
+    end a text. noise: (seed, position, vocab) -> the Gumbel noise [vocab] that `coupled` adds to
+    logits / temperature for the token at `position`, counted over prompt and output together (the
+    first output token has position len(prompt ids)). None: a divergence of seeded requests is
+    reported as unexplained. text_logits: (ids, first) -> the logits [len(ids) - first, vocab] from
+    which ids[first:] were chosen, in one pass. None: next_logits computes them one by one. draft:
+    the same for the draft model; None: there is no draft to ask.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -48,8 +48,8 @@ class Reference:
 
 
 def text_logits(reference: Reference, ids: Sequence[int], first: int) -> NDArray[Any]:
-    """The logits [len(ids) - first, vocab] that ids[first:] were chosen from, each behind all
-    tokens before it. first >= 1.
+    """Return the logits [len(ids) - first, vocab] from which ids[first:] were chosen, each given
+    all tokens before it. first >= 1.
     """
     if reference.text_logits is not None:
         return reference.text_logits(ids, first)
@@ -65,10 +65,10 @@ def reference_from_engine(
     noise: Callable[[int, int, int], NDArray[Any]] | None = None,
     load_draft: Callable[[], StepEngine] | None = None,
 ) -> Reference:
-    """A reference that loads its engines when they are first asked.
+    """Make a reference that loads its engines when they are first used.
 
-    The engine is the reference's alone: each question runs a whole prefix through its first slot,
-    as plain prefill does.
+    Nothing else may use the engine: each call runs a whole prefix through its first slot, as plain
+    prefill does.
     """
     engine = cache(load)
     return Reference(
@@ -86,8 +86,8 @@ def _teacher_forced(engine: Callable[[], StepEngine]) -> TextLogits:
 
 
 def _pass(model: StepEngine, ids: Sequence[int], first: int | None) -> NDArray[Any]:
-    """One prefill of `ids`: the logits behind ids[first:], or behind the last one alone where
-    first is None.
+    """Run one prefill of `ids` and return the logits after each of ids[first:]. If first is None,
+    return only those after the last id.
     """
     import torch
 
@@ -104,8 +104,8 @@ def _pass(model: StepEngine, ids: Sequence[int], first: int | None) -> NDArray[A
 def reference_from_checkpoint(
     checkpoint: Path, encode: Callable[[str], Sequence[int]], eos_token_ids: Sequence[int]
 ) -> Reference:
-    """The unquantized checkpoint in float32 through transformers, loaded when it is first asked.
-    On the CPU.
+    """Make a reference of the unquantized checkpoint, in float32 through transformers, on the CPU.
+    It is loaded when it is first used.
     """
 
     @cache
@@ -114,7 +114,7 @@ def reference_from_checkpoint(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # of loading; our own progress is on stderr
+        logging.disable_progress_bar()  # the bar for loading; we show our own progress
         return AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, local_files_only=True
         ).eval()
@@ -126,8 +126,8 @@ def reference_from_checkpoint(
             logits = model()(torch.tensor([list(ids)], dtype=torch.int64), use_cache=False).logits[
                 0, first - 1 :
             ]
-        found: NDArray[Any] = logits.double().numpy()
-        return found
+        array: NDArray[Any] = logits.double().numpy()
+        return array
 
     return Reference(
         encode,

@@ -1,8 +1,8 @@
-"""One divergence as a file, and the file put to an endpoint again.
+"""Store one divergence in a file, and send the requests of such a file again.
 
-A replay holds everything that the two requests said and what came back, and the deployment that
-said it, so that a fault found in a long run can be looked at alone: `toolkit validate --replay
-FILE` sends both requests again and judges them as the run did.
+A replay holds the two requests, their answers and the deployment that gave them. So a fault from a
+long run can be examined alone: `toolkit validate --replay FILE` sends both requests again and
+judges them as the run did.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ __all__ = ["Replay", "Replayed", "read_replay", "replay", "replay_of", "write_re
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One divergence with its texts. temperature 0: greedy; else seeded under `coupled`.
-    deployment: what its YAML says, with the overrides that it was built with, and paths that are
-    absolute.
+    """One divergence with its texts. temperature 0: greedy; otherwise seeded under `coupled`.
+    deployment: its YAML with the overrides of the build, and with absolute paths.
     """
 
     divergence: Divergence
@@ -47,8 +46,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came this time. divergence None: the texts are the same now. as_before: both texts
-    are those of the file.
+    """The result of a replay. divergence None: the two texts are the same now. as_before: both
+    texts are those of the file.
     """
 
     divergence: Divergence | None
@@ -58,11 +57,11 @@ class Replayed:
 
 
 def replay_of(
-    config: ValidationConfig, one: Divergence, plain: RequestTiming, other: RequestTiming
+    config: ValidationConfig, divergence: Divergence, plain: RequestTiming, other: RequestTiming
 ) -> Replay:
-    temperature = 0.0 if one.seed is None else config.temperature
+    temperature = 0.0 if divergence.seed is None else config.temperature
     return Replay(
-        one,
+        divergence,
         config.max_tokens,
         temperature,
         config.parity.near_tie_margin,
@@ -71,31 +70,33 @@ def replay_of(
     )
 
 
-def write_replay(folder: Path, found: Replay) -> str:
-    """The file's name in `folder`, which is made."""
-    one = found.divergence
-    check = "greedy" if one.seed is None else "seeded"
-    name = f"{check}-{one.arm}{one.draft_len}-prompt{one.prompt_index + 1}.json"
+def write_replay(folder: Path, stored: Replay) -> str:
+    """Write a replay into `folder`, which is created. Return FOLDER/FILE without the parents."""
+    divergence = stored.divergence
+    check = "greedy" if divergence.seed is None else "seeded"
+    name = (
+        f"{check}-{divergence.arm}{divergence.draft_len}-prompt{divergence.prompt_index + 1}.json"
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_json(found), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(to_json(stored), indent=2, ensure_ascii=False) + "\n"
     (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     return f"{folder.name}/{name}"
 
 
 def read_replay(path: Path) -> Replay:
-    """Raises UsageError when it is not one."""
+    """Read a replay. Raises UsageError if the file is not one."""
     try:
         return from_json(Replay, read_saved(path))
     except (OSError, ValueError) as error:
         hint = (
-            "They lie in build/reports/NAME/replay/; toolkit validate CONFIG writes them, one per"
+            "Replay files are in build/reports/NAME/replay/; toolkit validate CONFIG writes one per"
             " divergence."
         )
         raise UsageError(f"not a replay file: {error}", where=path, hint=hint) from error
 
 
 def replay(
-    found: Replay,
+    stored: Replay,
     endpoint: Endpoint | Alternating,
     reference: Reference | None,
     can: Capabilities = EMBEDDED,
@@ -103,29 +104,29 @@ def replay(
     """Send both requests again, one after the other, and judge them. Raises StageError as
     validation does.
 
-    Without a reference they are sent once more for their log-probabilities, where they differ and
-    the endpoint tells them.
+    If there is no reference and the texts differ, both are sent once more for their
+    log-probabilities, provided that the endpoint returns them.
     """
-    one = found.divergence
-    options: dict[str, Any] = {"temperature": found.temperature}
-    if one.seed is not None:
-        options |= {"seed": one.seed, "acceptance": "coupled"}
-    hint = "It was built with other limits since then: toolkit validate CONFIG writes new files."
-    sender = Sender(endpoint, found.max_tokens, hint=hint)
-    plain = sender.send(one.prompt_index, one.prompt, "plain", **options)
-    drafted = {"num_draft_tokens": one.draft_len} if can.draft_len_per_request else {}
-    other = sender.send(one.prompt_index, one.prompt, one.arm, **options, **drafted)
-    arms = [ArmTexts(one.arm, one.draft_len, [[other]])]
+    original = stored.divergence
+    options: dict[str, Any] = {"temperature": stored.temperature}
+    if original.seed is not None:
+        options |= {"seed": original.seed, "acceptance": "coupled"}
+    hint = "It has been built with other limits since: toolkit validate CONFIG writes new files."
+    sender = Sender(endpoint, stored.max_tokens, hint=hint)
+    plain = sender.send(original.prompt_index, original.prompt, "plain", **options)
+    drafted = {"num_draft_tokens": original.draft_len} if can.draft_len_per_request else {}
+    other = sender.send(original.prompt_index, original.prompt, original.arm, **options, **drafted)
+    arms = [ArmTexts(original.arm, original.draft_len, [[other]])]
     ask = reference is None and can.log_probs > 0
     again = ask_again(sender, [plain], arms, draft_lens=can.draft_len_per_request) if ask else {}
     judge = Judge(
         reference,
-        found.near_tie_margin,
-        found.temperature,
-        None if one.seed is None else [one.seed],
+        stored.near_tie_margin,
+        stored.temperature,
+        None if original.seed is None else [original.seed],
         again,
     )
     parity = compare([plain], arms, judge)
-    as_before = (plain.token_ids, other.token_ids) == (found.plain_ids, found.other_ids)
+    as_before = (plain.token_ids, other.token_ids) == (stored.plain_ids, stored.other_ids)
     divergence = parity.divergences[0] if parity.divergences else None
     return Replayed(divergence, plain.token_ids, other.token_ids, as_before)

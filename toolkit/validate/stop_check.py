@@ -1,8 +1,8 @@
-"""Does a stop word end the text where it stands, also inside a block of accepted drafts?
+"""Check that a stop word ends the text where it stands, also inside a block of accepted tokens.
 
-The stop words are taken from the plain texts themselves, so what has to come out is known without
-another model: the plain text up to the word's first place. A block that is accepted whole and
-looked at only at its end runs past it.
+The stop words are taken from the plain texts themselves, so the right answer is known without
+another model: the plain text up to the word's first place. A server that looks only at the end of
+an accepted block runs past the word.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REQUESTS = 24
 
 
 def stop_words(texts: Sequence[str], count: int, seed: int) -> Iterator[tuple[int, str, str]]:
-    """(index of a text, a word out of it, the text before the word's first place), from places
-    chosen by `seed`.
+    """Yield (index of a text, a word in it, the text before the word's first place). `seed` chooses
+    the places.
     """
     generator = random.Random(seed)
     long_enough = [index for index, text in enumerate(texts) if len(text) > 2 * LENGTH]
@@ -46,8 +46,9 @@ def check_stops(
     seed: int,
     **options: Any,
 ) -> StopCheck | None:
-    """Greedy requests of the speculative arm, on prompts whose speculative text is the plain one
-    (`same`).
+    """Send greedy requests with stop words to the speculative arm.
+
+    same: whether the speculative text of each prompt is the plain one; only those prompts are used.
     """
     indices = [index for index, equal in enumerate(same) if equal]
     wrong, first, sent = 0, None, 0
@@ -59,21 +60,20 @@ def check_stops(
         sent += 1
         if (fault := _fault(timing.text, timing.finish_reason, word, before)) is not None:
             wrong += 1
-            first = (
-                first
-                or f"prompt {number + 1}, stop word {word!r} at character {len(before) + 1}:"
-                f" {fault}"
-            )
+            place = f"prompt {number + 1}, stop word {word!r} at character {len(before) + 1}"
+            first = first or f"{place}: {fault}"
     return StopCheck(sent, wrong, first) if sent else None
 
 
 def _fault(text: str, finish_reason: str | None, word: str, before: str) -> str | None:
-    """A server may leave the stop word in the text or out of it. A text that is another before the
-    word has met a near-tie, which is not judged here.
+    """Say what is wrong with a text, or return None.
+
+    A server may return the stop word or leave it out. A text that differs before the word met a
+    near-tie, which is not judged here.
     """
     ends = f"ends by {finish_reason} after {len(text)} characters"
     if word in text.removesuffix(word):
         return f"the text runs past it and {ends}"
     if text in (before, before + word):
-        return None if finish_reason == "stop" else f"the text stands still there, but {ends}"
+        return None if finish_reason == "stop" else f"the text stops there, but {ends}"
     return f"the text {ends}" if finish_reason == "stop" and before.startswith(text) else None

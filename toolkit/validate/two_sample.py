@@ -1,15 +1,15 @@
-"""Is sampled text of both arms distributed alike? For endpoints whose engine gives no logits to
-anybody outside its server.
+"""Test whether sampled texts of both arms have the same distribution, for endpoints whose engine
+gives no logits outside its server.
 
-Nothing is known of the distribution that tokens should have, so the plain arm is what the
-speculative one is held against. Both are drawn equally often on the same prompts, a seed of its own
-for every request. Two tests: the second and later tokens, each given the whole text before it
-(`distribution.prefix_test`), and the continuations as a whole. Texts are short: what two texts have
-in common is their beginning, and only there can tokens be compared. How many are drawn is fixed
-before any is looked at; where the time is up before, the report says what so many can show.
+The distribution that tokens should have is unknown, so the speculative arm is compared with the
+plain one. Both draw the same number of texts on the same prompts, and every request has its own
+seed. There are two tests: one of the second and later tokens, each given the whole text before it
+(`distribution.prefix_test`), and one of the continuations as a whole. Texts are short, since tokens
+can be compared only after a beginning that both arms share. The number of texts is fixed before any
+is looked at. If time runs out before, the report says what the texts drawn so far can show.
 
-It sees what speculation changes, and nothing that both arms have in common: whether temperature and
-filters are respected stays open.
+The tests see what speculation changes, but nothing that both arms have in common: whether
+temperature and filters are respected stays open.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from toolkit.words import SamplingRule, SentArm
 __all__ = ["Pairs", "draw_pairs", "judge_pairs"]
 
 LONGEST = 16  # tokens of a drawn text
-MOST = 100  # texts of a prompt and arm
-# texts of an arm, at least: with 108, the control of the continuations was once seen at p = 0.00065
+MOST = 100  # texts per prompt and arm, at most
+# Texts per arm, at least. With 108, the control of the continuations once had p = 0.00065.
 CONTROL = 144
-# one token in so many stands behind a text that others have said too: a guess, for how many are
-# drawn
+# One token in this many follows a beginning that other texts share. It is a guess, from which the
+# number of texts is computed.
 COMPARABLE = 6
 TESTS = 2
 
 
 @dataclass
 class Pairs:
-    """texts: arm -> prompt -> tokens of every text; both arms have as many of each prompt."""
+    """The texts drawn: arm -> prompt -> tokens of every text. Both arms have equally many."""
 
     temperature: float
     texts: dict[str, list[list[tuple[int, ...]]]]
@@ -61,7 +61,10 @@ def draw_pairs(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Pairs:
-    """on_progress: (texts so far, texts wanted). Raises StageError as every request does."""
+    """Draw texts of both arms. on_progress: is called with (texts so far, texts wanted).
+
+    Raises StageError as every request does.
+    """
     chosen = prompts[:PROMPTS]
     longest = min(sender.max_tokens, LONGEST)
     needed = (
@@ -74,7 +77,7 @@ def draw_pairs(
     drawn = Pairs(temperature, {arm: [[] for _ in chosen] for arm in ARMS}, longest)
     generator = np.random.default_rng([seed, 3])
     alternating, first = isinstance(sender.endpoint, Alternating), len(sender.sent)
-    sender = replace(sender, max_tokens=longest)  # its list of what was sent is the same one
+    sender = replace(sender, max_tokens=longest)  # it shares its list of sent requests
 
     def ask(arm: SentArm, index: int) -> None:
         timing = sender.send(
@@ -86,19 +89,19 @@ def draw_pairs(
     rounds = texts
     for turn in [(arm,) for arm in ARMS] if alternating else [ARMS]:
         if alternating:
-            sender.turn_to(turn[0])  # the start of a server is no time of drawing
+            sender.turn_to(turn[0])  # before the clock starts: a server's start takes time
         began, allowed = clock(), gates.max_seconds * len(turn) / len(ARMS)
-        while (said := len(drawn.texts[turn[0]][0])) < rounds and (
-            said == 0 or clock() - began < allowed
+        while (done := len(drawn.texts[turn[0]][0])) < rounds and (
+            done == 0 or clock() - began < allowed
         ):
             for index in range(len(chosen)):
                 for arm in generator.permutation(turn).tolist():
                     ask(arm, index)
-        rounds = len(drawn.texts[turn[0]][0])  # the other arm gives as many
+        rounds = len(drawn.texts[turn[0]][0])  # the other arm draws as many
         drawn.seconds += clock() - began
-    fewest = min(len(said) for prompts_of in drawn.texts.values() for said in prompts_of)
+    fewest = min(len(texts) for by_prompt in drawn.texts.values() for texts in by_prompt)
     drawn.texts = {
-        arm: [said[:fewest] for said in prompts_of] for arm, prompts_of in drawn.texts.items()
+        arm: [texts[:fewest] for texts in by_prompt] for arm, by_prompt in drawn.texts.items()
     }
     drawn.requests = len(sender.sent) - first
     return drawn
@@ -107,24 +110,24 @@ def draw_pairs(
 def judge_pairs(
     drawn: Pairs, gates: DistributionGates, *, rule: SamplingRule, seed: int
 ) -> Distribution:
-    """Both tests with their controls; p-values are adjusted for how many there are."""
+    """Run both tests with their controls. p-values are adjusted for the number of tests."""
     generator, alpha = np.random.default_rng([seed, 4]), gates.false_alarm / TESTS
     arms = list(zip(drawn.texts["plain"], drawn.texts["speculative"], strict=True))
-    found = distribution.prefix_test(
+    prefixes = distribution.prefix_test(
         arms, drawn.longest, generator, effect=gates.effect, alpha=alpha, power=gates.power
     )
     tokens = DistributionTest(
         name="second and later tokens, plain against speculative",
-        samples=found.tokens,
-        statistic=found.statistic,
-        p_value=found.p_value,
-        adjusted=found.p_value,
+        samples=prefixes.tokens,
+        statistic=prefixes.statistic,
+        p_value=prefixes.p_value,
+        adjusted=prefixes.p_value,
         rejected=False,
         lean=None,
-        detectable=found.detectable,
+        detectable=prefixes.detectable,
         control_effect=gates.effect,
-        control_p_value=found.control_p_value,
-        control_rejected=found.control_p_value is not None and found.control_p_value <= alpha,
+        control_p_value=prefixes.control_p_value,
+        control_rejected=prefixes.control_p_value is not None and prefixes.control_p_value <= alpha,
     )
     tests = [tokens, continuations(drawn.texts, alpha, generator)]
     adjusted = distribution.holm([test.p_value for test in tests])
@@ -132,11 +135,13 @@ def judge_pairs(
         temperature=drawn.temperature,
         rule=rule,
         requests=drawn.requests,
-        tokens=sum(len(text) for said in drawn.texts.values() for texts in said for text in texts),
+        tokens=sum(
+            len(text) for by_prompt in drawn.texts.values() for texts in by_prompt for text in texts
+        ),
         false_alarm=gates.false_alarm,
         power=gates.power,
         effect=gates.effect,
-        enough=found.detectable is not None and found.detectable <= gates.effect,
+        enough=prefixes.detectable is not None and prefixes.detectable <= gates.effect,
         tests=tuple(
             replace(test, adjusted=p, rejected=p <= gates.false_alarm)
             for test, p in zip(tests, adjusted, strict=True)
