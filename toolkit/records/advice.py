@@ -1,4 +1,4 @@
-"""What `tune` finds: acceptance, costs, the choice of a drafter and a length, the grid of
+"""The results of `tune`: acceptance, costs, the choice of drafter and draft length, and the grid of
 precisions.
 """
 
@@ -34,9 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """Probability that a draft token is kept where the target stands before one, averaged over
-    output tokens, with a bootstrap interval over prompts. domain None: all texts. tokens: places
-    that were looked at.
+    """Probability that the target accepts a draft token, averaged over output tokens, with a
+    bootstrap interval over prompts. domain None: all texts. tokens: number of places that count.
     """
 
     rule: AlphaRule
@@ -49,7 +48,7 @@ class Alpha:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Milliseconds of one step for all requests of a batch, the lower quartile of those timed.
+    """Milliseconds of one step for all requests of a batch: the lower quartile of the timed steps.
     draft_len 0: plain decoding.
     """
 
@@ -67,9 +66,10 @@ class SpeedupPrediction:
     with its bootstrap interval.
 
     speedup = formula * dependence * verification * host, where formula is Leviathan et al.'s (1 -
-    a^(k+1)) / ((1 - a)(k c + 1)), dependence the replayed tokens per step over the formula's,
-    verification what a forward of k + 1 tokens costs beyond one of 1, host the rest: the host's
-    work, prefill, and blocks cut short at the end of a text. measured: where it was run as well.
+    a^(k+1)) / ((1 - a)(k c + 1)), dependence is the replayed tokens per step over the formula's,
+    verification is what a forward of k + 1 tokens costs beyond a forward of 1, and host is the
+    rest: the host's work, prefill, and blocks cut short at the end of a text. measured: from a real
+    run, if there was one.
     """
 
     mode: DecodingMode
@@ -91,12 +91,12 @@ class SpeedupPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to draft, as the advisor found it. by_place: conditional acceptance at each place of
-    a block, mode -> rates.
+    """One way to draft, as the advisor assessed it. by_place: conditional acceptance at each place
+    of a block, mode -> rates.
 
-    draft_len, speedup, low, high: the best for one request at a time, over all modes;
-    break_even_length is what acceptance_length would have to be there for speculation to cost
-    nothing, break_even_alpha the alpha that gives it.
+    draft_len, speedup, low, high: the best for one request at a time, over all modes.
+    break_even_length: the acceptance length at which speculation at draft_len neither gains nor
+    loses. break_even_alpha: the alpha that gives this length.
     """
 
     name: str
@@ -118,8 +118,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are
-    drafted; 0: none.
+    """From `batch` requests on, up to the next step of the schedule, draft_len tokens are drafted
+    (0: none).
     """
 
     batch: int
@@ -129,21 +129,21 @@ class ScheduleStep:
 @dataclass(frozen=True, slots=True)
 class Advice:
     """What should be set, and why. candidates: the best first. costs_are: measured, or predicted
-    for a GPU that is not here.
+    for a GPU that is not in this machine.
 
-    decided False: the interval of the best candidate's speed-up holds 1, and what is set follows
-    the estimate. own: name of the deployment's own candidate, which need not be the best.
+    decided False: the interval of the best candidate's speed-up contains 1, so the choice rests on
+    the estimate alone. own: name of the deployment's own candidate, which need not be the best.
 
-    schedule: draft lengths by batch size, never growing, beginning at 1 with max_draft_len.
-    max_concurrency: the most requests at once with which speculation was seen to pay; None: it pays
-    at every size tried.
+    schedule: draft lengths by batch size; they begin with max_draft_len at batch 1 and never grow.
+    max_concurrency: the most concurrent requests at which speculation pays; None: it pays at every
+    size tried.
     """
 
     speculate: bool
     decided: bool
     own: str
     drafter: SpeculationKind
-    draft: str | None  # name of the best candidate where it is a model
+    draft: str | None  # name of the best candidate if it is a model
     max_draft_len: int  # 0: do not speculate
     schedule: tuple[ScheduleStep, ...]
     max_concurrency: int | None
@@ -160,8 +160,8 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class TargetQuality:
-    """One precision of the target against the unquantized one, on held-out text: KL in nats per
-    token, perplexity.
+    """One precision of the target compared with the unquantized target on held-out text: KL in
+    nats per token, and perplexity.
     """
 
     quant_algo: QuantAlgo
@@ -188,8 +188,8 @@ class GridCell:
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """What quantizing the draft does, under one target: shares of alpha lost and of a drafted
-    token's time saved, and the speed against the unquantized draft's.
+    """What quantizing the draft costs and saves under one target: the share of alpha lost, the
+    share of a drafted token's time saved, and the speed over that with the unquantized draft.
     """
 
     target: str
@@ -202,12 +202,12 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Draft precision x target precision. The best cell is the fastest whose target keeps max_kl by
-    its upper bound.
+    """Draft precision x target precision. The best cell is the fastest whose target stays within
+    max_kl by its upper bound.
 
-    costs_are: measured, or predicted for a GPU by name: so are then speeds and speed-ups, and their
-    intervals are of acceptance alone. left_out: pairs that the deployment cannot have, and why.
-    targets has the unquantized one even where it is left out.
+    costs_are: measured, or predicted for a named GPU. In the second case speeds and speed-ups are
+    predicted too, and their intervals cover acceptance alone. left_out: pairs that the deployment
+    cannot have, and why. targets includes the unquantized one even if it is left out.
     """
 
     cells: tuple[GridCell, ...]

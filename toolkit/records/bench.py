@@ -1,4 +1,4 @@
-"""What `bench` measures at an endpoint, and how two runs of it compare."""
+"""What `bench` measures at an endpoint, and how two of its runs compare."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a bench, kept so that a saved run can be judged again. Times are ns after the
+    """One request of a bench, saved so that the run can be judged again. Times are in ns after the
     run's start.
 
     prompt: 16 hex digits of the sent text's sha256. chunks: (arrival, new tokens) as in
@@ -56,13 +56,13 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BenchArm:
-    """One arm at one load. tokens_per_s and requests_per_s are of the window, so of all requests
-    together; goodput likewise.
+    """One arm at one load. tokens_per_s, requests_per_s and goodput count all requests of the
+    window together.
 
-    window_s: from the first request sent (or due) to the last one's end, summed over blocks of
-    requests. *_by_round: the same figure of each round, from which its interval comes.
-    output_tokens None: the server counted none. errors: text -> requests. lag_*: how late sends
-    were behind an open loop's schedule.
+    window_s: from the first request sent (or due) to the end of the last one, summed over blocks of
+    requests. *_by_round: the same figure for each round; the interval is computed from these.
+    output_tokens None: the server did not count them. errors: text -> number of requests. lag_*:
+    how late requests were sent, compared with the schedule of an open loop.
     """
 
     name: str
@@ -86,7 +86,7 @@ class BenchArm:
 
 @dataclass(frozen=True, slots=True)
 class BenchPoint:
-    """One load: so many requests at a time, or so many per second. ratios: the last arm's
+    """One load: a number of concurrent requests, or a rate per second. ratios: the last arm's
     figures over the first arm's.
     """
 
@@ -99,9 +99,9 @@ class BenchPoint:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where the speed-up falls below 1. pays_up_to: the highest concurrency shown to pay, stops_at:
-    the lowest one shown not to; between them nothing is shown. estimate: where the measured ratios
-    cross 1, in between.
+    """Where the speed-up falls below 1. pays_up_to: the highest concurrency at which speculation
+    was shown to pay. stops_at: the lowest at which it was shown not to pay. Between them nothing
+    was shown. estimate: where the measured ratios cross 1, between the two.
     """
 
     pays_up_to: int | None
@@ -122,8 +122,8 @@ class BenchEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """A saved run of `toolkit bench`. settings: what was asked for. docs/benchmarking.md
-    explains it.
+    """A saved run of `toolkit bench`, as docs/benchmarking.md explains it. settings: the options
+    of the run.
     """
 
     schema_version: int
@@ -157,7 +157,7 @@ class ComparedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two saved runs judged: is B slower than A by more than `tolerance` (a share)?"""
+    """The judgement whether saved run B is slower than A by more than `tolerance` (a share)."""
 
     verdict: Verdict
     gates: tuple[Gate, ...]

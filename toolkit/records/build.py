@@ -1,4 +1,4 @@
-"""What the stages up to `package` hand on: pair, checkpoints, engines, repository."""
+"""The records that the stages up to `package` hand on: pair, checkpoints, engines, repository."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PairProof:
-    """Both checkpoints were read, and their tokenizers and vocabularies are the same by content.
+    """Proof that both checkpoints were read and have the same tokenizer and vocabulary by content.
 
-    vocab_size: rows of embedding and LM head that both are built with; the sources' own are
-    target_vocab_size and draft_vocab_size, and rows above vocab_size are padding.
+    vocab_size: rows of embedding and LM head with which both are built. target_vocab_size and
+    draft_vocab_size: the rows of the sources; those above vocab_size are padding.
     """
 
     target_digest: str  # content digest of the source checkpoint
@@ -52,8 +52,8 @@ class PairProof:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """Relative Frobenius error of one linear's output (quantized against source) on the held-out
-    text.
+    """Relative Frobenius error of one linear layer's output (quantized against source) on the
+    held-out text.
     """
 
     layer: str
@@ -62,8 +62,8 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class LayerKl:
-    """What one decoder layer alone costs: mean over tokens of KL(source || source with this
-    layer quantized), in nats.
+    """The cost of quantizing one decoder layer alone: mean over tokens of KL(source || source with
+    this layer quantized), in nats.
     """
 
     layer: str  # model.layers.N
@@ -72,13 +72,13 @@ class LayerKl:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationQuality:
-    """The quantized model against its source, teacher-forced on held-out text, measured before any
+    """The quantized model compared with its source, teacher-forced on held-out text, before any
     export.
 
-    kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99 its 99th percentile;
-    top1_agreement the share of tokens with the same argmax; perplexities are exp of the mean
-    negative log-likelihood of the text's own next tokens. layer_kl is over the first
-    layer_kl_tokens of them.
+    kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99: its 99th percentile.
+    top1_agreement: the share of tokens with the same argmax. Perplexities are exp of the mean
+    negative log-likelihood of the text's own next tokens. layer_kl is measured over the first
+    layer_kl_tokens tokens.
     """
 
     tokens: int
@@ -121,26 +121,25 @@ class QuantizedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:
-    """What TensorRT's own inspector says of a deserialized engine. fused: layers made of
-    several; plugins: by name.
+    """What TensorRT's own inspector reports about a deserialized engine. fused: layers made of
+    several layers. plugins: counts by name.
     """
 
     layers: int
     fused: int
     plugins: dict[str, int]
-    precisions: dict[
-        str, int
-    ]  # data type of a layer's first output -> layers; empty where the engine keeps names only
+    # Data type of a layer's first output -> layers; empty if the engine keeps names only.
+    precisions: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRtLlmBuild:
-    """How an engine for TensorRT-LLM came about, and how much of that a GPU has seen.
+    """How an engine for TensorRT-LLM was built, and how much of it was tried on a GPU.
 
     executed and not_executed say in words what ran on a GPU of this machine and what did not.
     """
 
-    version: str  # that it is for
+    version: str  # the TensorRT-LLM version that the engine is for
     builder: str  # local: PATH | container: IMAGE | none
     command: tuple[str, ...]  # empty without a build
     tp_size: int
@@ -154,8 +153,8 @@ class TensorRtLlmBuild:
 
 @dataclass(frozen=True, slots=True)
 class CompiledEngine:
-    """An engine directory: config.json in TensorRT-LLM's shape, weights, and compiled packages
-    where there are any.
+    """An engine directory: config.json in TensorRT-LLM's layout, weights, and compiled packages if
+    there are any.
 
     Of kind trtllm_pytorch: a checkpoint in Hugging Face form with `llm_args.json` beside it.
     """
@@ -192,7 +191,9 @@ class TritonRepository:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What quantization cost. None: that model was not quantized here, or there is no draft."""
+    """The quality that quantization cost. None: the model was not quantized here, or there is no
+    draft.
+    """
 
     target: QuantizationQuality | None
     draft: QuantizationQuality | None
@@ -200,8 +201,8 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage took, from its manifest. reused: taken from the store in this build; the
-    figures are of when it ran.
+    """The time and memory that one stage took, from its manifest. reused: this build took its
+    result from the store, and the figures are those of the run that made it.
     """
 
     stage: str

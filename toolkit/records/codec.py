@@ -1,8 +1,8 @@
-"""Records to JSON and back. Every record is read back equal to what was written.
+"""Write records as JSON and read them back. What is read equals what was written.
 
-pydantic reads them by their annotations, strictly: a number in quotes is no number, true is no
-whole number, and a field that is missing or unknown is an error. It is imported when the first
-record is read, since much that writes records never reads one.
+pydantic reads them strictly, by their annotations: a number in quotes is no number, true is no
+whole number, and a missing or unknown field is an error. pydantic is imported when the first record
+is read, since many programs only write records.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["R", "from_json", "to_json"]
 
 R = TypeVar("R")
 
-# pydantic's word for an error -> what was wanted; of literal_error it says so itself
+# pydantic's error type -> the value that was expected. For literal_error pydantic names it itself.
 WANTED = {
     "int_type": "a whole number",
     "float_type": "a finite number",
@@ -31,13 +31,13 @@ WANTED = {
     "dict_type": "an object",
     "dataclass_type": "an object",
 }
-# What JSON has no kind of its own for: a list is read as a tuple, an object as a record, a text
-# as a path. Everything within them stays strict.
+# JSON has no tuples, records or paths, so a list is read as a tuple, an object as a record, and a
+# text as a path. Everything within them stays strict.
 READ_FROM_ANOTHER_KIND = ("tuple", "dataclass", "lax-or-strict")
 
 
 def to_json(record: object) -> Any:
-    """A record as plain JSON values; paths become strings, tuples lists."""
+    """Turn a record into plain JSON values. Paths become strings and tuples become lists."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
     if isinstance(record, Path):
@@ -50,8 +50,10 @@ def to_json(record: object) -> Any:
 
 
 def from_json(kind: type[R], data: Any) -> R:
-    """The inverse of to_json, driven by the field annotations. ValueError: what to_json would
-    not have written; its text names the place and what is wrong there.
+    """Turn JSON values back into a record, by its field annotations.
+
+    Raises ValueError for data that to_json would not have written. Its text names the place and
+    what is wrong there.
     """
     from pydantic import ValidationError
 
@@ -66,11 +68,11 @@ def from_json(kind: type[R], data: Any) -> R:
 
 @functools.cache
 def _validator(kind: type) -> SchemaValidator:
-    """Reads a tuple with one record: pydantic passes settings on to the records in a tuple, and
-    takes none for a record by itself.
+    """Return a validator that reads a tuple with one record. pydantic passes its settings on to
+    the records in a tuple, but takes none for a record by itself.
 
-    Values that json.loads made are read, rather than the text, since JSON may hold half of a
-    surrogate pair (in a path that is no UTF-8), which pydantic's own parser refuses.
+    It reads values from json.loads rather than text. JSON may hold half of a surrogate pair (in a
+    path that is no UTF-8), which pydantic's own parser refuses.
     """
     from pydantic import ConfigDict, TypeAdapter
     from pydantic_core import SchemaValidator
@@ -81,7 +83,7 @@ def _validator(kind: type) -> SchemaValidator:
 
 
 def _from_json_kinds(schema: Any) -> Any:
-    """The schema, not strict about those kinds that JSON does not have."""
+    """Return the schema without strictness for the kinds that JSON does not have."""
     if isinstance(schema, list):
         return [_from_json_kinds(part) for part in schema]
     if not isinstance(schema, dict):
@@ -95,12 +97,12 @@ def _from_json_kinds(schema: Any) -> Any:
 def _explained(error: ErrorDetails) -> str:
     _, *place = error["loc"]  # the first is the place in the tuple with one record
     where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-    said = f"{where.removeprefix('.')}: " if where else ""
+    prefix = f"{where.removeprefix('.')}: " if where else ""
     if error["type"] == "missing":
-        return f"{said}it is missing"
+        return f"{prefix}it is missing"
     if error["type"] == "unexpected_keyword_argument":
-        return f"{said}there is no such field"
+        return f"{prefix}there is no such field"
     wanted = WANTED.get(error["type"]) or error.get("ctx", {}).get("expected")
     value = error["input"]
     shown = str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
-    return f"{said}{shown} is not {wanted}" if wanted else f"{said}{shown}: {error['msg']}"
+    return f"{prefix}{shown} is not {wanted}" if wanted else f"{prefix}{shown}: {error['msg']}"

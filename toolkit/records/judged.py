@@ -1,4 +1,4 @@
-"""What validation finds out about correctness: parity, agreement, distributions, stop words."""
+"""What validation finds about correctness: parity, agreement, distributions, stop words."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ class Divergence:
     """The first output position at which a text differs from the plain one, judged by the
     reference's own logits there.
 
-    arm: verify (the speculative path that keeps nothing) | speculative, with its draft length.
-    kind: equivalent (rounding explains it), suspicious (more than rounding, and still between the
-    reference's two best), broken (anything else), unexplained (nothing could be asked). A token of
-    None is the end of the text. margin: top-1 minus top-2 of the reference's scores, in logits; a
-    gap is top-1 minus the score of the token that was chosen, a rank its place (0 is the best).
-    Scores are logits at temperature 0, and logits + temperature * Gumbel noise in the seeded check,
-    so both are in logits. replay: the file beside the report with which `toolkit validate --replay`
-    asks again.
+    arm: verify (the speculative path that accepts nothing) | speculative, with its draft length.
+    kind: equivalent (rounding explains it), suspicious (more than rounding, but still between the
+    reference's two best), broken (anything else), unexplained (no model could be asked). A token of
+    None is the end of the text. margin: top-1 minus top-2 of the reference's scores, in logits. A
+    gap is top-1 minus the score of the chosen token; a rank is its place (0 is the best). Scores
+    are logits at temperature 0, and logits + temperature * Gumbel noise in the seeded check, so
+    both are in logits. replay: the file beside the report for `toolkit validate --replay`.
 
-    judged_by: reference | log_probs, None where no model was needed or none could be asked. By the
-    served log-probabilities each arm's are the other's reference: margin is that of the plain arm,
-    a gap how far a token lies below the other arm's choice (at least, with a rank of 2), all None
-    where the server tells of chosen tokens alone. change: the least change of log-probabilities
-    between the arms (nats) that allows both choices; drift: the largest on the tokens before.
+    judged_by: reference | log_probs; None if no model was needed or none could be asked. With
+    log_probs each arm is the other's reference: margin is that of the plain arm, and a gap is how
+    far a token lies below the other arm's choice (at least, if its rank is 2). All are None if the
+    server reports chosen tokens only. change: the least change of log-probabilities between the
+    arms (nats) that allows both choices. drift: the largest change on the tokens before.
     """
 
     prompt_index: int
@@ -72,7 +71,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ArmParity:
-    """One arm against plain decoding, prompt by prompt. draft_len: what it asked for."""
+    """One arm compared with plain decoding: prompts by kind. draft_len: that its requests state."""
 
     arm: ParityArm
     draft_len: int
@@ -85,8 +84,8 @@ class ArmParity:
 
 @dataclass(frozen=True, slots=True)
 class MarginBin:
-    """Places where the reference's margin (top-1 minus top-2) lies in [low, high) logits; high
-    None: no end. differing: of them.
+    """Places where the reference's margin (top-1 minus top-2) lies in [low, high) logits. high
+    None: no upper end. differing: how many of them differ.
     """
 
     low: float
@@ -97,12 +96,13 @@ class MarginBin:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Every arm against plain decoding. A prompt counts once, by its worst class over all arms.
+    """Every arm compared with plain decoding. A prompt counts once, by its worst kind over all
+    arms.
 
     rate = prompts that diverge / prompts, with exact one-sided bounds. same_place: prompts that
-    diverge at one and the same position at every draft length; moved: at several draft lengths, not
-    all at one position. arms_equal: prompts on which the verify arm and all draft lengths say the
-    same, whatever the plain arm says. severity: divergences by margin.
+    diverge at the same position at every draft length. moved: prompts that diverge at several draft
+    lengths, but not at the same position. arms_equal: prompts for which the verify arm and all
+    draft lengths give the same text, whatever the plain arm gives. severity: divergences by margin.
     """
 
     prompts: int
@@ -132,11 +132,11 @@ class Agreement:
 
     against: engine (the same engine outside the server: judges the serving path) | source (the
     unquantized checkpoint in float32 through transformers: judges quantization). kind: the worst
-    token's class, as of a Divergence, with the same margin; None against another precision, where
-    only the rates mean something. rate = agreeing / tokens, its interval a bootstrap over prompts.
-    first_tokens: how many prompts' first output token (from prefill) differs beyond rounding.
-    largest_gap: top-1 minus the chosen token's logit. margins: all tokens by the reference's
-    margin.
+    token's kind, as in Divergence, with the same margin; None against another precision, where only
+    the rates mean something. rate = agreeing / tokens, with a bootstrap interval over prompts.
+    first_tokens: prompts whose first output token (from prefill) differs beyond rounding.
+    largest_gap: the largest top-1 minus the chosen token's logit. margins: all tokens by the
+    reference's margin.
     """
 
     against: AgreementSource
@@ -160,14 +160,14 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class DraftCheck:
-    """The first draft token of every verify step, greedy, beside what the draft engine proposes
-    teacher-forced at that place.
+    """The first draft token of every greedy verify step, compared with what the draft engine
+    proposes teacher-forced at that place.
 
-    after_full: steps that follow one whose drafts were all kept, where a draft cache has to catch
-    up; earlier: steps of a text before any such, which a missing catch-up cannot harm. Steps later
-    than that are left out, as they tell neither from the other. expected: the draft's own choice is
-    the token that came; kept: the server kept it. A draft whose cache is damaged changes no text,
-    only this.
+    after_full: steps after a fully accepted block, where the draft's cache has to catch up.
+    earlier: steps before the first such block of a text, which a missing catch-up cannot harm. All
+    later steps are left out, since they cannot tell one cause from the other. expected: the draft's
+    own choice is the token that followed. kept: the server accepted a draft token there. A damaged
+    draft cache changes no text, only these counts.
     """
 
     draft_len: int
@@ -181,8 +181,8 @@ class DraftCheck:
 
 @dataclass(frozen=True, slots=True)
 class StopCheck:
-    """Requests with a stop word taken from their own plain text. wrong: their text did not end
-    before it.
+    """Requests with a stop word taken from their own plain text. wrong: requests whose text did not
+    end before it.
     """
 
     requests: int
@@ -192,14 +192,15 @@ class StopCheck:
 
 @dataclass(frozen=True, slots=True)
 class DistributionTest:
-    """One test of what was drawn, with its negative control. adjusted: the p-value adjusted for all
-    tests (Holm).
+    """One test of the drawn tokens, with its negative control. adjusted: the p-value adjusted for
+    all tests (Holm).
 
     lean: standard deviations towards the beginning of the test's order (the likely tokens, or the
-    draft's); None: it has none. detectable: the total variation that so many samples show with the
-    stated power; None: not known. control_effect: what the control was tilted by (a total variation
-    of the test's bins; of the continuations, the share of texts replaced by one); control_p_value
-    None: no tilt of that size is possible, the model is too certain of its tokens.
+    draft's); None: the test has no order. detectable: the total variation that this many samples
+    show with the stated power; None: not known. control_effect: how much the control was tilted (a
+    total variation of the test's bins; for continuations, the share of texts replaced by the same
+    text). control_p_value None: no tilt of that size is possible, since the model is too certain of
+    its tokens.
     """
 
     name: str
@@ -220,8 +221,8 @@ class Distribution:
     """Whether the endpoint's tokens at temperature > 0 come from the target's distribution.
 
     false_alarm: the chance that any of the tests rejects a sound endpoint. enough: as many tokens
-    were drawn as `effect` and `power` ask for. outside_filters: tokens that top-k or top-p rule
-    out. unrepeated: of `seeded` requests that were sent twice.
+    were drawn as `effect` and `power` require. outside_filters: tokens that top-k or top-p rule
+    out. seeded: requests that were sent twice; unrepeated: those of them whose texts differ.
     """
 
     temperature: float
@@ -242,12 +243,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the report holds at temperature 0, at the YAML's temperature. parity: seeded requests
-    under `coupled`.
+    """What the report holds for temperature 0, here for the YAML's temperature. parity: of seeded
+    requests under `coupled`.
     """
 
     temperature: float
-    rule: SamplingRule  # of requests without a seed, which the latencies are measured with
+    rule: SamplingRule  # of requests without a seed, such as those that are timed
     arms: Arms
     speedup: Speedup | None
     acceptance: Acceptance | None

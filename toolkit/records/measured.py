@@ -1,4 +1,4 @@
-"""Figures of a served deployment, what they mean, and the gates that judge them."""
+"""The figures of a served deployment, what they mean, and the gates that judge them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ __all__ = [
     "Unit",
 ]
 
-# share: of 1, shown as percent. "": a figure without a unit, or of several units.
+# share: a fraction of 1, shown in percent. "": a figure without a unit, or with several units.
 Unit: TypeAlias = Literal[
     "ms", "x", "share", "nats", "tokens", "tokens/s", "tokens/step", "requests", "requests/s",
     "bytes", "p-value", "",
 ]  # fmt: skip
 Better: TypeAlias = Literal["higher", "lower", "none"]
-Direction: TypeAlias = Literal["at_least", "at_most"]  # of what passes, as seen from the limit
+Direction: TypeAlias = Literal[
+    "at_least", "at_most"
+]  # where a passing figure lies: at least or at most the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked. severity: ok | note (to be known, nothing to be done) |
-    warning | error.
+    """One thing that was checked. severity: ok | note (good to know, nothing to do) | warning |
+    error.
     """
 
     check: str
@@ -49,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class TooFew:
-    """There are `have` samples, and the figure takes `need`."""
+    """There are `have` samples, but the figure needs `need`."""
 
     have: int
     need: int
@@ -57,12 +59,12 @@ class TooFew:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One latency of one arm, in milliseconds. A percentile that the number of samples cannot
-    support is None, and `unsupported` has the numbers under its name (p50 | p90 | p99).
+    """One latency of one arm, in milliseconds. A percentile with too few samples is None, and
+    `unsupported` has the numbers under its name (p50 | p90 | p99).
 
-    p90_low and p90_high: the bootstrap interval of p90 over prompts, and so for p50 and p99. curve:
-    the quantiles 0, 1, ... 100 percent, for plots. samples counts requests (ttft, tpot, e2e),
-    chunks (icl) or tokens (itl, which is weighted by them).
+    p90_low and p90_high: the bootstrap interval of p90 over prompts; likewise for p50 and p99.
+    curve: the quantiles 0, 1, ... 100 percent, for plots. samples: the number of requests (ttft,
+    tpot, e2e), chunks (icl) or tokens (itl, which is weighted by tokens).
     """
 
     samples: int
@@ -84,8 +86,8 @@ class Latency:
 class Arm:
     """One arm (plain or speculative) at one temperature, one request at a time.
 
-    tokens_per_s = output_tokens / request_time_s, both summed over the requests;
-    tokens_per_s_by_prompt the same per prompt, in the prompts' order. latencies: ttft, tpot, itl,
+    tokens_per_s = output_tokens / request_time_s, both summed over the requests.
+    tokens_per_s_by_prompt: the same per prompt, in the prompts' order. latencies: ttft, tpot, itl,
     icl, e2e. distinct_4grams: distinct / all 4-grams of output tokens, averaged over requests with
     at least four tokens; texts that loop score low, and flatter speculation.
     """
@@ -102,9 +104,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """The same deployment without and with speculation. speculative None: the deployment does
-    not speculate.
-    """
+    """A deployment without and with speculation. speculative None: it does not speculate."""
 
     plain: Arm
     speculative: Arm | None
@@ -114,8 +114,8 @@ class Arms:
 class Ratio:
     """A figure of one arm divided by that of another, with its bootstrap interval.
 
-    metric: of the table of metrics; percentile: of a latency. estimate None: `reason` says why not,
-    and too_few has the numbers where it is for want of samples.
+    metric: a name in the table of metrics. percentile: if the metric is a latency. estimate None:
+    `reason` says why, and too_few has the numbers if samples are lacking.
     """
 
     metric: str
@@ -128,7 +128,7 @@ class Ratio:
 
     @property
     def name(self) -> str:
-        """ttft_p50, speed, ..."""
+        """The metric with its percentile, such as ttft_p50 or speed."""
         return self.metric if self.percentile is None else f"{self.metric}_p{self.percentile}"
 
 
@@ -137,7 +137,7 @@ class Speedup:
     """Speculative / plain output tokens per second, with a bootstrap interval over prompts and
     rounds.
 
-    latencies: the same for every percentile of every latency; there, above 1 is slower.
+    latencies: the ratios of every percentile of every latency; above 1 is slower there.
     """
 
     estimate: float
@@ -151,8 +151,8 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True)
 class PositionAcceptance:
-    """Position i (from 0) of a draft. joint = accepted / drafted; conditional = joint / joint of
-    the position before it.
+    """Acceptance at position i (from 0) of a draft. joint = accepted / drafted; conditional =
+    joint / joint of the position before it.
     """
 
     drafted: int
@@ -166,8 +166,8 @@ class Acceptance:
     """rate = accepted / drafted; length = 1 + accepted / verify_steps, the bonus token included.
     None: nothing was drafted.
 
-    alpha: drafts kept / drafts looked at, those behind a rejection left out, with an interval over
-    prompts; None where the server does not count by position.
+    alpha: accepted / verified draft tokens, without those after a rejection, with an interval over
+    prompts; None if the server does not count by position.
     """
 
     rate: float | None
@@ -181,11 +181,11 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Of what a gate judges its metric; None where that leaves no choice.
+    """Which figure of a metric a gate judges. A field is None if there is only one choice.
 
-    temperature: 0 is greedy. over: what a ratio divides by. reference: whose choice of tokens is
-    held to be right. arm: of two saved runs. concurrency and rate: the load, where there are
-    several, or saved runs; a trace has neither.
+    temperature: 0 is greedy. over: what a ratio divides by. reference: the model whose choice of
+    tokens counts as right. arm: of two saved runs. concurrency and rate: the load, if there are
+    several loads or saved runs; a trace has neither.
     """
 
     temperature: float | None = None
@@ -200,10 +200,11 @@ class Scope:
 @dataclass(frozen=True, slots=True)
 class Gate:
     """One gate. outcome: PASS | FAIL | INCONCLUSIVE, or NOT JUDGED: speed and quality of a
-    rehearsal, and `draft` where no text tells its steps.
+    rehearsal, and `draft` if no text shows its steps.
 
-    metric: of the table of metrics; unit: of measured and limit. name is made from metric and scope
-    (`make_gate`), for people. detail: the reason in words; next_step: what to do unless it passed.
+    metric: a name in the table of metrics. unit: of measured and limit. name: for people, made from
+    metric and scope (`make_gate`). detail: the reason in words. next_step: what to do unless the
+    gate passed.
     """
 
     name: str
@@ -220,9 +221,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class CounterCheck:
-    """A server counter, differenced over the measured window, beside what the client added up
-    itself.
-    """
+    """How much a server counter grew over the measured window, beside the client's own count."""
 
     name: str
     client: int
@@ -232,8 +231,8 @@ class CounterCheck:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a figure is called, counts and means. title: as in the middle of a sentence;
-    spelled_out: what an abbreviation stands for. better: which way is better, if either is.
+    """The name and the meaning of a figure. title: as written in the middle of a sentence.
+    spelled_out: what an abbreviation stands for. better: which direction is better, if any.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What `plan` says: judgements, memory, predicted speed, and what will run."""
+"""The results of `plan`: judgements, memory, predicted speed, and what will run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a rule of the plan says of a deployment. rule: id in toolkit.facts.rules; path: the key
-    of the YAML it is about.
+    """What a rule of the plan says about a deployment. rule: id in toolkit.facts.rules. path: the
+    YAML key that it is about.
 
-    severity: refused (it cannot work; fix says what would) | warning (nobody vouches for it) |
-    adjusted (changed in silence).
+    severity: refused (it cannot work; hint says what would) | warning (nobody vouches for it) |
+    adjusted (it is changed in silence).
     """
 
     rule: str
@@ -38,7 +38,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """A part of a peak, and how it was computed."""
+    """One part of a memory peak, and how it was computed."""
 
     name: str
     num_bytes: int
@@ -47,8 +47,8 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a stage needs at its peak. place: `each GPU` or `the machine`; available_bytes None:
-    not known.
+    """The memory that a stage needs at its peak. place: `each GPU` or `the machine`.
+    available_bytes None: not known.
     """
 
     stage: str
@@ -63,8 +63,8 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The KV caches of a deployment. kv_bytes_per_token: of target and draft together, on each GPU;
-    sequences: that fit at max_seq_len at once; draft_share: of the KV memory that is the draft's.
+    """The KV caches of a deployment. kv_bytes_per_token: of target and draft together, on each GPU.
+    sequences: how many fit at once at max_seq_len. draft_share: the draft's share of the KV memory.
     """
 
     kv_bytes: int
@@ -76,8 +76,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSpeed:
-    """At one acceptance rate: tokens per target forward, output tokens/s of all requests
-    together, and over plain decoding.
+    """The speed at one acceptance rate: tokens per target forward, output tokens/s of all requests
+    together, and the speed-up over plain decoding.
     """
 
     acceptance_rate: float
@@ -89,11 +89,11 @@ class PredictedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An upper bound by bandwidth and arithmetic. plain_tokens_per_s None: the device is not in the
-    tables.
+    """An upper bound on speed from bandwidth and arithmetic. plain_tokens_per_s None: the device is
+    not in the tables.
 
-    cost_ratio: time of a draft forward over that of a target forward. break_even: acceptance rate
-    from which drafting pays.
+    cost_ratio: time of a draft forward over that of a target forward. break_even: the acceptance
+    rate from which on drafting pays.
     """
 
     batch_size: int
@@ -107,7 +107,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """A rough estimate: an order of magnitude, and what it was made of."""
+    """A rough estimate of a stage's time, and how it was computed. Expect an order of magnitude."""
 
     stage: str
     seconds: float
@@ -118,7 +118,7 @@ class StageTime:
 class PlannedRun:
     """Something that a stage will run: a command, word by word, or a call with its arguments.
 
-    place: where, for a reader. Names in capitals stand for what is not known yet.
+    place: where it runs, in words. Names in capitals stand for values that are not known yet.
     """
 
     stage: str
@@ -130,8 +130,8 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of a deployment before anything runs. summary: what it is, in words. runs: in
-    their order; none where it cannot work.
+    """What is known about a deployment before anything runs. summary: what it is, in words. runs:
+    in their order; empty if the deployment cannot work.
     """
 
     name: str

@@ -22,7 +22,7 @@ from toolkit.words import ReportedPlainArm, Verdict
 
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
-# Of report.json: raised when a key comes, goes away or changes its meaning.
+# The version of report.json. Raise it when a key is added, removed or changes its meaning.
 REPORT_SCHEMA_VERSION = 9
 
 
@@ -30,12 +30,11 @@ REPORT_SCHEMA_VERSION = 9
 class ValidationReport:
     """The verdict and everything it rests on. docs/report.md explains the JSON.
 
-    arms, speedup, acceptance and parity are at temperature 0; sampled has the same at the YAML's
-    temperature. loads: both arms at each of validation.latency.concurrency, at temperature 0;
-    crossover: where speculation stops paying. replaced: of a rehearsal, in words, what stood in for
-    what; empty for a real deployment. memory: the plan's, beside which `stages` hold what was
-    measured. advice: of `tune`, in the build or since, if it looked at these engines; grid:
-    likewise.
+    arms, speedup, acceptance and parity hold for temperature 0; sampled has the same for the YAML's
+    temperature. loads: both arms at each number in validation.latency.concurrency, at temperature
+    0. crossover: where speculation stops paying. replaced: in a rehearsal, what stood in for what,
+    in words; empty for a real deployment. memory: what the plan expected; `stages` has what was
+    measured. advice and grid: from `tune`, during the build or later, if it used these engines.
     """
 
     schema_version: int
@@ -64,5 +63,5 @@ class ValidationReport:
     memory: tuple[StageMemory, ...] = ()
     advice: Advice | None = None
     grid: Grid | None = None
-    # request: by a parameter of its own; restarts: by a server without speculation, in turns
+    # request: a parameter turns speculation off; restarts: a server without speculation takes turns
     plain_arm: ReportedPlainArm = "request"
