@@ -1,8 +1,8 @@
-"""The closed sets of words that fields hold, each defined here once.
+"""The closed sets of words that fields hold. Each set is defined here once.
 
-A word that is not in its set fails the type checker where it is written, and reading where it
-comes from a file. Records, config, interfaces and working packages all take them from here; a set
-that one package alone speaks stays with that package.
+If code writes a word that is not in its set, the type checker fails; if a file holds one, reading
+it fails. Records, config, interfaces and working packages import the sets from here. A set that
+only one package uses stays in that package.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ QuantAlgo: TypeAlias = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"
 KvCacheQuantAlgo: TypeAlias = Literal["FP8", "INT8"]
 EngineKind: TypeAlias = Literal["torch", "trt_engine", "trtllm_pytorch"]
 BuiltMode: TypeAlias = Literal["compiled", "eager"]  # of the kind torch
-EngineMode: TypeAlias = Literal["auto", BuiltMode]  # as asked of it
-# Of any kind: engine and not built are of trt_engine, runtime of trtllm_pytorch.
+EngineMode: TypeAlias = Literal["auto", BuiltMode]  # as the YAML states it
+# Of any kind. `engine` and `not built` belong to trt_engine, `runtime` to trtllm_pytorch.
 RunMode: TypeAlias = Literal[BuiltMode, "engine", "not built", "runtime"]
 Device: TypeAlias = Literal["cpu", "cuda"]
 ComputeDtype: TypeAlias = Literal["float64", "float32", "bfloat16"]
@@ -74,14 +74,14 @@ SpecDtype: TypeAlias = Literal[ComputeDtype, "auto"]  # auto: the checkpoint's o
 Fp8Compute: TypeAlias = Literal["native", "dequantized"]
 BuilderChoice: TypeAlias = Literal["auto", "local", "container"]
 Layout: TypeAlias = Literal["llmapi", "bls"]
-# Of an engine behind BLS: its noise is keyed by seed and position, or begins anew with every call;
-# log-probabilities come from the target's logits, or from a tensor of the engine's own.
+# Of an engine behind BLS. Its noise is keyed by seed and position, or begins anew with every call.
+# Its log-probabilities come from the target's logits, or from a tensor of its own.
 SeedScope: TypeAlias = Literal["request", "call"]
 LogProbSource: TypeAlias = Literal["logits", "engine"]
 AttnBackend: TypeAlias = Literal["TRTLLM", "FLASHINFER", "VANILLA"]
 ModelPy: TypeAlias = Literal["ours", "container"]
 
-# How it speculates. auto: by the request, coupled with a seed and rejection without one.
+# How it speculates. auto: coupled for a request with a seed, rejection for one without.
 Drafter: TypeAlias = Literal["draft_target", "ngram"]
 SpeculationKind: TypeAlias = Literal[Drafter, "none"]
 SamplingRule: TypeAlias = Literal["rejection", "coupled", "sample_match"]

@@ -1,28 +1,28 @@
-"""Are the tokens of a sampling endpoint distributed as the target's own? Pure: probabilities and
-tokens in, tests out.
+"""Test whether an endpoint's sampled tokens are distributed like the target's own. Pure functions:
+probabilities and tokens go in, test results come out.
 
-Every token that was said is put in its place within the distribution that it should have been drawn
-from, given the text before it: the tokens are laid side by side in some order, each as wide as its
-probability, and the said one gives a uniformly drawn point of its own stretch. If the tokens do
-come from these distributions, the points are independent and uniform on [0, 1], exactly, whatever
+Each sampled token is turned into a point, by the distribution from which it should have been drawn
+given the text before it. Lay all tokens side by side on [0, 1] in some order, each as wide as its
+probability, and draw the point uniformly from the stretch of the sampled token. If the tokens come
+from these distributions, the points are independent and uniform on [0, 1]. This is exact, whatever
 the distributions are and however they change from place to place (Rosenblatt 1952; Brockwell 2007
-for discrete ones). So all second and later tokens of all texts are pooled in one G-test of their
-points in equal bins, with a known null. (A text's first token comes from prefill and never meets
-the accept rule.) The order decides what is seen: by probability, a distribution that is too sharp
-or too flat; by the ratio of draft to target, an accept rule that leans to its drafts or away from
-them.
+for discrete ones). So the second and later tokens of all texts are pooled in one G-test of their
+points in equal bins, with a known null. (A text's first token comes from prefill, so the accept
+rule never sees it.) The order of the tokens decides what the test detects: ordered by probability,
+a distribution that is too sharp or too flat; ordered by the ratio of draft to target, an accept
+rule that leans towards its drafts or away from them.
 
-Where nobody knows these distributions, since the engine gives no logits, the arms are held against
-one another: the second and later tokens behind one and the same text, in a table of token by arm
-for every such text, all tables pooled in one G whose null is had by permuting the arms of whole
-texts within a prompt.
+If the engine gives no logits, these distributions are unknown, and the two arms are compared with
+each other. For every beginning that both share, the tokens that follow it are counted in a table of
+token by arm. All tables are pooled in one G, and permuting the arms of whole texts within a prompt
+gives its null.
 
 Whole continuations of both arms are compared as well, by the energy distance between their n-gram
-counts (Szekely and Rizzo 2013), whose null is had by permuting the arms within a prompt; that needs
-no model.
+counts (Szekely and Rizzo 2013). Permuting the arms within a prompt gives its null, so this needs no
+model.
 
-A distribution test that has never rejected anything proves nothing: each test has a control, the
-same samples tilted by a known total variation, which it has to reject.
+A distribution test that has never rejected anything proves nothing. So each test has a control: the
+same samples, tilted by a known total variation, which the test has to reject.
 """
 
 from __future__ import annotations
@@ -56,20 +56,17 @@ Floats = NDArray[np.float64]
 BINS = 16
 PERMUTATIONS = 19_999
 BATCH = 2_000  # permutations at a time
-FEWEST = 10  # texts behind which tokens are compared: fewer of them add more noise than they show
-END = -1  # in the place of a token: the text ended
-Arms = Sequence[
-    tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
-]  # per prompt: texts of one arm, texts of the other
+FEWEST = 10  # texts that have to share a beginning; fewer texts add more noise than evidence
+END = -1  # stands for a token where the text ended
+# Per prompt: texts of one arm, texts of the other.
+Arms = Sequence[tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]]
 
 
 def probabilities(logits: Floats, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Floats:
-    """[n, vocab]: temperature, then top-k, then top-p as a share of what top-k left, as
-    TensorRT-LLM orders them. Rows sum to
-    1.
+    """Return probabilities [n, vocab] whose rows sum to 1: apply temperature, then top-k, then
+    top-p as a share of what top-k left, in TensorRT-LLM's order.
 
-    Written apart from the runtime's own on purpose: what judges must not share the faults of what
-    is judged.
+    This is a separate implementation on purpose: the judge must not share the runtime's faults.
     """
     scaled = np.asarray(logits, dtype=np.float64) / temperature
     vocab = scaled.shape[-1]
@@ -85,9 +82,8 @@ def probabilities(logits: Floats, temperature: float, top_k: int = 0, top_p: flo
     kept /= kept.sum(axis=-1, keepdims=True)
     if top_p < 1.0:
         before = np.cumsum(kept, axis=-1) - kept
-        kept[before >= top_p] = (
-            0.0  # a token is in the nucleus while what stands before it is less than top_p
-        )
+        # A token is in the nucleus if the tokens before it sum to less than top_p.
+        kept[before >= top_p] = 0.0
         kept /= kept.sum(axis=-1, keepdims=True)
     out = np.empty_like(kept)
     np.put_along_axis(out, order, kept, axis=-1)
@@ -95,8 +91,8 @@ def probabilities(logits: Floats, temperature: float, top_k: int = 0, top_p: flo
 
 
 def places(probs: Floats, tokens: NDArray[np.int64], order: Floats, uniforms: Floats) -> Floats:
-    """The point of each token in [0, 1]. probs, order [n, vocab]: tokens of larger `order` come
-    first; uniforms [n] in [0, 1).
+    """Return the point of each token in [0, 1]. probs, order: [n, vocab]; tokens with larger
+    `order` come first. uniforms: [n], in [0, 1).
     """
     own = np.take_along_axis(order, tokens[:, None], axis=-1)
     before = np.where(order > own, probs, 0.0).sum(axis=-1)
@@ -106,36 +102,37 @@ def places(probs: Floats, tokens: NDArray[np.int64], order: Floats, uniforms: Fl
 
 
 def g_test(points: Floats) -> tuple[float, float]:
-    """(G, p-value) of points that should be uniform on [0, 1], in BINS equal bins."""
+    """Return (G, p-value) of points that should be uniform on [0, 1], in BINS equal bins."""
     from scipy.stats import power_divergence
 
     counts = np.histogram(points, bins=BINS, range=(0.0, 1.0))[0]
-    found = power_divergence(counts, lambda_="log-likelihood")
-    return float(found.statistic), float(found.pvalue)
+    result = power_divergence(counts, lambda_="log-likelihood")
+    return float(result.statistic), float(result.pvalue)
 
 
 def lean(points: Floats) -> float:
-    """Standard deviations by which the points lie nearer to the beginning of their order than
-    uniform ones would.
+    """Return by how many standard deviations the points lie nearer to the beginning of their
+    order than uniform points would.
     """
     return float((0.5 - points.mean()) * math.sqrt(12 * len(points)))
 
 
 def tokens_needed(effect: float, alpha: float, power: float) -> int:
-    """Tokens with which the G-test rejects at `alpha`, with probability `power`, whatever shifts
-    the bins by `effect` in total variation. A shift spread evenly over all bins is the hardest to
-    see; its noncentrality is 4 n effect^2.
+    """Return how many tokens the G-test needs to reject, at `alpha` and with probability `power`,
+    any shift of the bins by `effect` in total variation.
+
+    A shift spread evenly over all bins is the hardest to see; its noncentrality is 4 n effect^2.
     """
     return math.ceil(_noncentrality(alpha, power) / (4 * effect**2))
 
 
 def detectable(tokens: int, alpha: float, power: float) -> float:
-    """The inverse of tokens_needed: the total variation that so many tokens show."""
+    """Return the total variation that this many tokens show: the inverse of tokens_needed."""
     return math.sqrt(_noncentrality(alpha, power) / (4 * tokens))
 
 
 def variation(points: Floats) -> float:
-    """Total variation between the points' bins and uniform ones."""
+    """Return the total variation between the points' bins and uniform bins."""
     shares = np.histogram(points, bins=BINS, range=(0.0, 1.0))[0] / len(points)
     return float(np.abs(shares - 1 / BINS).sum() / 2)
 
@@ -143,11 +140,11 @@ def variation(points: Floats) -> float:
 def tilt(
     points: Floats, biased: Floats, effect: float, generator: np.random.Generator
 ) -> tuple[Floats, float] | None:
-    """The negative control: every point is replaced by its `biased` one with probability e, such
-    that the bins shift by `effect` in total variation. Returns (points, e), or None where even e =
-    1 shifts them less.
+    """Make the negative control: replace every point by its `biased` one with probability e, so
+    that the bins shift by `effect` in total variation.
 
-    biased: the point that a biased acceptor's token has at the same place.
+    Returns (points, e), or None if even e = 1 shifts the bins less. biased: the point that a biased
+    acceptor's token has at the same place.
     """
     whole = variation(biased)
     if whole <= effect:
@@ -157,8 +154,8 @@ def tilt(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979): rejecting those below alpha keeps the chance of any false
-    alarm below alpha.
+    """Return adjusted p-values (Holm 1979). If those below alpha are rejected, the chance of any
+    false alarm stays below alpha.
     """
     adjusted = [0.0] * len(p_values)
     least = 0.0
@@ -170,8 +167,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFound:
-    """tokens: that stand behind a text which both arms have said. detectable: the total variation
-    that so many show; None: there is nothing to compare, and no control.
+    """The result of prefix_test. tokens: how many follow a beginning that both arms have.
+    detectable: the total variation that this many tokens show; None: there is nothing to compare,
+    and no control.
     """
 
     tokens: int
@@ -191,13 +189,13 @@ def prefix_test(
     power: float,
     permutations: int = PERMUTATIONS,
 ) -> PrefixFound:
-    """Do both arms go on alike behind the same text? The first token is no part of it. longest:
-    where texts were cut.
+    """Test whether both arms continue the same beginning alike. First tokens do not count.
+    longest: the length at which texts were cut.
 
     The control tilts the other arm by a total variation of `effect`: with this probability a token
-    that nobody said there takes the place of its own. detectable holds for the shift that is
-    hardest to see: G grows by 4 effect^2 n m / (n + m) for every beginning that n of one and m of
-    the other arm have said (Cauchy-Schwarz), over the null of the permutations.
+    that no text has at that place replaces its own. detectable holds for the shift that is hardest
+    to see: over the null of the permutations, G grows by 4 effect^2 n m / (n + m) for every
+    beginning that n texts of one arm and m of the other share (Cauchy-Schwarz).
     """
     tables = [table for one, other in arms if (table := _Table.of(one, other, longest)) is not None]
     if not tables:
@@ -219,8 +217,9 @@ def prefix_test(
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """One prompt. cells, nodes: [texts, ...] whether a text has this token behind this beginning,
-    and this beginning; those of fewer than FEWEST texts are left out. node_of: cell -> node.
+    """The tables of one prompt. A node is a beginning that texts share; a cell is a token after a
+    node. cells, nodes: [texts, ...], whether a text has it. Nodes of fewer than FEWEST texts are
+    left out. node_of: cell -> node.
     """
 
     is_other: NDArray[np.bool_]
@@ -236,12 +235,12 @@ class _Table:
         for row, text in enumerate([*one, *other]):
             for beginning, token in _steps(text, longest):
                 behind.setdefault(beginning, []).append((row, token))
-        shared = [found for found in behind.values() if len(found) >= FEWEST]
+        shared = [rows for rows in behind.values() if len(rows) >= FEWEST]
         cells: dict[tuple[int, int], int] = {}
         entries = [
             (row, node, cells.setdefault((node, token), len(cells)))
-            for node, found in enumerate(shared)
-            for row, token in found
+            for node, rows in enumerate(shared)
+            for row, token in rows
         ]
         if not entries:
             return None
@@ -255,11 +254,11 @@ class _Table:
 
     @property
     def comparable(self) -> float:
-        """Sum of n m / (n + m), times (t - 2) / (t - 1) for t = n + m, which is what so few texts
-        lose.
+        """Return the sum of n m / (n + m) * (t - 2) / (t - 1) with t = n + m. The last factor is
+        what so few texts lose.
 
-        That factor is exact for the mean of a 2 x 2 table's chi-squared over that of its
-        permutations, where n = m.
+        If n = m, the factor is exact for the mean of a 2 x 2 table's chi-squared over that of its
+        permutations.
         """
         others, all_ = self.nodes[self.is_other].sum(axis=0), self.nodes.sum(axis=0)
         return float((others * (all_ - others) / all_ * (all_ - 2) / (all_ - 1)).sum())
@@ -270,7 +269,7 @@ class _Table:
         return int(all_[(others > 0) & (others < all_)].sum())
 
     def tilted(self, share: float, generator: np.random.Generator) -> Floats:
-        """Cells, and one more for each beginning, which takes this share of the other arm's
+        """Return the cells with one more per beginning, which takes `share` of the other arm's
         tokens.
         """
         cells = np.concatenate([self.cells, np.zeros_like(self.nodes)], axis=1)
@@ -284,7 +283,7 @@ class _Table:
 
 
 def _steps(text: Sequence[int], longest: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(text so far, what comes next) from the second token on."""
+    """Yield (text so far, next token) from the second token on."""
     for position in range(1, len(text)):
         yield tuple(text[:position]), text[position]
     if 0 < len(text) < longest:
@@ -297,7 +296,7 @@ def _permuted(
     generator: np.random.Generator,
     permutations: int,
 ) -> tuple[float, Floats]:
-    """G as it is, and with the arms permuted within each prompt."""
+    """Return the observed G, and G with the arms permuted within each prompt."""
     observed, permuted = 0.0, np.zeros(permutations)
     for table, has_cell in zip(tables, cells, strict=True):
         labels = table.is_other.astype(np.float64)
@@ -310,7 +309,7 @@ def _permuted(
 
 
 def _g_of(labels: Floats, nodes: Floats, cells: Floats) -> Floats:
-    """[n] G of [n, texts] labels: 2 sum O log(O / E) over tokens by arms, of all tables
+    """Return G [n] of labels [n, texts]: 2 sum O log(O / E) over tokens by arms, of all tables
     together.
     """
     x_log_x = np.arange(len(nodes) + 1) * np.log(np.maximum(1, np.arange(len(nodes) + 1)))
@@ -319,10 +318,9 @@ def _g_of(labels: Floats, nodes: Floats, cells: Floats) -> Floats:
         totals = has.sum(axis=0)
         counts = (labels @ has).astype(np.int64)
         rest = totals.astype(np.int64) - counts
-        found: Floats = (x_log_x[counts] + x_log_x[rest] - x_log_x[totals.astype(np.int64)]).sum(
-            axis=1
-        )
-        return found
+        terms = x_log_x[counts] + x_log_x[rest] - x_log_x[totals.astype(np.int64)]
+        summed: Floats = terms.sum(axis=1)
+        return summed
 
     varied = cells.sum(axis=0) > 0
     g: Floats = 2 * (entropy(cells[:, varied]) - entropy(nodes))
@@ -330,22 +328,20 @@ def _g_of(labels: Floats, nodes: Floats, cells: Floats) -> Floats:
 
 
 def _p_value(observed: float, permuted: Floats) -> float:
-    """The observed arrangement counts too, so it is never too small."""
+    """Return the p-value. The observed arrangement counts too, so it is never too small."""
     return float((1 + (permuted >= observed - 1e-9).sum()) / (1 + len(permuted)))
 
 
 def _shift_needed(null: Floats, alpha: float, power: float) -> float:
-    """How far G has to move to be rejected with this probability: as of a noncentral chi-squared, a
-    shift of s adds 4 s to the variance.
+    """Return how far G has to move to be rejected with probability `power`. As for a noncentral
+    chi-squared, a shift of s adds 4 s to the variance.
     """
     from scipy.stats import chi2, norm
 
-    # Where every token is certain nothing varies under the null; a single degree of freedom is the
-    # least that is believed.
-    critical, middle = (
-        max(float(np.quantile(null, 1 - alpha)), float(chi2.isf(alpha, 1))),
-        max(float(null.mean()), 1.0),
-    )
+    # If every token is certain, nothing varies under the null. At least a single degree of freedom
+    # is assumed.
+    critical = max(float(np.quantile(null, 1 - alpha)), float(chi2.isf(alpha, 1)))
+    middle = max(float(null.mean()), 1.0)
     variance = max(float(null.var()), 2.0)
     quantile = float(norm.ppf(power))
     gap = critical - middle
@@ -359,8 +355,8 @@ def continuation_test(
     generator: np.random.Generator,
     permutations: int = PERMUTATIONS,
 ) -> tuple[float, float]:
-    """(statistic, p-value): do both arms of every prompt continue it alike? arms: per prompt (texts
-    of one, texts of the other).
+    """Test whether both arms continue every prompt alike, and return (statistic, p-value). arms:
+    per prompt, (texts of one arm, texts of the other).
 
     Energy distance between the texts' unigram and bigram counts in the L1 metric, weighted by
     sample size and summed over prompts. Arms are permuted within each prompt; the p-value counts
@@ -384,8 +380,8 @@ def continuation_test(
 
 
 def _distances(texts: Sequence[Sequence[int]]) -> Floats:
-    """L1 distances between the texts' counts of unigrams and bigrams: a metric of negative type, as
-    the energy distance needs.
+    """Return L1 distances between the texts' counts of unigrams and bigrams. This metric is of
+    negative type, as the energy distance needs.
     """
     from scipy.spatial.distance import pdist, squareform
 
@@ -397,8 +393,8 @@ def _distances(texts: Sequence[Sequence[int]]) -> Floats:
     counts = np.zeros((len(texts), max(1, len(columns))))
     if entries:
         np.add.at(counts, tuple(np.asarray(entries).T), 1.0)
-    found: Floats = squareform(pdist(counts, "cityblock"))
-    return found
+    distances: Floats = squareform(pdist(counts, "cityblock"))
+    return distances
 
 
 def _noncentrality(alpha: float, power: float) -> float:

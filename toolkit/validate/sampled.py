@@ -1,11 +1,12 @@
-"""Draw from the endpoint at temperature > 0, put every token to the reference, and run the tests of
-`distribution` on the points.
+"""Draw tokens from the endpoint at temperature > 0, compare each with the reference, and run the
+tests of `distribution` on the points.
 
-Requests carry no seed, so the deployment's own acceptance rule is at work. Both arms are drawn in
-turns on the same prompts: the plain one tells sampling itself from the accept rule. Fewer requests
-with another temperature, with top-k and with top-p show that these are respected. How many tokens
-are drawn follows from the effect that is to be seen and is fixed before any is looked at; where
-they would take longer than allowed, fewer are drawn, and what they can show is stated.
+Requests carry no seed, so the deployment's own accept rule is at work. Both arms are drawn in turns
+on the same prompts: the plain arm tells faults of sampling from faults of the accept rule. Fewer
+requests with another temperature, with top-k and with top-p show whether these are respected. The
+number of tokens follows from the effect to be detected, and is fixed before any token is looked at.
+If drawing them takes longer than allowed, fewer are drawn, and the report states what they can
+show.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PROMPTS", "TEXTS", "Drawn", "continuations", "draw_samples", "judge_samples"]
 
-PROMPTS = 8  # each is drawn many times, so that continuations of one prompt can be compared
-TEXTS = 12  # of each prompt in each arm, at least: fewer cannot be permuted into a small p-value
-LONGEST = 64  # tokens of a drawn text at most: more texts say more than longer ones
+PROMPTS = 8  # few, each drawn many times, so that continuations of one prompt can be compared
+TEXTS = 12  # per prompt and arm, at least: permutations of fewer cannot give a small p-value
+LONGEST = 64  # tokens of a drawn text, at most: more texts show more than longer texts
 GROUPS: dict[str, dict[str, Any]] = {
     "temperature": {"scale": 0.5},
     "top_k": {"top_k": 5},
@@ -41,27 +42,25 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 GROUP_SHARE = 4  # a group has a quarter of the tokens, and so sees twice the effect
 SEEDED = 4  # requests that are sent twice with one seed
-REPLACED = (
-    0.4  # share of texts that the control of the continuations replaces by one and the same text
-)
-TESTS = 4 + len(GROUPS)  # at most
+# Share of texts that the control of the continuations replaces by the same text.
+REPLACED = 0.4
+TESTS = 4 + len(GROUPS)  # the most tests that one run makes
 
 
 @dataclass
 class Points:
-    """The points of one group's second and later tokens, and those of a biased acceptor's tokens
-    at the same places.
+    """The points of one group's second and later tokens, and the points of a biased acceptor's
+    tokens at the same places.
+
+    by_probability_biased: of the likeliest token. by_draft_biased: of a token drawn from the draft.
+    outside: how many tokens the filters rule out.
     """
 
     by_probability: list[NDArray[np.float64]] = field(default_factory=list)
-    by_probability_biased: list[NDArray[np.float64]] = field(
-        default_factory=list
-    )  # the likeliest token
+    by_probability_biased: list[NDArray[np.float64]] = field(default_factory=list)
     by_draft: list[NDArray[np.float64]] = field(default_factory=list)
-    by_draft_biased: list[NDArray[np.float64]] = field(
-        default_factory=list
-    )  # a token drawn from the draft
-    outside: int = 0  # tokens that the filters rule out
+    by_draft_biased: list[NDArray[np.float64]] = field(default_factory=list)
+    outside: int = 0
 
     @property
     def tokens(self) -> int:
@@ -70,13 +69,11 @@ class Points:
 
 @dataclass
 class Drawn:
-    """Everything that was drawn. texts: arm -> prompt -> tokens of every text; likeliest: the
-    reference's at the same places.
-    """
+    """Everything that was drawn. texts: arm -> prompt -> tokens of every text."""
 
     temperature: float
     wanted: int
-    alpha: float  # of one test
+    alpha: float  # of a single test
     groups: dict[str, Points] = field(default_factory=dict)
     texts: dict[str, list[list[tuple[int, ...]]]] = field(default_factory=dict)
     requests: int = 0
@@ -98,8 +95,8 @@ def draw_samples(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drawn:
-    """on_progress: (tokens so far, tokens wanted); what a group has beyond its share is not
-    counted.
+    """Draw until every group has enough tokens, or the time is up. on_progress: is called with
+    (tokens so far, tokens wanted); tokens beyond a group's share do not count.
 
     Raises StageError as every request does.
     """
@@ -115,9 +112,8 @@ def draw_samples(
     )
     judge = _Judge(drawn, reference, generator, near_tie_margin)
     began, first = clock(), len(sender.sent)
-    sender = replace(
-        sender, max_tokens=min(sender.max_tokens, LONGEST)
-    )  # its list of what was sent is the same one
+    # The copy shares the sender's list of sent requests.
+    sender = replace(sender, max_tokens=min(sender.max_tokens, LONGEST))
 
     def ask(name: str, arm: SentArm, index: int, settings: dict[str, Any]) -> None:
         timing = sender.send(index, chosen[index], arm, **settings)
@@ -153,7 +149,7 @@ def draw_samples(
 def judge_samples(
     drawn: Drawn, gates: DistributionGates, *, rule: SamplingRule, seed: int
 ) -> Distribution:
-    """All tests with their controls; p-values are adjusted for how many there are."""
+    """Run all tests with their controls. p-values are adjusted for the number of tests."""
     generator = np.random.default_rng([seed, 2])
     tests: list[DistributionTest] = []
     for name, points in drawn.groups.items():
@@ -166,14 +162,14 @@ def judge_samples(
         tests += [
             _pooled(
                 title,
-                np.concatenate(found),
+                np.concatenate(drawn_points),
                 np.concatenate(biased),
                 drawn.alpha,
                 gates.power,
                 effect,
                 generator,
             )
-            for title, found, biased in pairs
+            for title, drawn_points, biased in pairs
             if points.tokens
         ]
     tests.append(continuations(drawn.texts, drawn.alpha, generator))
@@ -206,7 +202,7 @@ def _lacking(drawn: Drawn, wanted: int) -> bool:
 
 
 def _needed(wanted: int) -> dict[str, int]:
-    """Tokens of every group."""
+    """Return the number of tokens that every group needs."""
     return {
         "plain": wanted,
         "speculative": wanted,
@@ -238,8 +234,8 @@ class _Judge:
         probs = distribution.probabilities(logits, **settings)
         inside = np.take_along_axis(probs, tokens[:, None], axis=-1)[:, 0] > 0
         points.outside += int(np.count_nonzero(~inside & ~self._at_the_edge(logits, probs, tokens)))
-        rows, said = probs[inside], tokens[inside]
-        points.by_probability.append(self._points(rows, said, rows))
+        rows, sampled = probs[inside], tokens[inside]
+        points.by_probability.append(self._points(rows, sampled, rows))
         points.by_probability_biased.append(self._points(rows, rows.argmax(axis=-1), rows))
         if name == "speculative" and self.reference.draft is not None:
             own = distribution.probabilities(
@@ -248,7 +244,7 @@ class _Judge:
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratio = np.where(rows > 0, own / rows, -1.0)
             drafts = _draw(np.where(rows > 0, own, 0.0), rows, self.generator)
-            points.by_draft.append(self._points(rows, said, ratio))
+            points.by_draft.append(self._points(rows, sampled, ratio))
             points.by_draft_biased.append(self._points(rows, drafts, ratio))
 
     def _points(
@@ -259,8 +255,8 @@ class _Judge:
     def _at_the_edge(
         self, logits: NDArray[Any], probs: NDArray[Any], tokens: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether a token was left out by no more than rounding: the last one kept is as likely,
-        up to the margin.
+        """Whether only rounding put a token outside the filters: the last token inside is as
+        likely, up to the margin.
         """
         last_kept = np.where(probs > 0, logits, np.inf).min(axis=-1)
         close: NDArray[np.bool_] = (
@@ -273,7 +269,7 @@ class _Judge:
 def _draw(
     weights: NDArray[Any], fallback: NDArray[Any], generator: np.random.Generator
 ) -> NDArray[np.int64]:
-    """One token per row, by its weights; by the fallback's where a row has none."""
+    """Draw one token per row by its weights, or by the fallback's if the row has no weight."""
     total = weights.sum(axis=-1, keepdims=True)
     cumulative = np.cumsum(np.where(total > 0, weights, fallback), axis=-1)
     drawn: NDArray[np.int64] = (
@@ -285,12 +281,12 @@ def _draw(
 def _seeds(
     sender: Sender, prompts: Sequence[str], drawn: Drawn, temperature: float, seed: int
 ) -> None:
-    """The same seed twice has to give the same text, under the deployment's own rule; different
-    seeds have to matter.
+    """Check seeds under the deployment's own rule: the same seed has to give the same text twice,
+    and different seeds have to matter.
     """
     texts: list[set[tuple[int, ...]]] = []
     for index in range(min(SEEDED, len(prompts))):
-        said: set[tuple[int, ...]] = set()
+        distinct: set[tuple[int, ...]] = set()
         for number in (0, 1):
             options = {"temperature": temperature, "seed": seed + number}
             first, again = (
@@ -299,9 +295,9 @@ def _seeds(
             )
             drawn.unrepeated += first != again
             drawn.seeded += 1
-            said.add(tuple(first))
-        texts.append(said)
-    drawn.same_for_all_seeds = all(len(said) == 1 for said in texts)
+            distinct.add(tuple(first))
+        texts.append(distinct)
+    drawn.same_for_all_seeds = all(len(distinct) == 1 for distinct in texts)
 
 
 def _pooled(
@@ -335,8 +331,8 @@ def continuations(
     alpha: float,
     generator: np.random.Generator,
 ) -> DistributionTest:
-    """Both arms' continuations (arm -> prompt -> texts); in the control a share of the speculative
-    ones is replaced by one and the same text.
+    """Test the continuations of both arms (arm -> prompt -> texts). In the control a share of the
+    speculative texts is replaced by the same text.
     """
     arms = [
         (one, other)
