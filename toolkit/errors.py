@@ -16,7 +16,8 @@ that callers can branch on fields. In brackets: the exit code.
     +-- RequestError         (2)   one generation request cannot be served; the server continues
 
 A failed gate is not an exception: it is an outcome in the report, and the CLI turns the verdict
-into an exit code. Only the CLI prints errors and chooses exit codes.
+into an exit code. Only the programs (the CLI, and the
+latency check that is shipped beside a repository) print errors and choose exit codes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ itself: when a request had come, when a chunk was written.
 
 AIPerf pins libraries in other versions than ours, so it wants an environment of its own:
 
-    python -m venv aiperf && aiperf/bin/pip install aiperf python -m tests.benchmarks.bench_aiperf
-    [--aiperf aiperf/bin/aiperf] [--concurrency 1 8] [--requests 200]
+    python -m venv aiperf && aiperf/bin/pip install aiperf
+    python -m tests.benchmarks.bench_aiperf [--aiperf aiperf/bin/aiperf] [--concurrency 1 8]
+        [--requests 200]
 """
 
 from __future__ import annotations

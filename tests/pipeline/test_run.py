@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stages import Silent, small_stages
+from tests.support.stages import UNDECIDED, Silent, small_stages
 from toolkit.errors import StageError
 from toolkit.pipeline.memory import PeakMemory
 from toolkit.pipeline.run import explain, run_stages, upto
@@ -72,9 +72,9 @@ def test_fresh_runs_a_stage_that_is_stored(store: Store, fresh: str, expected: l
 def test_what_is_undecided_is_never_reused(store: Store) -> None:
     ran: list[str] = []
     for _ in range(2):
-        run(store, small_stages("a b", ran, layout="undecided"))
+        run(store, small_stages("a b", ran, layout=UNDECIDED))
     assert ran.count("count") == 2
-    first = explain(small_stages("a b", layout="undecided"), store, "small")[0]
+    first = explain(small_stages("a b", layout=UNDECIDED), store, "small")[0]
     assert not first.reused
     assert first.reasons == ("its stored result is undecided, so it is measured again",)
 

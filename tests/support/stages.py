@@ -18,8 +18,10 @@ from toolkit.pipeline.run import run_stages
 from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.build import TritonRepository
+from toolkit.words import Layout
 
 Pause = Callable[[str], None]
+UNDECIDED: Layout = "bls"  # a record of this layout is not reused
 
 
 def small_stages(
@@ -27,7 +29,7 @@ def small_stages(
     ran: list[str] | None = None,
     *,
     pause: Pause = lambda stage: None,
-    layout: str = "llmapi",
+    layout: Layout = "llmapi",
     version: int = 1,
 ) -> list[Stage]:
     """ran: where the names of stages that run are noted. pause: called in the middle of each.
@@ -59,7 +61,7 @@ def small_stages(
             needs,
             parts,
             run,
-            lambda record: record.layout != "undecided",
+            lambda record: record.layout != UNDECIDED,
         )
 
     def of(finished: Finished, name: str) -> str:

@@ -1,6 +1,7 @@
 """The one table of metrics: the name of every figure, what it counts, and what it means.
 
-Gates, reports, benches and docs/metrics.md read it. Titles and units are written only here.
+Gates, reports, benches and docs/metrics.md read titles and units from it. Only a ratio of two arms
+has another unit than its metric (`gate.py`): "x".
 """
 
 from __future__ import annotations

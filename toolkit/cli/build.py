@@ -145,10 +145,10 @@ def _rehearse_stages(
     """Say what stands in for the real models and engine, then build with the stand-ins."""
     from toolkit.cli.progress import displayed
     from toolkit.pipeline.store import Store
-    from toolkit.workflows.rehearse import ready, rehearse
+    from toolkit.workflows.rehearse import prepare_rehearsal, rehearse
 
     workplace = here()
-    rehearsal = ready(config, workplace)
+    rehearsal = prepare_rehearsal(config, workplace)
     say("\n  ".join(["rehearsing with stand-ins:", *rehearsal.replaced]))
     with displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)

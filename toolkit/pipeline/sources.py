@@ -44,7 +44,7 @@ NAME = re.compile(r"(\w+)(?:\s+as\s+\w+)?")
 
 def digest_sources(modules: Sequence[str], root: Path = ROOT) -> str:
     """sha256 of the names and contents of `source_files(modules)`."""
-    return digest_value({name: digest_file(root / name) for name in source_files(modules, root)})
+    return digest_value({name: _digest(root / name) for name in source_files(modules, root)})
 
 
 def source_files(modules: Sequence[str], root: Path = ROOT) -> tuple[str, ...]:
@@ -81,6 +81,17 @@ def imported_modules(file: Path, ours: Collection[str]) -> set[str]:
     return {
         module for module in _mentioned(file, status.st_mtime_ns, status.st_size) if module in ours
     }
+
+
+def _digest(file: Path) -> str:
+    status = file.stat()
+    return _digest_of_state(file, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_state(file: Path, mtime_ns: int, size: int) -> str:
+    """Stages share most of their sources, so each is read once."""
+    return digest_file(file)
 
 
 @functools.lru_cache(maxsize=4096)

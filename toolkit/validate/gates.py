@@ -37,9 +37,9 @@ __all__ = [
     "speedup_gate",
 ]
 
-# Largest share of wrong tokens, among those where the source is decided. It limits the upper bound.
+# Largest share of wrong choices among tokens where the source is decided, for its upper bound.
 # It can be this small since a model's own served text is easier for it than held-out text.
-WRONG_TOKENS = 0.05
+MAX_WRONG_CHOICES = 0.05
 # Metrics that mean nothing for random weights. `wrong_tokens` is not among them: against a source
 # of the same precision a served text is right or wrong, whatever the weights are.
 METRICS_OF_WEIGHTS = {*LATENCIES, "speedup", "kl_mean", "top1_agreement", "wrong_choices"}
@@ -185,12 +185,12 @@ def agreement_gate(agreement: Agreement) -> Gate | None:
             "The texts of such a model show nothing about its weights: use other prompts, or set"
             " validation.parity.source: never."
         )
-        return gate(INCONCLUSIVE, None, WRONG_TOKENS, f"there is no token {where}", advice)
+        return gate(INCONCLUSIVE, None, MAX_WRONG_CHOICES, f"there is no token {where}", advice)
     low, high = clopper_pearson(agreement.decided_differing, agreement.decided)
-    result = outcome(low, high, WRONG_TOKENS, at_least=False)
+    result = outcome(low, high, MAX_WRONG_CHOICES, at_least=False)
     count = (
-        f"{agreement.decided_differing:,} of {agreement.decided:,} served tokens are not its own"
-        f" {where}"
+        f"{agreement.decided_differing:,} of {agreement.decided:,} served tokens differ from its"
+        f" choice {where}"
     )
     next_steps = {
         PASS: None,
@@ -201,8 +201,10 @@ def agreement_gate(agreement: Agreement) -> Gate | None:
         ),
         INCONCLUSIVE: "Raise validation.max_prompts or max_tokens.",
     }
-    detail = f"{count}, and {WRONG_TOKENS:.0%} may be; of all tokens {agreement.rate:.2%} are"
-    return gate(result, high, WRONG_TOKENS, detail, next_steps[result])
+    detail = (
+        f"{count}; at most {MAX_WRONG_CHOICES:.0%} may. Of all tokens, {agreement.rate:.2%} agree"
+    )
+    return gate(result, high, MAX_WRONG_CHOICES, detail, next_steps[result])
 
 
 def distribution_gate(distribution: Distribution) -> Gate:
@@ -243,7 +245,7 @@ def distribution_gate(distribution: Distribution) -> Gate:
         )
         return gate(INCONCLUSIVE, smallest, distribution.false_alarm, f"{counts}; {why}", advice)
     detail = (
-        f"{counts}: none rejected, every control is. A total variation of"
+        f"{counts}: no test rejects, and every control is rejected. A total variation of"
         f" {distribution.effect:g} would be seen with probability {distribution.power:g}; a sound"
         f" deployment fails once in {1 / distribution.false_alarm:,.0f} runs"
     )

@@ -33,7 +33,7 @@ from toolkit.words import DivergenceKind, ParityArm
 if TYPE_CHECKING:
     from toolkit.client import RequestTiming
 
-__all__ = ["BASIS", "Served", "judge_log_probs", "least_change", "unusable"]
+__all__ = ["BASIS", "LogProbJudgement", "judge_log_probs", "least_change", "unusable"]
 
 BASIS = "judged by the served log-probabilities"
 HALF = math.log(0.5)
@@ -42,7 +42,7 @@ SURE = 1e-7  # rounding may leave a probability of 1 in float32 short by this mu
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class LogProbJudgement:
     """What the log-probabilities show about one divergence. kind: as in Divergence. change, drift:
     in nats. margin and gaps: in logits; None if the next best tokens are not returned.
     """
@@ -62,13 +62,15 @@ def judge_log_probs(
     other: RequestTiming,
     arm: ParityArm,
     near_tie_margin: float,
-) -> Served:
+) -> LogProbJudgement:
     """Judge two texts that are the same up to `position`, differ there, and have
     log-probabilities.
     """
     for name, text in (("plain", plain), (arm, other)):
         if (why := unusable(text)) is not None:
-            return Served("unexplained", f"the {name} arm's log-probabilities say nothing: {why}")
+            return LogProbJudgement(
+                "unexplained", f"the {name} arm's log-probabilities say nothing: {why}"
+            )
     own, others = plain.statistics.log_probs or (), other.statistics.log_probs or ()
     differences = [
         abs(first - second) for first, second in zip(own[:position], others[:position], strict=True)
@@ -87,18 +89,18 @@ def judge_log_probs(
             f"the arms' log-probabilities differ by {drift:.3f} nats on a token that both chose,"
             " before their texts differ"
         )
-        return Served("broken", f"{where}: {BASIS}", change, drift)
+        return LogProbJudgement("broken", f"{where}: {BASIS}", change, drift)
     if change > limit:
         values_text = " and ".join(f"{value:.3f}" for value in known)
         what = (
             f"the chosen tokens have log-probabilities {values_text}, which rounding of one"
             " distribution cannot produce"
         )
-        return Served(
+        return LogProbJudgement(
             "broken", f"{what} ({change:.3f} nats apart at least; {agree}): {BASIS}", change, drift
         )
     if len(known) < 2:
-        return Served(
+        return LogProbJudgement(
             "unexplained",
             "one arm gives no log-probability there: its text ends, or it reports other tokens",
             change,
@@ -111,11 +113,13 @@ def judge_log_probs(
             f"log-probabilities {known[0]:.3f} and {known[1]:.3f}: a change of {change:.3f} nats"
             " allows both choices"
         )
-        return Served(kind, f"{what}, {agree}: {BASIS}", change, drift)
+        return LogProbJudgement(kind, f"{what}, {agree}: {BASIS}", change, drift)
     kind, margin, ranks, gaps = judged
     best = "is the other's next best" if max(ranks) == 1 else "is not always the other's next best"
     what = f"each arm's choice {best}, up to {max(gaps):.3f} logits below its own"
-    return Served(kind, f"{what}; {agree} nats: {BASIS}", change, drift, margin, ranks, gaps)
+    return LogProbJudgement(
+        kind, f"{what}; {agree} nats: {BASIS}", change, drift, margin, ranks, gaps
+    )
 
 
 def least_change(log_probs: Sequence[float]) -> float:

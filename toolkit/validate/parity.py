@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from toolkit.records.judged import ArmParity, Divergence, MarginBin, Parity
 from toolkit.resampling import CONFIDENCE
-from toolkit.validate.log_probs import Served, judge_log_probs
+from toolkit.validate.log_probs import LogProbJudgement, judge_log_probs
 from toolkit.validate.proportions import clopper_pearson
 from toolkit.validate.reference import Reference
 from toolkit.validate.severity import judge_gaps
@@ -357,7 +357,7 @@ def _of_log_probs(
                 " this place"
             )
             return replace(divergence, detail=f"{detail}, so nothing is known about the first text")
-    verdict: Served = judge_log_probs(
+    verdict: LogProbJudgement = judge_log_probs(
         divergence.position, *again, divergence.arm, judge.near_tie_margin
     )
     return replace(

@@ -17,10 +17,10 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.plan import plan_of
 from toolkit.workflows.stages.sequence import raise_refused, rehearsal_stages
 
-__all__ = ["ready", "rehearse"]
+__all__ = ["prepare_rehearsal", "rehearse"]
 
 
-def ready(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
+def prepare_rehearsal(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
     """Plan the real deployment, then write the stand-ins for its checkpoints.
 
     Raises PlanError with everything that cannot work.
