@@ -307,7 +307,7 @@ def test_a_model_that_is_not_there_is_named(stub: StubServer) -> None:
         asyncio.run(other())
 
 
-@pytest.mark.parametrize("wrong", ["localhost", "ftp://host:1", "/a/path", ""])
+@pytest.mark.parametrize("wrong", ["localhost", "ftp://host:1", "/a/path", "", "http://[::1"])
 def test_what_is_no_address_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match="not an address"):
         ask(wrong)

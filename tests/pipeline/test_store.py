@@ -384,3 +384,12 @@ def test_the_record_holds_the_key_parts_and_where_it_came_from(store: Store) -> 
     assert data["parts"] == {"config": {"x": 1}}
     assert data["provenance"] == {"seconds": 1.0}
     assert set(data["files"]) == {"a", "sub/b"}
+
+
+@pytest.mark.parametrize("content", ["[]", '{"pair": 5}', '{"pair": {"key": null}}', "{"])
+def test_an_edited_memory_of_the_last_build_counts_as_none(content: str, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.note("tiny", "pair", "k", {"config": 1})
+    assert store.last("tiny") == {"pair": {"key": "k", "parts": {"config": 1}}}
+    (tmp_path / "store" / ".names" / "tiny.json").write_text(content)
+    assert store.last("tiny") == {}

@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from toolkit.client import (
     MODELS,
@@ -194,8 +194,8 @@ async def connect(
         return await GrpcTransport.connect(bare, model, timeout_s)
     if ADDRESS.match(bare):
         url = f"http://{bare}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    parts = _http_parts(url)
+    if parts is None:
         hint = (
             "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an"
             " OpenAI-compatible server."
@@ -213,6 +213,15 @@ async def connect(
     except BaseException:
         await session.close()
         raise
+
+
+def _http_parts(url: str) -> SplitResult | None:
+    """None if it is not an address of HTTP."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as an IPv6 address without its closing bracket
+        return None
+    return parts if parts.scheme in ("http", "https") and parts.netloc else None
 
 
 async def _guess(session: aiohttp.ClientSession, url: str) -> WireProtocol:

@@ -248,7 +248,9 @@ class Store:
             known = json.loads(self._name_file(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return known if isinstance(known, dict) else {}
+        if not isinstance(known, dict):
+            return {}
+        return {stage: note for stage, note in known.items() if _is_note(note)}
 
     def note(self, name: str, stage: str, key: str, parts: Mapping[str, Any]) -> None:
         """Remember the present key of a stage of the deployment `name`."""
@@ -316,6 +318,15 @@ def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMem
             if not is_link and digest_file(published, memo) != digest:
                 return False
     return True
+
+
+def _is_note(note: Any) -> bool:
+    """Whether it is as `Store.note` writes it: the file may have been edited."""
+    return (
+        isinstance(note, dict)
+        and isinstance(note.get("key"), str)
+        and isinstance(note.get("parts"), dict)
+    )
 
 
 def _replace_prefix(value: Any, old: str, new: str) -> Any:

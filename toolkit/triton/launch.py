@@ -12,26 +12,47 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.triton.process import supervise
 from toolkit.triton.process.server import Workspace, launch_command, supervised
 
 __all__ = ["main"]
 
 
+USAGE = "usage: python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]"
+
+
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.exit("usage: python -m toolkit.triton.launch REPOSITORY [tritonserver arguments]")
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if not arguments:
+        _exit(UsageError("which repository?", hint=USAGE))
+    repository = Path(arguments[0])
+    if not any(repository.glob("*/config.pbtxt")):
+        what = "holds no model of a packaged repository (MODEL/config.pbtxt)"
+        _exit(UsageError(what, where=repository, hint="Package one: toolkit package CONFIG."))
     try:
         workspace = Workspace.create(inheritable=True)
-        command, environment = launch_command(Path(arguments[0]), workspace)
     except ToolkitError as error:
-        sys.exit(str(error))
+        _exit(error)
+    try:
+        command, environment = launch_command(repository, workspace)
+    except ToolkitError as error:
+        supervise.clean(workspace.path)
+        _exit(error)
     os.execve(
         sys.executable,
-        supervised([*command, *arguments[1:]], workspace.path, Path(arguments[0]), parent=0),
+        supervised([*command, *arguments[1:]], workspace.path, repository, parent=0),
         environment,
     )
+
+
+def _exit(error: ToolkitError) -> NoReturn:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
