@@ -15,7 +15,7 @@ from toolkit.facts.support import ACCEPTANCE, LOG_PROBS
 from toolkit.facts.versions import VERSIONS
 from toolkit.words import EngineKind, Layout, SamplingRule
 
-__all__ = ["EMBEDDED", "Capabilities", "capabilities_of", "default_layout"]
+__all__ = ["EMBEDDED", "Capabilities", "capabilities_of"]
 
 PlainArm = Literal["request", "restart", "server"]
 Seeds = Literal["coupled", "repeatable", "ignored"]
@@ -90,13 +90,11 @@ def capabilities_of(
 
     layout: `auto` stands for the kind's default. reuses_prefixes: as the kind's section sets it.
     """
-    served_as: Layout = "bls" if layout == "bls" else "llmapi"
-    if layout == "auto":
-        served_as = default_layout(kind)
+    served_as = _default_layout(kind) if layout == "auto" else layout
     return MAKERS[kind](version, served_as, reuses_prefixes)
 
 
-def default_layout(kind: EngineKind) -> Layout:
+def _default_layout(kind: EngineKind) -> Layout:
     return "bls" if kind == "trt_engine" else "llmapi"
 
 
@@ -197,7 +195,7 @@ def _log_probs(kind: str, version: str | None) -> Literal[0, 1, 2]:
 
 PENALTIES: dict[Layout, tuple[str, ...]] = {
     "llmapi": ("frequency", "presence"),
-    "bls": ("repetition", "frequency", "presence"),
+    "bls": ("length", "repetition", "presence", "frequency"),
 }
 MAKERS: dict[str, Callable[[str | None, Layout, bool], Capabilities]] = {
     "torch": _torch,
