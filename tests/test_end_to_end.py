@@ -49,6 +49,9 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
         "draft": {"checkpoint": str(draft), "quantization": quantization},
         "calibration": {"dataset": "calib.jsonl", "calib_size": 8, "calib_max_seq_length": 64},
         "speculation": {"max_draft_len": 3},
+        # So long that no chunk is a single step, however slow the machine: the draft of a random
+        # pair agrees too seldom to be judged by its steps.
+        "triton": {"stream_interval_ms": 1000},
         "engine": {
             "kind": "torch",
             "mode": "eager",

@@ -187,6 +187,18 @@ def test_a_draft_passes_on_evidence_only(
     assert rehearsed.outcome == ("PASS" if result == "PASS" else "NOT JUDGED")
 
 
+def test_too_few_steps_decide_nothing_if_others_were_hidden() -> None:
+    """How many chunks are single steps is then a matter of speed, and no verdict may depend on
+    that.
+    """
+    few = DraftCheck(3, 0, 0, 0, 10, 0, 0, hidden_texts=4)
+    (gate,) = check_gates(few, None, ())
+    assert gate.outcome == "NOT JUDGED"
+    assert "stream_interval_ms: 0" in gate.detail
+    (judged,) = check_gates(DraftCheck(3, 40, 30, 30, 30, 26, 26, hidden_texts=4), None, ())
+    assert judged.outcome == "PASS"
+
+
 def test_as_many_drafts_as_can_pass_would_tell_one_that_loses_half() -> None:
     from scipy.stats import binom
 

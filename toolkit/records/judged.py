@@ -167,7 +167,8 @@ class DraftCheck:
     earlier: steps before the first such block of a text, which a missing catch-up cannot harm. All
     later steps are left out, since they cannot tell one cause from the other. expected: the draft's
     own choice is the token that followed. kept: the server accepted a draft token there. A damaged
-    draft cache changes no text, only these counts.
+    draft cache changes no text, only these counts. hidden_texts: left out, since a chunk of theirs
+    holds several steps.
     """
 
     draft_len: int
@@ -177,6 +178,7 @@ class DraftCheck:
     earlier: int
     earlier_expected: int
     earlier_kept: int
+    hidden_texts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,11 @@ def check_drafts(
         return None
     # [after a full block, before any] x [steps, expected, kept]
     counts = np.zeros((2, 3), dtype=np.int64)
+    hidden_texts = 0
     for text in texts:
         sizes = [tokens for _, tokens in text.chunks if tokens is not None]
         if sizes[:1] != [1] or len(sizes) - 1 != text.statistics.verify_steps:
+            hidden_texts += 1
             continue
         prompt = tuple(reference.encode(text.prompt))
         ids = (*prompt, *text.token_ids)
@@ -65,7 +67,9 @@ def check_drafts(
     (after, after_expected, after_kept), (steps, expected, kept) = counts.tolist()
     if after + steps == 0:
         return None
-    return DraftCheck(draft_len, after, after_expected, after_kept, steps, expected, kept)
+    return DraftCheck(
+        draft_len, after, after_expected, after_kept, steps, expected, kept, hidden_texts
+    )
 
 
 def shortfall(steps: int, expected: int, kept: int) -> bool:

@@ -314,6 +314,10 @@ def _draft_gate(check: DraftCheck, fault: Finding | None) -> Gate:
             f"of {check.after_full + check.earlier:,} steps the draft engine proposes the right"
             f" first token in {few}"
         )
+        if check.hidden_texts > 0:
+            # Which chunks are single steps is then a matter of the machine's speed, and so would
+            # the verdict be.
+            return gate(NOT_JUDGED, *figures, f"{detail}; in other texts {UNKNOWN_STEPS}")
         advice = (
             "Raise validation.max_prompts or max_tokens, or use a draft that agrees with its target"
             " more often; this draft agrees too seldom to speed anything up."
