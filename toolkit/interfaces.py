@@ -24,6 +24,7 @@ from toolkit.words import (
     Role,
     SpecDtype,
     SpeculationKind,
+    VllmDtype,
 )
 
 if TYPE_CHECKING:
@@ -245,6 +246,28 @@ class TensorRtLlmSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VllmSpec:
+    """The settings of the kind `vllm` beyond an EngineSpec, with vLLM's own names."""
+
+    version: str  # "0.32.0"
+    dtype: VllmDtype = "auto"  # of activations and unquantized weights
+    python: Path | None = None  # None: the environment that `make vllm` creates
+    tp_size: int = 1
+    pp_size: int = 1
+    gpus_per_node: int = 8
+    max_num_batched_tokens: int | None = None  # None: vLLM's own default
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float = 2.0  # on a CPU
+    enable_prefix_caching: bool = True
+    speculation: SpeculationKind = "none"
+    draft_len_schedule: dict[int, int] | None = None  # least batch size -> draft length
+    max_concurrency: int | None = None  # beyond this batch size nothing is drafted
+    max_matching_ngram_size: int = 4
+    trust_remote_code: bool = False  # for both models
+    draft_dir: Path | None = None  # the folder of the draft while both are loaded once
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """The settings of one engine; they are the same for every kind."""
 
@@ -256,7 +279,8 @@ class EngineSpec:
     dtype: SpecDtype = "float32"  # of activations and unquantized weights
     device: Device = "cpu"
     mode: EngineMode = "auto"
-    tensorrt_llm: TensorRtLlmSpec | None = None  # None: for the kind torch
+    tensorrt_llm: TensorRtLlmSpec | None = None  # None: for other kinds
+    vllm: VllmSpec | None = None  # None: for other kinds
 
 
 class EngineBackend(Protocol):

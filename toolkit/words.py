@@ -50,11 +50,13 @@ __all__ = [
     "SamplingRule",
     "SeedScope",
     "SentArm",
+    "ServedLayout",
     "Severity",
     "SpecDtype",
     "SpeculationKind",
     "SpeedBound",
     "Verdict",
+    "VllmDtype",
     "WireProtocol",
 ]
 
@@ -63,17 +65,21 @@ Role: TypeAlias = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = ("target", "draft")
 QuantAlgo: TypeAlias = Literal["FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "NO_QUANT"]
 KvCacheQuantAlgo: TypeAlias = Literal["FP8", "INT8"]
-EngineKind: TypeAlias = Literal["torch", "trt_engine", "trtllm_pytorch"]
+EngineKind: TypeAlias = Literal["torch", "trt_engine", "trtllm_pytorch", "vllm"]
 BuiltMode: TypeAlias = Literal["compiled", "eager"]  # of the kind torch
 EngineMode: TypeAlias = Literal["auto", BuiltMode]  # as the YAML states it
-# Of any kind. `engine` and `not built` belong to trt_engine, `runtime` to trtllm_pytorch.
+# Of any kind. `engine` and `not built` belong to trt_engine; `runtime` to trtllm_pytorch and vllm,
+# which compile when they load.
 RunMode: TypeAlias = Literal[BuiltMode, "engine", "not built", "runtime"]
 Device: TypeAlias = Literal["cpu", "cuda"]
 ComputeDtype: TypeAlias = Literal["float64", "float32", "bfloat16"]
+VllmDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 SpecDtype: TypeAlias = Literal[ComputeDtype, "auto"]  # auto: the checkpoint's own
 Fp8Compute: TypeAlias = Literal["native", "dequantized"]
 BuilderChoice: TypeAlias = Literal["auto", "local", "container"]
-Layout: TypeAlias = Literal["llmapi", "bls"]
+Layout: TypeAlias = Literal["llmapi", "bls"]  # of models that are ours
+# vllm: Triton's backend of that name; this machine serves the same arguments by vLLM's own server
+ServedLayout: TypeAlias = Literal[Layout, "vllm"]
 # Of an engine behind BLS. Its noise is keyed by seed and position, or begins anew with every call.
 # Its log-probabilities come from the target's logits, or from a tensor of its own.
 SeedScope: TypeAlias = Literal["request", "call"]

@@ -23,7 +23,7 @@ from toolkit.triton.tensors import contract
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 BEGIN, END = "<!-- capabilities: begin -->\n", "<!-- capabilities: end -->\n"
-SHOWN = {"torch": None, "trt_engine": "1.2.1", "trtllm_pytorch": "1.2.1"}
+SHOWN = {"torch": None, "trt_engine": "1.2.1", "trtllm_pytorch": "1.2.1", "vllm": "0.32.0"}
 
 
 def table() -> str:

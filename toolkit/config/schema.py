@@ -37,6 +37,7 @@ from toolkit.words import (
     QuantAlgo,
     Role,
     SpeculationKind,
+    VllmDtype,
 )
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
 
 AUTO_MAX_DRAFT_LEN = 8  # the longest draft, in tokens, that is tried if max_draft_len is auto
 TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
+VllmVersion = Literal["0.24.0", "0.32.0", "0.33.0"]
 GpuName = Literal[
     "auto",
     "A100-40GB",
@@ -259,8 +261,8 @@ class TorchEngineConfig(EngineLengths):
     threads: Count | None = None  # None: all cores this process may use
 
     @property
-    def tensorrt_llm(self) -> None:
-        """None: the embedded engine has no TensorRT-LLM version."""
+    def version(self) -> None:
+        """None: the embedded engine is a part of the toolkit."""
 
     @property
     def tp_size(self) -> int:
@@ -291,6 +293,10 @@ class TensorRtLlmConfig(EngineLengths):
     enable_block_reuse: bool = True
 
     @property
+    def version(self) -> str:
+        return self.tensorrt_llm
+
+    @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
 
@@ -319,6 +325,37 @@ class TrtllmPytorchConfig(TensorRtLlmConfig):
     attn_backend: AttnBackend = "TRTLLM"
 
 
+class VllmConfig(EngineLengths):
+    """vLLM, in a Python environment of its own. Keys have vLLM's own names where it has one."""
+
+    kind: Literal["vllm"] = "vllm"
+    vllm: VllmVersion = "0.32.0"
+    # The Python that has vLLM; None: that of .venv-vllm beside this program's own environment.
+    python: AnyPath | None = None
+    device: Literal["auto", Device] = "auto"
+    dtype: VllmDtype = "auto"  # of activations and unquantized weights; auto: the checkpoint's own
+    tp_size: Count = 1
+    pp_size: Count = 1
+    gpus_per_node: Count = 8
+    # tokens of one forward over all requests; None: vLLM's default
+    max_num_batched_tokens: Count | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
+    kv_cache_gib: Annotated[float, Field(gt=0.0)] = 2.0  # of both models, on a CPU
+    enable_prefix_caching: bool = True
+
+    @property
+    def version(self) -> str:
+        return self.vllm
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def enable_block_reuse(self) -> bool:
+        return self.enable_prefix_caching
+
+
 def engine_kind(engine: Any) -> Any:
     """The tag of the union: `kind`, or `torch` if there is none."""
     if isinstance(engine, dict):
@@ -329,7 +366,8 @@ def engine_kind(engine: Any) -> Any:
 EngineConfig = Annotated[
     Annotated[TorchEngineConfig, Tag("torch")]
     | Annotated[TrtEngineConfig, Tag("trt_engine")]
-    | Annotated[TrtllmPytorchConfig, Tag("trtllm_pytorch")],
+    | Annotated[TrtllmPytorchConfig, Tag("trtllm_pytorch")]
+    | Annotated[VllmConfig, Tag("vllm")],
     Discriminator(engine_kind),
 ]
 
@@ -495,7 +533,7 @@ class DeploymentConfig(Section):
         engine = self.engine
         return capabilities_of(
             engine.kind,
-            engine.tensorrt_llm,
+            engine.version,
             self.triton.layout,
             reuses_prefixes=engine.enable_block_reuse,
         )
@@ -515,6 +553,11 @@ class DeploymentConfig(Section):
     def trtllm_engine(self) -> TensorRtLlmConfig | None:
         """The engine section if it is of TensorRT-LLM, else None."""
         return self.engine if isinstance(self.engine, TensorRtLlmConfig) else None
+
+    @property
+    def vllm_engine(self) -> VllmConfig | None:
+        """The engine section if it is of vLLM, else None."""
+        return self.engine if isinstance(self.engine, VllmConfig) else None
 
     @property
     def engine_flow(self) -> TrtEngineConfig | None:

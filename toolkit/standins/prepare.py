@@ -95,7 +95,8 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         substitute = "the same, eager"
     described_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items())
     replaced.append(f"engine {capabilities.kind}: {substitute}, {described_sizes}")
-    triton = _triton(config.triton, capabilities.layout)
+    layout: Layout = "bls" if capabilities.layout == "bls" else "llmapi"
+    triton = _triton(config.triton, layout)
     served = requested.model_copy(update={"engine": engine, "triton": triton})
     replaced += _accept_rule(config)
     return Rehearsal(requested, served, tuple(replaced))

