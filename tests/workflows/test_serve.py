@@ -67,7 +67,7 @@ def test_both_arms_are_served_in_turns_and_judged(
     the first one of the drawing. The stand-in lies in the packaged model's version folder, where
     Triton looks for modules. For one prompt of the four, two tokens tie at one position.
     """
-    drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 60.0}
+    drawn = {"enabled": True, "effect": 0.19, "power": 0.5, "max_seconds": 600.0}
     config = loaded(tmp_path, tiny_pair, validation={**VALIDATION, "distribution": drawn})
     prompts = ["def f(x):", "def g(x):", f"{TIED} def h(x):", "def i(x):"]
     (tmp_path / "prompts.jsonl").write_text(
@@ -86,7 +86,7 @@ def test_both_arms_are_served_in_turns_and_judged(
     started = [re.findall(r"stand-in LLM: (\w+)", log.read_text(errors="replace")) for log in logs]
     assert started == [["plain"], ["speculative"]] * 3
 
-    assert report.verdict == "PASS", report.gates
+    assert report.verdict == "PASS", [gate for gate in report.gates if gate.outcome != "PASS"]
     gates = ["parity", "speedup", "speedup_sampled", "stop_words", "distribution", "quality_kl"]
     assert [gate.name for gate in report.gates] == gates
     assert report.distribution is not None and all(

@@ -202,7 +202,7 @@ class LLM:
         self,
         model: str,
         speculative_config: dict[str, Any] | None = None,
-        step_s: float = 0.01,
+        step_s: float = 0.03,  # so long that a busy machine adds little to it
         fault: str | None = None,
         **settings: Any,
     ) -> None:
