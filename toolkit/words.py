@@ -13,6 +13,7 @@ __all__ = [
     "ROLES",
     "SAMPLING_RULES",
     "AcceptanceChoice",
+    "ActivationScales",
     "AgreementSource",
     "AlphaRule",
     "AttnBackend",
@@ -75,6 +76,8 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 ComputeDtype: TypeAlias = Literal["float64", "float32", "bfloat16"]
 VllmDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 SpecDtype: TypeAlias = Literal[ComputeDtype, "auto"]  # auto: the checkpoint's own
+# How INT8 activations get their scale in vLLM's format
+ActivationScales: TypeAlias = Literal["dynamic per token", "static per tensor"]
 Fp8Compute: TypeAlias = Literal["native", "dequantized"]
 BuilderChoice: TypeAlias = Literal["auto", "local", "container"]
 Layout: TypeAlias = Literal["llmapi", "bls"]  # of models that are ours

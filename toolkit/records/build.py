@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.records.measured import Finding
 from toolkit.words import (
+    ActivationScales,
     Device,
     EngineKind,
     Fp8Compute,
@@ -22,6 +23,7 @@ __all__ = [
     "LayerCounts",
     "LayerError",
     "LayerKl",
+    "LeftOut",
     "PairProof",
     "Quality",
     "QuantizationQuality",
@@ -30,6 +32,7 @@ __all__ = [
     "TensorRtLlmBuild",
     "TritonRepository",
     "TrtllmForm",
+    "VllmFormat",
 ]
 
 
@@ -102,9 +105,35 @@ class TrtllmForm:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A linear whose inputs are not smoothed in vLLM's format, and why."""
+
+    layer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFormat:
+    """The same model as vLLM reads INT8 W8A8: in compressed-tensors format, from the same
+    calibration.
+
+    The format has no place for a smoothing vector, so smoothing is folded into the tensors before
+    each linear. folded: the linears where that is exact. left_out: the others; they are quantized
+    without smoothing. quality: of these codes, which are not those of the unified format.
+    """
+
+    path: Path
+    weight_bytes: int
+    activations: ActivationScales
+    folded: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    quality: QuantizationQuality
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
     """A unified HF checkpoint with tokenizer files. quant_algo None: not quantized. trtllm None:
-    that form was not made.
+    that form was not made. vllm None: vLLM reads the unified format itself.
     """
 
     role: Role
@@ -117,6 +146,12 @@ class QuantizedCheckpoint:
     quality: QuantizationQuality | None  # None: nothing was quantized here
     checks: tuple[Finding, ...]
     trtllm: TrtllmForm | None = None
+    vllm: VllmFormat | None = None
+
+    @property
+    def served_quality(self) -> QuantizationQuality | None:
+        """The quality of the codes that clients are served with."""
+        return self.quality if self.vllm is None else self.vllm.quality
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ def validate_stage(
     def quality_of(finished: Finished) -> Quality:
         records = {role: finished[f"quantize/{role}"].record for role in roles}
         return Quality(
-            records["target"].quality, records["draft"].quality if "draft" in records else None
+            records["target"].served_quality,
+            records["draft"].served_quality if "draft" in records else None,
         )
 
     def parts(finished: Finished) -> Mapping[str, Any]:
