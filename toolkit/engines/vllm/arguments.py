@@ -23,6 +23,7 @@ __all__ = [
     "command_flags",
     "engine_args",
     "environment_of",
+    "has_draft_model",
     "read_engine_args",
     "resolved",
     "without_speculation",
@@ -103,6 +104,11 @@ def resolved(
     if speculative is not None and draft is not None and speculative.get("model") == DRAFT:
         placed[SPECULATION] = {**speculative, "model": str(draft)}
     return placed
+
+
+def has_draft_model(args: Mapping[str, Any]) -> bool:
+    """Whether the arguments name a second model."""
+    return "model" in args.get(SPECULATION, {})
 
 
 def without_speculation(args: Mapping[str, Any]) -> dict[str, Any]:

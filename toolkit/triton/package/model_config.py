@@ -17,9 +17,10 @@ from toolkit.triton.tensors.contract import (
     OUTPUTS,
     STREAM_TEXT,
     STREAM_TEXT_PARAMETER,
+    VLLM_MODEL,
 )
 
-__all__ = ["build", "build_trtllm", "read", "render", "write"]
+__all__ = ["build", "build_trtllm", "build_vllm", "read", "render", "write"]
 
 
 def build(*, decoupled: bool) -> Any:
@@ -81,6 +82,20 @@ def build_trtllm(*, decoupled: bool, ours: bool = True) -> Any:
         config.parameters[STREAM_TEXT_PARAMETER].string_value = STREAM_TEXT
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     config.model_transaction_policy.decoupled = decoupled
+    return config
+
+
+def build_vllm() -> Any:
+    """The ModelConfig for Triton's vLLM backend, which adds its tensors when it loads the model.
+
+    KIND_MODEL leaves the choice of devices to vLLM. The backend refuses a model that is not
+    decoupled.
+    """
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    config = pb.ModelConfig(name=VLLM_MODEL, backend="vllm", max_batch_size=0)
+    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_MODEL)
+    config.model_transaction_policy.decoupled = True
     return config
 
 

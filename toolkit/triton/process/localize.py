@@ -1,5 +1,7 @@
 """Prepares a packaged repository so that this machine can serve it outside the container's folder.
 
+For vLLM's own server that is only its arguments, with this machine's paths: `local_args`.
+
 A packaged repository names its engines by their path in the container. This module makes a folder
 with links to the same models and new configurations: with this machine's paths and, if wanted,
 without speculation.
@@ -7,13 +9,15 @@ without speculation.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from toolkit.triton.package import model_config
 from toolkit.triton.package.layout_trtllm import REPOSITORY
+from toolkit.triton.package.layout_vllm import MODEL_JSON, SPECULATION
 
-__all__ = ["render_here"]
+__all__ = ["local_args", "render_here"]
 
 # Arguments of LLM() that only speculation needs.
 SPECULATION_ARGUMENTS = ("speculative_config", "disable_overlap_scheduler")
@@ -37,6 +41,16 @@ def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Pat
             else:
                 (version / entry.name).symlink_to(entry.resolve())
     return folder
+
+
+def local_args(repository: Path, *, speculates: bool = True) -> dict[str, Any]:
+    """The arguments of a repository for vLLM (fields of AsyncEngineArgs), as its model.json holds
+    them now, with the paths of this machine. speculates False: for the plain arm.
+    """
+    args = json.loads((repository / MODEL_JSON).read_text(encoding="utf-8"))
+    if not speculates:
+        args.pop(SPECULATION, None)
+    return dict(_with_local_paths(args, repository.absolute()))
 
 
 def _write_settings(source: Path, destination: Path, folder: Path, speculates: bool) -> None:

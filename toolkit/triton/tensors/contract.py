@@ -42,6 +42,7 @@ __all__ = [
     "PREPROCESSING",
     "STREAM_TEXT",
     "STREAM_TEXT_PARAMETER",
+    "VLLM_MODEL",
     "MetricSpec",
     "TensorSpec",
 ]
@@ -58,6 +59,7 @@ BLS_MODEL = "tensorrt_llm_bls"
 DRAFT_MODEL = "tensorrt_llm_draft"
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
+VLLM_MODEL = "vllm_model"  # as in the samples of Triton's vLLM backend
 
 STREAM_TEXT_PARAMETER = "stream_text"  # in config.pbtxt
 # delta | cumulative. A config without the parameter is TensorRT-LLM's own, and cumulative.

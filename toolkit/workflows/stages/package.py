@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import DeploymentConfig, TensorRtLlmConfig
+from toolkit.config.schema import DeploymentConfig, TensorRtLlmConfig, VllmConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.sources import digest_sources
 from toolkit.pipeline.stage import Finished, Stage
@@ -28,10 +28,11 @@ SERVER_SETTINGS = {"host", "http_port", "grpc_port", "metrics_port", "start_time
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
     """The stage `package` for the engines of these roles."""
-    engine = config.trtllm_engine
-    if engine is None:
-        return _embedded_stage(config, roles)
-    return _trtllm_stage(config, engine, roles)
+    if config.vllm_engine is not None:
+        return _vllm_stage(config, config.vllm_engine, roles)
+    if config.trtllm_engine is not None:
+        return _trtllm_stage(config, config.trtllm_engine, roles)
+    return _embedded_stage(config, roles)
 
 
 def _embedded_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
@@ -119,6 +120,43 @@ def _trtllm_stage(
             enable_block_reuse=engine.enable_block_reuse,
             acceptance=config.speculation.acceptance,
             **repository_options(finished),
+        )
+
+    return Stage("package", VERSION, TritonRepository, needs, parts, run)
+
+
+def _vllm_stage(config: DeploymentConfig, engine: VllmConfig, roles: Sequence[str]) -> Stage:
+    """The stage for vLLM: Triton's vLLM backend and vLLM's own server read the same repository."""
+    from toolkit.triton.package.embedded import VERSION
+    from toolkit.triton.package.layout_vllm import ENGINES
+    from toolkit.triton.package.vllm import package_vllm
+
+    engines = tuple(f"compile/{role}" for role in roles)
+    needs = (*engines, *(["tune"] if config.speculation.is_measured else []))
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        settings = {
+            "kind": config.engine.kind,
+            "name": config.name,
+            "speculation": speculation_of(config, finished).model_dump(mode="json"),
+            "triton": config.triton.model_dump(exclude=SERVER_SETTINGS),
+        }
+        inputs = {need: finished[need].entry.digest for need in engines}
+        inputs["toolkit_sources"] = digest_sources([__name__])
+        return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
+        from toolkit.engines.vllm.arguments import has_draft_model, read_engine_args, resolved
+
+        target, *drafts = (finished[need].record for need in engines)
+        args = read_engine_args(target.path)
+        return package_vllm(
+            target,
+            drafts[0] if has_draft_model(args) else None,
+            resolved(args, f"{ENGINES}/target", f"{ENGINES}/draft"),
+            config.triton,
+            out_dir,
+            max_draft_len=speculation_of(config, finished).longest_draft,
         )
 
     return Stage("package", VERSION, TritonRepository, needs, parts, run)
