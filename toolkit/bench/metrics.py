@@ -50,6 +50,7 @@ __all__ = [
     "latency",
     "latency_ratios",
     "needed_words",
+    "positions",
     "speedup",
     "throughput",
     "too_few",
@@ -297,18 +298,26 @@ def acceptance(
 
 
 def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ...]:
-    drafted_at = _sum_positions(answer.drafted_by_position or () for answer in statistics)
-    accepted_at = _sum_positions(answer.accepted_by_position or () for answer in statistics)
-    positions: list[PositionAcceptance] = []
+    return positions(
+        _sum_positions(answer.drafted_by_position or () for answer in statistics),
+        _sum_positions(answer.accepted_by_position or () for answer in statistics),
+    )
+
+
+def positions(
+    drafted_at: Sequence[int], accepted_at: Sequence[int]
+) -> tuple[PositionAcceptance, ...]:
+    """The acceptance at each position of a block, from drafted and accepted tokens by position."""
+    rates: list[PositionAcceptance] = []
     joint_before: float | None = 1.0
     for drafted, accepted in zip(drafted_at, accepted_at, strict=True):
         joint = accepted / drafted if drafted else None
         conditional = None
         if joint is not None and joint_before:
             conditional = min(1.0, joint / joint_before)
-        positions.append(PositionAcceptance(drafted, accepted, joint, conditional))
+        rates.append(PositionAcceptance(drafted, accepted, joint, conditional))
         joint_before = joint
-    return tuple(positions)
+    return tuple(rates)
 
 
 def _alpha(by_prompt: Sequence[Sequence[PositionAcceptance]], seed: int) -> Interval | None:
