@@ -34,6 +34,7 @@ LEVELS = (
     WORKING,
     ("bench",),
     ("pipeline",),
+    ("openai_client",),
     ("client", "checkpoints"),
     ("interfaces", "config"),
     ("records", "facts", "resampling"),
