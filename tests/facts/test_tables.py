@@ -15,11 +15,14 @@ from toolkit.facts.models import SOURCES as MODEL_SOURCES
 from toolkit.facts.rules import RULES
 from toolkit.facts.support import ACCEPTANCE, KV_SUPPORT, MIN_SM, WEIGHT_SUPPORT
 from toolkit.facts.versions import SOURCES, VERSIONS, Version
+from toolkit.facts.vllm import SOURCES as VLLM_SOURCES
+from toolkit.facts.vllm import VLLM_VERSIONS, VllmVersion
 
 
 def test_the_yaml_knows_exactly_the_gpus_and_versions_of_the_tables() -> None:
     assert set(typing.get_args(schema.GpuName)) == {"auto", *GPUS}
     assert set(typing.get_args(schema.TensorRtLlmVersion)) == set(VERSIONS)
+    assert set(typing.get_args(schema.VllmVersion)) == set(VLLM_VERSIONS)
 
 
 def test_every_algorithm_of_the_yaml_has_its_row() -> None:
@@ -51,6 +54,13 @@ def test_every_column_of_the_versions_has_its_source() -> None:
     # The source of the last three is that of serving_tags, the matrix of containers.
     without_source = {"name", "release", "tensorrt", "cuda"}
     assert set(SOURCES) == set(Version.__slots__) - without_source
+
+
+def test_every_column_of_vllms_versions_has_its_source() -> None:
+    columns = {name.partition(".")[0] for name in VLLM_SOURCES}
+    assert columns == set(VllmVersion.__slots__) - {"name"}
+    versions = {name.partition(".")[2] for name in VLLM_SOURCES} - {""}
+    assert versions <= set(VLLM_VERSIONS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

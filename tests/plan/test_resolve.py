@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from tests.support.deployments import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.rules import RULES
+from toolkit.facts.vllm import VLLM_VERSIONS
 from toolkit.plan.make import make_plan
 from toolkit.plan.resolve import CHECKS, resolve
 from toolkit.records.plan import Judgement
@@ -175,6 +177,48 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # A checkpoint's own code
     ("torch", {"target__trust_remote_code": True}, "toolkit-remote-code", "embedded engine has its own models", "remove"),
     ("engine", {"draft__trust_remote_code": True}, "toolkit-remote-code", "trtllm-build reads a format", "remove"),
+    # versions and devices of vLLM
+    ("vllm_cpu", {"engine__vllm": "0.33.0"}, "vllm-on-cpu", "0.33.0 on a CPU is not established", '"0.32.0"'),
+    ("vllm_cpu", {"engine__device": "cuda"}, "vllm-device", "no NVIDIA GPU", "hardware.gpu"),
+    ("vllm", {"engine__device": "cpu", "engine__vllm": "0.32.0"}, "vllm-device", "names an H200", "remove one"),
+    ("vllm_cpu", {"hardware__nodes": 2}, "vllm-device", "one machine only", "hardware.gpu"),
+    ("vllm_cpu", {"engine__tp_size": 1024, "engine__pp_size": 2}, "vllm-device", "a process each", "pp_size: 1"),
+    ("vllm", {**gpu("H200", 4), "engine__tp_size": 2, "engine__pp_size": 2}, "vllm-no-pp", "not established", "tp_size: 4"),
+    ("vllm", {**gpu("H200", 3), "engine__tp_size": 3}, "heads-divide-tp", "64 attention heads", "1 or 2 or 4 or 8"),
+    ("vllm", {**QWENS, **gpu("H200", 8), "engine__tp_size": 8}, "heads-divide-tp", "the draft's 14", "1 or 2"),
+    ("vllm", {"engine__tp_size": 2}, "world-size", "there are 1", "tp_size: 1"),
+    ("vllm", {**gpu("H200", 4, hardware__nodes=2), "engine__tp_size": 8}, "ranks-per-node", "with 4", "gpus_per_node: 4"),
+    # precisions of vLLM
+    ("vllm", algo(WO), "vllm-w8a16", "none of ModelOpt's INT8 formats", "FP8 or W8A8_SQ_PER_CHANNEL"),
+    ("vllm_cpu", algo(WO, "draft"), "vllm-w8a16", "4 bits only", "NO_QUANT"),
+    ("vllm", {**both(SQ), **gpu("B200")}, "vllm-int8-sm100", "B200 is SM 100", "FP8"),
+    ("vllm", {**both(SQ), **gpu("RTX5090", 8), "engine__tp_size": 8}, "vllm-int8-sm100", "SM 120", "H100"),
+    ("vllm", {**both("FP8"), **gpu("A100", 2), "engine__tp_size": 2}, "vllm-fp8-needs-sm89", "weights alone", "allow_unsupported"),
+    ("vllm", {"engine__dtype": "float32"}, "vllm-fp8-dtype", "would be float32", "dtype: bfloat16"),
+    ("vllm", algo("FP8", "draft"), "toolkit-one-kv-dtype", "FP8 and the model's dtype", "same for both"),
+    ("vllm", algo("FP8", kv="INT8"), "no-int8-kv-preset", "no preset", "FP8"),
+    ("vllm_cpu", algo(SQ, kv="FP8"), "toolkit-fp8-kv", "cannot be combined with quant_algo W8A8", "remove"),
+    # sizes and keys of vLLM
+    ("vllm_cpu", {"engine__kv_cache_gib": 1.5}, "vllm-kv-space", "this is 1.5", "kv_cache_gib: 2"),
+    ("vllm", {"engine__max_num_batched_tokens": 3}, "vllm-batched-tokens", "allows 3", "max_num_batched_tokens: 20"),
+    ("vllm", {"triton__layout": "llmapi"}, "vllm-layout", "Triton's vLLM backend", "auto"),
+    ("vllm_cpu", {"triton__layout": "bls"}, "vllm-layout", "layout bls", "auto"),
+    ("vllm", {"triton__on_draft_failure": "plain"}, "vllm-triton-keys", "fail together", "remove"),
+    ("vllm", {"triton__stream_interval_ms": 0.0}, "vllm-triton-keys", "one chunk per step", "remove"),
+    ("vllm", {"triton__decoupled": False}, "vllm-triton-keys", "always streams", "remove"),
+    ("vllm", {"triton__model_py": "container"}, "vllm-triton-keys", "container's vLLM backend", "remove"),
+    ("vllm", {"triton__max_queue_size": 8}, "vllm-triton-keys", "without a limit", "remove"),
+    ("vllm", {"triton__default_max_tokens": 8}, "vllm-triton-keys", "vLLM's own default", "remove"),
+    ("vllm", {"triton__request_timeout_s": 8.0}, "vllm-triton-keys", "no request by time", "remove"),
+    ("vllm", {"speculation__acceptance": "coupled"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
+    ("vllm_cpu", {"speculation__acceptance": "rejection"}, "acceptance-rule", "kind vllm does not have", "engine.kind: torch"),
+    ("vllm", model("draft", QWEN_DRAFT), "same-vocab", "151936 tokens", "target's family"),
+    # memory of vLLM
+    ("vllm", gpu("H100"), "memory", "do not fit H100", "tp_size: 2"),
+    ("vllm", {**both(NONE), **gpu("H200"), "engine__vllm": "0.33.0"}, "memory", "do not fit H200", "quant_algo: FP8"),
+    ("vllm_cpu", {"engine__kv_cache_gib": 1.0, "engine__max_seq_len": 32768, "engine__dtype": "float32"},
+     "memory", "vLLM refuses to start", "kv_cache_gib: 2"),
+    ("vllm_cpu", {"engine__kv_cache_gib": 1e6}, "memory", "this machine has", "smaller engine.kv_cache_gib"),
     ("pytorch", model("target", "somebody/unheard-of"),
      "shape-needed", "no folder somebody/unheard-of beside the YAML, so this is read as a model id", "unheard-of config.json"),
 ]  # fmt: skip
@@ -207,7 +251,7 @@ def test_what_cannot_work_is_refused_with_what_would(
     ), texts or refused(kind, keys)
 
 
-@pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8"])
+@pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8", "vllm", "vllm_cpu"])
 def test_the_bases_of_that_table_work(kind: str) -> None:
     """Otherwise the refusals above might come from the base and not from the keys laid over it."""
     assert refused(kind, {}) == []
@@ -219,8 +263,16 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "draft-target-two-model-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
+        "vllm-container", "vllm-prompt-limit", "vllm-environment",
     }  # fmt: skip
-    tested_below = {"mlp-divides-tp", "toolkit-already-quantized"}
+    tested_below = {
+        "mlp-divides-tp",
+        "toolkit-already-quantized",
+        "vllm-fp8-cpu",
+        "vllm-fp8-kv-cpu",
+        "vllm-method",
+        "vllm-schedule",
+    }
     assert {case[2] for case in REFUSED} | adjusts_or_warns | tested_below == set(RULES)
 
 
@@ -230,6 +282,7 @@ def test_every_rule_has_its_code_under_its_id() -> None:
         "batch-fits",
         "shape-needed",
         "toolkit-texts",
+        "vllm-environment",
     }  # memory.py, make.py, workflows/plan.py
     assert set(CHECKS) | elsewhere == set(RULES)
     assert not set(CHECKS) & elsewhere
@@ -355,6 +408,7 @@ def test_without_a_gpu_here_nothing_that_depends_on_one_is_judged() -> None:
         ("pytorch", algo(WO), "w8a16-not-established"),
         ("int8", gpu("RTX5090", 2), "int8-on-sm120"),
         ("pytorch", V11, "unified-hf-min-version"),
+        ("vllm", gpu("A100", 2), "vllm-fp8-needs-sm89"),
     ],
 )
 def test_what_nobody_vouches_for_can_be_allowed(kind: str, keys: dict[str, Any], rule: str) -> None:
@@ -409,6 +463,28 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "fp8-kv-needs-fp8-weights-for-paged-fmha",
             "block reuse is lost",
         ),
+        ("vllm", {}, "vllm-prompt-limit", "longer prompts than max_input_len 1024"),
+        (
+            "vllm",
+            {"speculation__max_draft_len": "auto"},
+            "toolkit-auto-draft-len",
+            "costs predicted for H200",
+        ),
+        (
+            "vllm_cpu",
+            {"speculation__max_draft_len": "auto"},
+            "toolkit-auto-draft-len",
+            "costs measured on this machine",
+        ),
+        (
+            "vllm",
+            {
+                **model("target", QWEN),
+                **model("draft", QWEN_DRAFT),
+            },
+            "same-vocab",
+            "152064 and 151936",
+        ),
         ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
@@ -445,6 +521,9 @@ def test_what_changes_in_silence_is_said_before(
 @pytest.mark.parametrize(
     "kind, keys, rule",
     [
+        ("vllm", {"engine__vllm": "0.33.0"}, "vllm-container"),
+        ("vllm", {"speculation__max_concurrency": 8}, "vllm-schedule"),
+        ("vllm", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("pytorch", V13, "serving-container"),
         ("pytorch", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
@@ -480,3 +559,72 @@ def test_a_verdict_that_can_be_reached_is_not_warned_about(keys: dict[str, Any])
         "toolkit-parity-prompts",
         "toolkit-draft-is-target",
     }
+
+
+def vllm_refusals(**known: object) -> dict[str, str]:
+    """Rule -> what is wrong, for FP8 weights and KV caches under vLLM on a CPU.
+
+    known: what of the machine and the models is not as it is here.
+    """
+    keys = {**both("FP8", kv="FP8"), "engine__dtype": "bfloat16"}
+    judged = replace(subject("vllm_cpu", **keys), **known)
+    return {
+        judgement.rule: judgement.what
+        for judgement in resolve(judged)
+        if judgement.severity == "refused"
+    }
+
+
+def test_fp8_under_vllm_on_a_cpu_needs_its_instruction_sets() -> None:
+    assert vllm_refusals(cpu_flags=frozenset({"avx512f", "amx_tile"})) == {}
+    without_amx = vllm_refusals(cpu_flags=frozenset({"avx512f"}))
+    assert set(without_amx) == {"vllm-fp8-cpu"}
+    assert "amx_tile" in without_amx["vllm-fp8-cpu"]
+    assert set(vllm_refusals(cpu_flags=frozenset())) == {"vllm-fp8-cpu", "vllm-fp8-kv-cpu"}
+
+
+def test_an_fp8_kv_cache_under_vllm_on_a_cpu_needs_heads_of_a_multiple_of_32() -> None:
+    shape = replace(subject("vllm_cpu").shapes["target"], head_dim=48)
+    refusals = vllm_refusals(
+        cpu_flags=frozenset({"avx512f", "amx_tile"}), shapes={"target": shape, "draft": shape}
+    )
+    assert set(refusals) == {"vllm-fp8-kv-cpu"} and "48" in refusals["vllm-fp8-kv-cpu"]
+
+
+@pytest.mark.parametrize(
+    "keys, row, rule, what",
+    [
+        ({}, {"draft_model": False}, "vllm-method", "draft_model in vLLM 0.24.0 does not exist"),
+        ({}, {"draft_model": None}, "vllm-method", "is not established"),
+        (
+            {"draft": None, "speculation__kind": "ngram"},
+            {"ngram": None},
+            "vllm-method",
+            "the method ngram",
+        ),
+        (
+            {"speculation__draft_len_schedule": {1: 4, 8: 0}},
+            {"schedule": None},
+            "vllm-schedule",
+            "a draft length per batch size in vLLM 0.24.0 is not established",
+        ),
+        (
+            {"speculation__max_concurrency": 4},
+            {"schedule": False},
+            "vllm-schedule",
+            "does not exist",
+        ),
+    ],
+)
+def test_a_vllm_version_without_what_the_yaml_asks_is_refused(
+    keys: dict[str, Any],
+    row: dict[str, bool | None],
+    rule: str,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every version in the table has these today, so a row is changed here."""
+    monkeypatch.setitem(VLLM_VERSIONS, "0.24.0", replace(VLLM_VERSIONS["0.24.0"], **row))
+    (judgement,) = [judgement for judgement in refused("vllm", keys) if judgement.rule == rule]
+    assert what in judgement.what
+    assert judgement.hint is not None and '"0.33.0"' in judgement.hint

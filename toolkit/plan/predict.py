@@ -93,14 +93,14 @@ def predict(subject: Subject) -> tuple[Prediction, ...]:
     if set(subject.shapes) != set(subject.models):
         return ()
     batches = [1]
-    if _serving_gpu(subject) is not None and subject.config.engine.max_batch_size > 1:
+    if subject.serving_gpu is not None and subject.config.engine.max_batch_size > 1:
         batches.append(subject.config.engine.max_batch_size)
     return tuple(_predict_at(subject, batch) for batch in batches)
 
 
 def _predict_at(subject: Subject, batch: int) -> Prediction:
-    gpu = _serving_gpu(subject)
-    gpus = 1 if subject.trtllm is None else subject.trtllm.world_size
+    gpu = subject.serving_gpu
+    gpus = 1 if subject.parallel is None else subject.parallel.world_size
     context, draft_len = subject.config.engine.max_input_len, subject.draft_len
 
     def seconds(role: Role, tokens: int) -> tuple[float, bool]:
@@ -144,7 +144,7 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
 
     Empty for a CPU, where the stages are measured instead.
     """
-    gpu = _serving_gpu(subject)
+    gpu = subject.serving_gpu
     if gpu is None or set(subject.shapes) != set(subject.models):
         return ()
     times, calibration = [], subject.config.calibration
@@ -191,7 +191,3 @@ def _read_bytes(shape: ModelShape, quant_algo: QuantAlgo) -> int:
     """
     table = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
     return weight_bytes(shape, quant_algo) - table
-
-
-def _serving_gpu(subject: Subject) -> Gpu | None:
-    return None if subject.config.engine.device == "cpu" else subject.gpu

@@ -16,10 +16,12 @@ from toolkit.config.schema import (
     TensorRtLlmConfig,
     TrtEngineConfig,
     TrtllmPytorchConfig,
+    VllmConfig,
 )
 from toolkit.facts.gpus import Gpu
 from toolkit.facts.support import MIN_SM
 from toolkit.facts.versions import VERSIONS, Version
+from toolkit.facts.vllm import VLLM_VERSIONS, VllmVersion
 from toolkit.words import Role
 
 __all__ = [
@@ -42,7 +44,8 @@ class Subject:
 
     shapes: the model shapes by role; a role whose checkpoint cannot be read is absent. quantized:
     how checkpoints that are already quantized describe their format, by role. gpu: None if it is
-    not known. gpu_count: GPUs in all nodes together.
+    not known. gpu_count: GPUs in all nodes together. cpu_flags: the instruction sets of this
+    machine, as /proc/cpuinfo names them. cores: those that this process may use.
     """
 
     config: DeploymentConfig
@@ -50,6 +53,8 @@ class Subject:
     gpu: Gpu | None
     gpu_count: int
     quantized: Mapping[Role, Quantization] = field(default_factory=dict)
+    cpu_flags: frozenset[str] = frozenset()
+    cores: int = 1
 
     @property
     def models(self) -> dict[Role, ModelConfig]:
@@ -80,6 +85,24 @@ class Subject:
     @property
     def pytorch_flow(self) -> TrtllmPytorchConfig | None:
         return self.config.pytorch_flow
+
+    @property
+    def vllm(self) -> VllmConfig | None:
+        return self.config.vllm_engine
+
+    @property
+    def vllm_version(self) -> VllmVersion | None:
+        return None if self.vllm is None else VLLM_VERSIONS[self.vllm.vllm]
+
+    @property
+    def parallel(self) -> TensorRtLlmConfig | VllmConfig | None:
+        """The engine section if its models can be split over ranks, else None."""
+        return self.trtllm or self.vllm
+
+    @property
+    def serving_gpu(self) -> Gpu | None:
+        """The GPU that serves; None for a CPU, or if it is not known."""
+        return None if self.config.engine.device == "cpu" else self.gpu
 
     @property
     def version(self) -> Version | None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config.schema import DeploymentConfig
+from toolkit.config.schema import DeploymentConfig, VllmConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.errors import PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
@@ -144,6 +144,9 @@ def _planned_runs(
     """The commands and calls of every stage, in their order."""
     for role in config.models:
         yield from _quantize_run(config, role)
+    if config.vllm_engine is not None:
+        yield from _vllm_runs(config, config.vllm_engine)
+        return
     deployment = deployment_of(config)
     if deployment is None:
         yield from _serve_here_run(config)
@@ -240,3 +243,32 @@ def _serve_here_run(config: DeploymentConfig) -> Iterator[PlannedRun]:
 
     arguments = server_arguments(RELATIVE_FOLDERS.repository(config.name), config.triton)
     yield PlannedRun("serve", "this machine", command=("tritonserver", *arguments))
+
+
+def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[PlannedRun]:
+    """The servers of both arms. The plain one is there only while the deployment is judged."""
+    from toolkit.engines.vllm.arguments import (
+        command_flags,
+        engine_args,
+        environment_of,
+        resolved,
+        without_speculation,
+    )
+
+    spec, quantization = engine_spec(config, "target"), config.target.quantization
+    assert spec.vllm is not None  # since its kind is vllm
+    folder = RELATIVE_FOLDERS.engines(config.name)
+    args = resolved(
+        engine_args(spec, spec.vllm, quantization.kv_cache_quant_algo),
+        folder / "target",
+        folder / "draft",
+    )
+    variables = [f"{name}={value}" for name, value in environment_of(spec, spec.vllm).items()]
+    python = str(engine.python or ".venv-vllm/bin/python")
+    server = ("env", *variables, python, "-m", "vllm.entrypoints.openai.api_server")
+    address = ("--served-model-name", config.name, "--host", "127.0.0.1", "--port", "PORT")
+    where = "this machine" if spec.device == "cpu" else "the machine with the GPUs"
+    yield PlannedRun("serve", where, command=(*server, *command_flags(args), *address))
+    if config.speculation.is_enabled:
+        plain = command_flags(without_speculation(args))
+        yield PlannedRun("validate", f"{where}: the plain arm", command=(*server, *plain, *address))

@@ -29,7 +29,7 @@ def _acceptance_rule(subject: Subject) -> Findings:
     if not subject.speculates or rule in ("auto", *known):
         return
     reason = "its loop has no such rule"
-    if subject.pytorch_flow is not None:
+    if subject.config.capabilities.drafts_greedily:
         reason = "it drafts greedily and accepts a drafted token if the target samples the same one"
     hint = f"set acceptance: auto (which is {known[0]}), or engine.kind: torch, which has {rule}"
     yield refuse(
@@ -81,13 +81,15 @@ def _max_concurrency(subject: Subject) -> Findings:
 
 
 def _auto_draft_len(subject: Subject) -> Findings:
-    if (
-        subject.trtllm is not None
-        and subject.speculates
-        and subject.config.speculation.max_draft_len == "auto"
-    ):
+    if subject.config.speculation.is_measured and subject.config.capabilities.fixes_draft_len:
         path = "speculation.max_draft_len"
-        if subject.gpu is None:
+        if subject.vllm is not None and subject.serving_gpu is None:
+            what = (
+                "it is chosen before the server starts, from the acceptance measured on the"
+                " embedded engine and the costs measured on this machine"
+            )
+            yield RuleFinding("adjusted", path, what)
+        elif subject.gpu is None:
             what = (
                 f"to choose it, the costs of engine.kind {subject.config.engine.kind} are predicted"
                 " for a GPU; the YAML names none, and this machine has none that is known"
@@ -102,7 +104,7 @@ def _auto_draft_len(subject: Subject) -> Findings:
 
 
 def _bls_drafts(subject: Subject) -> Findings:
-    if subject.trtllm is not None or subject.config.triton.layout != "bls":
+    if subject.config.embedded_engine is None or subject.config.triton.layout != "bls":
         return
     hint = "set triton.layout: llmapi"
     if subject.config.speculation.has_ngram:
@@ -150,8 +152,8 @@ def _attention_backend(subject: Subject) -> Findings:
 
 
 def _world_size(subject: Subject) -> Findings:
-    engine, hardware = subject.trtllm, subject.config.hardware
-    if engine is None or subject.gpu is None:
+    engine, hardware = subject.parallel, subject.config.hardware
+    if engine is None or subject.serving_gpu is None:
         return
     ranks = f"tp_size {engine.tp_size} x pp_size {engine.pp_size} = {engine.world_size} ranks"
     if engine.world_size > subject.gpu_count:
@@ -171,7 +173,7 @@ def _world_size(subject: Subject) -> Findings:
 
 
 def _ranks_per_node(subject: Subject) -> Findings:
-    engine, count = subject.trtllm, subject.config.hardware.count
+    engine, count = subject.parallel, subject.config.hardware.count
     if engine is None or count is None or engine.world_size > subject.gpu_count:
         return
     placed = min(engine.world_size, engine.gpus_per_node)
@@ -223,10 +225,11 @@ def _remote_code(subject: Subject) -> Findings:
         if not model.trust_remote_code:
             continue
         path = f"{role}.trust_remote_code"
-        if subject.pytorch_flow is not None:
+        if subject.pytorch_flow is not None or subject.vllm is not None:
+            loader = "LLM()" if subject.vllm is None else "vLLM"
             what = (
-                "LLM() runs the Python code of both checkpoints in the server, with the server's"
-                " permissions"
+                f"{loader} runs the Python code of both checkpoints in the server, with the"
+                " server's permissions"
             )
             hint = "read that code first; the model families that the toolkit knows need none"
             yield RuleFinding("warning", path, what, hint)

