@@ -47,7 +47,7 @@ ROOTS = {"__main__.py"} | {
     f"triton/models/{model}/model.py"
     for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
 }
-ALONE = {"client.py", "triton/process/supervise.py"}
+ALONE = {"client.py", "triton/package/serve_vllm.py", "triton/process/supervise.py"}
 HEAVY = (
     *(
         "torch",

@@ -8,6 +8,7 @@ from typing import Any
 from tests.support.checkpoints import write_byte_tokenizer
 from toolkit.config.schema import TritonConfig
 from toolkit.records.build import CompiledEngine, TritonRepository
+from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import ENGINES
 from toolkit.triton.package.vllm import package_vllm
 
@@ -23,6 +24,8 @@ ARGS: dict[str, Any] = {
         "model": f"{ENGINES}/draft",
     },
 }
+
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
 
 
 def engine(folder: Path, role: str) -> CompiledEngine:
@@ -49,8 +52,20 @@ def engine(folder: Path, role: str) -> CompiledEngine:
     )
 
 
-def repository(folder: Path, args: dict[str, Any] = ARGS, **triton: Any) -> TritonRepository:
-    """The repository of two engines. args without a draft model: of the target alone."""
+def deployment(**changes: Any) -> VllmDeployment:
+    values = {"name": "Pair", "version": "0.32.0", "device": "cpu", "environment": ENVIRONMENT}
+    return VllmDeployment(**{**values, **changes})
+
+
+def repository(
+    folder: Path,
+    args: dict[str, Any] = ARGS,
+    launched: VllmDeployment | None = None,
+    **triton: Any,
+) -> TritonRepository:
+    """The repository of two engines. args without a draft model: of the target alone. launched:
+    None for one on CPUs.
+    """
     target, draft = (engine(folder / "engines", role) for role in ("target", "draft"))
     has_draft = "model" in args.get("speculative_config", {})
     return package_vllm(
@@ -58,6 +73,7 @@ def repository(folder: Path, args: dict[str, Any] = ARGS, **triton: Any) -> Trit
         draft if has_draft else None,
         args,
         TritonConfig(**triton),
+        launched or deployment(speculates="speculative_config" in args),
         folder / "out",
         max_draft_len=3,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc import model_config_pb2 as pb
 
-from tests.support.vllm_packages import ARGS, engine, repository
+from tests.support.vllm_packages import ARGS, deployment, engine, repository
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.triton.package import model_config
@@ -77,7 +77,15 @@ def test_arguments_that_name_other_models_than_those_packaged_are_refused(tmp_pa
     elsewhere = {**ARGS, "model": "/somewhere/target"}
     for args, second in ((elsewhere, draft), (ARGS, None), (NGRAM, draft)):
         with pytest.raises(StageError, match="the arguments name the models"):
-            package_vllm(target, second, args, TritonConfig(), tmp_path / "out", max_draft_len=3)
+            package_vllm(
+                target,
+                second,
+                args,
+                TritonConfig(),
+                deployment(),
+                tmp_path / "out",
+                max_draft_len=3,
+            )
 
 
 def test_here_the_arguments_have_the_paths_of_this_machine(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "launch_script",
     "leader_worker_set",
     "local_launch_command",
+    "resource_name_of",
     "slurm_script",
     "write",
 ]
@@ -119,11 +120,15 @@ class Deployment:
 
     @property
     def resource_name(self) -> str:
-        """A name that Kubernetes allows for services (RFC 1035): lower-case letters, digits and
-        hyphens, a letter first, at most 40 characters.
-        """
-        name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-        return (name if name[:1].isalpha() else f"triton-{name}")[:40].strip("-")
+        return resource_name_of(self.name)
+
+
+def resource_name_of(name: str) -> str:
+    """A name that Kubernetes allows for services (RFC 1035): lower-case letters, digits and
+    hyphens, a letter first, at most 40 characters.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"triton-{name}")[:40].strip("-")
 
 
 def _server_command(deployment: Deployment, rank: int = 0) -> list[str]:
@@ -254,7 +259,12 @@ def _docker_options(deployment: Deployment) -> list[str]:
 
 def docker_run_script(deployment: Deployment) -> str:
     """docker-run.sh, which serves the folder that it lies in."""
-    return _render("docker-run.sh.j2", deployment, options=_docker_options(deployment))
+    return _render(
+        "docker-run.sh.j2",
+        deployment,
+        options=_docker_options(deployment),
+        command=[f"{REPOSITORY}/launch.sh"],
+    )
 
 
 def compose(deployment: Deployment) -> str:
@@ -322,7 +332,12 @@ def write(deployment: Deployment, folder: Path) -> None:
 
 def _render(template: str, deployment: Deployment, **values: Any) -> str:
     return render_template(
-        __file__, template, deployment=deployment, repository=REPOSITORY, **values
+        __file__,
+        template,
+        deployment=deployment,
+        image=deployment.image,
+        repository=REPOSITORY,
+        **values,
     )
 
 

@@ -3,6 +3,7 @@
     vllm_model/config.pbtxt              the backend, and nothing that it knows better
     vllm_model/1/model.json              fields of AsyncEngineArgs, for both models
     vllm_model/1/engines/target, draft   checkpoints, linked
+    README.md, launch files              written by deploy_vllm
 
 The backend adds the tensors to the configuration itself, and it turns model.json into
 `AsyncEngineArgs(**json)`. It refuses a model that is not decoupled. vLLM's own server takes the
@@ -22,7 +23,8 @@ from typing import Any
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.records.build import CompiledEngine, TritonRepository
-from toolkit.triton.package import model_config
+from toolkit.triton.package import deploy_vllm, model_config
+from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import ENGINES, MODEL_JSON, SPECULATION
 from toolkit.triton.package.repository import link_tree
 from toolkit.triton.tensors.contract import VLLM_MODEL
@@ -38,12 +40,14 @@ def package_vllm(
     draft: CompiledEngine | None,
     args: Mapping[str, Any],
     triton: TritonConfig,
+    deployment: VllmDeployment,
     out_dir: Path,
     *,
     max_draft_len: int,
 ) -> TritonRepository:
     """Write the repository into out_dir. args: fields of AsyncEngineArgs, with the models' paths in
     the container, `ENGINES/target` and `ENGINES/draft`. draft: None if the arguments name none.
+    deployment: how it is launched.
 
     Raises StageError if the arguments do not fit the backend or the engines, or if a file reads
     back differently.
@@ -55,6 +59,7 @@ def package_vllm(
     _write_json(args, out_dir / MODEL_JSON)
     for engine in [target, draft] if draft is not None else [target]:
         link_tree(engine.path, version / "engines" / engine.role)
+    deploy_vllm.write(deployment, args, _pair(target, draft, max_draft_len), out_dir)
     return TritonRepository(out_dir, "vllm", VLLM_MODEL, True, max_draft_len)
 
 
@@ -86,6 +91,13 @@ def _check(
             where=out_dir,
             hint="Compile the target again: its engine directory holds the arguments.",
         )
+
+
+def _pair(target: CompiledEngine, draft: CompiledEngine | None, draft_len: int) -> str:
+    pair = f"target {target.quant_algo or target.dtype}"
+    if draft is not None:
+        pair += f", draft {draft.quant_algo or draft.dtype}"
+    return f"{pair}, up to {draft_len} draft tokens per step" if draft_len else pair
 
 
 def _listed(paths: set[Any]) -> str:

@@ -6,6 +6,7 @@ The YAML decides how it speculates, or the advice where the YAML says `auto`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ SHIPPED_MODELS = ("bls", "engine", "llmapi", "postprocessing", "preprocessing", 
 
 # Where and how the server is started, which is no part of the repository.
 SERVER_SETTINGS = {"host", "http_port", "grpc_port", "metrics_port", "start_timeout_s"}
+
+# What the launch files of the kind vllm say. The rest of the section is in the engine.
+LAUNCH_SETTINGS = {"vllm", "kv_cache_gib", "tp_size", "pp_size", "gpus_per_node"}
 
 
 def package_stage(config: DeploymentConfig, roles: Sequence[str]) -> Stage:
@@ -138,6 +142,8 @@ def _vllm_stage(config: DeploymentConfig, engine: VllmConfig, roles: Sequence[st
         settings = {
             "kind": config.engine.kind,
             "name": config.name,
+            "engine": engine.model_dump(include=LAUNCH_SETTINGS),
+            "device": finished[engines[0]].record.device,
             "speculation": speculation_of(config, finished).model_dump(mode="json"),
             "triton": config.triton.model_dump(exclude=SERVER_SETTINGS),
         }
@@ -146,15 +152,34 @@ def _vllm_stage(config: DeploymentConfig, engine: VllmConfig, roles: Sequence[st
         return {"config": settings, "inputs": inputs, "fingerprint": versions(["tritonclient"])}
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> TritonRepository:
-        from toolkit.engines.vllm.arguments import has_draft_model, read_engine_args, resolved
+        from toolkit.engines.spec import engine_spec
+        from toolkit.engines.vllm.arguments import (
+            SPECULATION,
+            environment_of,
+            has_draft_model,
+            read_engine_args,
+            resolved,
+        )
+        from toolkit.triton.package.deploy_vllm import VllmDeployment
 
         target, *drafts = (finished[need].record for need in engines)
-        args = read_engine_args(target.path)
+        args, spec = read_engine_args(target.path), engine_spec(config, "target")
+        assert spec.vllm is not None
+        deployment = VllmDeployment(
+            config.name,
+            engine.version,
+            target.device,
+            environment_of(replace(spec, device=target.device), spec.vllm),
+            engine.world_size,
+            engine.gpus_per_node,
+            SPECULATION in args,
+        )
         return package_vllm(
             target,
             drafts[0] if has_draft_model(args) else None,
             resolved(args, f"{ENGINES}/target", f"{ENGINES}/draft"),
             config.triton,
+            deployment,
             out_dir,
             max_draft_len=speculation_of(config, finished).longest_draft,
         )
