@@ -13,6 +13,7 @@ __all__ = [
     "ROLES",
     "SAMPLING_RULES",
     "AcceptanceChoice",
+    "AcceptanceSource",
     "ActivationScales",
     "AgreementSource",
     "AlphaRule",
@@ -122,4 +123,5 @@ DivergenceKind: TypeAlias = Literal["equivalent", "suspicious", "broken", "unexp
 ParityKind: TypeAlias = Literal["identical", DivergenceKind]
 DivergenceJudge: TypeAlias = Literal["reference", "log_probs"]
 AgreementSource: TypeAlias = Literal["engine", "source"]
+AcceptanceSource: TypeAlias = Literal["requests", "counters"]
 WireProtocol: TypeAlias = Literal["triton-grpc", "triton-http", "openai-chat", "openai-completions"]

@@ -45,5 +45,5 @@ def test_a_limit_may_point_the_other_way() -> None:
 
 
 def test_every_name_of_a_limit_is_of_one_metric_in_one_scope() -> None:
-    assert len(set(BY_NAME.values())) == len(BY_NAME) == 2 * 15 + 3 + 2
+    assert len(set(BY_NAME.values())) == len(BY_NAME) == 2 * 15 + 5 + 2
     assert all(metric in METRICS for metric, _ in BY_NAME.values())

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from toolkit.bench import metrics
 from toolkit.bench.gate import load_name, make_gate
-from toolkit.bench.runner import SCHEMA_VERSION, speed_ratio
+from toolkit.bench.runner import READABLE_VERSIONS, SCHEMA_VERSION, speed_ratio
 from toolkit.bench.verdict import FAIL, INCONCLUSIVE, PASS, outcome, verdict
 from toolkit.client import RequestTiming, Statistics
 from toolkit.errors import UsageError
@@ -42,7 +42,7 @@ def read_run(path: Path) -> BenchRun:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=path, hint=hint) from error
     version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_VERSIONS:
         raise UsageError(
             f"schema {version} is not {SCHEMA_VERSION}, which this version reads",
             where=path,

@@ -33,6 +33,7 @@ __all__ = [
     "foreign_requests",
     "has_equal_blocks",
     "has_speculation",
+    "pooled",
     "read_counters",
     "reconcile",
     "settled",
@@ -167,6 +168,27 @@ def counted_acceptance(now: Mapping[str, float], before: Mapping[str, float]) ->
         accepted=accepted,
         verify_steps=steps,
         by_position=positions([steps] * places, accepted_by_position) if steps else (),
+    )
+
+
+def pooled(parts: Sequence[Acceptance]) -> Acceptance:
+    """The acceptance of several windows together: the counts are summed first and then divided."""
+    drafted, accepted, steps = (
+        sum(getattr(part, name) for part in parts)
+        for name in ("drafted", "accepted", "verify_steps")
+    )
+    rows = [part.by_position for part in parts if part.by_position]
+    columns = list(zip(*rows, strict=True))
+    return Acceptance(
+        rate=accepted / drafted if drafted else None,
+        length=1 + accepted / steps if steps else None,
+        drafted=drafted,
+        accepted=accepted,
+        verify_steps=steps,
+        by_position=positions(
+            [sum(place.drafted for place in column) for column in columns],
+            [sum(place.accepted for place in column) for column in columns],
+        ),
     )
 
 

@@ -32,7 +32,13 @@ LIMIT_FORMAT = re.compile(
     r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+(?:e-?[0-9]+)?)\s*$"
 )
 # metric -> field of BenchArm
-RATES = {"throughput": "tokens_per_s", "requests_per_s": "requests_per_s", "goodput": "goodput"}
+RATES = {
+    "throughput": "tokens_per_s",
+    "requests_per_s": "requests_per_s",
+    "goodput": "goodput",
+    "acceptance_rate": "acceptance_rate",
+    "acceptance_length": "acceptance_length",
+}
 MEASURABLE: tuple[tuple[str, Scope], ...] = (
     *((name, Scope(percentile=q)) for name, q in LATENCY_PERCENTILES.values()),
     *((name, Scope(percentile=q, over="first_arm")) for name, q in LATENCY_PERCENTILES.values()),
@@ -195,6 +201,12 @@ def _rate(arm: BenchArm, limit: Limit) -> Gate:
     if value is None and limit.metric == "goodput":
         return _unmeasured(
             limit, "no latency limits are stated", "State limits of latencies with --goodput."
+        )
+    if value is None and limit.metric in ("acceptance_rate", "acceptance_length"):
+        return _unmeasured(
+            limit,
+            "the endpoint tells nothing of draft tokens",
+            "Name its Prometheus page with --metrics-url, or switch speculation on.",
         )
     if value is None:
         return _unmeasured(

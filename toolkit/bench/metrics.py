@@ -45,6 +45,7 @@ __all__ = [
     "arm",
     "delivered_late",
     "distinct_ngrams",
+    "draft_counts",
     "goodput",
     "latencies",
     "latency",
@@ -277,10 +278,7 @@ def acceptance(
     for request in requests:
         by_prompt.setdefault(request.prompt, []).append(request.statistics)
     statistics = [answer for group in by_prompt.values() for answer in group]
-    drafted, accepted, steps = (
-        sum(getattr(answer, name) or 0 for answer in statistics)
-        for name in ("drafted", "accepted", "verify_steps")
-    )
+    drafted, accepted, steps = draft_counts(statistics)
     is_drafted_known = any(answer.drafted is not None for answer in statistics)
     block_len = drafted / max(steps, 1) if is_drafted_known else draft_len
     alpha = _alpha([_positions(group) for group in by_prompt.values()], seed)
@@ -297,11 +295,23 @@ def acceptance(
     )
 
 
-def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ...]:
-    return positions(
-        _sum_positions(answer.drafted_by_position or () for answer in statistics),
-        _sum_positions(answer.accepted_by_position or () for answer in statistics),
+def draft_counts(statistics: Iterable[Statistics]) -> tuple[int, int, int]:
+    """(drafted tokens, accepted ones, verify steps), summed."""
+    answers = list(statistics)
+    drafted, accepted, steps = (
+        sum(getattr(answer, name) or 0 for answer in answers)
+        for name in ("drafted", "accepted", "verify_steps")
     )
+    return drafted, accepted, steps
+
+
+def _positions(statistics: Sequence[Statistics]) -> tuple[PositionAcceptance, ...]:
+    """Empty if a server tells accepted tokens by position, and not the drafted ones."""
+    drafted_at, accepted_at = (
+        _sum_positions(getattr(answer, name) or () for answer in statistics)
+        for name in ("drafted_by_position", "accepted_by_position")
+    )
+    return positions(drafted_at, accepted_at) if len(drafted_at) == len(accepted_at) else ()
 
 
 def positions(

@@ -12,7 +12,9 @@ import datetime
 import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -133,14 +135,11 @@ async def _bench(url: str, options: BenchOptions, plan: Plan, progress: Progress
                     )
                 )
         return await run_bench(
-            _arms(transports, options),
+            _with_counters(_arms(transports, options), url, options),
             plan,
             settings=_settings(url, options, plan),
             environment=_environment(),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            counters=None
-            if options.baseline is not None
-            else _counters(url, transports[-1], options),
             progress=progress,
         )
     finally:
@@ -234,26 +233,45 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
     return [Arm("plain", transports[0], plain), Arm("speculative", transports[0], served)]
 
 
-def _counters(
-    url: str, transport: Transport, options: BenchOptions
-) -> Callable[[], Mapping[str, float]] | None:
-    """A function that reads the server's counters; None if they cannot be read. Raises UsageError
-    if the user stated their address and it cannot be read.
+def _with_counters(arms: Sequence[Arm], url: str, options: BenchOptions) -> list[Arm]:
+    """The arms with the counters of their servers, where these can be read. The page that the user
+    named belongs to the server of the last arm. Raises UsageError if that one cannot be read.
     """
+    readers: dict[tuple[str, str], Callable[[], Mapping[str, float]]] = {}
+    metered: list[Arm] = []
+    for arm in arms:
+        is_baseline = options.baseline is not None and arm is arms[0]
+        where = options.baseline if is_baseline and options.baseline is not None else url
+        stated = None if is_baseline else options.metrics_url
+        address = stated or _metrics_of(where)
+        read = None
+        if address is not None:
+            model = arm.transport.model
+            read = readers.setdefault((address, model), partial(_read, address, model))
+        metered.append(replace(arm, counters=_if_readable(read, address, stated)))
+    return metered
+
+
+def _read(address: str, model: str) -> Mapping[str, float]:
     from toolkit.bench.counters import read_counters
 
-    address = options.metrics_url or _metrics_of(url)
-    if address is None:
+    return read_counters(address, model)
+
+
+def _if_readable(
+    read: Callable[[], Mapping[str, float]] | None, address: str | None, stated: str | None
+) -> Callable[[], Mapping[str, float]] | None:
+    if read is None:
         return None
     try:
-        read_counters(address, transport.model)
-    except (OSError, ValueError) as error:
-        if options.metrics_url is None:
+        read()
+    except (OSError, ValueError, HTTPException) as error:
+        if stated is None:
             return None
         raise UsageError(
-            f"the counters cannot be read: {error}", where=address, hint="Correct --metrics."
+            f"the counters cannot be read: {error}", where=address, hint="Correct --metrics-url."
         ) from error
-    return lambda: read_counters(address, transport.model)
+    return read
 
 
 def _metrics_of(url: str) -> str | None:

@@ -16,8 +16,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -25,14 +25,14 @@ import numpy as np
 from toolkit.bench import metrics
 from toolkit.bench.arrivals import constant, poisson, run_closed, run_open, undisturbed, uniquely
 from toolkit.bench.counters import (
-    SETTLE_S,
-    client_counts,
     counters_finding,
-    reconcile,
-    settled,
+    foreign_requests,
+    has_equal_blocks,
+    pooled,
 )
 from toolkit.bench.definitions import METRICS
 from toolkit.bench.limits import Limit, judge, straddled
+from toolkit.bench.meter import Meter
 from toolkit.bench.transports import BadAnswer, Exchange, Transport, read_exchange
 from toolkit.bench.verdict import verdict
 from toolkit.client import Options, RequestTiming, Statistics
@@ -46,10 +46,12 @@ from toolkit.records.bench import (
     BenchRun,
     Crossover,
 )
-from toolkit.records.measured import CounterCheck, Finding, Ratio
+from toolkit.records.measured import Acceptance, CounterCheck, Finding, Ratio
 from toolkit.resampling import bootstrap_ratio, bootstrap_unpaired_ratio
+from toolkit.words import AcceptanceSource
 
 __all__ = [
+    "READABLE_VERSIONS",
     "SCHEMA_VERSION",
     "Arm",
     "Load",
@@ -60,7 +62,8 @@ __all__ = [
     "undecided_speed",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (2, SCHEMA_VERSION)  # version 3 added where the acceptance is from, by round
 # Requests in a block, per request in flight. At the end of a block fewer requests are in flight;
 # with this many requests the end is a small part of the block.
 BLOCK_REQUESTS = 8
@@ -74,11 +77,16 @@ MAX_FAILED_SHARE = 0.1  # of the pairs; above, their ratio is not judged
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Requests with these options to this endpoint, which are measured together."""
+    """Requests with these options to this endpoint, which are measured together.
+
+    counters: reads the counters of its server, name -> value; None: they are not read. Arms with
+    the same function share a server.
+    """
 
     name: str
     transport: Transport
     options: Options
+    counters: Callable[[], Mapping[str, float]] | None = None
 
 
 Arrivals: TypeAlias = Literal["poisson", "constant", "trace"]
@@ -148,15 +156,20 @@ class _Sent:
 @dataclass(slots=True)
 class _Round:
     """One arm in one round: its requests in the order of the prompts, and the time in which they
-    ran.
+    ran. counted: the acceptance by the server's counters, if the answers do not tell it.
     """
 
     sent: list[_Sent]
     window_s: float
+    counted: Acceptance | None = None
 
     @property
     def timings(self) -> list[RequestTiming | None]:
         return [request.timing for request in self.sent]
+
+    @property
+    def answered(self) -> list[RequestTiming]:
+        return [timing for timing in self.timings if timing is not None]
 
 
 async def run_bench(
@@ -166,24 +179,20 @@ async def run_bench(
     settings: Mapping[str, str],
     environment: Mapping[str, str],
     created: str,
-    counters: Callable[[], Mapping[str, float]] | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
     """Measure every load of the plan. Gates judge the last arm; ratios are the last arm's figure
     divided by the first's.
 
-    counters: reads the counters of the server that all arms send to. Raises StageError if no
-    request of the warm-up is answered, UsageError for an option that an endpoint does not have.
+    Raises StageError if no request of the warm-up is answered, UsageError for an option that an
+    endpoint does not have.
     """
     runner = _Runner(arms, plan, progress)
-    before = counters() if counters is not None else {}
     warm = await runner.warm_up()
-    if counters is not None:
-        # Counts are published with a delay; those of the warm-up must not fall into the window.
-        _counted(counters, before, warm)
-        before = settled(counters)
+    for meter in runner.meters:
+        meter.warmed_up(_of_arms(meter, warm))
     points = [await runner.point(number, load) for number, load in enumerate(plan.loads)]
-    checks = _counted(counters, before, runner.everything)
+    checks = [(meter, meter.checks(_of_arms(meter, runner.everything))) for meter in runner.meters]
     gates = [gate for point in points for gate in judge(plan.limits, point, at=len(points) > 1)]
     return BenchRun(
         schema_version=SCHEMA_VERSION,
@@ -199,9 +208,11 @@ async def run_bench(
         settings=dict(settings),
         points=tuple(points),
         crossover=crossover(points),
-        counters=checks,
+        counters=tuple(_named(checks)),
         findings=(
-            *_findings(points, plan, checks, counters is not None),
+            *_protocol(arms),
+            *_counters(checks, points),
+            *_findings(points, plan),
             *undecided_speed(points, plan.limits),
             *_merged_chunks(arms, runner.everything),
         ),
@@ -218,6 +229,7 @@ class _Runner:
         self.plan = plan
         self.everything: list[_Sent] = []
         self.began_ns = time.monotonic_ns()
+        self.meters = _meters(arms)
         self._progress = progress
         self._random = random.Random(plan.seed)
         base = [plan.prompts[i % len(plan.prompts)] for i in range(plan.requests)]
@@ -260,6 +272,12 @@ class _Runner:
                 measured = await self._round(number, load, round_number, prompts)
             for name, measured_round in measured.items():
                 rounds[name].append(measured_round)
+            for meter in self.meters:
+                counted = meter.round_ended(
+                    [answer for name in meter.arms for answer in measured[name].timings]
+                )
+                for name in meter.arms:
+                    measured[name].counted = counted
             count = round_number + 1
             if count >= self.plan.rounds:
                 point = self._figures(load, rounds)
@@ -390,14 +408,12 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
             for measured in rounds
         )
 
-    def answers(measured: _Round) -> list[RequestTiming]:
-        return [timing for timing in measured.timings if timing is not None]
-
     tokens_by_round: tuple[float, ...] = ()
     if tokens is not None:
         tokens_by_round = per_round(
-            lambda measured: sum(timing.output_tokens or 0 for timing in answers(measured))
+            lambda measured: sum(timing.output_tokens or 0 for timing in measured.answered)
         )
+    acceptance, source, by_round = _acceptance(rounds, answered)
     goodput: float | None = None
     goodput_by_round: tuple[float, ...] = ()
     if plan.goodput_ms:
@@ -419,14 +435,47 @@ def _arm(name: str, rounds: Sequence[_Round], plan: Plan) -> BenchArm:
         requests_per_s=len(answered) / window_s,
         goodput=goodput,
         tokens_per_s_by_round=tokens_by_round,
-        requests_per_s_by_round=per_round(lambda measured: len(answers(measured))),
+        requests_per_s_by_round=per_round(lambda measured: len(measured.answered)),
         goodput_by_round=goodput_by_round,
         latencies=metrics.latencies(by_prompt, seed=plan.seed),
-        acceptance=metrics.acceptance(answered),
+        acceptance=acceptance,
         lag_p50_ms=p50,
         lag_p99_ms=p99,
         lag_max_ms=max(lag_ms, default=None),
+        acceptance_source=source,
+        acceptance_rate_by_round=_all_known(part.rate for part in by_round),
+        acceptance_length_by_round=_all_known(part.length for part in by_round),
     )
+
+
+def _acceptance(
+    rounds: Sequence[_Round], answered: Sequence[RequestTiming]
+) -> tuple[Acceptance, AcceptanceSource | None, list[Acceptance]]:
+    """(the acceptance, where it is from, the same of every round)."""
+    told = metrics.acceptance(answered)
+    if any(timing.statistics.drafted is not None for timing in answered):
+        by_round = [
+            _of_counts(*metrics.draft_counts(timing.statistics for timing in measured.answered))
+            for measured in rounds
+        ]
+        return told, "requests", by_round
+    counted = [measured.counted for measured in rounds if measured.counted is not None]
+    if not counted or len(counted) < len(rounds):
+        return told, None, []
+    return pooled(counted), "counters", counted
+
+
+def _of_counts(drafted: int, accepted: int, steps: int) -> Acceptance:
+    rate = accepted / drafted if drafted else None
+    length = 1 + accepted / steps if steps else None
+    return Acceptance(rate, length, drafted, accepted, steps, ())
+
+
+def _all_known(values: Iterable[float | None]) -> tuple[float, ...]:
+    """The values, or none of them if one is not known."""
+    listed = list(values)
+    known = tuple(value for value in listed if value is not None)
+    return known if len(known) == len(listed) else ()
 
 
 def speed_ratio(
@@ -522,30 +571,79 @@ def crossover(points: Sequence[BenchPoint]) -> Crossover | None:
     return Crossover(pays_up_to, stops_at, estimate, detail)
 
 
-def _counted(
-    counters: Callable[[], Mapping[str, float]] | None,
-    before: Mapping[str, float],
-    sent: Sequence[_Sent],
-) -> tuple[CounterCheck, ...]:
-    if counters is None:
-        return ()
-    answered = [request.timing for request in sent if request.timing is not None]
-    expected = client_counts(answered, known=before)
-    # If requests failed, the counts hardly ever agree, and waiting does not help.
-    settle_s = SETTLE_S if len(answered) == len(sent) else 0.3
-    return reconcile(counters, before, expected, settle_s=settle_s) if expected else ()
+def _meters(arms: Sequence[Arm]) -> list[Meter]:
+    """A meter for every server whose counters are read."""
+    names: dict[Callable[[], Mapping[str, float]], list[str]] = {}
+    for arm in arms:
+        if arm.counters is not None:
+            names.setdefault(arm.counters, []).append(arm.name)
+    return [Meter(sharing, read) for read, sharing in names.items()]
 
 
-def _findings(
-    points: Sequence[BenchPoint], plan: Plan, checks: Sequence[CounterCheck], read: bool
-) -> list[Finding]:
+def _of_arms(meter: Meter, sent: Sequence[_Sent]) -> list[RequestTiming | None]:
+    return [request.timing for request in sent if request.arm in meter.arms]
+
+
+def _named(
+    checks: Sequence[tuple[Meter, tuple[CounterCheck, ...]]],
+) -> Iterator[CounterCheck]:
+    """The checks of all servers. If there are several, the arm stands before a counter's name."""
+    for meter, of_server in checks:
+        for check in of_server:
+            is_alone = len(checks) == 1
+            name = check.name if is_alone else f"{meter.arms[0]} {check.name}"
+            yield replace(check, name=name)
+
+
+def _protocol(arms: Sequence[Arm]) -> Iterator[Finding]:
+    for arm in arms:
+        if arm.transport.note is not None:
+            yield Finding("protocol", "note", f"{arm.name} arm: {arm.transport.note}")
+            if all(other.transport is arm.transport for other in arms):
+                return  # the arms share a connection
+
+
+def _counters(
+    checks: Sequence[tuple[Meter, tuple[CounterCheck, ...]]], points: Sequence[BenchPoint]
+) -> Iterator[Finding]:
+    """What the counters of every server say, and what the acceptance that is from them means."""
+    if not checks:
+        yield counters_finding((), unread="the server's counters were not read (--metrics-url URL)")
+    unread = "the server has no counters that this program knows"
+    for meter, of_server in checks:
+        arms = [arm for point in points for arm in point.arms if arm.name in meter.arms]
+        said = counters_finding(of_server, unread=unread, failed=sum(arm.failed for arm in arms))
+        where = f"{' and '.join(meter.arms)} arm: "
+        is_alone = len(checks) == 1
+        yield said if is_alone else replace(said, detail=where + said.detail)
+        counted = [arm.acceptance for arm in arms if arm.acceptance_source == "counters"]
+        if any(part.verify_steps for part in counted):
+            yield from _counted_acceptance(where, pooled(counted), foreign_requests(of_server))
+
+
+def _counted_acceptance(where: str, counted: Acceptance, foreign: int) -> Iterator[Finding]:
+    detail = (
+        f"{where}the acceptance is from the server's counters, since its answers do not tell it;"
+        " so it has no alpha"
+    )
+    yield Finding("acceptance", "note", detail)
+    if foreign:
+        detail = (
+            f"{where}the acceptance includes {foreign} requests of other clients, which the"
+            " server's counters do not tell apart"
+        )
+        yield Finding("acceptance", "warning", detail)
+    if not has_equal_blocks(counted):
+        detail = (
+            f"{where}blocks had different lengths, and the server does not count drafted tokens by"
+            " position: the rates by position are of all verify steps"
+        )
+        yield Finding("acceptance", "note", detail)
+
+
+def _findings(points: Sequence[BenchPoint], plan: Plan) -> list[Finding]:
     """Findings that a reader should know and that no gate judges."""
     findings: list[Finding] = []
-    failed = sum(arm.failed for point in points for arm in point.arms)
-    unread = "the server's counters were not read (--metrics URL)"
-    if read:
-        unread = "the server has no counters that this program knows"
-    findings.append(counters_finding(checks, unread=unread, failed=failed))
     for point in points:
         load = _load_words(point)
         for arm in point.arms:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import errno
 import itertools
 import json
@@ -65,7 +66,20 @@ ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
 BODY_SHOWN = 300  # characters of an error page
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 REFUSED_ARGUMENT = (400, 422)  # how servers refuse an unknown argument
+# How servers refuse a chat with a model that has no chat template. vLLM 0.32 (renderers/hf.py) says
+# with 400: "default chat template is no longer allowed, so you must provide a chat template".
+REFUSED_CHAT = (400, 404)
+CHAT_TEMPLATE = re.compile(r"chat[ _-]?template", re.IGNORECASE)
+# The fields of vLLM's figures of a request that are read; vLLM calls them experimental, so an
+# answer without one of them is an answer without counts.
+SPECULATION_COUNTS = {
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "acceptance_histogram",
+}
 PROBE = "Hello"
+PROBE_TOKENS = 4
 CONNECT_S = 10.0
 
 Go: TypeAlias = asyncio.Event | None
@@ -79,21 +93,26 @@ class BadAnswer(Exception):
 class Exchange:
     """One request as it went over the network.
 
-    frames: (arrival time, bytes) of every read. failure: why the answer is not complete.
+    frames: (arrival time, bytes) of every read. failure: why the answer is not complete. status: of
+    HTTP, if the server refused the request with it.
     """
 
     sent_ns: int = 0
     ended_ns: int = 0
     frames: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
     failure: str | None = None
+    status: int | None = None
 
 
 class Transport(Protocol):
-    """A connection to one model of one endpoint."""
+    """A connection to one model of one endpoint. note: what a reader should know about the choice
+    of the protocol; None: nothing.
+    """
 
     protocol: WireProtocol
     model: str
     address: str
+    note: str | None
 
     def prepare(self, prompt: str, options: Options) -> Any:
         """Encode the request. Raises UsageError for an option that this endpoint does not have."""
@@ -178,8 +197,9 @@ async def connect(
     model has.
 
     url: host:port or grpc://host:port is Triton's gRPC; http(s)://host:port is Triton's HTTP or an
-    OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat; a path that ends in
-    /completions is used unchanged. protocol: one of PROTOCOLS, if that guess is wrong. model: None
+    OpenAI-compatible server, whichever answers; .../v1 is OpenAI's chat, or its text completions if
+    the server says that the model has no chat template; a path that ends in /completions is used
+    unchanged. protocol: one of PROTOCOLS, if that guess is wrong. model: None
     stands for the model that clients call: the first of MODELS that Triton has ready, or the first
     that an OpenAI-compatible server lists. timeout_s: the limit of every request as a whole. Raises
     UsageError if url is not an address, StageError if the endpoint cannot be reached or does not
@@ -203,13 +223,16 @@ async def connect(
         raise UsageError("not an address of an endpoint", where=url, hint=hint)
     session = _session(timeout_s, api_key)
     try:
+        is_chosen = protocol != "auto" or parts.path.rstrip("/").endswith("/completions")
         if protocol == "auto":
             protocol = await _guess(session, url)
         if protocol == "triton-http":
             return await HttpTransport.connect(
                 session, f"{parts.scheme}://{parts.netloc}", model, timeout_s
             )
-        return await OpenAiTransport.connect(session, url, protocol, model, timeout_s)
+        return await OpenAiTransport.connect(
+            session, url, protocol, model, timeout_s, is_chosen=is_chosen
+        )
     except BaseException:
         await session.close()
         raise
@@ -335,6 +358,7 @@ class GrpcTransport:
     """
 
     protocol: WireProtocol = "triton-grpc"
+    note: str | None = None
 
     def __init__(
         self, address: str, model: str, timeout_s: float, form: ModelInterface, channel: Any
@@ -508,6 +532,7 @@ class _EventTransport:
     """POST a JSON body, and keep the bytes of the event stream."""
 
     protocol: WireProtocol
+    note: str | None = None
 
     def __init__(
         self, session: aiohttp.ClientSession, address: str, model: str, timeout_s: float
@@ -531,6 +556,7 @@ class _EventTransport:
                     if response.status != 200:
                         page = (await response.text(errors="replace"))[:BODY_SHOWN]
                         done.failure = f"refused: HTTP {response.status} {_error_text(page)}"
+                        done.status = response.status
                     else:
                         content = response.content
                         while data := await content.readany():
@@ -672,12 +698,15 @@ class OpenAiTransport(_EventTransport):
     """chat/completions or completions of any compatible server.
 
     The tokens of a chunk come from the chunk's `usage` (`continuous_usage_stats`, an extension of
-    vLLM and trtllm-serve) or from token ids. Otherwise only the tokens of the whole answer are
-    known, from `include_usage`. `connect` tries which of these options the server accepts.
+    vLLM and trtllm-serve) or from token ids (`return_token_ids`, of vLLM). Otherwise only the
+    tokens of the whole answer are known, from `include_usage`. `connect` tries which of these
+    options the server accepts and honours. Draft tokens are counted by a vLLM server that was
+    started with `--per-request-spec-decode-metrics`.
     """
 
-    USAGE: tuple[dict[str, Any], ...] = (
+    COUNTS: tuple[dict[str, Any], ...] = (
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream_options": {"include_usage": True}, "return_token_ids": True},
         {"stream_options": {"include_usage": True}},
         {},
     )
@@ -702,7 +731,7 @@ class OpenAiTransport(_EventTransport):
     ) -> None:
         super().__init__(session, address, model, timeout_s)
         self.protocol = protocol
-        self._usage: dict[str, Any] = {}
+        self._counts: dict[str, Any] = {}
 
     @classmethod
     async def connect(
@@ -712,7 +741,10 @@ class OpenAiTransport(_EventTransport):
         protocol: WireProtocol,
         model: str | None,
         timeout_s: float,
+        *,
+        is_chosen: bool = True,
     ) -> OpenAiTransport:
+        """is_chosen: the user named this protocol, so there is no other one to fall back to."""
         base, path = (
             url.rstrip("/"),
             "/chat/completions" if protocol == "openai-chat" else "/completions",
@@ -725,20 +757,65 @@ class OpenAiTransport(_EventTransport):
         if model is None:
             model = await cls._first_model(session, base)
         transport = cls(session, address, protocol, model, timeout_s)
-        for usage in cls.USAGE:
-            transport._usage = usage
-            answer = await transport.exchange(transport.prepare(PROBE, Options(max_tokens=1)))
-            refused = answer.failure is not None and any(
-                f"HTTP {code}" in answer.failure for code in REFUSED_ARGUMENT
+        refused = await transport._find_counts()
+        has_no_template = refused is not None and protocol == "openai-chat" and _no_chat(refused)
+        if refused is not None and has_no_template and not is_chosen:
+            said = refused.failure
+            transport = cls(session, f"{base}/completions", "openai-completions", model, timeout_s)
+            transport.note = (
+                f"text completions were measured, since the endpoint refused a chat: {said}"
             )
-            if not refused:
-                break
-        if answer.failure is not None:
+            refused = await transport._find_counts()
+        if refused is not None:
             hint = "Check address, --model and --protocol."
+            if has_no_template:
+                hint = "Measure text completions: --protocol openai-completions."
             raise StageError(
-                "bench", f"a first request failed: {answer.failure}", where=address, hint=hint
+                "bench",
+                f"a first request failed: {refused.failure}",
+                where=transport.address,
+                hint=hint,
             )
         return transport
+
+    async def _find_counts(self) -> Exchange | None:
+        """Choose the options under which the server counts best: tokens of every chunk, else of
+        the whole answer. Of equally good ones the last is kept, which asks for least.
+
+        Returns what the server answered if it takes no request at all.
+        """
+        kept: dict[str, Any] | None = None
+        best = _Counted.NOTHING
+        refused: Exchange | None = None
+        for asked in self.COUNTS:
+            self._counts = asked
+            prepared = self.prepare(PROBE, Options(max_tokens=PROBE_TOKENS))
+            answer = await self.exchange(prepared)
+            if answer.failure is None:
+                counted = self._counted(answer)
+                if kept is None or counted >= best:
+                    kept, best = asked, counted
+                if best is _Counted.CHUNKS:
+                    break
+            elif kept is None:
+                refused = answer
+                if answer.status not in REFUSED_ARGUMENT or _no_chat(answer):
+                    return answer
+        if kept is None:
+            return refused
+        self._counts = kept
+        return None
+
+    def _counted(self, answer: Exchange) -> _Counted:
+        try:
+            chunks = self.chunks(answer)
+        except BadAnswer:
+            return _Counted.NOTHING
+        if any(chunk.output_tokens is not None for chunk in chunks):
+            return _Counted.CHUNKS
+        last = chunks[-1].statistics if chunks else None
+        has_total = last is not None and last.output_tokens is not None
+        return _Counted.TOTAL if has_total else _Counted.NOTHING
 
     @staticmethod
     async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
@@ -767,24 +844,24 @@ class OpenAiTransport(_EventTransport):
         if self.protocol == "openai-chat":
             content = {"messages": [{"role": "user", "content": prompt}]}
         return json.dumps(
-            {"model": self.model, **content, "stream": True, **self._usage, **asked}
+            {"model": self.model, **content, "stream": True, **self._counts, **asked}
         ).encode()
 
     def chunks(self, exchange: Exchange) -> list[Chunk]:
         chunks: list[Chunk] = []
-        usage: dict[str, Any] = {}
+        figures = Statistics()
         ended = False
         for received_ns, data in _objects(exchange.frames):
             if data is None:
                 ended = True
                 continue
             try:
-                chunk, usage = self._chunk(data, usage, received_ns)
+                chunks.append(self._chunk(data, received_ns))
+                figures = _figures(data, figures)
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 raise BadAnswer(
                     f"garbage: an event that is no completion chunk: {json.dumps(data)[:80]}"
                 ) from error
-            chunks.append(chunk)
         if not chunks:
             return []
         reason = next(
@@ -797,31 +874,21 @@ class OpenAiTransport(_EventTransport):
                 if reason is None
                 else "the stream ended without [DONE]"
             )
-        return self._with_total(chunks, usage, reason)
+        return self._with_total(chunks, figures, reason)
 
     @staticmethod
-    def _chunk(
-        data: dict[str, Any], before: dict[str, Any], received_ns: int
-    ) -> tuple[Chunk, dict[str, Any]]:
-        usage = data.get("usage") or {}
+    def _chunk(data: dict[str, Any], received_ns: int) -> Chunk:
         choice = data["choices"][0] if data["choices"] else {}
         spoken = choice.get("delta") or {}
         text = choice.get("text") or spoken.get("content") or spoken.get("reasoning_content") or ""
         ids = tuple(choice.get("token_ids") or ())
-        counts = [usage.get("completion_tokens"), usage.get("prompt_tokens")]
-        if not isinstance(text, str) or any(
-            type(each) is not int for each in (*ids, *(n for n in counts if n is not None))
-        ):
+        if not isinstance(text, str) or any(type(token) is not int for token in ids):
             raise TypeError
-        return (
-            Chunk(
-                text, ids, counts[0] if choice else None, received_ns, choice.get("finish_reason")
-            ),
-            usage or before,
-        )
+        count = _whole((data.get("usage") or {}).get("completion_tokens"))
+        return Chunk(text, ids, count if choice else None, received_ns, choice.get("finish_reason"))
 
     @staticmethod
-    def _with_total(chunks: list[Chunk], usage: dict[str, Any], reason: str) -> list[Chunk]:
+    def _with_total(chunks: list[Chunk], figures: Statistics, reason: str) -> list[Chunk]:
         """Complete the chunks of an answer. If chunks have only token ids, they get running counts.
         The last chunk gets the finish reason and the total.
         """
@@ -834,9 +901,73 @@ class OpenAiTransport(_EventTransport):
                 counted.append(dataclasses.replace(chunk, output_tokens=count))
             chunks = counted
         running = [chunk.output_tokens for chunk in chunks if chunk.output_tokens is not None]
-        total = usage.get("completion_tokens", running[-1] if running else None)
-        figures = Statistics(input_tokens=usage.get("prompt_tokens"), output_tokens=total)
+        if figures.output_tokens is None and running:
+            figures = dataclasses.replace(figures, output_tokens=running[-1])
+        if any(chunk.text and chunk.output_tokens is None for chunk in chunks):
+            # Only some chunks are counted, such as the last one: it tells the total, and no chunk's
+            # own tokens.
+            chunks = [dataclasses.replace(chunk, output_tokens=None) for chunk in chunks]
         return [
             *chunks[:-1],
             dataclasses.replace(chunks[-1], finish_reason=reason, statistics=figures),
         ]
+
+
+class _Counted(enum.IntEnum):
+    """What a server counts in a streamed answer."""
+
+    NOTHING = 0
+    TOTAL = 1
+    CHUNKS = 2
+
+
+def _no_chat(refused: Exchange) -> bool:
+    """Whether the server refused a chat because its model has no chat template."""
+    said = refused.failure or ""
+    return refused.status in REFUSED_CHAT and CHAT_TEMPLATE.search(said) is not None
+
+
+def _figures(data: dict[str, Any], before: Statistics) -> Statistics:
+    """The figures of a request, with those that this event tells."""
+    told: dict[str, Any] = {}
+    if usage := data.get("usage"):
+        told["input_tokens"] = _whole(usage.get("prompt_tokens"))
+        told["output_tokens"] = _whole(usage.get("completion_tokens"))
+    metrics = data.get("metrics")
+    counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if isinstance(counts, dict) and set(counts) >= SPECULATION_COUNTS:
+        told |= _speculation(counts)
+    return dataclasses.replace(before, **told) if told else before
+
+
+def _speculation(counts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Statistics in vLLM's `metrics.speculative_decoding`
+    (vllm/entrypoints/generate/base/protocol.py, SpeculativeDecodingMetrics).
+
+    drafted_by_position is known if the server tells every step (`detailed`), or if every block was
+    of full length.
+    """
+    steps, drafted = _whole(counts["num_spec_steps"]), _whole(counts["num_draft_tokens"])
+    accepted = _whole(counts["num_accepted_draft_tokens"])
+    steps_by_accepted = [_whole(count) or 0 for count in counts["acceptance_histogram"]]
+    places = range(len(steps_by_accepted) - 1)
+    fields: dict[str, Any] = {
+        "drafted": drafted,
+        "accepted": accepted,
+        "verify_steps": steps,
+        "accepted_by_position": tuple(sum(steps_by_accepted[i + 1 :]) for i in places),
+    }
+    per_step = counts.get("per_step_drafted")
+    if per_step is not None:
+        lengths = [_whole(length) or 0 for length in per_step]
+        fields["drafted_by_position"] = tuple(sum(length > i for length in lengths) for i in places)
+    elif drafted == (steps or 0) * len(places):
+        fields["drafted_by_position"] = tuple(steps or 0 for _ in places)
+    return fields
+
+
+def _whole(value: Any) -> int | None:
+    """The number, or None if the server does not tell it. Raises TypeError for anything else."""
+    if value is not None and type(value) is not int:
+        raise TypeError
+    return value

@@ -156,6 +156,8 @@ def bench_command(
     metrics: Annotated[
         str | None,
         typer.Option(
+            "--metrics-url",
+            "--metrics",
             help="The server's Prometheus page.",
             metavar="URL",
             show_default="its usual address",

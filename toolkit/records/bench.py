@@ -13,7 +13,7 @@ from toolkit.records.measured import (
     Metric,
     Ratio,
 )
-from toolkit.words import Verdict, WireProtocol
+from toolkit.words import AcceptanceSource, Verdict, WireProtocol
 
 __all__ = [
     "BenchArm",
@@ -63,6 +63,9 @@ class BenchArm:
     requests. *_by_round: the same figure for each round; the interval is computed from these.
     output_tokens None: the server did not count them. errors: text -> number of requests. lag_*:
     how late requests were sent, compared with the schedule of an open loop.
+
+    acceptance_source: the answers of our requests, or the server's counters, which count other
+    clients' requests, too; None: nothing tells the acceptance.
     """
 
     name: str
@@ -82,6 +85,17 @@ class BenchArm:
     lag_p50_ms: float | None
     lag_p99_ms: float | None
     lag_max_ms: float | None
+    acceptance_source: AcceptanceSource | None = None
+    acceptance_rate_by_round: tuple[float, ...] = ()
+    acceptance_length_by_round: tuple[float, ...] = ()
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.acceptance.rate
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return self.acceptance.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +137,7 @@ class BenchEndpoint:
 @dataclass(frozen=True, slots=True)
 class BenchRun:
     """A saved run of `toolkit bench`, as docs/benchmarking.md explains it. settings: the options
-    of the run.
+    of the run. counters: if two arms have two servers, a counter's name follows the arm's.
     """
 
     schema_version: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.bench.definitions import LATENCIES, METRICS, PERCENTILES, heading
 from toolkit.records.bench import BenchArm, BenchPoint, BenchRun, Comparison
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["print_comparison", "print_run"]
 
 COLOURS = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
-MARKS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
+MARKS: dict[Severity, str] = {
+    "ok": "green",
+    "note": "cyan",
+    "warning": "yellow",
+    "error": "red",
+}
 
 
 def print_run(run: BenchRun, console: Console) -> None:
@@ -107,12 +112,20 @@ def _rows(arm: BenchArm) -> dict[str, str]:
         heading("goodput"): _number(arm.goodput, 2),
         heading("acceptance_length"): _number(arm.acceptance.length, 2),
         heading("acceptance_rate"): _number(arm.acceptance.rate, 2),
+        heading("acceptance_by_position"): _by_position(arm, "joint"),
+        f"{heading('acceptance_by_position')}, conditional": _by_position(arm, "conditional"),
         heading("acceptance_alpha"): alpha_cell,
         _spread("lag", 50, 99): lag_cell,
     }
     return rows | {
         _spread(name, *PERCENTILES): _percentiles(arm.latencies[name]) for name in LATENCIES
     }
+
+
+def _by_position(arm: BenchArm, rate: Literal["joint", "conditional"]) -> str:
+    """Return the rate at every position of a block, such as `0.84 / 0.71 / 0.60`."""
+    places = arm.acceptance.by_position
+    return " / ".join(_number(getattr(place, rate), 2) or "-" for place in places)
 
 
 def _spread(name: str, *percentiles: int) -> str:
