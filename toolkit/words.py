@@ -34,6 +34,7 @@ __all__ = [
     "FinishReason",
     "Fp8Compute",
     "GateOutcome",
+    "Head",
     "JudgementSeverity",
     "KvCacheQuantAlgo",
     "Layout",
@@ -92,8 +93,10 @@ AttnBackend: TypeAlias = Literal["TRTLLM", "FLASHINFER", "VANILLA"]
 ModelPy: TypeAlias = Literal["ours", "container"]
 
 # How it speculates. auto: coupled for a request with a seed, rejection for one without.
-Drafter: TypeAlias = Literal["draft_target", "ngram"]
-SpeculationKind: TypeAlias = Literal[Drafter, "none"]
+Drafter: TypeAlias = Literal["draft_target", "ngram"]  # of the toolkit's own runtime
+# A small network that reads the target's hidden states, so it cannot run on its own.
+Head: TypeAlias = Literal["eagle3"]
+SpeculationKind: TypeAlias = Literal[Drafter, Head, "none"]
 SamplingRule: TypeAlias = Literal["rejection", "coupled", "sample_match"]
 SAMPLING_RULES: tuple[SamplingRule, ...] = ("rejection", "coupled", "sample_match")
 AcceptanceChoice: TypeAlias = Literal["auto", SamplingRule]

@@ -260,6 +260,16 @@ def test_turning_the_draft_off_on_the_command_line_leaves_its_section_out(
     assert "does not use the `draft` section" in fault.message
 
 
+def test_a_head_has_a_draft_section_and_keeps_its_precision(folder: Path) -> None:
+    config = load_config(folder / "tiny.yaml", ["speculation.kind=eagle3"])
+    assert (config.speculation.head, config.speculation.has_draft_model) == ("eagle3", True)
+    (fault,) = faults_of(
+        folder / "tiny.yaml", "speculation.kind=eagle3", "draft.quantization.quant_algo=FP8"
+    )
+    assert "keeps its own precision" in fault.message
+    assert fault.hint is not None and "draft.quantization" in fault.hint
+
+
 def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:
     file = with_line(folder, "models/draft", "meta-llama/Llama-3.2-1B\n  revision: main")
     config = load_config(file)

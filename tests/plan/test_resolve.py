@@ -156,6 +156,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("engine", {"engine__enable_block_reuse": False}, "block-reuse-for-drafts", "block reuse", "true"),
     # acceptance, layouts, hardware
     ("engine", {"draft": None, "speculation__kind": "ngram"}, "ngram-of-flow", "n-gram lookup", "trtllm_pytorch"),
+    ("torch", {"speculation__kind": "eagle3"}, "toolkit-heads", "not yet with a head", "set engine.kind: vllm"),
+    ("engine", {"speculation__kind": "eagle3", "draft__quantization": None}, "toolkit-heads", "a second engine", "vllm"),
+    ("pytorch", {"speculation__kind": "eagle3", "draft__quantization": None}, "toolkit-heads",
+     "LLM() has Eagle3DecodingConfig, but the toolkit does not write it yet", "speculation.kind: draft_target"),
     ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "each request states its own", "remove"),
     ("pytorch", {**V11, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "1.1 has no", "1.2.1"),
     ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",

@@ -47,6 +47,7 @@ class ModelShape:
     rope_scaling: rope_type and the keys of that type (factor, ...); None for the default RoPE.
     qkv_bias, o_bias, mlp_bias: whether these linears have a bias.
     sliding_window: None means full attention in every layer.
+    other_params: weights that such a model does not have; a head has some (checkpoints/heads.py).
     """
 
     architecture: str
@@ -70,6 +71,7 @@ class ModelShape:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    other_params: int = 0
 
 
 def read_shape(directory: Path) -> ModelShape:
@@ -225,10 +227,10 @@ def _family(stated: _Stated) -> Family:
     elif not first:
         known = by_type.get(str(model_type))
     if known is None:
-        raise stated.fault(
-            f"architecture {first or model_type!r} is not supported",
-            hint=f"supported: {', '.join(FAMILIES)}",
-        )
+        hint = f"supported: {', '.join(FAMILIES)}"
+        if "eagle3" in str(first).lower() or stated.values.get("speculators_model_type"):
+            hint = "if this is an EAGLE-3 head, set speculation.kind: eagle3"
+        raise stated.fault(f"architecture {first or model_type!r} is not supported", hint=hint)
     return known
 
 

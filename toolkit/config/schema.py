@@ -31,6 +31,7 @@ from toolkit.words import (
     ComputeDtype,
     Device,
     EngineMode,
+    Head,
     KvCacheQuantAlgo,
     Layout,
     ModelPy,
@@ -123,6 +124,11 @@ class ModelConfig(Section):
         return None if self.checkpoint.is_absolute() else self.checkpoint.as_posix()
 
 
+def _is_quantized(model: ModelConfig) -> bool:
+    stated = model.quantization
+    return stated.quant_algo != "NO_QUANT" or stated.kv_cache_quant_algo is not None
+
+
 class CalibrationConfig(Section):
     """The text that calibration runs through the models, and the held-out text that quality is
     measured on.
@@ -146,6 +152,7 @@ class SpeculationConfig(Section):
     `{1: 4, 4: 2, 8: 0}`.
     max_concurrency: with more running requests than this, nothing is drafted.
     max_matching_ngram_size: for ngram, the longest end of the text that is looked up.
+    kind eagle3: `draft.checkpoint` is the folder of an EAGLE-3 head.
     """
 
     kind: SpeculationKind = "draft_target"
@@ -161,7 +168,15 @@ class SpeculationConfig(Section):
 
     @property
     def has_draft_model(self) -> bool:
-        return self.kind == "draft_target"
+        """Whether the `draft` section's checkpoint drafts: a model or a head."""
+        return self.kind == "draft_target" or self.head is not None
+
+    @property
+    def head(self) -> Head | None:
+        """The head that drafts, if the `draft` section's checkpoint is a head on the target's
+        hidden states and not a model that can run on its own.
+        """
+        return "eagle3" if self.kind == "eagle3" else None
 
     @property
     def has_ngram(self) -> bool:
@@ -601,12 +616,18 @@ class DeploymentConfig(Section):
             return speculation
         if speculation.has_draft_model and info.data["draft"] is None:
             raise ValueError(
-                "kind draft_target needs a `draft` section; add one, or set speculation.kind: none"
+                f"kind {speculation.kind} needs a `draft` section; add one, or set"
+                " speculation.kind: none"
             )
-        if speculation.kind != "draft_target" and info.data["draft"] is not None:
+        if not speculation.has_draft_model and info.data["draft"] is not None:
             raise ValueError(
                 f"kind {speculation.kind} does not use the `draft` section; remove it, or set"
                 " speculation.kind: draft_target"
+            )
+        if speculation.head is not None and _is_quantized(info.data["draft"]):
+            raise ValueError(
+                f"the head of kind {speculation.kind} keeps its own precision beside a quantized"
+                " target; remove draft.quantization"
             )
         return speculation
 

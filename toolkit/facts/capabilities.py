@@ -13,7 +13,7 @@ from typing import Literal
 
 from toolkit.facts.support import ACCEPTANCE, LOG_PROBS
 from toolkit.facts.versions import VERSIONS
-from toolkit.words import EngineKind, Layout, SamplingRule, ServedLayout
+from toolkit.words import EngineKind, Head, Layout, SamplingRule, ServedLayout
 
 __all__ = ["EMBEDDED", "Capabilities", "capabilities_of"]
 
@@ -38,6 +38,7 @@ class Capabilities:
     schedule is the smallest (`lower`) or the largest (`upper`) number that a length is for.
     max_concurrency: speculation can stop above a number of running requests.
     has_ngram: drafts can be looked up in the text.
+    heads: the heads on the target's hidden states that can draft, by their speculation.kind.
     has_verify_only: drafts can be verified and discarded, which is the middle arm of parity.
     acceptance: the rules at temperature > 0, the default first.
     drafts_greedily: the draft proposes its most likely token, also at temperature > 0.
@@ -68,6 +69,7 @@ class Capabilities:
     draft_len_schedule: ScheduleKeys | None
     max_concurrency: bool
     has_ngram: bool
+    heads: tuple[Head, ...]
     has_verify_only: bool
     acceptance: tuple[SamplingRule, ...]
     drafts_greedily: bool
@@ -113,6 +115,7 @@ def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabi
         draft_len_schedule="lower" if has_scheduler else None,
         max_concurrency=has_scheduler,
         has_ngram=has_scheduler,
+        heads=(),
         has_verify_only=True,
         acceptance=ACCEPTANCE["torch"],
         drafts_greedily=False,
@@ -142,6 +145,7 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
         draft_len_schedule=None,
         max_concurrency=False,
         has_ngram=False,
+        heads=(),
         has_verify_only=True,
         acceptance=ACCEPTANCE["trt_engine"],
         drafts_greedily=False,
@@ -171,6 +175,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         draft_len_schedule=VERSIONS[version or ""].draft_len_schedule,
         max_concurrency=True,
         has_ngram=True,
+        heads=(),  # LLM() has Eagle3DecodingConfig; the toolkit does not write it yet
         has_verify_only=False,
         acceptance=ACCEPTANCE["trtllm_pytorch"],
         drafts_greedily=True,
@@ -201,6 +206,7 @@ def _vllm(reuses_prefixes: bool) -> Capabilities:
         draft_len_schedule="lower",
         max_concurrency=True,  # as the last step of a schedule
         has_ngram=True,
+        heads=("eagle3",),
         has_verify_only=False,
         acceptance=ACCEPTANCE["vllm"],
         drafts_greedily=True,  # draft_sample_method: greedy, the default

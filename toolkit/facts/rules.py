@@ -323,6 +323,10 @@ RULES: dict[str, tuple[str, Source]] = {
         "the engine flow's BLS model drafts at every load; only LLM() and our runtime adapt to it",
         OWN,
     ),
+    "toolkit-heads": (
+        "a head reads the target's hidden states, so the engine that runs the target runs it too",
+        OWN,
+    ),
     "toolkit-bls-drafts": (
         "the BLS model asks a draft model for the same number of tokens at every load",
         OWN,

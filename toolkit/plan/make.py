@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from toolkit.checkpoints.heads import read_head
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.quantized import Quantization, read_quantization
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
@@ -69,7 +70,8 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
             continue
         folder = _folder(model)
         if folder is not None:
-            shapes[role] = read_shape(folder)
+            has_head = role == "draft" and config.speculation.head is not None
+            shapes[role] = read_head(folder).as_planned if has_head else read_shape(folder)
             stated = read_quantization(folder)
             if stated.quant_algo is not None or stated.kv_cache_quant_algo is not None:
                 quantized[role] = stated

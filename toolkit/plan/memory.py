@@ -69,6 +69,7 @@ def parameters(shape: ModelShape) -> int:
         shape.num_layers * per_layer
         + tables * shape.vocab_size * shape.hidden_size
         + shape.hidden_size
+        + shape.other_params
     )
 
 
@@ -100,7 +101,7 @@ def weight_bytes(
     )
     table = shape.vocab_size * shape.hidden_size * width // tp_size
     tables = 2 if pp_size == 1 and (untied or not shape.tie_word_embeddings) else 1
-    return layers * per_layer + tables * table
+    return layers * per_layer + tables * table + shape.other_params * width // tp_size
 
 
 def kv_bytes_per_token(

@@ -76,6 +76,7 @@ def forward_seconds(
         shape, kv_algo
     )
     weights = shape.num_layers * linear_params(shape) + shape.vocab_size * shape.hidden_size
+    weights += shape.other_params
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
     flops = 2.0 * batch * tokens * (weights + attention)
     rates = {"FP8": gpu.fp8_tflops, "W8A8_SQ_PER_CHANNEL": gpu.int8_tops}

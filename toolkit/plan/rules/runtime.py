@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.schema import HardwareConfig
 from toolkit.facts.gpus import GPUS
+from toolkit.facts.support import HEAD_KINDS, HEAD_NAMES, NO_HEADS
 from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
 from toolkit.plan.subject import Subject, largest_tp_size
 
@@ -48,6 +49,26 @@ def _ngram_of_flow(subject: Subject) -> Findings:
         yield refuse(
             "speculation.kind", what, "set engine.kind: trtllm_pytorch, or kind: draft_target"
         )
+
+
+def _heads(subject: Subject) -> Findings:
+    config = subject.config
+    head, kind = config.speculation.head, config.engine.kind
+    if head is None:
+        return
+    if head not in config.capabilities.heads:
+        able = " or ".join(HEAD_KINDS[head])
+        yield refuse(
+            "speculation.kind",
+            f"kind {kind} does not draft with an {HEAD_NAMES[head]} head: {NO_HEADS[kind]}",
+            f"set engine.kind: {able}, or take a draft model and speculation.kind: draft_target",
+        )
+    elif config.speculation.max_draft_len == "auto":
+        what = (
+            "max_draft_len auto measures acceptance on the embedded engine, which cannot run an"
+            f" {HEAD_NAMES[head]} head"
+        )
+        yield refuse("speculation.max_draft_len", what, "set a number")
 
 
 def _draft_len_schedule(subject: Subject) -> Findings:
@@ -252,6 +273,7 @@ CHECKS: dict[str, Check] = {
     "no-pp-with-draft-target": _no_pp_with_draft_target,
     "acceptance-rule": _acceptance_rule,
     "ngram-of-flow": _ngram_of_flow,
+    "toolkit-heads": _heads,
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-engine-flow-load": _max_concurrency,
     "toolkit-auto-draft-len": _auto_draft_len,
