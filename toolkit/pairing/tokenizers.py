@@ -19,12 +19,13 @@ from toolkit.checkpoints.reader import check_against_shape, read_index
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.checkpoints.tokenizer import SIDE_FILES, load_tokenizer
 from toolkit.errors import PairingError
+from toolkit.pairing.heads import compare_head
 from toolkit.pairing.padding import common_vocab_size
 from toolkit.pairing.probes import PROBES
 from toolkit.pipeline.hashing import DigestMemo, digest_tree
-from toolkit.records.build import PairProof
+from toolkit.records.build import HeadProof, PairProof
 from toolkit.records.measured import Finding
-from toolkit.words import Role
+from toolkit.words import Head, Role
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,22 +66,29 @@ class Comparison:
     target_rows: int
     draft_rows: int | None
     findings: tuple[Finding, ...]
+    head: HeadProof | None = None
 
 
 def prove_pair(
-    target: Path, draft: Path | None, memo: DigestMemo | None = None, *, tp_size: int = 1
+    target: Path,
+    draft: Path | None,
+    memo: DigestMemo | None = None,
+    *,
+    tp_size: int = 1,
+    head: Head | None = None,
 ) -> PairProof:
     """Read the headers, configs and tokenizers of both checkpoints, and compare them by content.
 
     The proof's vocab_size is the number of rows that both are to be built with; if padding was
     repaired, tp_size divides it. memo: digests of big files, remembered from earlier runs. Without
-    a draft, only the target is read and digested.
+    a draft, only the target is read and digested. head: the draft is a head of this kind, which
+    has no tokenizer.
 
     Raises PairingError with the first ids that differ if the two do not belong together, and
     CheckpointError if one of them is damaged.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
-    compared = compare_pair(target, draft, tp_size=tp_size)
+    compared = compare_pair(target, draft, tp_size=tp_size, head=head)
     return PairProof(
         target_digest=digest_tree(target, patterns, memo),
         draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
@@ -89,16 +97,22 @@ def prove_pair(
         target_vocab_size=compared.target_rows,
         draft_vocab_size=compared.draft_rows,
         findings=compared.findings,
+        head=compared.head,
     )
 
 
-def compare_pair(target: Path, draft: Path | None, *, tp_size: int = 1) -> Comparison:
+def compare_pair(
+    target: Path, draft: Path | None, *, tp_size: int = 1, head: Head | None = None
+) -> Comparison:
     """Like prove_pair, but without the digest of the weights, which takes long if they are large.
     Raises the same errors.
     """
     target_side = _read(target)
     findings = list(_fits_its_model(target_side, "target"))
     vocab_size, draft_rows = target_side.shape.vocab_size, None
+    if draft is not None and head is not None:
+        proof, rows, about_head = compare_head(target, target_side.shape, draft, head)
+        return Comparison(vocab_size, vocab_size, rows, (*findings, *about_head), proof)
     if draft is not None:
         draft_side = _read(draft)
         draft_rows = draft_side.shape.vocab_size

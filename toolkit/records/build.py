@@ -11,6 +11,7 @@ from toolkit.words import (
     Device,
     EngineKind,
     Fp8Compute,
+    Head,
     KvCacheQuantAlgo,
     QuantAlgo,
     Role,
@@ -20,6 +21,7 @@ from toolkit.words import (
 
 __all__ = [
     "CompiledEngine",
+    "HeadProof",
     "LayerCounts",
     "LayerError",
     "LayerKl",
@@ -37,11 +39,27 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class HeadProof:
+    """Proof that a head on the target's hidden states was read and fits the target.
+
+    captured_layers: the number of the target's layers that have run where each hidden state is
+    taken. draft_vocab_size: the ids that the head can draft. shares: the target's tables that it
+    uses, since its files have none of their own.
+    """
+
+    kind: Head
+    captured_layers: tuple[int, ...]
+    draft_vocab_size: int
+    shares: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PairProof:
     """Proof that both checkpoints were read and have the same tokenizer and vocabulary by content.
 
     vocab_size: rows of embedding and LM head with which both are built. target_vocab_size and
-    draft_vocab_size: the rows of the sources; those above vocab_size are padding.
+    draft_vocab_size: the rows of the sources; those above vocab_size are padding. head: set if the
+    draft is a head; draft_vocab_size then counts the ids that go in.
     """
 
     target_digest: str  # content digest of the source checkpoint
@@ -51,6 +69,7 @@ class PairProof:
     target_vocab_size: int
     draft_vocab_size: int | None
     findings: tuple[Finding, ...]
+    head: HeadProof | None = None
 
 
 @dataclass(frozen=True, slots=True)

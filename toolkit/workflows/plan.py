@@ -75,14 +75,21 @@ def _judge_pair(config: DeploymentConfig) -> list[Judgement]:
     """What the tokenizers say about the pair; nothing unless both are on this machine."""
     from toolkit.pairing.tokenizers import compare_pair
 
-    draft, models = config.draft, config.models.values()
+    draft, head = config.draft, config.speculation.head
+    with_tokenizers = config.models.values() if head is None else [config.target]
     if draft is None or not all(
-        model.hub_id is None and any(model.checkpoint.glob("tokenizer*")) for model in models
+        model.hub_id is None and any(model.checkpoint.glob("tokenizer*"))
+        for model in with_tokenizers
     ):
+        return []
+    if head is not None and (draft.hub_id is not None or not any(draft.checkpoint.iterdir())):
         return []
     try:
         findings = compare_pair(
-            config.target.checkpoint, draft.checkpoint, tp_size=config.engine.tp_size
+            config.target.checkpoint,
+            draft.checkpoint,
+            tp_size=config.engine.tp_size,
+            head=head,
         ).findings
     except PairingError as error:
         return [Judgement(SAME_VOCAB_RULE, "refused", "draft.checkpoint", error.what, error.hint)]

@@ -22,7 +22,7 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
     from toolkit.pairing.recorded import check_recorded_digests
     from toolkit.pairing.tokenizers import SOURCE_PATTERNS, TOKENIZER_PATTERNS, prove_pair
 
-    tp_size = config.engine.tp_size
+    tp_size, head = config.engine.tp_size, config.speculation.head
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
@@ -36,13 +36,13 @@ def pair_stage(config: DeploymentConfig, memo: DigestMemo) -> Stage:
         for model in config.models.values():
             check_recorded_digests(model.checkpoint, memo)
         return {
-            "config": {"tp_size": tp_size},
+            "config": {"tp_size": tp_size, **({} if head is None else {"head": head})},
             "inputs": digests,
             "fingerprint": versions(["tokenizers"]),
         }
 
     def run(finished: Finished, out_dir: Path, progress: Progress) -> PairProof:
         draft = None if config.draft is None else config.draft.checkpoint
-        return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size)
+        return prove_pair(config.target.checkpoint, draft, memo, tp_size=tp_size, head=head)
 
     return Stage("pair", 2, PairProof, (), parts, run)
