@@ -30,7 +30,14 @@ from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VOCABULARY", "Source", "check_weights", "open_source", "read_source"]
+__all__ = [
+    "VOCABULARY",
+    "Source",
+    "check_values",
+    "check_weights",
+    "open_source",
+    "read_source",
+]
 
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
@@ -131,12 +138,7 @@ def check_weights(source: Source, progress: Progress) -> None:
     """
     tied: list[Tensor] = []
     for done, (name, tensor) in enumerate(read_tensors(source.path), start=1):
-        if tensor.is_floating_point():
-            fault = _fault_of(tensor)
-            if fault is not None:
-                raise CheckpointError(
-                    f"{name} holds {fault}", where=source.tensors[name].file, hint=_FETCH_AGAIN
-                )
+        check_values(tensor, source.tensors[name])
         if source.shape.tie_word_embeddings and name in TIED_NAMES:
             tied.append(tensor)
         progress(done, len(source.tensors), "checking weights, tensors")
@@ -149,6 +151,13 @@ def check_weights(source: Source, progress: Progress) -> None:
                 " config.json; otherwise remove the LM head"
             ),
         )
+
+
+def check_values(tensor: Tensor, info: TensorInfo) -> None:
+    """Raise CheckpointError that names the tensor if its values cannot be a trained model's."""
+    fault = _fault_of(tensor) if tensor.is_floating_point() else None
+    if fault is not None:
+        raise CheckpointError(f"{info.name} holds {fault}", where=info.file, hint=_FETCH_AGAIN)
 
 
 def _fault_of(tensor: Tensor) -> str | None:

@@ -12,7 +12,7 @@ from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import QuantizedCheckpoint
-from toolkit.words import Role
+from toolkit.words import Head, Role
 from toolkit.workflows.deployment import check_prompt_lengths
 
 __all__ = ["quantize_stage"]
@@ -23,6 +23,8 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
     from toolkit.quantize import stage
     from toolkit.quantize.checkpoint import CODE_PATTERNS
 
+    if role == "draft" and config.speculation.head is not None:
+        return _head_stage(config.models[role].checkpoint, config.speculation.head)
     model = config.models[role]
     calibration = None if model.quantization.quant_algo == "NO_QUANT" else config.calibration
     engine = config.engine
@@ -65,3 +67,20 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
         )
 
     return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
+
+
+def _head_stage(checkpoint: Path, head: Head) -> Stage:
+    """The stage `quantize/draft` of a head, which is copied in its own precision."""
+    from toolkit.quantize import heads
+
+    def parts(finished: Finished) -> Mapping[str, Any]:
+        return {
+            "config": {"head": head},
+            "inputs": {"checkpoint": finished["pair"].record.draft_digest},
+            "fingerprint": {},
+        }
+
+    def run(finished: Finished, out_dir: Path, progress: Progress) -> QuantizedCheckpoint:
+        return heads.copy_head(checkpoint, out_dir, progress)
+
+    return Stage("quantize/draft", heads.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
