@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UsageError
 from toolkit.interfaces import EngineSpec, VllmSpec
-from toolkit.words import KvCacheQuantAlgo
+from toolkit.words import KvCacheQuantAlgo, SpeculationKind
 
 __all__ = [
     "FILE",
@@ -33,7 +34,10 @@ __all__ = [
 FILE = "vllm_args.json"
 HERE, DRAFT = ".", "../draft"
 SPECULATION = "speculative_config"
-LARGEST_BATCH = 1 << 20  # vLLM's ranges of batch sizes have an end; this one stands for none
+METHODS: dict[SpeculationKind, str] = {"draft_target": "draft_model", "eagle3": "eagle3"}
+# vLLM takes a draft for a head of another kind if its path has one of these, whatever method the
+# arguments name: SpeculativeConfig.__post_init__, "Automatically detect the method".
+MISLEADING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def engine_args(
@@ -70,21 +74,29 @@ def _speculative_config(spec: EngineSpec, settings: VllmSpec) -> dict[str, Any] 
         return None
     speculative: dict[str, Any] = {"num_speculative_tokens": spec.max_draft_len}
     if settings.speculation == "ngram":
-        speculative |= {"method": "ngram", "prompt_lookup_max": settings.max_matching_ngram_size}
+        # Without a minimum, vLLM looks up endings of exactly the maximum.
+        longest = settings.max_matching_ngram_size
+        speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": longest}
     else:
-        speculative |= {"method": "draft_model", "model": DRAFT}
+        speculative |= {"method": METHODS[settings.speculation], "model": DRAFT}
         if settings.tp_size > 1:
             speculative["draft_tensor_parallel_size"] = settings.tp_size
     schedule = settings.draft_len_schedule
     if schedule is None and settings.max_concurrency is not None:
         schedule = {1: spec.max_draft_len, settings.max_concurrency + 1: 0}
     if schedule is not None:
-        starts = sorted(schedule)
-        ends = [*(start - 1 for start in starts[1:]), LARGEST_BATCH]
-        speculative["num_speculative_tokens_per_batch_size"] = [
-            [start, end, schedule[start]] for start, end in zip(starts, ends, strict=True)
-        ]
+        ranges = _ranges(schedule, spec.max_batch_size)
+        speculative["num_speculative_tokens_per_batch_size"] = ranges
     return speculative
+
+
+def _ranges(schedule: Mapping[int, int], max_batch_size: int) -> list[list[int]]:
+    """[first batch size, last batch size, draft length] for every batch size that can occur. A
+    length of 0 stops drafting.
+    """
+    starts = sorted(start for start in schedule if start <= max_batch_size)
+    ends = [*(start - 1 for start in starts[1:]), max_batch_size]
+    return [[start, end, schedule[start]] for start, end in zip(starts, ends, strict=True)]
 
 
 def environment_of(spec: EngineSpec, settings: VllmSpec) -> dict[str, str]:
@@ -98,10 +110,14 @@ def environment_of(spec: EngineSpec, settings: VllmSpec) -> dict[str, str]:
 def resolved(
     args: Mapping[str, Any], target: str | Path, draft: str | Path | None
 ) -> dict[str, Any]:
-    """The same arguments with the models' paths filled in."""
+    """The same arguments with the models' paths filled in.
+
+    Raises UsageError if vLLM would read another method than the arguments' out of the draft's path.
+    """
     placed = {**args, "model": str(target)}
     speculative = args.get(SPECULATION)
     if speculative is not None and draft is not None and speculative.get("model") == DRAFT:
+        _check_path(str(draft), speculative["method"])
         placed[SPECULATION] = {**speculative, "model": str(draft)}
     return placed
 
@@ -109,6 +125,18 @@ def resolved(
 def has_draft_model(args: Mapping[str, Any]) -> bool:
     """Whether the arguments name a second model."""
     return "model" in args.get(SPECULATION, {})
+
+
+def _check_path(draft: str, method: str) -> None:
+    if method != METHODS["draft_target"]:
+        return
+    named = next((name for name in MISLEADING_NAMES if name in draft.lower()), None)
+    if named is not None:
+        raise UsageError(
+            f"vLLM takes every draft whose path contains {named!r} for a head of that kind, and"
+            f" this draft is a model of its own: {draft}",
+            hint=f"rename the folder, or the deployment, so that the path has no {named!r}",
+        )
 
 
 def without_speculation(args: Mapping[str, Any]) -> dict[str, Any]:
