@@ -14,6 +14,7 @@ __all__ = [
     "check_prompt_lengths",
     "embedded",
     "embedded_twin",
+    "refuse_head",
     "sampled_rule",
     "speculation_of",
     "with_advice",
@@ -53,6 +54,16 @@ def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
         max_seq_len=min(config.engine.max_seq_len, longest + config.validation.max_tokens),
     )
     return config.model_copy(update={"engine": engine})
+
+
+def refuse_head(config: DeploymentConfig) -> None:
+    """Raises UsageError if a head drafts, since the embedded engine cannot run one."""
+    if config.speculation.head is not None:
+        raise UsageError(
+            f"speculation.kind {config.speculation.kind} drafts with a head on the target's hidden"
+            " states, and this runs both models on the embedded engine, which cannot run one",
+            hint="Use `toolkit build`, which measures it on the engine that serves it.",
+        )
 
 
 def sampled_rule(config: DeploymentConfig) -> DeployedRule:

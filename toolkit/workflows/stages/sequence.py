@@ -25,7 +25,7 @@ from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
-from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
+from toolkit.workflows.deployment import embedded, embedded_twin, refuse_head, sampled_rule
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.stages.compile import compile_stage
 from toolkit.workflows.stages.package import package_stage
@@ -109,8 +109,10 @@ def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMem
 def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
     """The stages that compile the models for the embedded engine.
 
-    They are named `advised/ROLE` if the deployment has engines of another kind.
+    They are named `advised/ROLE` if the deployment has engines of another kind. Raises UsageError
+    if the draft is a head.
     """
+    refuse_head(config)
     stages = [compile_stage(embedded_twin(config), role, workplace) for role in config.models]
     if config.capabilities.in_process:
         return stages
