@@ -34,7 +34,7 @@ LEVELS = (
     WORKING,
     ("bench",),
     ("pipeline",),
-    ("openai_client",),
+    ("openai_client", "process"),
     ("client", "checkpoints"),
     ("interfaces", "config"),
     ("records", "facts", "resampling"),
@@ -47,7 +47,7 @@ ROOTS = {"__main__.py"} | {
     f"triton/models/{model}/model.py"
     for model in ("llmapi", "trtllm", "bls", "engine", "preprocessing", "postprocessing")
 }
-ALONE = {"client.py", "triton/package/serve_vllm.py", "triton/process/supervise.py"}
+ALONE = {"client.py", "process/supervise.py", "triton/package/serve_vllm.py"}
 HEAVY = (
     *(
         "torch",

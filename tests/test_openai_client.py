@@ -141,52 +141,70 @@ def test_option_that_vllm_does_not_have_is_refused_before_it_is_sent(
     options: dict[str, int | str],
 ) -> None:
     script = Script()
-    with vllm_stub(script) as url, OpenAiClient(url, MODEL) as client:
-        with pytest.raises(RequestRefused, match=next(iter(options))):
-            client.measure(["hi"], **options)
+    with (
+        vllm_stub(script) as url,
+        OpenAiClient(url, MODEL) as client,
+        pytest.raises(RequestRefused, match=next(iter(options))),
+    ):
+        client.measure(["hi"], **options)
     assert script.requests == []
 
 
-def test_refusal_has_the_servers_words() -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_refusal_has_the_servers_words(streamed: bool) -> None:
     script = Script(status=400, message="max_tokens is too large")
-    with vllm_stub(script) as url, OpenAiClient(url, MODEL) as client:
-        with pytest.raises(RequestRefused, match=r"^max_tokens is too large$"):
-            client.generate("hi")
-        with pytest.raises(RequestRefused, match=r"^max_tokens is too large$"):
-            client.measure(["hi"])
+    with (
+        vllm_stub(script) as url,
+        OpenAiClient(url, MODEL) as client,
+        pytest.raises(RequestRefused, match=r"^max_tokens is too large$"),
+    ):
+        client.measure(["hi"]) if streamed else client.generate("hi")
 
 
 def test_fault_of_the_server_is_no_refusal() -> None:
     script = Script(status=500, message="EngineCore encountered an issue")
-    with vllm_stub(script) as url, OpenAiClient(url, MODEL) as client:
-        with pytest.raises(ServerUnavailable, match="status 500: EngineCore encountered"):
-            client.generate("hi")
+    with (
+        vllm_stub(script) as url,
+        OpenAiClient(url, MODEL) as client,
+        pytest.raises(ServerUnavailable, match="status 500: EngineCore encountered"),
+    ):
+        client.generate("hi")
     script = Script(error_event=1, message="EngineCore encountered an issue")
-    with vllm_stub(script) as url, OpenAiClient(url, MODEL) as client:
-        with pytest.raises(ServerUnavailable, match="EngineCore encountered"):
-            client.measure(["hi"])
+    with (
+        vllm_stub(script) as url,
+        OpenAiClient(url, MODEL) as client,
+        pytest.raises(ServerUnavailable, match="EngineCore encountered"),
+    ):
+        client.measure(["hi"])
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4])
 def test_stream_that_breaks_off_is_not_an_answer(cut: int) -> None:
     """3: before the usage; 4: before [DONE]."""
-    with vllm_stub(Script(cut=cut)) as url, OpenAiClient(url, MODEL) as client:
-        with pytest.raises(ServerUnavailable):
-            client.measure(["hi"])
+    with (
+        vllm_stub(Script(cut=cut)) as url,
+        OpenAiClient(url, MODEL) as client,
+        pytest.raises(ServerUnavailable),
+    ):
+        client.measure(["hi"])
 
 
 def test_server_that_hangs_or_is_not_there_ends_the_call_in_time() -> None:
     with vllm_stub(Script(delay_s=0.3)) as url:
         for call in (OpenAiClient.measure, OpenAiClient.generate):
             began = time.monotonic()
-            with OpenAiClient(url, MODEL, timeout_s=0.1) as client:
-                with pytest.raises(ServerUnavailable, match=r"no answer within 0\.1 s"):
-                    call(client, ["hi"] if call is OpenAiClient.measure else "hi")
+            with (
+                OpenAiClient(url, MODEL, timeout_s=0.1) as client,
+                pytest.raises(ServerUnavailable, match=r"no answer within 0\.1 s"),
+            ):
+                call(client, ["hi"] if call is OpenAiClient.measure else "hi")
             assert time.monotonic() - began < 0.3
         # Each event comes in time, and the whole answer does not.
-        with OpenAiClient(url, MODEL, timeout_s=0.5) as client:
-            with pytest.raises(ServerUnavailable, match=r"no answer within 0\.5 s"):
-                client.measure(["hi"])
+        with (
+            OpenAiClient(url, MODEL, timeout_s=0.5) as client,
+            pytest.raises(ServerUnavailable, match=r"no answer within 0\.5 s"),
+        ):
+            client.measure(["hi"])
     with OpenAiClient(url, MODEL) as client:
         assert not client.ready()
         with pytest.raises(ServerUnavailable, match="cannot be reached"):
@@ -206,9 +224,11 @@ def test_prompt_that_the_server_encodes_otherwise_is_refused() -> None:
     with vllm_stub(Script()) as url:
         with OpenAiClient(url, MODEL, encode=lambda prompt: PROMPT_IDS) as client:
             assert client.generate("hi").text == TEXT
-        with OpenAiClient(url, MODEL, encode=lambda prompt: PROMPT_IDS[1:]) as client:
-            with pytest.raises(RequestRefused, match=r"2 tokens \[1, 7\].* 1 tokens \[7\]"):
-                client.measure(["hi"])
+        with (
+            OpenAiClient(url, MODEL, encode=lambda prompt: PROMPT_IDS[1:]) as client,
+            pytest.raises(RequestRefused, match=r"2 tokens \[1, 7\].* 1 tokens \[7\]"),
+        ):
+            client.measure(["hi"])
 
 
 def test_ready_wants_health_and_the_model() -> None:

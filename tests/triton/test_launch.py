@@ -25,13 +25,12 @@ from tritonclient.grpc import model_config_pb2
 from tests.support.serving import package_pair
 from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.errors import ServerError
+from toolkit.process.workspace import Workspace, sweep
 from toolkit.records.build import TritonRepository
 from toolkit.triton.process.server import (
     TritonServer,
-    Workspace,
     find_server,
     launch_command,
-    sweep,
 )
 
 

@@ -25,9 +25,9 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
+from toolkit.process.workspace import sweep
 from toolkit.triton.package import model_config
 from toolkit.triton.process.localize import render_here
-from toolkit.triton.process.server import sweep
 from toolkit.workflows.build import build
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.replay import replay_divergence

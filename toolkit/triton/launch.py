@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.triton.process import supervise
-from toolkit.triton.process.server import Workspace, launch_command, supervised
+from toolkit.process import supervise
+from toolkit.process.server import supervised
+from toolkit.process.workspace import Workspace
+from toolkit.triton.process.server import dispensable_models, launch_command
 
 __all__ = ["main"]
 
@@ -45,7 +47,12 @@ def main(arguments: list[str]) -> None:
         _exit(error)
     os.execve(
         sys.executable,
-        supervised([*command, *arguments[1:]], workspace.path, repository, parent=0),
+        supervised(
+            [*command, *arguments[1:]],
+            workspace.path,
+            dispensable_models(repository),
+            parent=0,
+        ),
         environment,
     )
 

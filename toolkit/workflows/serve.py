@@ -156,7 +156,7 @@ def serve(
     own, which is started when the client turns to that arm. Raises ServerError if a server does not
     start.
     """
-    from toolkit.triton.process.server import private_folder
+    from toolkit.process.workspace import private_folder
     from toolkit.validate.arms import Alternating
 
     with (
@@ -250,8 +250,9 @@ class Servers:
 
 def _launch_of(deployment: Deployment) -> Launch:
     """The command that launch.sh runs in the container, for a repository in another folder."""
+    from toolkit.process.workspace import Workspace
     from toolkit.triton.package.deploy import local_launch_command
-    from toolkit.triton.process.server import Workspace, launch_command
+    from toolkit.triton.process.server import launch_command
 
     def launch(
         repository: Path, workspace: Workspace, config: TritonConfig

@@ -19,13 +19,12 @@ import pytest
 
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import BackendUnavailable, ServerError
+from toolkit.process.workspace import Workspace, sweep
 from toolkit.triton.process import server as server_module
 from toolkit.triton.process.server import (
     TritonServer,
-    Workspace,
     find_server,
     launch_command,
-    sweep,
 )
 
 CONFIG = """
@@ -68,6 +67,11 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def has_ended(server: TritonServer) -> bool:
+    supervisor = server._server.process
+    return supervisor is not None and supervisor.poll() is not None
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -203,9 +207,7 @@ def test_check_reports_a_server_that_dies_later(
         server.check()
         stubs = children(server.pid)
         os.kill(server.pid, signal.SIGKILL)
-        assert eventually(
-            lambda: server._process is not None and server._process.poll() is not None
-        )
+        assert eventually(lambda: has_ended(server))
         with pytest.raises(ServerError, match="tritonserver was killed by SIGKILL"):
             server.check()
         assert not any(is_alive(stub) for stub in stubs)
@@ -219,9 +221,7 @@ def test_a_model_whose_process_dies_stops_the_server(
     with TritonServer(repository(GOOD_MODEL)) as server:
         (stub,) = children(server.pid)
         os.kill(stub, signal.SIGKILL)
-        assert eventually(
-            lambda: server._process is not None and server._process.poll() is not None
-        )
+        assert eventually(lambda: has_ended(server))
         with pytest.raises(
             ServerError, match="was stopped, because the Python process of a model had died"
         ) as failed:

@@ -1,17 +1,23 @@
-"""The small parent process of tritonserver. Whichever process dies first, it stops the server and
+"""The small parent process of a server. Whichever process dies first, it stops the server and
 removes everything that is left of it.
 
 It is run as a file (`python -I -S supervise.py PARENT_PID WORKSPACE GRACE_S [MODEL...] --
 COMMAND...`), so that it starts in a few milliseconds. It must import only the standard library. It
 ends when the server ends, when it gets SIGTERM, or when its own parent is gone, also by kill -9
-(PARENT_PID 0: no parent is watched). The server has its own process group, so that its Python stubs
-are stopped with it. A parent-death signal kills the server if this process dies. The stubs of a
-killed server become children of this process, which waits for them.
+(PARENT_PID 0: no parent is watched). The server has its own process group, so that its children
+(Triton's Python stubs, vLLM's engine and workers) are stopped with it. A parent-death signal kills
+the server if this process dies. The children of a killed server become children of this process,
+which waits for them.
 
-If a stub dies, its model cannot answer any more, but Triton still reports ready while every request
+If a child dies, a model cannot answer any more, but Triton still reports ready while every request
 fails. So this process then stops the server with an exit code for failure: whoever runs the server
 can see that and start it again. The named MODELs are an exception, since the other models can do
 without them.
+
+Servers leave shared memory behind when they are killed. Triton's has the workspace's name. vLLM's
+has random names of Python's multiprocessing, so it is recognised by the processes that map it, as
+long as they live: those that run in the workspace. A server that has its own working directory is
+left alone in this respect.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["PID_FILE", "clean"]
+__all__ = ["PID_FILE", "STUB_DIED", "clean"]
 
 PID_FILE = "pid"
 SHM = Path("/dev/shm")
@@ -35,14 +41,48 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 STUB_CHECK_INTERVAL_S = 1.0
+SHM_CHECK_INTERVAL_S = 5.0  # reading the maps of vLLM's four processes takes some milliseconds
+# Shared memory that vLLM makes: Python's multiprocessing, and its own exchange between CPUs. Other
+# files there, such as a model's weights, belong to the user.
+SHM_NAMES = ("psm_*", "sem.mp-*", "*cpushm*")
 STUB_DIED = 70  # exit code: EX_SOFTWARE of sysexits.h
 
 
 def clean(workspace: Path) -> None:
-    """Remove a server's shared-memory regions and its private folder."""
-    for region in SHM.glob(f"{workspace.name}*"):
+    """Remove a server's shared-memory regions and its private folder, and end processes that still
+    run in that folder.
+    """
+    processes = _processes_in(workspace)
+    regions = {*SHM.glob(f"{workspace.name}*"), *_shared_memory_of(processes)}
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    for region in regions:
         region.unlink(missing_ok=True)
     shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _processes_in(workspace: Path) -> list[int]:
+    """The processes whose working directory is the workspace."""
+    processes = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
+            folder = link.readlink()
+            if workspace == folder or workspace in folder.parents:
+                processes.append(int(link.parent.name))
+    return processes
+
+
+def _shared_memory_of(processes: list[int]) -> set[Path]:
+    """The files in /dev/shm that these processes map, of those that vLLM makes."""
+    regions = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+                path = Path(line[line.find("/") :]) if "/" in line else SHM
+                if path.parent == SHM and any(path.match(name) for name in SHM_NAMES):
+                    regions.add(path)
+    return regions
 
 
 def main(arguments: list[str]) -> int:
@@ -63,8 +103,13 @@ def main(arguments: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=in_the_child, close_fds=False)  # noqa: PLW1509
     (workspace / PID_FILE).write_text(str(server.pid))
     is_wanted, stubs = True, _Stubs(server.pid, dispensable)
+    regions: set[Path] = set()
+    next_shm_check = 0.0
     while is_wanted and server.poll() is None:
         received = signal.sigtimedwait(SIGNALS, 0.25)
+        if time.monotonic() >= next_shm_check:
+            next_shm_check = time.monotonic() + SHM_CHECK_INTERVAL_S
+            regions |= _shared_memory_of(_processes_in(workspace))
         is_wanted = (
             parent in (0, os.getppid())
             and (received is None or received.si_signo == signal.SIGCHLD)
@@ -76,6 +121,7 @@ def main(arguments: list[str]) -> int:
             " any more, so the server is stopped"
         )
         print(message, file=sys.stderr, flush=True)
+    regions |= _shared_memory_of(_processes_in(workspace))
     if server.poll() is None:
         server.terminate()
         deadline = time.monotonic() + grace_s
@@ -88,7 +134,9 @@ def main(arguments: list[str]) -> int:
         while True:
             os.wait()
     except ChildProcessError:
-        pass  # all stubs have ended
+        pass  # all children have ended
+    for region in regions:
+        region.unlink(missing_ok=True)
     clean(workspace)
     if stubs.dead_pid is not None:
         return STUB_DIED

@@ -1,0 +1,1 @@
+"""Runs servers as processes of their own, and leaves nothing of them behind."""
