@@ -107,7 +107,7 @@ def whole(script: Script, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def vllm_stub(script: Script) -> Iterator[str]:
+def vllm_stub(script: Script, port: int = 0) -> Iterator[str]:
     """Serve the script until the block ends: host:port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -166,7 +166,7 @@ def vllm_stub(script: Script) -> Iterator[str]:
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
             self.wfile.flush()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -95,15 +95,20 @@ def sweep(
     requests: int,
     max_tokens: int,
     seed: int,
+    protocol: WireProtocol = "triton-grpc",
+    baseline: str | None = None,
     metrics_url: str | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
     """Measure a deployment at each concurrency, next to its own plain decoding if asked: 2 rounds,
-    and a third if those are not precise enough.
+    and a third if those are not precise enough. baseline: the URL of a second server that decodes
+    plainly.
     """
     options = BenchOptions(
         prompts=prompts,
+        protocol=protocol,
         model=model,
+        baseline=baseline,
         against_plain=against_plain,
         max_tokens=max_tokens,
         concurrency=tuple(levels),

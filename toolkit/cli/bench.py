@@ -293,13 +293,13 @@ def _bench_deployment(config: DeploymentConfig, options: dict[str, Any]) -> Benc
     """Package the deployment if needed, serve it on free ports, and measure it."""
     from toolkit.workflows.serve import serve
 
-    packaged = package_to_serve(config)
+    package_to_serve(config)
     repository = here().repository(config.name)
-    say(f"starting tritonserver on {repository}")
-    with serve(config, repository) as (_, servers):
-        server = servers.server
-        served = {"model": options["model"] or packaged.model, "metrics_url": server.metrics_url}
-        return _bench_endpoint(server.grpc_url, {**options, **served})
+    say(f"starting {config.capabilities.server} on {repository}")
+    with serve(config, repository, cache=here().vllm_cache) as (_, servers):
+        address = servers.address
+        served = {"model": options["model"] or address.model, "metrics_url": address.metrics_url}
+        return _bench_endpoint(address.url, {**options, **served, "protocol": address.protocol})
 
 
 def _bench_endpoint(url: str, options: dict[str, Any]) -> BenchRun:

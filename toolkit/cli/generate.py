@@ -18,6 +18,7 @@ from toolkit.cli.common import (
     here,
     load,
     located_plan_errors,
+    package_to_serve,
     run_stages,
     say,
     show,
@@ -26,6 +27,9 @@ from toolkit.cli.serve import URL
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from toolkit.client import Chunk
     from toolkit.config.schema import DeploymentConfig
 
 
@@ -81,7 +85,11 @@ def generate(
         _from_endpoint(address, prompt, max_tokens or 128, options, as_json=as_json)
     else:
         with located_plan_errors(Path(where), overrides):
-            _in_process(load(Path(where), overrides), prompt, max_tokens, options, as_json=as_json)
+            config = load(Path(where), overrides)
+            if config.vllm_engine is not None:
+                _by_vllm(config, prompt, max_tokens, options, as_json=as_json)
+            else:
+                _in_process(config, prompt, max_tokens, options, as_json=as_json)
 
 
 def _endpoint(where: str) -> str | None:
@@ -161,12 +169,71 @@ def _in_process(
                 )
 
 
+def _by_vllm(
+    config: DeploymentConfig,
+    prompt: str,
+    max_tokens: int | None,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Package the deployment if needed, start vLLM's own server, and stream one request from it.
+
+    With the draft length 0, the server is started without speculation.
+    """
+    from toolkit.client import ClientError, Options, ServerUnavailable
+    from toolkit.workflows.serve_vllm import PLAIN, SERVED, VllmServers
+
+    packaged = package_to_serve(config)
+    draft_len, fixed = options["draft_len"], packaged.max_draft_len
+    if draft_len not in (None, 0, fixed):
+        raise UsageError(
+            f"vLLM's draft length is fixed when it starts: this deployment has {fixed}, and"
+            f" --draft-len is {draft_len}",
+            hint=f"Leave --draft-len out, or --set speculation.max_draft_len={draft_len}.",
+        )
+    request_options = Options(
+        max_tokens=max_tokens or config.triton.default_max_tokens,
+        temperature=options["temperature"],
+        seed=options["seed"],
+    )
+    repository = here().repository(config.name)
+    say(f"starting {config.capabilities.server} on {repository}")
+    with VllmServers(config, repository, config.triton.on_free_ports, here().vllm_cache) as servers:
+        client = servers.start(PLAIN if draft_len == 0 else SERVED)
+        try:
+            _show_stream(client.stream(prompt, request_options), as_json=as_json)
+        except ServerUnavailable:
+            raise  # the servers say why when the block ends
+        except ClientError as error:
+            raise UsageError(str(error)) from error
+
+
+def _show_stream(chunks: Iterator[Chunk], *, as_json: bool) -> None:
+    """Print the chunks as they come, and the figures after the last one."""
+    import time
+
+    text, began = "", time.monotonic()
+    for chunk in chunks:
+        text += chunk.text
+        if not as_json:
+            _stream(chunk.text)
+        if chunk.finish_reason is None:
+            continue
+        rate = length = None
+        if chunk.statistics is not None:
+            rate = chunk.statistics.acceptance_rate
+            length = chunk.statistics.acceptance_length
+        seconds = time.monotonic() - began
+        _print_figures(
+            text, chunk.finish_reason, chunk.output_tokens, seconds, rate, length, as_json=as_json
+        )
+
+
 def _from_endpoint(
     address: str, prompt: str, max_tokens: int, options: dict[str, Any], *, as_json: bool
 ) -> None:
     """Stream one request from a running endpoint over gRPC."""
-    import time
-
     from toolkit.client import Client, ClientError, Options, ServerUnavailable
     from toolkit.errors import StageError
 
@@ -178,25 +245,7 @@ def _from_endpoint(
     )
     try:
         with Client(address) as client:
-            text, began = "", time.monotonic()
-            for chunk in client.stream(prompt, request_options):
-                text += chunk.text
-                if not as_json:
-                    _stream(chunk.text)
-                if chunk.finish_reason is not None:
-                    rate = length = None
-                    if chunk.statistics is not None:
-                        rate = chunk.statistics.acceptance_rate
-                        length = chunk.statistics.acceptance_length
-                    _print_figures(
-                        text,
-                        chunk.finish_reason,
-                        chunk.output_tokens,
-                        time.monotonic() - began,
-                        rate,
-                        length,
-                        as_json=as_json,
-                    )
+            _show_stream(client.stream(prompt, request_options), as_json=as_json)
     except ServerUnavailable as error:
         hint = "Give host:port of the gRPC endpoint, which `toolkit serve` prints."
         raise StageError("generate", str(error), hint=hint) from error

@@ -26,8 +26,10 @@ from toolkit.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from toolkit.config.schema import DeploymentConfig
     from toolkit.records.build import TritonRepository
     from toolkit.triton.process.server import TritonServer
+    from toolkit.workflows.serve_vllm import Address
 
 URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
 
@@ -36,14 +38,15 @@ URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-
 def serve(
     config: Config, overrides: Overrides = None, rehash: Rehash = False, debug: Debug = False
 ) -> None:
-    """Start tritonserver on the packaged repository, and run it until Ctrl-C.
+    """Start the server of the packaged repository, and run it until Ctrl-C.
 
-    It listens on free ports on loopback. --set triton.http_port=8000 (also grpc_port, metrics_port
-    and host) chooses them.
+    That is tritonserver, and for engine.kind vllm vLLM's own server. It listens on free ports on
+    loopback. --set triton.http_port=8000 (also grpc_port, metrics_port and host) chooses them.
     """
     import threading
 
     from toolkit.workflows.serve import serve as serve_repository
+    from toolkit.workflows.serve_vllm import VllmServers
 
     loaded = load(config, overrides)
     with located_plan_errors(config, overrides):
@@ -51,19 +54,44 @@ def serve(
     repository = here().repository(loaded.name)
     stop = threading.Event()
     with _signals(stop.set):
-        say(f"starting tritonserver on {repository}")
-        with serve_repository(loaded, repository, triton=loaded.triton) as (_, servers):
-            server = servers.server
-            show(f"http     http://{server.http_url}")
-            show(f"grpc     {server.grpc_url}")
-            show(f"metrics  {server.metrics_url}")
-            if loaded.triton.decoupled:
-                _print_examples(server, packaged, loaded.validation.prompts)
+        say(f"starting {loaded.capabilities.server} on {repository}")
+        with serve_repository(
+            loaded, repository, triton=loaded.triton, cache=here().vllm_cache
+        ) as (_, servers):
+            if isinstance(servers, VllmServers):
+                _print_vllm(servers.address, loaded.validation.prompts)
+            else:
+                _print_triton(servers.server, packaged, loaded)
             show("ready; Ctrl-C stops it")
             while not stop.wait(0.5):
-                server.check()
+                servers.check()
             say("stopping")
     show("stopped")
+
+
+def _print_triton(
+    server: TritonServer, packaged: TritonRepository, config: DeploymentConfig
+) -> None:
+    show(f"http     http://{server.http_url}")
+    show(f"grpc     {server.grpc_url}")
+    show(f"metrics  {server.metrics_url}")
+    if config.triton.decoupled:
+        _print_examples(server, packaged, config.validation.prompts)
+
+
+def _print_vllm(address: Address, prompts: Path) -> None:
+    """Print where the server is, a command that sends a request to it, and one that measures it."""
+    show(f"openai   {address.url}")
+    show(f"metrics  {address.metrics_url}")
+    body = {"model": address.model, "prompt": "def read_config(path):", "max_tokens": 32}
+    show(
+        f"curl -s {address.url}/completions -H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
+    )
+    show(
+        f"toolkit bench {address.url} --protocol {address.protocol} --model"
+        f" {address.model} --prompts {shell_path(prompts)} --metrics {address.metrics_url}"
+    )
 
 
 def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: Path) -> None:

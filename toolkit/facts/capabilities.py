@@ -20,6 +20,7 @@ __all__ = ["EMBEDDED", "Capabilities", "capabilities_of"]
 PlainArm = Literal["request", "restart", "server"]
 CheckpointFormat = Literal["hf", "trtllm", "vllm"]
 Seeds = Literal["coupled", "repeatable", "ignored"]
+Counted = Literal["every request", "requests to their length", "nothing"]
 ScheduleKeys = Literal["lower", "upper"]
 
 
@@ -48,7 +49,10 @@ class Capabilities:
     log_probs: how many a token has: 2 (the chosen token's and the next best one's), 1 (the chosen
     one's) or 0.
     gives_logits: this program can read the engine's logits, and judges its texts with them.
-    has_counters: the served models publish the toolkit's counters on Triton's metrics page.
+    counted: which requests the server's metrics page and the answers both count: `every request`,
+    `requests to their length` (what was drafted for a request that a stop word ends is counted by
+    the server alone), or `nothing` that could be compared.
+    server: the program that serves it on this machine.
     reuses_prefixes: a repeated prompt may take less time, since its KV cache is kept.
     has_paged_kv_cache: KV blocks are shared, so fewer long sequences than max_batch_size may fit.
     checkpoint_format: the format that the engine is compiled from: Hugging Face's as ModelOpt
@@ -77,7 +81,8 @@ class Capabilities:
     penalties: tuple[str, ...]
     log_probs: Literal[0, 1, 2]
     gives_logits: bool
-    has_counters: bool
+    counted: Counted
+    server: Literal["tritonserver", "vLLM"]
     reuses_prefixes: bool
     has_paged_kv_cache: bool
     checkpoint_format: CheckpointFormat
@@ -123,7 +128,8 @@ def _torch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabi
         penalties=PENALTIES[layout],
         log_probs=0,  # none are served: validation judges with logits
         gives_logits=True,
-        has_counters=True,
+        counted="every request",
+        server="tritonserver",
         reuses_prefixes=reuses_prefixes,
         has_paged_kv_cache=False,
         checkpoint_format="hf",
@@ -153,7 +159,8 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
         penalties=PENALTIES["bls"],
         log_probs=_log_probs("trt_engine", version),
         gives_logits=False,
-        has_counters=True,
+        counted="every request",
+        server="tritonserver",
         reuses_prefixes=reuses_prefixes,
         has_paged_kv_cache=True,
         checkpoint_format="trtllm",
@@ -183,7 +190,9 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         penalties=PENALTIES["llmapi"],
         log_probs=_log_probs("trtllm_pytorch", version),
         gives_logits=False,
-        has_counters=False,  # the toolkit's are not there, and every start resets others
+        # The toolkit's counters are not there, and every start resets others.
+        counted="nothing",
+        server="tritonserver",
         reuses_prefixes=reuses_prefixes,
         has_paged_kv_cache=True,
         checkpoint_format="hf",
@@ -214,7 +223,8 @@ def _vllm(reuses_prefixes: bool) -> Capabilities:
         penalties=("frequency", "presence", "repetition"),
         log_probs=2,
         gives_logits=False,
-        has_counters=False,  # vLLM has its own: bench/counters.py
+        counted="requests to their length",  # vLLM's own counters: bench/counters.py
+        server="vLLM",
         reuses_prefixes=reuses_prefixes,
         has_paged_kv_cache=True,
         checkpoint_format="vllm",

@@ -12,7 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["cpu_flags", "git_commit", "gpus", "machine", "memory_bytes", "program", "usable_cores"]
+__all__ = [
+    "available_memory_bytes",
+    "cpu_flags",
+    "git_commit",
+    "gpus",
+    "machine",
+    "memory_bytes",
+    "program",
+    "usable_cores",
+]
 
 INSTRUCTION_SETS = (
     "avx2",
@@ -61,6 +70,20 @@ def usable_cores() -> int:
 
 def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory_bytes() -> int:
+    """What a new program could take without swapping, by the kernel's estimate; half of the memory
+    where the kernel gives none.
+    """
+    try:
+        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        rows = []
+    for name, _, value in (row.partition(":") for row in rows):
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return memory_bytes() // 2
 
 
 def gpus() -> list[str]:

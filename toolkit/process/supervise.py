@@ -102,6 +102,7 @@ def main(arguments: list[str]) -> int:
     # inherits the lock's descriptor on purpose.
     server = subprocess.Popen(command, preexec_fn=in_the_child, close_fds=False)  # noqa: PLW1509
     (workspace / PID_FILE).write_text(str(server.pid))
+    os.chdir("/")  # this process is none of those that run in the workspace
     is_wanted, stubs = True, _Stubs(server.pid, dispensable)
     regions: set[Path] = set()
     next_shm_check = 0.0

@@ -300,6 +300,8 @@ def _speed(report: ValidationReport) -> Table:
         note += " An interval holds for this machine, as busy as it was then."
     if report.plain_arm == "restarts":
         note += " The plain arm is a server without speculation; the two were started in turns."
+    if report.plain_arm == "server":
+        note += " The plain arm is a second server without speculation, which ran beside the first."
     if report.sampled.speedup is not None:
         note += (
             " Timed requests carry no seed, so at temperature > 0 the accept rule is"

@@ -61,8 +61,8 @@ class Sender:
     """Sends one request at a time and remembers all of them for the counters. If one fails, the
     error names its prompt.
 
-    draft_lens: a request may state its draft length. If not, the plain arm needs a server without
-    speculation.
+    plain_by_request: the endpoint decodes plainly if a request states the draft length 0. If not,
+    it does so only where no speculation is served.
     """
 
     endpoint: Endpoint | Alternating
@@ -70,7 +70,7 @@ class Sender:
     on_sent: Callable[[], None] = lambda: None
     hint: str = "Fix or remove this line of the prompts file."  # for a refused request
     sent: list[RequestTiming] = field(default_factory=list)
-    draft_lens: bool = True
+    plain_by_request: bool = True
     # The arm of an alternating endpoint that runs now.
     _running: tuple[SentArm, Endpoint] | None = None
 
@@ -101,7 +101,7 @@ class Sender:
         """Send a request that the server may refuse, and return its answer or its refusal."""
         from toolkit.client import RequestRefused, ServerUnavailable
 
-        if arm == "plain" and self.draft_lens and not isinstance(self.endpoint, Alternating):
+        if arm == "plain" and self.plain_by_request and not isinstance(self.endpoint, Alternating):
             options["num_draft_tokens"] = 0
         elif arm == "verify":
             options["acceptance"] = "verify_only"

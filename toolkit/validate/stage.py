@@ -62,7 +62,7 @@ from toolkit.validate.gates import (
 from toolkit.validate.parity import unrepeatable
 from toolkit.validate.reference import Reference
 from toolkit.validate.replay import Replay
-from toolkit.words import SamplingRule, SentArm
+from toolkit.words import ReportedPlainArm, SamplingRule, SentArm
 
 __all__ = [
     "VERSION",
@@ -100,7 +100,8 @@ class Served:
     deployment does not speculate, and only the plain arm is measured. rule: accepts draft tokens at
     temperature > 0. counters: reads the server's counters, name -> value; None: they are not
     compared, and the report says so. sweep: measures both arms at each of the given numbers of
-    concurrent requests; it is called if config.latency.concurrency lists any.
+    concurrent requests; it is called if config.latency.concurrency lists any. has_second_server:
+    the endpoint sends requests with draft length 0 to a server without speculation.
     """
 
     endpoint: Endpoint | Alternating
@@ -109,6 +110,7 @@ class Served:
     rule: SamplingRule = EMBEDDED.acceptance[0]
     counters: Callable[[], Mapping[str, float]] | None = None
     sweep: Callable[[Sequence[int]], BenchRun] | None = None
+    has_second_server: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,15 @@ def validate(
     prompts = read_prompts(config.prompts, config.max_prompts)
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
-    sender = Sender(endpoint, config.max_tokens, shown.sent, draft_lens=can.draft_len_per_request)
+    by_request = can.draft_len_per_request or served.has_second_server
+    sender = Sender(endpoint, config.max_tokens, shown.sent, plain_by_request=by_request)
     before = counters() if counters is not None else {}
     by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     measured = _measure(sender, prompts, arms, config, shown, by_restarts=by_restarts)
+    checks: tuple[CounterCheck, ...] = ()
+    if counters is not None and can.counted == "requests to their length" and not by_restarts:
+        # Timed requests have no stop words; those that follow have some.
+        checks = reconcile(counters, before, client_counts(sender.sent, before))
     greedy, sampled = measured[0.0], measured[config.temperature]
     case = Case(
         sender=sender,
@@ -173,7 +180,8 @@ def validate(
     )
     correctness = judge_correctness(case, quality.target)
 
-    checks = () if counters is None else reconcile(counters, before, client_counts(sender.sent))
+    if counters is not None and can.counted == "every request":
+        checks = reconcile(counters, before, client_counts(sender.sent))
     loaded = _sweep(served, config, sender, arms[-1])
     greedy_arms, greedy_speedup, greedy_acceptance = _figures(greedy, config, max_draft_len)
     sampled_arms, sampled_speedup, sampled_acceptance = _figures(sampled, config, max_draft_len)
@@ -226,8 +234,14 @@ def validate(
         loads=() if loaded is None else loaded.points,
         crossover=None if loaded is None else loaded.crossover,
         replaced=tuple(origin.replaced),
-        plain_arm="restarts" if by_restarts else "request",
+        plain_arm=_plain_arm(by_restarts, served.has_second_server),
     )
+
+
+def _plain_arm(by_restarts: bool, has_second_server: bool) -> ReportedPlainArm:
+    if by_restarts:
+        return "restarts"
+    return "server" if has_second_server else "request"
 
 
 def _sweep(

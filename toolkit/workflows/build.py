@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
-from toolkit.errors import UsageError
+from toolkit.errors import BackendUnavailable, UsageError
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
@@ -113,7 +113,7 @@ def explain_build(
     stages = stages_of(config, workplace, store.memo, download=False)
     try:
         check_servable(config, Machine())
-    except UsageError:
+    except (UsageError, BackendUnavailable):
         stages = upto(stages, "package")
     return explain(stages, store, config.name)
 

@@ -34,5 +34,10 @@ class Workplace:
         """The stand-ins that a rehearsal writes."""
         return self.root / "build" / "rehearsals" / name
 
+    @property
+    def vllm_cache(self) -> Path:
+        """The graphs that vLLM compiled, for its next start."""
+        return self.root / "build" / "vllm-cache"
+
     def grid(self, name: str) -> Path:
         return self.root / "build" / "grid" / name

@@ -13,7 +13,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import StageError, UsageError
 from toolkit.workflows.deployment import embedded
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.serve import Machine, check_servable, serve
+from toolkit.workflows.serve import Machine, check_servable, plain_served, serve
 from toolkit.workflows.stages.validate import engine_reference
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def replay_divergence(
     capabilities, reference = config.capabilities, None
     if capabilities.gives_logits:
         reference = _reference(config, workplace.engines(config.name))
-    in_turns = capabilities.plain_arm == "restart"
-    with serve(config, repository, in_turns=in_turns) as (endpoint, _):
+    plain = plain_served(config, repository)
+    with serve(config, repository, plain=plain, cache=workplace.vllm_cache) as (endpoint, _):
         return recorded, replay(recorded, endpoint, reference, capabilities)
 
 

@@ -2,37 +2,47 @@
 
 The embedded engine runs anywhere. TensorRT-LLM's kinds run inside NVIDIA's container, on a node
 with the GPUs. Their repository names the folders of the container, so it is rendered again with the
-folders of this machine. A kind that decodes plainly only after a restart
-(`Capabilities.plain_arm`) is served one arm at a time.
+folders of this machine. vLLM runs in a Python environment of its own (`serve_vllm`). A kind that
+decodes plainly only after a restart (`Capabilities.plain_arm`) is served one arm at a time; one
+whose plain arm is another server as well, if there is no room for two.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.config.schema import DeploymentConfig, TritonConfig
 from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.pipeline.machine import gpus
+from toolkit.workflows.serve_vllm import (
+    PLAIN,
+    SERVED,
+    Address,
+    VllmServers,
+    check_vllm,
+    has_room_for_two,
+)
 
 if TYPE_CHECKING:
     from toolkit.client import Client
+    from toolkit.openai_client import OpenAiClient
     from toolkit.triton.package.deploy import Deployment
     from toolkit.triton.process.server import Launch, TritonServer
     from toolkit.validate.arms import Alternating
+    from toolkit.workflows.serve_vllm import Routed
 
-__all__ = ["Machine", "Servers", "check_servable", "deployment_of", "serve"]
+__all__ = ["Machine", "Servers", "check_servable", "deployment_of", "plain_served", "serve"]
 
 START_TIMEOUT_S = 1800.0  # the server may have to read hundreds of gigabytes of weights
-SERVED, PLAIN = "served", "plain"  # arms: the deployment as it is, or without speculation
 
 
 def installed_version() -> str | None:
@@ -50,22 +60,27 @@ class Machine:
     """What a machine has to serve with.
 
     gpus: the names of its GPUs. which: finds a program on the PATH. tensorrt_llm: its version.
+    vllm: raises an error if it cannot serve a deployment of that kind.
     """
 
     gpus: Callable[[], Sequence[str]] = gpus
     which: Callable[[str], str | None] = shutil.which
     tensorrt_llm: Callable[[], str | None] = installed_version
+    vllm: Callable[[DeploymentConfig], None] = check_vllm
 
 
 def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool = True) -> None:
-    """Raises UsageError if the machine cannot serve the deployment. The embedded engine runs
-    anywhere.
+    """Raises UsageError or BackendUnavailable if the machine cannot serve the deployment. The
+    embedded engine runs anywhere.
 
     judged: whether a build serves it to judge it. The hints for a build are other than those for a
     command that only serves.
     """
     from toolkit.engines.trtllm.where import same_version
 
+    if config.vllm_engine is not None:
+        machine.vllm(config)
+        return
     engine, deployment = config.trtllm_engine, deployment_of(config)
     if engine is None or deployment is None:
         return
@@ -140,6 +155,21 @@ def deployment_of(config: DeploymentConfig) -> Deployment | None:
     )
 
 
+PlainServed = Literal["by request", "in turns", "beside"]
+
+
+def plain_served(config: DeploymentConfig, repository: Path) -> PlainServed:
+    """How the deployment's plain arm is served here: by requests to the same server, by servers
+    that take turns, or by a second server.
+    """
+    plain_arm = config.capabilities.plain_arm
+    if plain_arm == "request":
+        return "by request"
+    if plain_arm == "server" and has_room_for_two(config, repository):
+        return "beside"
+    return "in turns"
+
+
 @contextmanager
 def serve(
     config: DeploymentConfig,
@@ -148,30 +178,43 @@ def serve(
     triton: TritonConfig | None = None,
     log_path: Path | None = None,
     progress: Progress | None = None,
-    in_turns: bool = False,
-) -> Iterator[tuple[Client | Alternating, Servers]]:
+    plain: PlainServed = "by request",
+    cache: Path | None = None,
+) -> Iterator[tuple[Client | OpenAiClient | Routed | Alternating, Servers | VllmServers]]:
     """Serve the packaged repository until the block ends: (client, servers).
 
-    triton: the settings with the ports; None for free ports. in_turns: each arm has a server of its
-    own, which is started when the client turns to that arm. Raises ServerError if a server does not
-    start.
+    triton: the settings with the ports; None for free ports. plain: `in turns` starts a server per
+    arm when the client turns to that arm; `beside` starts both. cache: a folder in which vLLM keeps
+    compiled graphs for later starts. Raises ServerError if a server does not start, or if vLLM ends
+    while it is used.
     """
-    from toolkit.process.workspace import private_folder
     from toolkit.validate.arms import Alternating
 
-    with (
-        private_folder() as folder,
-        Servers(
-            repository,
-            deployment_of(config),
-            triton or config.triton.on_free_ports,
-            folder,
-            config.capabilities.layout,
-            log_path,
-            progress,
-        ) as servers,
-    ):
-        yield (Alternating(servers.start) if in_turns else servers.start(SERVED)), servers
+    triton = triton or config.triton.on_free_ports
+    servers: Servers | VllmServers
+    with ExitStack() as running:
+        if config.vllm_engine is not None:
+            servers = VllmServers(config, repository, triton, cache, log_path, progress)
+        else:
+            from toolkit.process.workspace import private_folder
+
+            folder = running.enter_context(private_folder())
+            servers = Servers(
+                repository,
+                deployment_of(config),
+                triton,
+                folder,
+                config.capabilities.layout,
+                log_path,
+                progress,
+            )
+        running.enter_context(servers)
+        if plain == "in turns":
+            yield Alternating(servers.start), servers
+        elif plain == "beside" and isinstance(servers, VllmServers):
+            yield servers.start_both(), servers
+        else:
+            yield servers.start(SERVED), servers
 
 
 @dataclass
@@ -211,11 +254,26 @@ class Servers:
         assert self._server is not None, "start an arm first"
         return self._server
 
+    @property
+    def model(self) -> str:
+        """The model that clients call."""
+        from toolkit.triton.tensors.contract import BLS_MODEL, MODEL
+
+        return BLS_MODEL if self.layout == "bls" else MODEL
+
+    @property
+    def address(self) -> Address:
+        """Where the running server is called."""
+        return Address(self.server.grpc_url, self.model, self.server.metrics_url, "triton-grpc")
+
+    @property
+    def plain_address(self) -> None:
+        """No plain arm runs beside: the same server decodes plainly, or is started again."""
+
     def start(self, arm: str) -> Client:
         """Stop the running server, serve this arm, and return its client. Raises ServerError."""
         from toolkit.client import Client
         from toolkit.triton.process.server import TritonServer
-        from toolkit.triton.tensors.contract import BLS_MODEL, MODEL
 
         self._running.close()
         if self.starts and self.log_path is not None:
@@ -231,10 +289,19 @@ class Servers:
                 launch=launch,
             )
             self._server = starting.enter_context(server)
-            model = BLS_MODEL if self.layout == "bls" else MODEL
-            client = starting.enter_context(Client(server.grpc_url, model=model))
+            client = starting.enter_context(Client(server.grpc_url, model=self.model))
             self._running = starting.pop_all()
         return client
+
+    def counters(self) -> Mapping[str, float]:
+        """The counters of the running server."""
+        from toolkit.bench.counters import read_counters
+
+        return read_counters(self.server.metrics_url)
+
+    def check(self) -> None:
+        """Raise ServerError, with the end of the log, if the server is no longer running."""
+        self.server.check()
 
     def _repository_of(self, arm: str) -> tuple[Path, Launch | None, TritonConfig]:
         """The arm's repository, how it is launched (None: as usual), and its settings."""

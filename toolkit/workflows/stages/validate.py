@@ -25,7 +25,8 @@ from toolkit.records.report import ValidationReport
 from toolkit.words import Role
 from toolkit.workflows.deployment import with_advice
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.serve import Servers, serve
+from toolkit.workflows.serve import Servers, plain_served, serve
+from toolkit.workflows.serve_vllm import VllmServers
 from toolkit.workflows.stages.keys import versions
 
 if TYPE_CHECKING:
@@ -100,7 +101,10 @@ def validate_stage(
                 **_advice_digest(config, finished),
                 "toolkit_sources": digest_sources([__name__]),
             },
-            "fingerprint": versions([*MEASURED_LIBRARIES, *_libraries_of_server(config)]),
+            "fingerprint": {
+                **versions([*MEASURED_LIBRARIES, *_libraries_of_server(config)]),
+                **_vllm_environment(config),
+            },
             "machine": machine(),
         }
 
@@ -117,7 +121,7 @@ def validate_stage(
             stages=_costs(finished),
             replaced=replaced,
         )
-        report, serving = _serve_and_judge(config, finished, origin, out_dir, progress)
+        report, serving = _serve_and_judge(config, workplace, finished, origin, out_dir, progress)
         # The peak memory of this stage is known only when it has ended.
         own_seconds = round(time.monotonic() - started, 3)
         validating = StageCost("validate", own_seconds, None, reused=False)
@@ -144,6 +148,7 @@ def _advice_digest(config: DeploymentConfig, finished: Finished) -> dict[str, st
 
 def _serve_and_judge(
     config: DeploymentConfig,
+    workplace: Workplace,
     finished: Finished,
     origin: Origin,
     out_dir: Path,
@@ -161,25 +166,33 @@ def _serve_and_judge(
     stated = config.model_dump(mode="json", exclude_unset=True)
     deployed = with_advice(config, finished)
     capabilities, speculates = config.capabilities, repository.max_draft_len > 0
-    in_turns = capabilities.plain_arm == "restart" and speculates
+    plain = plain_served(deployed, repository.path) if speculates else "by request"
     rule = config.speculation.acceptance
     log, began, peak_bytes = out_dir / "server.log", time.monotonic(), None
     references = _references(config, finished)
     with ExitStack() as running:
         endpoint, servers = running.enter_context(
-            serve(deployed, repository.path, log_path=log, progress=progress, in_turns=in_turns)
+            serve(
+                deployed,
+                repository.path,
+                log_path=log,
+                progress=progress,
+                plain=plain,
+                cache=workplace.vllm_cache,
+            )
         )
-        if capabilities.in_process:  # the servers of other kinds use the memory of the GPU
+        if capabilities.in_process:  # the memory of others is on GPUs, or in many processes
             peak = running.enter_context(PeakMemory(servers.server.pid))
-        against_plain = speculates and not in_turns
+        against_plain = speculates and plain != "in turns"
         report = validate(
             Served(
                 endpoint,
                 repository.max_draft_len,
                 capabilities,
                 rule=capabilities.acceptance[0] if rule == "auto" else rule,
-                counters=partial(_counters, servers) if capabilities.has_counters else None,
-                sweep=partial(_sweep, config, servers, repository.model, progress, against_plain),
+                counters=servers.counters if capabilities.counted != "nothing" else None,
+                sweep=partial(_sweep, config, servers, progress, against_plain),
+                has_second_server=plain == "beside",
             ),
             _gates_of(config, speculates=deployed.speculation.is_enabled),
             references,
@@ -204,17 +217,9 @@ def _gates_of(config: DeploymentConfig, *, speculates: bool) -> ValidationConfig
     return validation.model_copy(update={"latency": latency})
 
 
-def _counters(servers: Servers) -> Mapping[str, float]:
-    """The counters of the running server."""
-    from toolkit.bench.counters import read_counters
-
-    return read_counters(servers.server.metrics_url)
-
-
 def _sweep(
     config: DeploymentConfig,
-    servers: Servers,
-    model: str,
+    servers: Servers | VllmServers,
     progress: Progress,
     against_plain: bool,
     levels: Sequence[int],
@@ -222,17 +227,19 @@ def _sweep(
     """Measure the running server at each of these numbers of requests in flight."""
     from toolkit.bench.run import sweep
 
-    validation, server = config.validation, servers.server
+    validation, served, plain = config.validation, servers.address, servers.plain_address
     return sweep(
-        server.grpc_url,
-        model,
+        served.url,
+        served.model,
         validation.prompts,
         levels,
-        against_plain=against_plain,
+        protocol=served.protocol,
+        baseline=None if plain is None else plain.url,
+        against_plain=against_plain and plain is None,
         requests=min(validation.max_prompts, SWEEP_REQUESTS),
         max_tokens=validation.max_tokens,
         seed=validation.seed,
-        metrics_url=server.metrics_url,
+        metrics_url=None if plain is not None else served.metrics_url,
         progress=progress,
     )
 
@@ -278,7 +285,22 @@ def _environment(config: DeploymentConfig) -> dict[str, str]:
     """Name -> value of what the report says about the program, the machine and the libraries."""
     facts = {name: value for name, value in program().items() if value is not None}
     libraries = [*REPORTED_LIBRARIES, *_libraries_of_server(config)]
-    return {**facts, **machine(), **versions(libraries)}
+    return {**facts, **machine(), **versions(libraries), **_vllm_environment(config)}
+
+
+def _vllm_environment(config: DeploymentConfig) -> dict[str, str]:
+    """The versions in the environment that vLLM runs in, which is not this program's own."""
+    engine = config.vllm_engine
+    if engine is None:
+        return {}
+    from toolkit.engines.vllm.environment import find_environment
+
+    environment = find_environment(engine.python, version=engine.vllm)
+    return {
+        environment.distribution: environment.version,
+        "torch of vLLM": environment.torch,
+        "transformers of vLLM": environment.transformers,
+    }
 
 
 def _libraries_of_server(config: DeploymentConfig) -> list[str]:
@@ -323,8 +345,8 @@ def _source(
     if source == "auto" and float32_bytes > memory_bytes() / 2:
         return None, False
     is_unquantized = config.target.quantization.quant_algo == "NO_QUANT"
-    embedded = config.embedded_engine
-    is_precise = embedded is not None and embedded.dtype in ("float32", "float64")
+    engine = config.embedded_engine or config.vllm_engine
+    is_precise = engine is not None and engine.dtype in ("float32", "float64")
 
     def encode(prompt: str) -> list[int]:
         """Encode with the engine's own tokenizer, which is opened at its first use."""

@@ -1,0 +1,244 @@
+"""Starts vLLM's own OpenAI server on this machine, waits until it answers, and cleans up after it.
+
+The server is three processes or more (`python -m vllm.entrypoints.openai.api_server`, EngineCore,
+a Worker per rank). `toolkit.process` runs them in a private folder: sockets, temporary files and
+shared memory go with the server, however it ends.
+
+Where a cache folder is given, vLLM keeps what torch.compile made there, and the next start with the
+same model and arguments takes it. Only one server starts on a cache at a time, and a start that
+fails empties it: a half-written entry must not break the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import TritonConfig
+from toolkit.engines.vllm.arguments import SPECULATION, command_flags
+from toolkit.errors import ServerError
+from toolkit.interfaces import Progress
+from toolkit.process.server import PORT_ATTEMPTS, ServerProcess, is_taken, reserve_ports
+from toolkit.process.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from toolkit.openai_client import OpenAiClient
+
+__all__ = ["VllmServer", "server_command"]
+
+MODULE = "vllm.entrypoints.openai.api_server"
+PROBE = "Hello"  # one token after it shows that the engine answers
+PROBE_TIMEOUT_S = 120.0
+GONE_S = 15.0  # how long vLLM may take to end itself after its engine died
+CACHE_LOCK = ".lock"
+# Variables of this program's own environment that would change another Python.
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "__PYVENV_LAUNCHER__")
+# No reports to vLLM's makers, and nothing fetched: a deployment has all of its files. OMP: threads
+# that wait sleep, so that two servers, of which one is idle, do not disturb each other.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def server_command(
+    python: Path, args: Mapping[str, Any], name: str, *, host: str, port: int
+) -> list[str]:
+    """The command that serves these arguments (fields of AsyncEngineArgs) under this name.
+
+    generation_config `vllm`: sampling defaults are vLLM's own, as in Triton's backend, and not
+    those in the checkpoint's generation_config.json; its end tokens hold either way.
+    """
+    served = {"generation_config": "vllm", **args, "served_model_name": name}
+    command = [str(python), "-m", MODULE, *command_flags(served)]
+    command += ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
+    if SPECULATION in args:  # refused without speculation
+        command += ["--per-request-spec-decode-metrics", "detailed"]
+    return command
+
+
+class VllmServer:
+    """A running server of vLLM: `with VllmServer(...) as server: ... server.url`.
+
+    python: of the environment that has vLLM. args: fields of AsyncEngineArgs with this machine's
+    paths. name: what clients call the model. variables: of the environment, which the arguments
+    need. config: host, HTTP port (0: a free one) and the time that a start may take. cache: keeps
+    compiled graphs; None: they go with the server. log_path: defaults to a file that is removed
+    with the server. encode: the deployment's tokenizer, which the server has to agree with.
+
+    Raises ServerError with the end of the log if it cannot start.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        args: Mapping[str, Any],
+        name: str,
+        *,
+        variables: Mapping[str, str] | None = None,
+        config: TritonConfig | None = None,
+        cache: Path | None = None,
+        log_path: Path | None = None,
+        progress: Progress | None = None,
+        encode: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        self.name = name
+        self.config = config or TritonConfig()
+        self._python, self._args = python, dict(args)
+        self._variables = dict(variables or {})
+        self._cache, self._encode = cache, encode
+        self._server = ServerProcess("vLLM", log_path=log_path, progress=progress)
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """host:port of the OpenAI server."""
+        return f"{self.config.host}:{self._port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The whole URL of the Prometheus page."""
+        return f"http://{self.url}/metrics"
+
+    @property
+    def pid(self) -> int:
+        """The process id of vLLM's API server."""
+        return self._server.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self._server.log_path
+
+    def __enter__(self) -> VllmServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def client(self, timeout_s: float = 300.0) -> OpenAiClient:
+        from toolkit.openai_client import OpenAiClient
+
+        return OpenAiClient(self.url, self.name, timeout_s, encode=self._encode)
+
+    def start(self) -> None:
+        """Start the server, and return when it has generated a token."""
+        with _locked(self._cache):
+            try:
+                self._start()
+            except BaseException:
+                self.stop()
+                if self._cache is not None:
+                    _empty(self._cache)
+                raise
+
+    def _start(self) -> None:
+        requested = {"http": self.config.http_port}
+        for attempt in range(PORT_ATTEMPTS):
+            self._port = reserve_ports(self.config.host, requested)["http"]
+            try:
+                self._server.launch(self._command, in_workspace=True)
+                self._server.wait_until(
+                    self._is_healthy, self.config.start_timeout_s, "starting vLLM"
+                )
+                self._try_one_token()
+                return
+            except ServerError as error:
+                self.stop()
+                can_retry = attempt + 1 < PORT_ATTEMPTS and self.config.http_port == 0
+                if not (is_taken(error) and can_retry):
+                    raise
+
+    def _command(self, workspace: Workspace) -> tuple[list[str], dict[str, str]]:
+        command = server_command(
+            self._python, self._args, self.name, host=self.config.host, port=self._port
+        )
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        cache = self._cache or workspace.path / "cache"
+        return command, {
+            **THREAD_POLICY,
+            **inherited,
+            **ENVIRONMENT,
+            **self._variables,
+            "PATH": os.pathsep.join([str(self._python.parent), inherited.get("PATH", os.defpath)]),
+            "TMPDIR": str(workspace.path / "tmp"),
+            "VLLM_CACHE_ROOT": str(cache.absolute()),
+            "VLLM_CONFIG_ROOT": str(workspace.path / "config"),
+        }
+
+    def _is_healthy(self) -> bool:
+        with self.client(timeout_s=5) as client:
+            return client.ready()
+
+    def _try_one_token(self) -> None:
+        """Raise ServerError if the server is healthy, and does not generate."""
+        from toolkit.client import ClientError
+
+        try:
+            with self.client(timeout_s=PROBE_TIMEOUT_S) as client:
+                client.generate(PROBE, max_tokens=1, temperature=0.0)
+        except ClientError as error:
+            self.check(wait_s=GONE_S)
+            raise ServerError(
+                f"vLLM is healthy, but its first request failed: {error}",
+                log_tail=self.log_tail(),
+                hint="The end of its log says why.",
+            ) from error
+
+    def check(self, *, wait_s: float = 0.0) -> None:
+        """Raise ServerError, with the end of the log, if the server is no longer running.
+
+        wait_s: after a failed request, how long to wait for the server to end: vLLM takes a moment
+        to notice that its engine died.
+        """
+        deadline = time.monotonic() + wait_s
+        self._server.check()
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            self._server.check()
+
+    def log_tail(self) -> str:
+        """The last lines that the server printed, also after it died."""
+        return self._server.log_tail()
+
+    def stop(self) -> None:
+        """Stop the server and everything it started. May be called again, and after it died."""
+        self._server.stop()
+
+
+@contextlib.contextmanager
+def _locked(cache: Path | None) -> Iterator[None]:
+    """Let only one server start on this cache while the block runs."""
+    if cache is None:
+        yield
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    lock = os.open(cache / CACHE_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _empty(cache: Path) -> None:
+    for entry in cache.iterdir():
+        if entry.name != CACHE_LOCK:
+            shutil.rmtree(entry, ignore_errors=True)
