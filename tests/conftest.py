@@ -23,6 +23,8 @@ from tests.support.judged_reports import (
     plain_only_report,
 )
 from tests.support.serving import add_bls_variant, package_pair
+from toolkit.engines.vllm.environment import VllmEnvironment, find_environment
+from toolkit.errors import BackendUnavailable
 from toolkit.records.build import TritonRepository
 from toolkit.records.report import ValidationReport
 from toolkit.triton.process.server import TritonServer
@@ -53,13 +55,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where files go to several processes whole, those with most slow tests go first, and then
+    """Tests marked `vllm` are skipped where its environment is missing or broken, and say which.
+
+    Where files go to several processes whole, those with most slow tests go first, and then
     those with most tests: no process starts a long file while the others end.
     """
+    skip_without_vllm([item for item in items if item.get_closest_marker("vllm")])
     if hasattr(config, "workerinput"):
         tests = Counter(item.path for item in items)
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (-slow[item.path], -tests[item.path], str(item.path)))
+
+
+def skip_without_vllm(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    try:
+        find_environment()
+    except BackendUnavailable as error:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=f"{error.what}: {error.hint}"))
+
+
+@pytest.fixture(scope="session")
+def vllm_environment() -> VllmEnvironment:
+    """The environment with vLLM, for tests marked `vllm`."""
+    return find_environment()
 
 
 @pytest.fixture

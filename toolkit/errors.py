@@ -12,7 +12,7 @@ that callers can branch on fields. In brackets: the exit code.
     |   +-- StoreError       (3)   the store could not be read or written (disk full, permission,
     |   |                          damaged entry)
     |   +-- ServerError      (3)   tritonserver did not start, died or hung; has the end of its log
-    +-- BackendUnavailable   (3)   a library or program that is needed is not installed
+    +-- BackendUnavailable   (3)   a library or program that is needed is not installed, or broken
     +-- RequestError         (2)   one generation request cannot be served; the server continues
 
 A failed gate is not an exception: it is an outcome in the report, and the CLI turns the verdict
@@ -154,12 +154,21 @@ class ServerError(StageError):
 
 class BackendUnavailable(ToolkitError):
     """A library or program that is needed is not installed. `name` is its name, `extra` the extra
-    that installs it.
+    that installs it. fault: what is wrong with the one that is there; None: there is none.
     """
 
-    def __init__(self, name: str, *, extra: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        extra: str | None = None,
+        fault: str | None = None,
+        hint: str | None = None,
+    ) -> None:
         self.name = name
         self.extra = extra
+        self.fault = fault
         if not hint and extra:
             hint = f"pip install --editable '.[{extra}]' in the toolkit's checkout"
-        super().__init__(f"{name} is not available", hint=hint or None)
+        what = f"{name} is not available" if fault is None else f"{name} cannot be used: {fault}"
+        super().__init__(what, hint=hint or None)

@@ -85,6 +85,16 @@ def with_line(folder: Path, old: str, new: str) -> Path:
     return file
 
 
+def test_the_python_of_vllm_is_absolute_and_keeps_its_links(folder: Path) -> None:
+    """A virtual environment's Python is a link: what it leads to has other packages."""
+    (folder / "env" / "bin").mkdir(parents=True)
+    (folder / "env" / "bin" / "python").symlink_to("/usr/bin/env")
+    file = folder / "vllm.yaml"
+    file.write_text(GOOD.replace("max_seq_len", "kind: vllm, python: env/bin/python, max_seq_len"))
+    engine = load_config(file).vllm_engine
+    assert engine is not None and engine.python == folder / "env" / "bin" / "python"
+
+
 def test_paths_start_at_the_folder_of_the_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

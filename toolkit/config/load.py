@@ -9,6 +9,7 @@ pydantic's errors in the terms of the file.
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -312,7 +313,11 @@ def _resolve(base: Path, path: Path) -> Path:
 
 
 def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
-    """The config with absolute paths; hub ids stay as they are."""
+    """The config with absolute paths; hub ids stay as they are.
+
+    The Python that has vLLM keeps its links: that of a virtual environment is a link to another
+    Python, and finds its packages by the link's own place.
+    """
 
     def at(section: Any, **paths: Path | None) -> Any:
         return section.model_copy(
@@ -336,6 +341,10 @@ def _resolved(config: DeploymentConfig, base: Path) -> DeploymentConfig:
         ),
         "validation": at(config.validation, prompts=config.validation.prompts),
     }
+    vllm = config.vllm_engine
+    if vllm is not None and vllm.python is not None:
+        python = Path(os.path.abspath(base / vllm.python.expanduser()))  # noqa: PTH100 - see above
+        sections["engine"] = vllm.model_copy(update={"python": python})
     return config.model_copy(update=sections)
 
 

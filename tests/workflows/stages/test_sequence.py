@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +19,14 @@ from tests.support.trtllm import place_with_builder
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
+from toolkit.interfaces import EngineSpec, VllmSpec
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
 from toolkit.workflows.build import build, explain_build
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.plan import plan_of
 from toolkit.workflows.serve import Machine
+from toolkit.workflows.stages.keys import spec_parts
 from toolkit.workflows.stages.sequence import stages_of
 
 
@@ -380,3 +383,18 @@ def test_the_engine_flow_is_built_from_checkpoint_to_repository(
     assert len(list(repository.glob("tensorrt_llm*/1/**/rank*.engine"))) == 4
     monkeypatch.setenv("PATH", str(tmp_path))  # stored engines need no builder
     assert not build(config, workplace, Silent(), store, until="package").changed
+
+
+def test_the_part_of_vllm_holds_no_path_and_reads_a_schedule_in_any_order() -> None:
+    settings = VllmSpec("0.32.0", python=Path("/env/python"), draft_dir=Path("/draft"))
+    spec = EngineSpec("target", 4, 128, 256, 3, vllm=settings)
+    parts = spec_parts(replace(spec, vllm=replace(settings, draft_len_schedule={8: 0, 1: 3})))
+    assert parts == spec_parts(
+        replace(
+            spec,
+            vllm=VllmSpec("0.32.0", draft_len_schedule={1: 3, 8: 0}, draft_dir=Path("/moved")),
+        )
+    )
+    assert parts["vllm"]["draft_len_schedule"] == [[1, 3], [8, 0]]
+    assert "tensorrt_llm" not in parts and "vllm" not in spec_parts(replace(spec, vllm=None))
+    assert parts != spec_parts(spec)

@@ -21,6 +21,7 @@ from toolkit.words import KvCacheQuantAlgo, SpeculationKind
 
 __all__ = [
     "FILE",
+    "SPECULATION",
     "command_flags",
     "engine_args",
     "environment_of",

@@ -11,7 +11,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.stage import Finished, Stage
-from toolkit.records.build import CompiledEngine
+from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.words import Role
 from toolkit.workflows.deployment import check_prompt_lengths, with_advice
 from toolkit.workflows.folders import Workplace
@@ -50,15 +50,20 @@ def compile_stage(config: DeploymentConfig, role: Role, workplace: Workplace) ->
     def run(finished: Finished, out_dir: Path, progress: Progress) -> CompiledEngine:
         check_prompt_lengths(config)
         spec = spec_of(finished)
-        settings = spec.tensorrt_llm
-        if loads_draft and settings is not None and settings.speculation != "none":
-            settings = replace(settings, draft_dir=finished["quantize/draft"].record.path)
-        return stage.compile_engine(
-            kind,
-            finished[checkpoints[0]].record,
-            replace(spec, tensorrt_llm=settings),
-            out_dir,
-            progress,
-        )
+        if loads_draft:
+            spec = _with_draft(spec, finished["quantize/draft"].record)
+        return stage.compile_engine(kind, finished[checkpoints[0]].record, spec, out_dir, progress)
 
     return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
+
+
+def _with_draft(spec: EngineSpec, draft: QuantizedCheckpoint) -> EngineSpec:
+    """The spec with the folder of the draft, for the kinds that load it with the target."""
+    from toolkit.engines.vllm.backend import served_checkpoint
+
+    tensorrt_llm, vllm = spec.tensorrt_llm, spec.vllm
+    if tensorrt_llm is not None and tensorrt_llm.speculation != "none":
+        return replace(spec, tensorrt_llm=replace(tensorrt_llm, draft_dir=draft.path))
+    if vllm is not None and vllm.speculation != "none":
+        return replace(spec, vllm=replace(vllm, draft_dir=served_checkpoint(draft)))
+    return spec

@@ -23,6 +23,7 @@ from toolkit.words import EngineKind
 __all__ = ["engine_fingerprint", "spec_parts", "versions"]
 
 MAX_REMEMBERED_FINGERPRINTS = 64
+NOT_IN_KEYS = ("builder", "python", "draft_dir")
 
 
 def versions(libraries: Sequence[str]) -> Fingerprint:
@@ -46,7 +47,7 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
     from toolkit.engines.embedded.toolchain import compiler_path, instruction_set
     from toolkit.engines.stage import fingerprint
 
-    if spec.tensorrt_llm is not None:
+    if spec.tensorrt_llm is not None or spec.vllm is not None:
         return fingerprint(kind, spec)  # installed versions and GPU names, which are cheap to read
     compiler = compiler_path()
     status = None if compiler is None else Path(compiler).resolve().stat()
@@ -78,17 +79,15 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
 def spec_parts(spec: EngineSpec) -> dict[str, Any]:
     """The spec as parts of a key.
 
-    Fields that do not change the engine are left out: the builder and the folder of the draft.
+    Fields that do not change the engine are left out: the builder, the Python that has vLLM, whose
+    version is in the fingerprint, and the folder of the draft.
     """
     parts = dataclasses.asdict(spec)
-    settings = parts.pop("tensorrt_llm")
-    if settings is not None:
-        kept = {
-            name: value for name, value in settings.items() if name not in ("builder", "draft_dir")
-        }
-        schedule = settings["draft_len_schedule"]
-        parts["tensorrt_llm"] = {
-            **kept,
-            "draft_len_schedule": schedule and sorted(map(list, schedule.items())),
-        }
+    for name in ("tensorrt_llm", "vllm"):
+        settings = parts.pop(name)
+        if settings is not None:
+            schedule = settings["draft_len_schedule"]
+            kept = {key: value for key, value in settings.items() if key not in NOT_IN_KEYS}
+            kept["draft_len_schedule"] = schedule and sorted(map(list, schedule.items()))
+            parts[name] = kept
     return parts
