@@ -32,6 +32,7 @@ def diagnoses_of(
         find_server=find_server,
         find_libpython=lambda: libpython,
         find_compiler=lambda: compiler,
+        find_vllm=lambda: "0.32.0",
     )
     assert all(diagnosis.hint for diagnosis in checks if diagnosis.status != "ok")
     assert all(diagnosis.status in ("ok", "warn", "missing") for diagnosis in checks)
@@ -103,9 +104,36 @@ def test_a_check_that_breaks_does_not_stop_the_others(
     checks = {
         diagnosis.check: diagnosis
         for diagnosis in diagnose(
-            tmp_path, find_server=no_server, find_libpython=lambda: None, find_compiler=lambda: None
+            tmp_path,
+            find_server=no_server,
+            find_libpython=lambda: None,
+            find_compiler=lambda: None,
+            find_vllm=lambda: "0.32.0",
         )
     }
     assert checks["cpu"].status == "warn"
     assert "no /proc here" in checks["cpu"].detail
     assert checks["loopback"].status == "ok"
+
+
+def vllm_of(folder: Path, error: BackendUnavailable) -> Diagnosis:
+    def find_vllm() -> str:
+        raise error
+
+    checks = diagnose(
+        folder,
+        find_server=no_server,
+        find_libpython=lambda: None,
+        find_compiler=lambda: None,
+        find_vllm=find_vllm,
+    )
+    return next(diagnosis for diagnosis in checks if diagnosis.check == "vllm")
+
+
+def test_vllm_may_be_absent_and_may_not_be_broken(tmp_path: Path) -> None:
+    absent = vllm_of(tmp_path, BackendUnavailable("vLLM", hint="make vllm"))
+    assert (absent.status, absent.hint, absent.essential) == ("ok", "make vllm", False)
+    assert absent.detail.startswith("not installed")
+    broken = vllm_of(tmp_path, BackendUnavailable("vLLM", fault="no torch", hint="make vllm"))
+    assert (broken.status, broken.hint, broken.essential) == ("warn", "make vllm", False)
+    assert broken.detail == "no torch"

@@ -35,6 +35,7 @@ def root(
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """List what works on this machine and what is missing, and say how to fix it."""
     from toolkit.engines.embedded.toolchain import compiler_path
+    from toolkit.engines.vllm.environment import find_environment
     from toolkit.plan.doctor import diagnose
     from toolkit.triton.process.server import find_libpython, find_server
 
@@ -43,7 +44,11 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
         return install.binary, install.wheel
 
     diagnoses = diagnose(
-        Path.cwd(), find_server=server, find_libpython=find_libpython, find_compiler=compiler_path
+        Path.cwd(),
+        find_server=server,
+        find_libpython=find_libpython,
+        find_compiler=compiler_path,
+        find_vllm=lambda: find_environment().summary,
     )
     if as_json:
         show_json(diagnoses)

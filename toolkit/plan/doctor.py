@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import BackendUnavailable, ToolkitError
 from toolkit.pipeline.machine import cpu_flags, gpus, machine, memory_bytes, usable_cores
 from toolkit.rounding import size
 
@@ -55,13 +55,14 @@ def diagnose(
     find_server: Callable[[], tuple[Path, Path | None]],
     find_libpython: Callable[[], Path | None],
     find_compiler: Callable[[], str | None],
+    find_vllm: Callable[[], str],
 ) -> list[Diagnosis]:
     """Run all checks. folder: where the results of a build would go.
 
     find_server returns the tritonserver program, and the folder of the nvidia-pytriton wheel if the
     program comes from that wheel; it raises ToolkitError if there is no server. find_libpython
     returns the folder that holds the interpreter's shared library. find_compiler returns the path
-    of the C++ compiler.
+    of the C++ compiler. find_vllm says which vLLM there is; it raises BackendUnavailable.
     """
     checks: tuple[tuple[str, Callable[[], Iterator[Diagnosis]]], ...] = (
         ("python", _python),
@@ -69,6 +70,7 @@ def diagnose(
         ("memory", _memory),
         ("disk", lambda: _disk(folder)),
         ("libraries", _libraries),
+        ("vllm", lambda: _vllm(find_vllm)),
         ("numpy", _numpy),
         ("C++ compiler", lambda: _compiler(find_compiler())),
         ("tritonserver", lambda: _server(find_server, find_libpython)),
@@ -203,6 +205,18 @@ def _libraries() -> Iterator[Diagnosis]:
         yield Diagnosis("tensorrt_llm", OK, version("tensorrt_llm"))
     except PackageNotFoundError:
         yield Diagnosis("tensorrt_llm", OK, "not installed; engine.kind torch does not need it")
+
+
+def _vllm(find_vllm: Callable[[], str]) -> Iterator[Diagnosis]:
+    """vLLM has an environment of its own, which only one kind of engine needs."""
+    try:
+        yield Diagnosis("vllm", OK, find_vllm())
+    except BackendUnavailable as error:
+        if error.fault is None:
+            detail = "not installed; only engine.kind vllm needs it"
+            yield Diagnosis("vllm", OK, detail, error.hint)
+        else:
+            yield Diagnosis("vllm", WARN, error.fault, error.hint)
 
 
 def _numpy() -> Iterator[Diagnosis]:
