@@ -199,3 +199,50 @@ def test_a_batch_that_does_not_fit_at_full_length_is_a_warning_with_the_length_t
         config_of("pytorch", engine__max_batch_size=64, engine__max_seq_len=length // 32 * 32 - 4)
     )
     assert "batch-fits" not in {judgement.rule for judgement in shorter.judgements}
+
+
+def test_vllm_counts_its_share_of_a_gpu_for_everything() -> None:
+    """Weights, activations and KV caches together take gpu_memory_utilization, and no more."""
+    plan = make_plan(config_of("vllm", engine__gpu_memory_utilization=0.8))
+    serve = plan.memory[-1]
+    assert plan.serving is not None and serve.available_bytes is not None
+    share = 0.8 * serve.available_bytes
+    block = 16 * plan.serving.kv_bytes_per_token
+    assert share - block <= serve.total_bytes <= share
+
+
+def test_vllm_on_a_cpu_fills_kv_cache_gib_with_both_models_in_every_rank() -> None:
+    stages, serving = memory_of(subject("vllm_cpu", engine__kv_cache_gib=4.0), HOST)
+    assert serving is not None
+    shape_of_both = shape("Qwen/Qwen2.5-0.5B-Instruct")
+    assert serving.kv_bytes_per_token == 2 * kv_bytes_per_token(shape_of_both, None)
+    assert 4 * 2**30 - 128 * serving.kv_bytes_per_token < serving.kv_bytes <= 4 * 2**30
+    # A sequence takes the blocks of max_seq_len and the draft length: 17 of 128 tokens.
+    assert serving.sequences == serving.kv_tokens // 128 // 17
+    two, halved = memory_of(subject("vllm_cpu", engine__kv_cache_gib=4.0, engine__tp_size=2), HOST)
+    assert halved is not None and halved.kv_bytes_per_token == serving.kv_bytes_per_token // 2
+    kv_of_both_ranks = sum(
+        item.num_bytes for item in two[-1].items if item.name.startswith("KV cache")
+    )
+    assert kv_of_both_ranks == 2 * halved.kv_bytes
+    by_name = {stage.stage: stage for stage in stages}
+    assert by_name["validate"].total_bytes > 1.5 * by_name["serve"].total_bytes
+
+
+def test_both_arms_of_vllm_run_in_turns_where_only_one_fits() -> None:
+    judged = subject("vllm_cpu")
+    serve = memory_of(judged, HOST)[0][-1].total_bytes
+    [judgement] = judge_memory(judged, serve + 2**20)
+    assert (judgement.severity, judgement.rule) == ("warning", "memory")
+    assert judgement.hint is not None and "in turns" in judgement.hint
+    assert list(judge_memory(judged, 3 * serve)) == []
+    [judgement] = judge_memory(judged, serve - 2**20)
+    assert judgement.severity == "refused" and judgement.path == "engine.kv_cache_gib"
+
+
+def test_the_kv_cache_that_is_offered_to_vllm_holds_a_sequence() -> None:
+    keys = {"engine__max_seq_len": 32768, "engine__dtype": "float32"}
+    [judgement] = judge_memory(subject("vllm_cpu", engine__kv_cache_gib=1.0, **keys), HOST)
+    assert judgement.hint is not None and "kv_cache_gib: 2" in judgement.hint
+    judged = judge_memory(subject("vllm_cpu", engine__kv_cache_gib=2.0, **keys), HOST)
+    assert "refused" not in {judgement.severity for judgement in judged}

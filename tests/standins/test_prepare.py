@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deployments import config_of
 from toolkit.checkpoints.shape import read_shape
 from toolkit.config.load import load_config
 from toolkit.config.schema import TorchEngineConfig
@@ -81,6 +82,18 @@ def test_a_draft_length_that_is_to_be_measured_is_chosen_and_others_stay(tmp_pat
         == 4
     )
     assert "speculation.max_draft_len auto: 4" in prepared.replaced
+
+
+def test_a_rehearsal_says_that_vllm_itself_is_not_run(tmp_path: Path) -> None:
+    prepared = prepare(config_of("vllm"), tmp_path)
+    assert prepared.requested.vllm_engine is not None
+    assert isinstance(prepared.served.engine, TorchEngineConfig)
+    assert prepared.served.triton.layout == "llmapi"
+    [engine, note] = [
+        line for line in prepared.replaced if line.lower().startswith(("engine", "vllm"))
+    ]
+    assert engine.startswith("engine vllm: the embedded engine on this machine")
+    assert note.startswith("vLLM 0.24.0: not run; the checkpoints, arguments and repository")
 
 
 @pytest.mark.parametrize(

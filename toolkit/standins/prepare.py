@@ -95,6 +95,11 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         substitute = "the same, eager"
     described_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items())
     replaced.append(f"engine {capabilities.kind}: {substitute}, {described_sizes}")
+    if config.vllm_engine is not None:
+        replaced.append(
+            f"vLLM {config.vllm_engine.vllm}: not run; the checkpoints, arguments and repository"
+            " that it reads are written and read back"
+        )
     layout: Layout = "bls" if capabilities.layout == "bls" else "llmapi"
     triton = _triton(config.triton, layout)
     served = requested.model_copy(update={"engine": engine, "triton": triton})

@@ -19,8 +19,7 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.serve import Machine, check_servable
 from toolkit.workflows.stages.sequence import (
-    PACKAGE_TRTLLM,
-    REAL_KIND,
+    REAL_KINDS,
     possible_plan,
     stages_of,
 )
@@ -123,13 +122,12 @@ def _publications(
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Each folder that is published, with its subfolders and the stages that make them."""
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in config.models}
-    yield (
-        workplace.engines(config.name + REAL_KIND),
-        {role: f"compile/{role}{REAL_KIND}" for role in config.models},
-    )
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
-    yield workplace.repository(config.name + REAL_KIND), {"": PACKAGE_TRTLLM}
+    for kind in REAL_KINDS:  # of a rehearsal
+        name = f"{config.name}-{kind}"
+        yield workplace.engines(name), {role: f"compile/{role}-{kind}" for role in config.models}
+        yield workplace.repository(name), {"": f"package/{kind}"}
 
 
 def _outdated(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig
@@ -35,8 +36,7 @@ from toolkit.workflows.stages.tune import DraftingMethod, tune_stage
 from toolkit.workflows.stages.validate import validate_stage
 
 __all__ = [
-    "PACKAGE_TRTLLM",
-    "REAL_KIND",
+    "REAL_KINDS",
     "TWIN",
     "Ready",
     "advised_stages",
@@ -50,8 +50,9 @@ __all__ = [
 ]
 
 TWIN = "advised/"  # before the role: an embedded engine that stands for one of another kind
-# Names of a rehearsal's stages for the real kind of engine, beside those for the embedded engine.
-REAL_KIND, PACKAGE_TRTLLM = "-trtllm", "package/trtllm"
+# A rehearsal also has stages for the real kind of engine, beside those for the embedded engine:
+# `compile/ROLE-NAME` and `package/NAME`, for each of these names.
+REAL_KINDS = ("trtllm", "vllm")
 
 
 def stages_of(
@@ -194,8 +195,9 @@ def rehearsal_stages(
                 _without_trtllm_build(stage, engine_spec(real, role))
                 for stage, role in zip(compiled, roles, strict=True)
             ]
+        new_name = partial(_real_kind_name, kind="trtllm" if real.vllm_engine is None else "vllm")
         real_stages = [
-            _renamed(stage, _real_kind_name) for stage in (*compiled, package_stage(real, roles))
+            _renamed(stage, new_name) for stage in (*compiled, package_stage(real, roles))
         ]
     memory = make_plan(served).memory
     validate = validate_stage(served, roles, workplace, memo, memory, replaced)
@@ -209,11 +211,11 @@ def rehearsal_stages(
     ]
 
 
-def _real_kind_name(name: str) -> str:
-    """The name of a rehearsal's stage for the real kind of engine."""
+def _real_kind_name(name: str, kind: str) -> str:
+    """The name of a rehearsal's stage for the real kind of engine, one of REAL_KINDS."""
     if name == "package":
-        return PACKAGE_TRTLLM
-    return f"{name}{REAL_KIND}" if name.startswith("compile/") else name
+        return f"package/{kind}"
+    return f"{name}-{kind}" if name.startswith("compile/") else name
 
 
 def _renamed(stage: Stage, new_name: Callable[[str], str]) -> Stage:
