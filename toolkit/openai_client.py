@@ -45,7 +45,7 @@ from toolkit.client import (
     timing,
 )
 
-__all__ = ["OpenAiClient"]
+__all__ = ["OpenAiClient", "speculation_counts"]
 
 # Options that vLLM's requests carry under the same name.
 CARRIED = (
@@ -394,7 +394,7 @@ class _Answer:
         return Statistics(
             input_tokens=int(usage["prompt_tokens"]),
             output_tokens=int(usage["completion_tokens"]),
-            **_speculation(metrics.get("speculative_decoding")),
+            **speculation_counts(metrics.get("speculative_decoding")),
             **_log_probs(self._tokens if self._with_log_probs else None),
         )
 
@@ -448,32 +448,31 @@ def _error(page: str, status: int, url: str) -> ClientError:
     return ServerUnavailable(f"{url}: the server failed with status {code}: {message}")
 
 
-def _speculation(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+def speculation_counts(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """The fields of Statistics in vLLM's `metrics.speculative_decoding`.
 
     There is none of a server without speculation, and none of a request that a stop word ended:
-    then the server aborts its engine's request, and the counts are lost.
+    then the server aborts its engine's request, and the counts are lost. drafted_by_position is
+    known if the server tells every step (`detailed`), or if every block was of full length.
     """
     if metrics is None:
         return {}
-    fields: dict[str, Any] = {
-        "drafted": int(metrics["num_draft_tokens"]),
-        "accepted": int(metrics["num_accepted_draft_tokens"]),
-        "verify_steps": int(metrics["num_spec_steps"]),
-    }
+    steps, drafted = int(metrics["num_spec_steps"]), int(metrics["num_draft_tokens"])
     histogram = metrics["acceptance_histogram"]  # steps by their number of accepted tokens
-    fields["accepted_by_position"] = tuple(
-        sum(histogram[position + 1 :]) for position in range(len(histogram) - 1)
-    )
-    # Left out if there was no step, and without `detailed`.
+    places = range(len(histogram) - 1)
+    fields: dict[str, Any] = {
+        "drafted": drafted,
+        "accepted": int(metrics["num_accepted_draft_tokens"]),
+        "verify_steps": steps,
+        "accepted_by_position": tuple(sum(histogram[place + 1 :]) for place in places),
+    }
     per_step = metrics.get("per_step_drafted")
-    if per_step is None and not fields["verify_steps"]:
-        per_step = []
     if per_step is not None:
         fields["drafted_by_position"] = tuple(
-            sum(drafted > position for drafted in per_step)
-            for position in range(len(histogram) - 1)
+            sum(length > place for length in per_step) for place in places
         )
+    elif drafted == steps * len(places):
+        fields["drafted_by_position"] = (steps,) * len(places)
     return fields
 
 

@@ -41,6 +41,7 @@ from toolkit.client import (
     timing,
 )
 from toolkit.errors import StageError, UsageError
+from toolkit.openai_client import speculation_counts
 from toolkit.words import WireProtocol
 
 if TYPE_CHECKING:
@@ -858,7 +859,7 @@ class OpenAiTransport(_EventTransport):
             try:
                 chunks.append(self._chunk(data, received_ns))
                 figures = _figures(data, figures)
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise BadAnswer(
                     f"garbage: an event that is no completion chunk: {json.dumps(data)[:80]}"
                 ) from error
@@ -936,34 +937,8 @@ def _figures(data: dict[str, Any], before: Statistics) -> Statistics:
     metrics = data.get("metrics")
     counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if isinstance(counts, dict) and set(counts) >= SPECULATION_COUNTS:
-        told |= _speculation(counts)
+        told |= speculation_counts(counts)
     return dataclasses.replace(before, **told) if told else before
-
-
-def _speculation(counts: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Statistics in vLLM's `metrics.speculative_decoding`
-    (vllm/entrypoints/generate/base/protocol.py, SpeculativeDecodingMetrics).
-
-    drafted_by_position is known if the server tells every step (`detailed`), or if every block was
-    of full length.
-    """
-    steps, drafted = _whole(counts["num_spec_steps"]), _whole(counts["num_draft_tokens"])
-    accepted = _whole(counts["num_accepted_draft_tokens"])
-    steps_by_accepted = [_whole(count) or 0 for count in counts["acceptance_histogram"]]
-    places = range(len(steps_by_accepted) - 1)
-    fields: dict[str, Any] = {
-        "drafted": drafted,
-        "accepted": accepted,
-        "verify_steps": steps,
-        "accepted_by_position": tuple(sum(steps_by_accepted[i + 1 :]) for i in places),
-    }
-    per_step = counts.get("per_step_drafted")
-    if per_step is not None:
-        lengths = [_whole(length) or 0 for length in per_step]
-        fields["drafted_by_position"] = tuple(sum(length > i for length in lengths) for i in places)
-    elif drafted == (steps or 0) * len(places):
-        fields["drafted_by_position"] = tuple(steps or 0 for _ in places)
-    return fields
 
 
 def _whole(value: Any) -> int | None:
