@@ -79,6 +79,29 @@ def test_exit_codes_tell_fail_undecided_and_broken_apart(stub: StubServer, folde
             "has no NO_SUCH_KEY",
         ),
         (("localhost:1", "--compare", "a", "b"), "judges saved runs"),
+        (("nope.yaml",), "nope.yaml: no such file"),
+        ((".",), ".: is a folder, not a file"),
+        (("nope",), "nope: not an address of an endpoint"),
+        (("localhost:99999", "--prompts", "p.jsonl"), "'99999' is not a port"),
+        (("localhost:abc", "--prompts", "p.jsonl"), "'abc' is not a port"),
+        (("http://localhost:99999/v1", "--prompts", "p.jsonl"), "'99999' is not a port"),
+        (("http://localhost:abc/v1", "--prompts", "p.jsonl"), "'abc' is not a port"),
+        (("localhost:0", "--prompts", "p.jsonl"), "'0' is not a port"),
+        (
+            ("localhost:1", "--prompts", "p.jsonl", "--baseline", "http://localhost:abc"),
+            "http://localhost:abc: 'abc' is not a port",
+        ),
+        (
+            ("localhost:1", "--prompts", "p.jsonl", "--metrics-url", "http://localhost:abc/m"),
+            "http://localhost:abc/m: 'abc' is not a port",
+        ),
+        (("localhost:1", "--prompts", "p.jsonl", "--out", "."), ".: the run cannot be saved"),
+        (
+            ("localhost:1", "--prompts", "p.jsonl", "--out", "p.jsonl/run.json"),
+            "p.jsonl: the run cannot be saved",
+        ),
+        (("localhost:1", "--prompts", "p.jsonl", "--goodput", "ttft"), "not a limit of a latency"),
+        (("localhost:1", "--prompts", "p.jsonl", "--arrivals", "none"), "cannot be read"),
         (("--compare", "p.jsonl", "none.json"), "p.jsonl: cannot be read"),
         (("--compare", "/dev/zero", "none.json"), "/dev/zero: cannot be read"),
     ],
@@ -89,3 +112,16 @@ def test_arguments_that_cannot_work_exit_2(
     done = toolkit_here("bench", *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and "Traceback" not in done.stderr
+    assert "bench started" not in done.stderr and "cannot be reached" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--gate", "warmth<=1"), ("--goodput", "ttft"), ("--arrivals", "none")]
+)
+def test_a_deployment_is_not_served_for_arguments_that_cannot_work(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    done = toolkit_here("bench", str(config), *arguments, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "starting tritonserver" not in done.stderr and "tritonserver" not in done.stderr

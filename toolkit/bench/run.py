@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.bench.transports import Transport
     from toolkit.records.bench import BenchRun
 
-__all__ = ["BenchOptions", "bench", "sweep"]
+__all__ = ["BenchOptions", "bench", "check", "sweep"]
 
 FILLED = 4  # the least number of requests in a sweep, per request in flight
 METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: HTTP or gRPC -> metrics
@@ -67,9 +67,29 @@ def bench(
     """Measure the endpoint at url. Raises UsageError for arguments that cannot work, StageError if
     the endpoint cannot be used.
     """
-    plan = _plan(options)
+    plan = check(url, options)
     with _many_files():
         return asyncio.run(_bench(url, options, plan, progress))
+
+
+def check(url: str | None, options: BenchOptions) -> Plan:
+    """Plan the run. Raises UsageError for arguments that cannot work, before anything is started or
+    connected.
+
+    url: None if the endpoint is not known yet.
+    """
+    from toolkit.bench.transports import check_address
+
+    for address in (url, options.baseline):
+        if address is not None:
+            check_address(address, options.protocol)
+    if options.metrics_url is not None:
+        check_address(options.metrics_url)
+    if options.baseline is not None and options.against_plain:
+        raise UsageError(
+            "--baseline and --against-plain are two first arms", hint="Choose one of them."
+        )
+    return _plan(options)
 
 
 @contextlib.contextmanager
@@ -223,10 +243,6 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
 
     served = Options(max_tokens=options.max_tokens, temperature=options.temperature)
     if options.baseline is not None:
-        if options.against_plain:
-            raise UsageError(
-                "--baseline and --against-plain are two first arms", hint="Choose one of them."
-            )
         return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
     if not options.against_plain:
         return [Arm("served", transports[0], served)]

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from toolkit.client import (
+    MAX_PORT,
     MODELS,
     Chunk,
     ModelInterface,
@@ -52,6 +53,7 @@ __all__ = [
     "BadAnswer",
     "Exchange",
     "Transport",
+    "check_address",
     "connect",
     "read_exchange",
     "too_many_files",
@@ -63,7 +65,7 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
     "openai-chat",
     "openai-completions",
 )
-ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+$")
+ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\w+)$")
 BODY_SHOWN = 300  # characters of an error page
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 REFUSED_ARGUMENT = (400, 422)  # how servers refuse an unknown argument
@@ -206,22 +208,13 @@ async def connect(
     UsageError if url is not an address, StageError if the endpoint cannot be reached or does not
     speak the protocol.
     """
-    if protocol not in ("auto", *PROTOCOLS):
-        raise UsageError(
-            f"there is no protocol {protocol!r}", hint=f"known: auto, {', '.join(PROTOCOLS)}"
-        )
+    check_address(url, protocol)
     bare = url.removeprefix("grpc://").rstrip("/")
     if ADDRESS.match(bare) and protocol in ("auto", "triton-grpc"):
         return await GrpcTransport.connect(bare, model, timeout_s)
     if ADDRESS.match(bare):
         url = f"http://{bare}"
-    parts = _http_parts(url)
-    if parts is None:
-        hint = (
-            "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an"
-            " OpenAI-compatible server."
-        )
-        raise UsageError("not an address of an endpoint", where=url, hint=hint)
+    parts = urlsplit(url)
     session = _session(timeout_s, api_key)
     try:
         is_chosen = protocol != "auto" or parts.path.rstrip("/").endswith("/completions")
@@ -239,13 +232,38 @@ async def connect(
         raise
 
 
-def _http_parts(url: str) -> SplitResult | None:
-    """None if it is not an address of HTTP."""
+def check_address(url: str, protocol: str = "auto") -> None:
+    """Raise UsageError if nothing can be reached at url, whoever listens there, or if there is no
+    such protocol.
+    """
+    if protocol not in ("auto", *PROTOCOLS):
+        raise UsageError(
+            f"there is no protocol {protocol!r}", hint=f"known: auto, {', '.join(PROTOCOLS)}"
+        )
+    bare = ADDRESS.match(url.removeprefix("grpc://").rstrip("/"))
+    if bare is not None:
+        _check_port(bare["port"], url)
+        return
     try:
         parts = urlsplit(url)
     except ValueError:  # such as an IPv6 address without its closing bracket
-        return None
-    return parts if parts.scheme in ("http", "https") and parts.netloc else None
+        parts = SplitResult("", "", "", "", "")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        hint = (
+            "Give host:port of Triton's gRPC endpoint, or the http:// address of Triton or of an"
+            " OpenAI-compatible server."
+        )
+        raise UsageError("not an address of an endpoint", where=url, hint=hint)
+    _, colon, port = parts.netloc.rpartition("@")[2].rpartition("]")[2].rpartition(":")
+    if colon:
+        _check_port(port, url)
+
+
+def _check_port(port: str, url: str) -> None:
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
+        raise UsageError(
+            f"{port!r} is not a port", where=url, hint=f"A port is a number from 1 to {MAX_PORT}."
+        )
 
 
 async def _guess(session: aiohttp.ClientSession, url: str) -> WireProtocol:

@@ -234,7 +234,8 @@ def bench_command(
         "api_key": _api_key(api_key_env),
         "seed": seed,
     }
-    if Path(where).is_file():
+    _check_out(out)
+    if _is_config(where):
         config = load(Path(where), overrides)
         if against_plain is None:
             against_plain = config.speculation.is_enabled and baseline is None
@@ -243,6 +244,7 @@ def bench_command(
             "max_tokens": max_tokens or config.validation.max_tokens,
             "against_plain": against_plain,
         }
+        _check(None, options)
         with located_plan_errors(Path(where), overrides):
             run = _bench_deployment(config, options)
     else:
@@ -253,18 +255,51 @@ def bench_command(
             "metrics_url": metrics,
             "against_plain": bool(against_plain),
         }
+        _check(where, options)
         run = _bench_endpoint(where, options)
     _finish_bench(run, out, as_json=as_json)
 
 
 def _check_endpoint_options(where: str, prompts: Path | None, overrides: list[str] | None) -> None:
-    """Raises UsageError for options that only work with a CONFIG, and for missing prompts."""
+    """Raises UsageError for what is no address, for options that only work with a CONFIG, and for
+    missing prompts.
+    """
+    from toolkit.bench.transports import check_address
+
+    check_address(where)
     if overrides:
         raise UsageError(
             "--set changes a CONFIG, and this is an endpoint", where=where, hint="Leave --set out."
         )
     if prompts is None:
         raise UsageError("no prompts to send", where=where, hint="Give --prompts FILE.")
+
+
+def _is_config(where: str) -> bool:
+    """Whether this names a file, even one that does not exist: no address ends as YAML does."""
+    is_named_so = Path(where).suffix.lower() in (".yaml", ".yml") and "://" not in where
+    return is_named_so or Path(where).exists()
+
+
+def _check(url: str | None, options: dict[str, Any]) -> None:
+    """Raises UsageError for options that cannot work, before anything is started."""
+    from toolkit.bench.run import BenchOptions, check
+
+    check(url, BenchOptions(**options))
+
+
+def _check_out(out: Path | None) -> None:
+    """Raises UsageError if the run could not be saved there, before it is measured."""
+    if out is None:
+        return
+    hint = "Name a file, such as --out run.json."
+    if out.is_dir():
+        raise UsageError("the run cannot be saved: this is a folder", where=out, hint=hint)
+    target = (
+        out if out.exists() else next(above for above in out.absolute().parents if above.exists())
+    )
+    if target.is_dir() == out.exists() or not os.access(target, os.W_OK):
+        raise UsageError("the run cannot be saved: this cannot be written", where=target, hint=hint)
 
 
 def _levels(text: str | None) -> tuple[int, ...]:
