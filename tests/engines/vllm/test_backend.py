@@ -14,12 +14,17 @@ import pytest
 from toolkit.engines.registry import backend
 from toolkit.engines.vllm import check_args
 from toolkit.engines.vllm.arguments import read_engine_args
-from toolkit.engines.vllm.backend import VllmBackend
+from toolkit.engines.vllm.backend import VllmBackend, served_checkpoint
 from toolkit.engines.vllm.environment import VllmEnvironment
 from toolkit.engines.vllm.installed import Answer, ask_vllm
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, VllmSpec
-from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
+from toolkit.records.build import (
+    CompiledEngine,
+    QuantizationQuality,
+    QuantizedCheckpoint,
+    VllmFormat,
+)
 from toolkit.records.codec import from_json, to_json
 from toolkit.words import Device
 
@@ -28,6 +33,7 @@ HERE = VllmEnvironment(
 )
 ON_GPUS = replace(HERE, distribution="vllm", platform="cuda", torch="2.13.0")
 ACCEPTED = Answer(None, (), "float32")
+QUALITY = QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, (), (), 0)
 
 
 def silent(done: int, total: int | None, what: str) -> None:
@@ -114,6 +120,20 @@ def test_a_directory_holds_the_checkpoint_and_relative_arguments(
     assert args["model"] == str(engine.path) and has_device
     assert args["speculative_config"]["model"] == "/draft"
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+def test_the_format_that_was_written_for_vllm_is_placed(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of the target, and of the draft that its arguments name."""
+    written = VllmFormat(tiny_pair[1], 1000, "dynamic per token", (), (), QUALITY)
+    checkpoint = checkpoint_of(tiny_pair[0], vllm=written)
+    assert served_checkpoint(checkpoint) == tiny_pair[1]
+    assert served_checkpoint(checkpoint_of(tiny_pair[0])) == tiny_pair[0]
+    engine = compiled(Installed(), tiny_pair, tmp_path / "target", spec_of(), vllm=written)
+    weights = tiny_pair[1] / "model.safetensors"
+    assert (engine.path / "model.safetensors").read_bytes() == weights.read_bytes()
+    assert engine.weight_bytes == weights.stat().st_size
 
 
 def test_a_draft_is_placed_without_arguments(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -239,7 +259,7 @@ def test_fp8_is_multiplied_in_16_bits_on_a_cpu(
 def test_vllm_accepts_what_the_toolkit_writes(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """With a draft, a schedule, two ranks; by the registered backend."""
     spec = spec_of(
-        draft_dir=tiny_pair[1], dtype="float32", draft_len_schedule={1: 3, 9: 0}, tp_size=2
+        draft_dir=tiny_pair[1], dtype="float32", draft_len_schedule={1: 3, 3: 0}, tp_size=2
     )
     (tmp_path / "target").mkdir()
     engine = backend("vllm").compile(checkpoint_of(tiny_pair[0]), spec, tmp_path / "target", silent)

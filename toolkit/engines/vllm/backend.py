@@ -18,6 +18,7 @@ from toolkit.engines.vllm.arguments import (
     SPECULATION,
     engine_args,
     environment_of,
+    has_draft_model,
     resolved,
     write_engine_args,
 )
@@ -54,8 +55,8 @@ class FindEnvironment(Protocol):
 
 
 def served_checkpoint(checkpoint: QuantizedCheckpoint) -> Path:
-    """The folder that vLLM reads."""
-    return checkpoint.path
+    """The folder that vLLM reads: the one written for it, else the common format."""
+    return checkpoint.path if checkpoint.vllm is None else checkpoint.vllm.path
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ class VllmBackend:
                 f" for {settings.version}"
             )
         obstacle = self._missing_devices(spec, environment)
-        speculative = args.get(SPECULATION) or {}
-        if obstacle is None and "model" in speculative and settings.draft_dir is None:
+        if obstacle is None and has_draft_model(args) and settings.draft_dir is None:
             obstacle = "the draft's folder was not given"
         progress(0, None, f"asking vLLM {environment.version} about the arguments")
         answer = self.ask_vllm(
