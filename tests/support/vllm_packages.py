@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,15 @@ def repository(
     folder: Path,
     args: dict[str, Any] = ARGS,
     launched: VllmDeployment | None = None,
+    pair: tuple[Path, Path] | None = None,
     **triton: Any,
 ) -> TritonRepository:
     """The repository of two engines. args without a draft model: of the target alone. launched:
-    None for one on CPUs.
+    None for one on CPUs. pair: checkpoints that vLLM can load.
     """
     target, draft = (engine(folder / "engines", role) for role in ("target", "draft"))
+    if pair is not None:
+        target, draft = replace(target, path=pair[0]), replace(draft, path=pair[1])
     has_draft = "model" in args.get("speculative_config", {})
     return package_vllm(
         target,
