@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.facts.vllm import VLLM_VERSIONS
 from toolkit.templates import render_template
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy import (
@@ -45,12 +46,7 @@ from toolkit.words import Device
 
 __all__ = ["VllmDeployment", "write"]
 
-# Triton's docs/introduction/compatibility.md; version of vLLM -> tag of the newest container.
-TRITON_TAGS = {"0.24.0": "26.07", "0.27.1": "26.08"}
-TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:{tag}-vllm-python-py3"
 VLLM_IMAGE = "vllm/vllm-openai:v{version}"
-# Versions whose server was seen to have --per-request-spec-decode-metrics.
-WITH_REQUEST_METRICS = ("0.32.0",)
 HTTP_PORT = 8000  # of vLLM's own server, which has its metrics on it, too
 RAY_PORT = 6379
 PROMPT = "def read_config(path):"  # in the README
@@ -72,8 +68,7 @@ class VllmDeployment:
     @property
     def triton_image(self) -> str | None:
         """The container of Triton that has this version of vLLM; None if none is known."""
-        tag = TRITON_TAGS.get(self.version)
-        return None if tag is None else TRITON_IMAGE.format(tag=tag)
+        return VLLM_VERSIONS[self.version].serving_image
 
     @property
     def vllm_image(self) -> str:
@@ -99,7 +94,10 @@ class VllmDeployment:
 
     @property
     def has_request_metrics(self) -> bool:
-        return self.speculates and self.version in WITH_REQUEST_METRICS
+        """Whether its server is known to have --per-request-spec-decode-metrics, which needs
+        speculation.
+        """
+        return self.speculates and bool(VLLM_VERSIONS[self.version].request_metrics)
 
     @property
     def entry_model(self) -> str:
@@ -141,11 +139,20 @@ def _readme(deployment: VllmDeployment, args: Mapping[str, Any], pair: str, fold
         args=args,
         pair=pair,
         devices=_devices(deployment),
-        known_containers=", ".join(f"{tag} has {name}" for name, tag in TRITON_TAGS.items()),
+        known_containers=", ".join(_containers()),
         files={file.name for file in folder.iterdir()},
         completion=json.dumps(completion).replace("'", "'\\''"),
         generate=json.dumps(generate),
     )
+
+
+def _containers() -> list[str]:
+    """The containers of Triton that are known, with what they have."""
+    return [
+        f"{tag} has {version.name}"
+        for version in VLLM_VERSIONS.values()
+        for tag in version.serving_tags
+    ]
 
 
 def _devices(deployment: VllmDeployment) -> str:
