@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 import uuid
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_packages import ARGS, repository
+from toolkit.engines.vllm.environment import VllmEnvironment
 from toolkit.triton.package.vllm import OLD_KEYS
 from toolkit.triton.process.localize import local_args
 
@@ -55,14 +55,6 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    program = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    if not program.exists():
-        pytest.skip(f"no vLLM here: {program} does not exist (make vllm)")
-    return program
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the quickstart's pair: vLLM's attention on CPUs has no kernel for smaller heads."""
     pair = (QUICKSTART / "target", QUICKSTART / "draft")
@@ -76,10 +68,10 @@ def environment(cache: Path, **variables: str) -> dict[str, str]:
 
 
 def test_the_installed_vllm_takes_the_arguments_and_refuses_the_old_ones(
-    python: Path, folder: Path, tmp_path: Path
+    vllm_environment: VllmEnvironment, folder: Path, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [python, "-c", ASK],
+        [vllm_environment.python, "-c", ASK],
         input=json.dumps({"args": local_args(folder), "old_keys": OLD_KEYS}),
         env=environment(tmp_path, VLLM_LOGGING_LEVEL="ERROR"),
         cwd=tmp_path,
@@ -141,14 +133,14 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
 
 
 def test_the_launch_script_serves_and_leaves_no_process(
-    python: Path, folder: Path, tmp_path: Path, mark: str
+    vllm_environment: VllmEnvironment, folder: Path, tmp_path: Path, mark: str
 ) -> None:
     port, log = free_port(), tmp_path / "log"
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         server = subprocess.Popen(
             [folder / "launch_vllm.sh", "--port", str(port)],
-            env=environment(tmp_path, PYTHON=str(python), TOOLKIT_TEST=mark),
+            env=environment(tmp_path, PYTHON=str(vllm_environment.python), TOOLKIT_TEST=mark),
             cwd=tmp_path,
             stdout=output,
             stderr=subprocess.STDOUT,
