@@ -314,7 +314,7 @@ def test_vllm_refuses_and_the_argument_is_named(
         "tokens": (
             {**good, "max_num_batched_tokens": 2},
             True,
-            ["max_num_batched_tokens"],
+            ["max_num_seqs", "max_num_batched_tokens"],
         ),
         "model": ({**good, "model": str(tmp_path / "nowhere")}, True, []),
     }
