@@ -125,7 +125,8 @@ def _kv_scales(source: Source) -> tuple[tuple[Tensor, Tensor], ...]:
 
 def _scales(module: Any, algorithm: Algorithm) -> LinearScales:
     quantizer = module.input_quantizer
-    has_input_scale = quantizer.is_enabled and quantizer.amax is not None
+    is_static = quantizer.is_enabled and not quantizer._dynamic
+    has_input_scale = is_static and quantizer.amax is not None
     smoothing = quantizer.pre_quant_scale
     return LinearScales(
         weight=_float(module.weight_quantizer.amax) / algorithm.max_code,

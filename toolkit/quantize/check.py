@@ -21,7 +21,7 @@ from toolkit.quantize.checkpoint import rope_spellings
 from toolkit.records.measured import Finding
 from toolkit.words import KvCacheQuantAlgo
 
-__all__ = ["check_format", "linear_names", "verdict"]
+__all__ = ["check_files", "check_format", "linear_names", "verdict"]
 
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -52,12 +52,9 @@ def check_format(
     try:
         tensors = read_index(directory)
         findings = [
-            _config(directory, shape),
-            _rope(directory, shape),
-            _dtype(directory, dtype),
+            *check_files(directory, shape, dtype),
             _names(directory, algorithm, kv_cache_quant_algo),
             _tensor_set(tensors, shape),
-            _tokenizer(directory, shape),
         ]
         if algorithm is not None:
             excluded = (
@@ -79,6 +76,18 @@ def check_format(
     except CheckpointError as exc:
         return (Finding("readable", "error", str(exc)),)
     return tuple(findings)
+
+
+def check_files(directory: Path, shape: ModelShape, dtype: str) -> tuple[Finding, ...]:
+    """Check what every format has: config.json and the tokenizer. Raises CheckpointError if they
+    cannot be read.
+    """
+    return (
+        _config(directory, shape),
+        _rope(directory, shape),
+        _dtype(directory, dtype),
+        _tokenizer(directory, shape),
+    )
 
 
 def verdict(check: str, faults: list[str], fine: str) -> Finding:

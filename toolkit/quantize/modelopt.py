@@ -25,7 +25,10 @@ from typing import Any
 from toolkit.errors import CheckpointError
 from toolkit.interfaces import Progress
 from toolkit.quantize.algorithms import Algorithm, presets
+from toolkit.quantize.codes import row_slices
+from toolkit.quantize.folding import INPUTS, Folding, exact_factors, rows_of_producer, why_left_out
 from toolkit.quantize.source import Source, read_source
+from toolkit.records.build import LeftOut
 from toolkit.words import KvCacheQuantAlgo
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "quantized_linears",
     "quiet",
     "reserve",
+    "smooth_exactly",
 ]
 
 logger = logging.getLogger(__name__)
@@ -176,6 +180,60 @@ def _smooth_together(layer: Any) -> None:
             if linear._parameters["weight"] is not weight:
                 weight.data.copy_(linear._parameters["weight"].data)
                 linear._parameters["weight"] = weight
+
+
+def smooth_exactly(model: Any, source: Source) -> Folding:
+    """Replace the smoothing of a calibrated SmoothQuant model by powers of two, in place, and let
+    its activations have a scale per token instead of a calibrated one.
+
+    The model then computes what the folded checkpoint does, but for the order of exact
+    multiplications by powers of two; so quality can be measured on it, and `as_source` still
+    switches it to its source.
+    """
+    import torch
+
+    rows: dict[str, Any] = {}
+    folded: list[str] = []
+    left_out: list[LeftOut] = []
+    for i, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{i}"
+        for group in INPUTS:
+            names = [f"{prefix}.{name}" for name in group.linears]
+            linears = [layer.get_submodule(name) for name in group.linears]
+            smoothing = linears[0].input_quantizer.pre_quant_scale
+            if smoothing is None:
+                left_out += [LeftOut(name, "calibration gave no smoothing") for name in names]
+                factors = torch.ones(linears[0].in_features)
+            else:
+                factors = exact_factors(source, i, group, smoothing.squeeze())
+                reason = why_left_out(group, smoothing, factors)
+                if reason is not None:
+                    left_out += [LeftOut(name, reason) for name in names]
+                else:
+                    folded += names
+                    rows[f"{prefix}.{group.producer}"] = rows_of_producer(source, group, factors)
+            for name, linear in zip(names, linears, strict=True):
+                _smooth_again(linear, read_source(source, f"{name}.weight"), factors)
+    return Folding(rows, tuple(folded), tuple(left_out))
+
+
+def _smooth_again(linear: Any, original: Any, factors: Any) -> None:
+    """Smooth one linear by `factors` [in] instead of by what it was smoothed with."""
+    import torch
+
+    weight = linear._parameters["weight"].data
+    largest = torch.empty(len(weight), dtype=torch.float32)
+    for rows in row_slices(weight):
+        weight[rows] = (original[rows].to(weight.dtype).float() / factors).to(weight.dtype)
+        largest[rows] = weight[rows].abs().amax(dim=1).float()
+    largest[largest == 0] = linear.weight_quantizer.maxbound
+    amax = linear.weight_quantizer.amax
+    linear.weight_quantizer.amax = largest.reshape(amax.shape).to(amax.dtype)
+    quantizer = linear.input_quantizer
+    if quantizer.pre_quant_scale is not None:
+        quantizer.pre_quant_scale = factors.reshape(quantizer.pre_quant_scale.shape)
+    quantizer.reset_amax()
+    quantizer.set_from_attribute_config({"type": "dynamic", "axis": (0, 1)})  # [batch, token]
 
 
 def _linears(layer: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from toolkit.records.measured import Finding
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Captured", "capture", "read_back"]
+__all__ = ["Captured", "capture", "digest_of_codes", "read_back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def _bytes(codes: Tensor) -> memoryview:
     return codes.contiguous().view(torch.uint8).numpy().data
 
 
-def _digest(codes: Tensor) -> str:
+def digest_of_codes(codes: Tensor) -> str:
+    """sha256 of the codes' bytes, row by row."""
     return hashlib.sha256(_bytes(codes)).hexdigest()
 
 
@@ -130,7 +131,7 @@ def read_back(
                 f"{name}: {linear.wrong} of {linear.weights} codes are not those of the weight that"
                 " quality was measured with"
             )
-        if _digest(read_tensor(tensors[f"{name}.weight"])) != linear.codes_sha256:
+        if digest_of_codes(read_tensor(tensors[f"{name}.weight"])) != linear.codes_sha256:
             code_faults.append(f"{name}.weight does not hold the codes that were quantized")
     scale_faults = [
         fault

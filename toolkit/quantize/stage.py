@@ -1,8 +1,8 @@
 """The quantize stage: take a source checkpoint, write a quantized one, measure its quality, and
 check the written files.
 
-The unified format is always written. If the engine flow needs the TRT-LLM format, that is written
-too, into a folder of its own inside the checkpoint.
+The unified format is always written. If the engine flow needs the TRT-LLM format, or vLLM needs
+compressed-tensors, that is written too, into a folder of its own inside the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,17 +24,39 @@ from toolkit.quantize.check import check_format
 from toolkit.quantize.checkpoint import copy_code, copy_unchanged, finish, write_configs
 from toolkit.quantize.partition import Ranks, partition
 from toolkit.quantize.source import Source, check_weights, open_source
-from toolkit.records.build import QuantizationQuality, QuantizedCheckpoint, TrtllmForm
+from toolkit.records.build import (
+    QuantizationQuality,
+    QuantizedCheckpoint,
+    TrtllmForm,
+    VllmFormat,
+)
 from toolkit.records.measured import Finding
 from toolkit.words import Device, KvCacheQuantAlgo, Role
 
 if TYPE_CHECKING:
     from toolkit.quantize.calibrated import Calibrated
 
-__all__ = ["TRTLLM_FOLDER", "VERSION", "Ranks", "fingerprint", "quantize"]
+__all__ = [
+    "TRTLLM_FOLDER",
+    "VERSION",
+    "VLLM_FOLDER",
+    "Ranks",
+    "fingerprint",
+    "needs_vllm_format",
+    "quantize",
+]
 
 VERSION = 6
 TRTLLM_FOLDER = "trtllm"
+VLLM_FOLDER = "vllm"
+
+
+def needs_vllm_format(quantization: QuantizationConfig) -> bool:
+    """Whether vLLM cannot read what ModelOpt's unified format makes of this algorithm: it knows no
+    smoothing vector.
+    """
+    algorithm = algorithm_of(quantization.quant_algo)
+    return algorithm is not None and algorithm.pre_quant_scale
 
 
 def fingerprint(quantization: QuantizationConfig) -> Fingerprint:
@@ -58,6 +80,7 @@ def quantize(
     *,
     vocab_size: int | None = None,
     trtllm: Ranks | None = None,
+    vllm: bool = False,
     with_code: bool = False,
 ) -> QuantizedCheckpoint:
     """Quantize the checkpoint `source` and write it into `out_dir`. The same input gives the same
@@ -67,6 +90,8 @@ def quantize(
     is padding; None keeps all.
     trtllm: also write the TRT-LLM format for these ranks, from the same calibration; None writes
     the unified format only.
+    vllm: also write the format that vLLM reads, from the same calibration; only for an algorithm
+    that `needs_vllm_format`.
     with_code: also copy the source's Python modules, for a runtime that is told to trust them.
 
     A source that ModelOpt has already quantized is checked and copied. Raises CheckpointError if
@@ -79,9 +104,12 @@ def quantize(
     _check_algorithm(opened, quantization)
     if trtllm is not None:
         partition(opened.shape, trtllm)  # raises, before time is spent, if it cannot be divided
+    if vllm:
+        _check_vllm(opened, quantization)
     check_weights(opened, progress)
     out_dir.mkdir(parents=True, exist_ok=True)
     quality: QuantizationQuality | None = None
+    vllm_format: VllmFormat | None = None
     if algorithm is None or opened.is_quantized:
         read_back_checks = _copy(opened, trtllm, out_dir, progress)
     else:
@@ -90,17 +118,20 @@ def quantize(
                 f"quantizing the {role} needs calibration text",
                 hint="add a `calibration` section with a `dataset`",
             )
-        quality, read_back_checks = _quantize(
+        quality, vllm_format, read_back_checks = _quantize(
             opened,
             algorithm,
             quantization.kv_cache_quant_algo,
             calibration,
             trtllm,
+            vllm,
             out_dir,
             progress,
         )
     if with_code:
         copy_code(source, out_dir)
+        if vllm_format is not None:
+            copy_code(source, vllm_format.path)
     checks = (
         *check_format(
             out_dir, opened.shape, opened.dtype, algorithm, quantization.kv_cache_quant_algo
@@ -121,6 +152,7 @@ def quantize(
         trtllm=None
         if trtllm is None
         else TrtllmForm(out_dir / TRTLLM_FOLDER, trtllm.tp_size, trtllm.pp_size),
+        vllm=vllm_format,
     )
 
 
@@ -164,16 +196,36 @@ def _check_algorithm(source: Source, quantization: QuantizationConfig) -> None:
         raise CheckpointError(message, where=source.path, hint=hint)
 
 
+def _check_vllm(source: Source, quantization: QuantizationConfig) -> None:
+    """Raise before time is spent, if the format that vLLM reads cannot be made."""
+    assert needs_vllm_format(quantization), "vLLM reads the unified format of this algorithm"
+    if source.is_quantized:
+        raise CheckpointError(
+            f"is already quantized with {source.quant_algo} in ModelOpt's format, which vLLM does"
+            " not read; its codes were made for a smoothing that vLLM does not know",
+            where=source.path,
+            hint="name the unquantized checkpoint; the quantize stage writes what vLLM reads",
+        )
+    if quantization.kv_cache_quant_algo is not None:
+        raise UsageError(
+            f"a {quantization.kv_cache_quant_algo} KV cache cannot be combined with"
+            f" {quantization.quant_algo} in the format that vLLM reads: folding the smoothing"
+            " changes the values that its scales were calibrated for",
+            hint="remove kv_cache_quant_algo, or set quant_algo: FP8",
+        )
+
+
 def _quantize(
     source: Source,
     algorithm: Algorithm,
     kv_cache_quant_algo: KvCacheQuantAlgo | None,
     calibration: CalibrationConfig,
     trtllm: Ranks | None,
+    vllm: bool,
     out_dir: Path,
     progress: Progress,
-) -> tuple[QuantizationQuality, tuple[Finding, ...]]:
-    """Calibrate, measure quality, write, and read back. Both formats come from one calibration."""
+) -> tuple[QuantizationQuality, VllmFormat | None, tuple[Finding, ...]]:
+    """Calibrate, measure quality, write, and read back. All formats come from one calibration."""
     texts, heldout_texts = split_texts(calibration)
     length = min(calibration.calib_max_seq_length, source.shape.max_position_embeddings)
     samples = encode(texts, source.path, length, source.shape.vocab_size)
@@ -181,6 +233,10 @@ def _quantize(
 
     # Heavy imports, not needed before the calibration text has been checked.
     from toolkit.quantize.calibrated import calibrated_from_model
+    from toolkit.quantize.compressed_tensors import (
+        check_compressed_tensors,
+        write_compressed_tensors,
+    )
     from toolkit.quantize.hf_format import write_hf_weights
     from toolkit.quantize.modelopt import (
         load_model,
@@ -188,6 +244,7 @@ def _quantize(
         quantization_configs,
         quantize_model,
         quiet,
+        smooth_exactly,
     )
     from toolkit.quantize.quality import measure, take_tokens
     from toolkit.quantize.readback import capture, read_back
@@ -210,9 +267,30 @@ def _quantize(
         checks = read_back(out_dir, calibrated, captured)
         if trtllm is not None:
             checks += _write_trtllm(calibrated, trtllm, out_dir / TRTLLM_FOLDER, report)
+        vllm_format: VllmFormat | None = None
+        if vllm:
+            folding = smooth_exactly(model, source)  # the weights change; nothing else reads them
+            with computing_on(model, _device()):
+                vllm_quality = measure(
+                    model, source, batches_of(take_tokens(heldout_samples), 1), report
+                )
+            calibrated = calibrated_from_model(model, source, algorithm)
+            captured = capture(model, calibrated)
+            report(0, None, "writing vLLM's format")
+            folder = out_dir / VLLM_FOLDER
+            write_compressed_tensors(calibrated, folding, folder)
+            checks += check_compressed_tensors(folder, calibrated, folding, captured)
+            vllm_format = VllmFormat(
+                path=folder,
+                weight_bytes=sum(info.num_bytes for info in read_index(folder).values()),
+                activations="dynamic per token",
+                folded=folding.folded,
+                left_out=folding.left_out,
+                quality=vllm_quality,
+            )
     del model, calibrated
     gc.collect()  # ModelOpt's modules refer to one another in circles
-    return quality, checks
+    return quality, vllm_format, checks
 
 
 def _device() -> Device:

@@ -31,6 +31,10 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
     ranks = stage.Ranks(engine.tp_size, engine.pp_size)
     trtllm = ranks if config.capabilities.checkpoint_format == "trtllm" else None
 
+    vllm = config.capabilities.checkpoint_format == "vllm" and stage.needs_vllm_format(
+        model.quantization
+    )
+
     def parts(finished: Finished) -> Mapping[str, Any]:
         proof = finished["pair"].record
         inputs = {"checkpoint": proof.target_digest if role == "target" else proof.draft_digest}
@@ -39,6 +43,8 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
             "vocab_size": proof.vocab_size,
         }
         settings["trtllm"] = None if trtllm is None else dataclasses.asdict(trtllm)
+        if vllm:
+            settings["vllm"] = True
         if model.trust_remote_code:
             inputs["code"] = digest_tree(model.checkpoint, CODE_PATTERNS, memo)
         if calibration is not None:
@@ -63,6 +69,7 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
             progress,
             vocab_size=vocab_size,
             trtllm=trtllm,
+            vllm=vllm,
             with_code=model.trust_remote_code,
         )
 
