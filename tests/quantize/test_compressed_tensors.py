@@ -192,7 +192,17 @@ def test_what_is_not_quantized_is_said(tmp_path: Path) -> None:
     }
     assert len(folding.folded) == 11
     findings = check_compressed_tensors(tmp_path / "out", *references)
-    assert {finding.severity for finding in findings} == {"ok"}
+    assert [
+        (finding.check, finding.severity, finding.detail)
+        for finding in findings
+        if finding.severity != "ok"
+    ] == [
+        (
+            "vllm: smoothing",
+            "note",
+            f"left out for 3 of 14 linears; {prefix}.gate_proj: {norm}",
+        )
+    ]
     assert torch.equal(tensors_of(tmp_path / "out")[name], tensors[name])
 
 

@@ -131,6 +131,7 @@ def check_compressed_tensors(
         findings = [
             *check_files(directory, source.shape, source.dtype),
             _config(directory),
+            _smoothing(folding),
             _tensor_names(tensors, calibrated),
         ]
         if findings[-1].severity == "ok":
@@ -162,6 +163,20 @@ def _config(directory: Path) -> Finding:
     if (directory / "hf_quant_config.json").exists():
         faults.append("hf_quant_config.json is present, and names ModelOpt's format")
     return verdict("quantization_config", faults, "int-quantized, a scale per row and per token")
+
+
+def _smoothing(folding: Folding) -> Finding:
+    """Whose smoothing is folded. A linear without it is worse quantized, but not wrong."""
+    if not folding.left_out:
+        detail = f"folded exactly, for the inputs of all {len(folding.folded)} linears"
+        return Finding("smoothing", "ok", detail)
+    first = folding.left_out[0]
+    total = len(folding.folded) + len(folding.left_out)
+    return Finding(
+        "smoothing",
+        "note",
+        f"left out for {len(folding.left_out)} of {total} linears; {first.layer}: {first.reason}",
+    )
 
 
 def _tensor_names(tensors: Mapping[str, TensorInfo], calibrated: Calibrated) -> Finding:
