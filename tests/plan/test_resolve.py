@@ -200,7 +200,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("vllm", {**both("FP8"), **gpu("A100", 2), "engine__tp_size": 2}, "vllm-fp8-needs-sm89", "weights alone", "allow_unsupported"),
     ("vllm", {"engine__dtype": "float32"}, "vllm-fp8-dtype", "would be float32", "dtype: bfloat16"),
     ("vllm_cpu", both("FP8"), "vllm-fp8-cpu", "static_scaled_fp8_quant", "W8A8_SQ_PER_CHANNEL or NO_QUANT"),
-    ("vllm", algo("FP8", "draft"), "toolkit-one-kv-dtype", "FP8 and the model's dtype", "same for both"),
     ("vllm", algo("FP8", kv="INT8"), "no-int8-kv-preset", "no preset", "FP8"),
     ("vllm_cpu", algo(SQ, kv="FP8"), "toolkit-fp8-kv", "cannot be combined with quant_algo W8A8", "remove"),
     # sizes and keys of vLLM
@@ -268,7 +267,8 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "draft-target-two-model-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
-        "vllm-container", "vllm-prompt-limit", "vllm-environment",
+        "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
+        "vllm-merged-scales",
     }  # fmt: skip
     tested_below = {
         "mlp-divides-tp",
@@ -466,6 +466,13 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             {**PLAIN, **algo(NONE, kv="FP8")},
             "fp8-kv-needs-fp8-weights-for-paged-fmha",
             "block reuse is lost",
+        ),
+        ("vllm", {}, "vllm-merged-scales", "the draft's q, k and v"),
+        (
+            "vllm",
+            both("FP8", kv="FP8") | algo("NO_QUANT", "draft"),
+            "vllm-one-kv-dtype",
+            "FP8, not the model's dtype",
         ),
         ("vllm", {}, "vllm-prompt-limit", "longer prompts than max_input_len 1024"),
         (

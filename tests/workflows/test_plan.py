@@ -292,7 +292,9 @@ def test_llama_70b_in_fp8_with_its_draft_has_a_plan_for_vllm(name: str, count: i
     plan = planned(config_of("vllm", **keys))
     assert plan.possible and plan.serving is not None and plan.serving.sequences >= 4
     assert plan.summary["serving image"] == "nvcr.io/nvidia/tritonserver:26.07-vllm-python-py3"
-    [serve] = [run for run in plan.runs if run.stage == "serve"]
+    serve, in_container = [run for run in plan.runs if run.stage == "serve"]
+    assert in_container.command == ("./triton_repo/x/docker-run.sh",)
+    assert plan.summary["serving image"] in in_container.place
     flags = flags_of(serve)
     assert flags["--gpu-memory-utilization"] == "0.9" and flags["--kv-cache-dtype"] == "fp8"
     speculation = json.loads(flags["--speculative-config"])

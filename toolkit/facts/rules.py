@@ -252,6 +252,14 @@ RULES: dict[str, tuple[str, Source]] = {
         "linears that vLLM merges get one scale at load, by an operator that CPU builds lack",
         QUANTIZATION_SOURCES["FP8 on CPUs"],
     ),
+    "vllm-merged-scales": (
+        "linears that vLLM merges get the largest of their scales, and new weights for it",
+        Source(
+            "VL layers/quantization/utils/w8a8_utils.py of 0.32.0, requantize_with_max_scale;"
+            " layers/quantization/modelopt.py",
+            "A",
+        ),
+    ),
     "vllm-fp8-dtype": (
         "ModelOpt's FP8 checkpoints are refused with float32 activations",
         QUANTIZATION_SOURCES["activation dtypes of FP8"],
@@ -259,6 +267,10 @@ RULES: dict[str, tuple[str, Source]] = {
     "vllm-fp8-kv-cpu": (
         "attention over an FP8 KV cache raises NotImplementedError otherwise",
         QUANTIZATION_SOURCES["FP8 KV cache on CPUs"],
+    ),
+    "vllm-one-kv-dtype": (
+        "the draft inherits the target's kv_cache_dtype",
+        Source("VL vllm/config/speculative.py of 0.32.0, kv_cache_dtype", "A"),
     ),
     "vllm-kv-space": (
         "VLLM_CPU_KVCACHE_SPACE is parsed by int()",
@@ -276,7 +288,7 @@ RULES: dict[str, tuple[str, Source]] = {
         "neither vLLM's server nor Triton's backend has these settings",
         Source("VL vllm/engine/arg_utils.py of 0.32.0; VB src/model.py", "B"),
     ),
-    "vllm-container": ("no Triton container has this version", VLLM_SOURCES["serving_tags"]),
+    "vllm-container": ("no Triton container has this version", VLLM_SOURCES["SERVING_TAGS"]),
     "vllm-prompt-limit": (
         "max_model_len counts prompt and output together; there is no limit of prompts alone",
         Source("VL vllm/config/model.py of 0.32.0", "A"),
@@ -332,10 +344,6 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "toolkit-bls-drafts": (
         "the BLS model asks a draft model for the same number of tokens at every load",
-        OWN,
-    ),
-    "toolkit-one-kv-dtype": (
-        "the arguments of vLLM state one kv_cache_dtype, and the draft takes it over",
         OWN,
     ),
     "toolkit-fp8-kv": ("the embedded engine has an FP8 KV cache only with FP8 weights", OWN),

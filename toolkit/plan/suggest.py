@@ -184,8 +184,10 @@ WHY = {
     ),
     "W8A8_SQ_PER_CHANNEL": "INT8 weights and activations (SmoothQuant)",
     "W8A16": "INT8 weights: ModelOpt does not list SmoothQuant as supported for this family",
-    "torch": "the embedded engine: runs anywhere. Also: trtllm_pytorch, trt_engine",
-    "trtllm_pytorch": "TensorRT-LLM's PyTorch flow: loads the quantized checkpoint as it is",
+    "torch": "the embedded engine: runs anywhere. Also: vllm, trtllm_pytorch, trt_engine",
+    "trtllm_pytorch": (
+        "TensorRT-LLM's PyTorch flow: loads the quantized checkpoint as it is. Also: vllm"
+    ),
     "threads": (
         "for so small a model, a second thread waits longer than it computes; without this line,"
         " all cores are used"

@@ -253,7 +253,10 @@ def _serve_here_run(config: DeploymentConfig) -> Iterator[PlannedRun]:
 
 
 def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[PlannedRun]:
-    """The servers of both arms. The plain one is there only while the deployment is judged."""
+    """The servers of both arms, and how the finished repository is started elsewhere.
+
+    The plain arm's server is there only while the deployment is judged.
+    """
     from toolkit.engines.vllm.arguments import (
         command_flags,
         engine_args,
@@ -261,6 +264,7 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
         resolved,
         without_speculation,
     )
+    from toolkit.triton.package.deploy_vllm import VllmDeployment
 
     spec, quantization = engine_spec(config, "target"), config.target.quantization
     assert spec.vllm is not None  # since its kind is vllm
@@ -279,3 +283,19 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
     if config.speculation.is_enabled:
         plain = command_flags(without_speculation(args))
         yield PlannedRun("validate", f"{where}: the plain arm", command=(*server, *plain, *address))
+    repository = f"./{RELATIVE_FOLDERS.repository(config.name)}"
+    deployment = VllmDeployment(
+        config.name,
+        engine.vllm,
+        spec.device,
+        environment_of(spec, spec.vllm),
+        engine.world_size,
+        engine.gpus_per_node,
+        config.speculation.is_enabled,
+    )
+    if deployment.nodes > 1:
+        place = f"each of {deployment.nodes} nodes; ray.sh says what to set there"
+        yield PlannedRun("serve", place, command=(f"{repository}/ray.sh",))
+    if deployment.has_triton:
+        place = f"the host: the finished repository in {deployment.triton_image}"
+        yield PlannedRun("serve", place, command=(f"{repository}/docker-run.sh",))

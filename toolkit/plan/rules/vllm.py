@@ -5,7 +5,7 @@ which keys of the YAML its servers cannot carry.
 from __future__ import annotations
 
 from toolkit.config.schema import TritonConfig
-from toolkit.facts.vllm import VLLM_VERSIONS
+from toolkit.facts.vllm import SERVING_TAGS, VLLM_VERSIONS
 from toolkit.plan.rules.findings import (
     Check,
     Findings,
@@ -35,7 +35,7 @@ INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
 
 def _method(subject: Subject) -> Findings:
     version, speculation = subject.vllm_version, subject.config.speculation
-    if version is None or not speculation.is_enabled:
+    if version is None or not (speculation.has_ngram or speculation.kind == "draft_target"):
         return
     method = "ngram" if speculation.has_ngram else "draft_model"
     has_method = version.ngram if speculation.has_ngram else version.draft_model
@@ -60,7 +60,7 @@ def _schedule(subject: Subject) -> Findings:
                 f"a draft length per batch size in vLLM {version.name} {_missing(version.schedule)}"
             )
             yield refuse(path, what, f'remove it, or set engine.vllm: "{_newest_with("schedule")}"')
-        elif version.on_cpu is None or subject.serving_gpu is not None:
+        elif subject.serving_gpu is not None and speculation.head is None:
             what = (
                 "vLLM documents its draft length per batch size as tested with EAGLE and DFlash"
                 f" heads only, not with {speculation.kind}"
@@ -173,6 +173,17 @@ def _fp8_on_cpus(subject: Subject) -> Findings:
         yield refuse(f"{role}.quantization.quant_algo", what, f"set quant_algo: {INT8_OR_NONE}")
 
 
+def _merged_scales(subject: Subject) -> Findings:
+    if subject.vllm is None or subject.serving_gpu is None or subject.serving_gpu.sm < 89:
+        return
+    for role, _ in models_with_algo(subject, "FP8"):
+        what = (
+            f"the {role}'s q, k and v, and its gate and up, get one scale each when vLLM loads"
+            " them: the largest of theirs, to which the weights are rounded again"
+        )
+        yield RuleFinding("adjusted", f"{role}.quantization.quant_algo", what)
+
+
 def _fp8_dtype(subject: Subject) -> Findings:
     engine = subject.vllm
     if engine is None:
@@ -213,15 +224,12 @@ def _one_kv_dtype(subject: Subject) -> Findings:
     if subject.vllm is None or subject.config.draft is None:
         return
     target, draft = (
-        model.quantization.kv_cache_quant_algo
+        model.quantization.kv_cache_quant_algo or "the model's dtype"
         for model in (subject.config.target, subject.config.draft)
     )
     if target != draft:
-        names = " and ".join(str(algo or "the model's dtype") for algo in (target, draft))
-        what = f"the draft's KV cache takes the target's dtype in vLLM, and these are {names}"
-        yield refuse(
-            "draft.quantization.kv_cache_quant_algo", what, "set the same for both, or for none"
-        )
+        what = f"the draft's KV cache takes the target's dtype in vLLM: {target}, not {draft}"
+        yield RuleFinding("adjusted", "draft.quantization.kv_cache_quant_algo", what)
 
 
 def _kv_space(subject: Subject) -> Findings:
@@ -271,14 +279,14 @@ def _triton_keys(subject: Subject) -> Findings:
 
 def _container(subject: Subject) -> Findings:
     version = subject.vllm_version
-    if version is None or version.serving_tags or subject.serving_gpu is None:
+    if version is None or version.name in SERVING_TAGS or subject.serving_gpu is None:
         return
-    newest = [other for other in VLLM_VERSIONS.values() if other.serving_tags][-1]
+    newest = [name for name in VLLM_VERSIONS if name in SERVING_TAGS][-1]
     yield RuleFinding(
         "warning",
         "engine.vllm",
         f"no Triton container with vLLM {version.name} is known; vLLM's own server serves it",
-        f'set vllm: "{newest.name}", which {newest.serving_tags[0]} contains, to serve with Triton',
+        f'set vllm: "{newest}", which {SERVING_TAGS[newest]} contains, to serve with Triton',
     )
 
 
@@ -320,9 +328,10 @@ CHECKS: dict[str, Check] = {
     "vllm-int8-sm100": _int8_on_gpus,
     "vllm-fp8-needs-sm89": _fp8_on_gpus,
     "vllm-fp8-cpu": _fp8_on_cpus,
+    "vllm-merged-scales": _merged_scales,
     "vllm-fp8-dtype": _fp8_dtype,
     "vllm-fp8-kv-cpu": _fp8_kv_on_cpus,
-    "toolkit-one-kv-dtype": _one_kv_dtype,
+    "vllm-one-kv-dtype": _one_kv_dtype,
     "vllm-kv-space": _kv_space,
     "vllm-batched-tokens": _batched_tokens,
     "vllm-layout": _layout,
