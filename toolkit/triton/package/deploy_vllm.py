@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.facts.vllm import VLLM_VERSIONS
+from toolkit.facts.vllm import SERVING_TAGS, VLLM_VERSIONS
 from toolkit.templates import render_template
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy import (
@@ -148,11 +148,7 @@ def _readme(deployment: VllmDeployment, args: Mapping[str, Any], pair: str, fold
 
 def _containers() -> list[str]:
     """The containers of Triton that are known, with what they have."""
-    return [
-        f"{tag} has {version.name}"
-        for version in VLLM_VERSIONS.values()
-        for tag in version.serving_tags
-    ]
+    return [f"{tag} has {version}" for version, tag in SERVING_TAGS.items()]
 
 
 def _devices(deployment: VllmDeployment) -> str:
