@@ -22,13 +22,16 @@ from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
+from toolkit.pipeline.machine import gpus
 from toolkit.records.codec import from_json, to_json
 from toolkit.records.plan import Plan, PlannedRun
 from toolkit.report.plan import print_plan
 from toolkit.workflows.plan import plan_of
 
 FOLDER = Path(__file__).parents[2] / "configs"
-OF_NVIDIA = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "quickstart")
+OF_NVIDIA = sorted(
+    file.stem for file in FOLDER.glob("*.yaml") if not file.stem.startswith("quickstart")
+)
 
 
 def planned(config: DeploymentConfig, *programs: str) -> Plan:
@@ -277,6 +280,8 @@ def test_the_quickstart_pair_under_vllm_has_a_plan_without_vllm(tmp_path: Path) 
         "model": "engines/quickstart-vllm/draft",
     }
     assert served["--model"] == "engines/quickstart-vllm/target"
+    # Only speculation has metrics of its own, and the plain arm is the same otherwise.
+    assert served.pop("--per-request-spec-decode-metrics") == "detailed"
     assert flags_of(plain) == served
     memory = {stage.stage: stage.total_bytes for stage in plan.memory}
     assert memory["serve"] < memory["validate"] < 2 * memory["serve"]
@@ -307,3 +312,19 @@ def test_llama_70b_in_fp8_with_its_draft_has_a_plan_for_vllm(name: str, count: i
 def test_a_gpu_that_the_yaml_names_decides_the_device_and_no_gpu_here_does() -> None:
     assert engine_spec(config_of("vllm"), "target").device == "cuda"
     assert engine_spec(config_of("vllm_cpu"), "target").device == "cpu"
+
+
+def test_a_machine_without_vllm_is_told_how_to_get_it_and_refuses_nothing(tmp_path: Path) -> None:
+    plan = planned(quickstart_under_vllm(tmp_path, python="nowhere/bin/python"))
+    [judgement] = [item for item in plan.judgements if item.rule == "vllm-environment"]
+    assert (judgement.severity, judgement.path) == ("warning", "engine.python")
+    assert "nowhere/bin/python does not exist" in judgement.what and judgement.hint
+    assert plan.possible and plan.runs
+    [serve] = [run for run in plan.runs if run.stage == "serve"]
+    assert serve.command is not None and str(tmp_path / "nowhere/bin/python") in serve.command
+
+
+@pytest.mark.skipif(bool(gpus()), reason="this machine has a GPU")
+def test_vllm_for_gpus_elsewhere_is_not_looked_for_here() -> None:
+    config = config_of("vllm", engine__python="/nowhere/bin/python")
+    assert not [item for item in planned(config).judgements if item.rule == "vllm-environment"]

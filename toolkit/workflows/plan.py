@@ -8,15 +8,15 @@ from the build. Nothing is run, and nothing heavy is imported.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import DeploymentConfig, VllmConfig
 from toolkit.engines.spec import engine_spec
-from toolkit.errors import PairingError, UsageError
+from toolkit.errors import BackendUnavailable, PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
 from toolkit.words import JudgementSeverity, Role
@@ -33,6 +33,7 @@ RELATIVE_FOLDERS = Workplace(Path())
 HOW_TO_ENTER_CONTAINER = (
     'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
 )
+DEFAULT_VLLM_PYTHON = Path(".venv-vllm/bin/python")  # what `make vllm` creates
 SAME_VOCAB_RULE = "same-vocab"  # the shapes alone can judge only a part of it
 
 
@@ -46,7 +47,10 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
 
     plan, pair = make_plan(config), _judge_pair(config)
     judgements = by_severity(
-        *_without_replaced(plan.judgements, pair), *pair, *_judge_texts(config)
+        *_without_replaced(plan.judgements, pair),
+        *pair,
+        *_judge_texts(config),
+        *_judge_environment(config),
     )
     possible = not any(judgement.severity == "refused" for judgement in judgements)
     runs = tuple(_planned_runs(config, which)) if possible else ()
@@ -143,6 +147,32 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
             except UsageError as error:
                 what = error.what if error.where is None else f"{error.where}: {error.what}"
                 yield Judgement("toolkit-texts", "refused", where, what, error.hint)
+
+
+def _judge_environment(config: DeploymentConfig) -> Iterator[Judgement]:
+    """Warn if this machine serves with vLLM and has none, or another one. A plan may be made
+    elsewhere, so nothing is refused.
+    """
+    from toolkit.engines.vllm.environment import find_environment
+    from toolkit.pipeline.machine import gpus
+
+    engine = config.vllm_engine
+    if engine is None or (config.hardware.gpu != "auto" and not gpus()):
+        return
+    path, device = "engine.python", engine_spec(config, "target").device
+    try:
+        environment = find_environment(engine.python, version=engine.vllm)
+    except BackendUnavailable as error:
+        what = error.fault or "there is no Python environment with vLLM here"
+        yield Judgement("vllm-environment", "warning", path, what, error.hint)
+        return
+    if environment.platform not in (None, device):
+        what = (
+            f"{environment.python} has vLLM for {environment.platform}, and the deployment is for"
+            f" {device}"
+        )
+        hint = f"name the Python of an environment that has vLLM for {device}"
+        yield Judgement("vllm-environment", "warning", path, what, hint)
 
 
 def _planned_runs(
@@ -258,31 +288,36 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
     The plain arm's server is there only while the deployment is judged.
     """
     from toolkit.engines.vllm.arguments import (
-        command_flags,
         engine_args,
         environment_of,
         resolved,
         without_speculation,
     )
+    from toolkit.engines.vllm.server import server_command
     from toolkit.triton.package.deploy_vllm import VllmDeployment
 
     spec, quantization = engine_spec(config, "target"), config.target.quantization
     assert spec.vllm is not None  # since its kind is vllm
-    folder = RELATIVE_FOLDERS.engines(config.name)
+    folder, python = RELATIVE_FOLDERS.engines(config.name), engine.python or DEFAULT_VLLM_PYTHON
     args = resolved(
         engine_args(spec, spec.vllm, quantization.kv_cache_quant_algo),
         folder / "target",
         folder / "draft",
     )
     variables = [f"{name}={value}" for name, value in environment_of(spec, spec.vllm).items()]
-    python = str(engine.python or ".venv-vllm/bin/python")
-    server = ("env", *variables, python, "-m", "vllm.entrypoints.openai.api_server")
-    address = ("--served-model-name", config.name, "--host", "127.0.0.1", "--port", "PORT")
+
+    def serving(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        host, port = config.triton.host, config.triton.http_port
+        command = server_command(python, arguments, config.name, host=host, port=port)
+        if port == 0:  # a free one, which is not known yet
+            command[command.index("--port") + 1] = "PORT"
+        return ("env", *variables, *command)
+
     where = "this machine" if spec.device == "cpu" else "the machine with the GPUs"
-    yield PlannedRun("serve", where, command=(*server, *command_flags(args), *address))
+    yield PlannedRun("serve", where, command=serving(args))
     if config.speculation.is_enabled:
-        plain = command_flags(without_speculation(args))
-        yield PlannedRun("validate", f"{where}: the plain arm", command=(*server, *plain, *address))
+        plain = serving(without_speculation(args))
+        yield PlannedRun("validate", f"{where}: the plain arm", command=plain)
     repository = f"./{RELATIVE_FOLDERS.repository(config.name)}"
     deployment = VllmDeployment(
         config.name,
