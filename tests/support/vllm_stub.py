@@ -119,6 +119,9 @@ def vllm_stub(script: Script, port: int = 0) -> Iterator[str]:
             script.paths.append(self.path)
             if self.path == "/health":
                 self._send(200 if script.healthy else 503, b"")
+            elif self.path == "/metrics":
+                count = f'vllm:request_success_total{{model_name="{MODEL}"}} {len(script.requests)}'
+                self._send(200, f"{count}\n".encode())
             elif self.path == "/v1/models":
                 self._send(200, json.dumps({"data": [{"id": MODEL}]}).encode())
             else:

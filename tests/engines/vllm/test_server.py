@@ -1,5 +1,7 @@
-"""The process of vLLM's server: started, watched and stopped, with nothing left of it. What is
-started is a program that answers as vLLM does; `tests/workflows/test_serve_vllm.py` starts vLLM.
+"""The process of vLLM's server: started, watched and stopped, with nothing left of it.
+
+What is started is a program that answers as vLLM does; `tests/workflows/test_built_for_vllm.py`
+starts vLLM.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def test_server_that_is_healthy_and_does_not_generate_has_not_started(
 def test_server_that_dies_in_the_middle_is_told_with_the_end_of_its_log(
     tmp_path: Path, own_tmp: Path
 ) -> None:
-    with server(tmp_path, "loses its engine") as running, running.client() as client:
+    with server(tmp_path, "loses-engine") as running, running.client() as client:
         with pytest.raises(ServerUnavailable):
             client.measure(["hi"])
         with pytest.raises(ServerError, match="vLLM ended with exit code 1") as raised:
