@@ -114,9 +114,10 @@ def test_vllm_is_measured_and_its_counters_agree_with_its_answers(
     (note,) = [finding for finding in run.findings if finding.check == "protocol"]
     assert "HTTP 400" in note.detail and "chat template" in note.detail
 
-    # Tokens are counted by chunk, and a chunk is a verify step: it has at most draft_len + 1.
+    # Tokens are counted by chunk. A chunk is a verify step or, on a busy machine, several of them:
+    # vLLM merges what its HTTP side has not fetched yet (RequestOutputCollector).
     counted = [tokens for request in run.requests for _, tokens in request.chunks]
-    assert all(tokens is not None and 1 <= tokens <= DRAFT_LEN + 1 for tokens in counted)
+    assert all(tokens is not None and tokens >= 1 for tokens in counted)
     assert sum(tokens or 0 for tokens in counted) == arm.output_tokens
     assert max(tokens or 0 for tokens in counted) > 1
     first = sum(request.chunks[0][1] or 0 for request in run.requests)
