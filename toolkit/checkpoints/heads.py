@@ -61,8 +61,8 @@ class HeadShape:
         """A model of the same cost: its one table is the LM head, and `other_params` are the
         projections that a decoder layer does not have.
 
-        An embedding in the head's files is not counted, since a target of the same size shares its
-        own with it.
+        An embedding is not counted: config.json does not tell whether the files have one, and vLLM
+        drops one that equals the target's.
         """
         layers = self.layers
         attention = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
