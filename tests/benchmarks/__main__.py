@@ -1,6 +1,7 @@
 """Run every bench_*.py of this folder in turn, each in a process of its own: `make bench`.
 
     python -m tests.benchmarks [NAME ...]      e.g. `forward kernels`; none: all of them
+    python -m tests.benchmarks NAME OPTION ... its own options, which start with `--`
 
 Each prints its table and one JSON line. The exit code is 1 when one of them failed to run.
 """
@@ -15,7 +16,14 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    first_option = next(
+        (i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments)
+    )
+    names, options = arguments[:first_option], arguments[first_option:]
+    if options and len(names) != 1:
+        print("options need the name of one benchmark before them", file=sys.stderr)
+        return 2
     known = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -26,7 +34,7 @@ def main(names: list[str]) -> int:
         print(f"\n=== {name}", flush=True)
         began = time.monotonic()
         code = subprocess.run(
-            [sys.executable, "-m", f"tests.benchmarks.bench_{name}"],
+            [sys.executable, "-m", f"tests.benchmarks.bench_{name}", *options],
             cwd=FOLDER.parents[1],
             check=False,
         ).returncode
