@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from tests.support import vllm_stub
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 FAULTS = ("dies", "hangs", "silent", "loses-engine")
@@ -21,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 def fake_python(folder: Path) -> Path:
     """An executable that takes the arguments of `python -m vllm...`. Asked by
-    toolkit/engines/vllm/probe.py, it says that it has vLLM.
+    toolkit/engines/vllm/probe.py it says that it has vLLM, and to check_args.py that it accepts
+    everything.
     """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "python"
@@ -29,24 +37,142 @@ def fake_python(folder: Path) -> Path:
     names = dict.fromkeys(COMPANIONS)
     answer = json.dumps({"python": "3.11", "packages": packages | names, "has_module": True})
     start = f'PYTHONPATH="{ROOT}" exec "{sys.executable}" -m {__name__} "$@"'
+    accepted = json.dumps({"reason": None, "arguments": [], "dtype": "float32"})
     program.write_text(
-        f"#!/bin/sh\nif [ \"$1\" != -m ]; then echo '{answer}'; exit; fi\nshift 2\n{start}\n"
+        "#!/bin/sh\n"
+        f'case "$1" in *check_args.py) echo \'{accepted}\' > "$3"; exit;; esac\n'
+        f"if [ \"$1\" != -m ]; then echo '{answer}'; exit; fi\nshift 2\n{start}\n"
     )
     program.chmod(0o755)
     return program
+
+
+class Letters:
+    """A model that knows four letters, whose probabilities depend on the two tokens before. It
+    speculates with a draft that is right two times in three.
+    """
+
+    def __init__(self, folder: Path, draft_len: int) -> None:
+        from toolkit.speculative.text import TextCodec
+
+        self._codec = TextCodec.from_file(folder / "tokenizer.json")
+        self._tokens = [self._codec.encode(letter, special_tokens=False)[-1] for letter in "abcd"]
+        self._draft_len = draft_len
+        self._lock = threading.Lock()
+        self._requests = self._generated = self._drafts = self._drafted = 0
+        self._accepted = [0] * draft_len
+
+    def _log_probs(self, before: Sequence[int]) -> dict[int, float]:
+        generator = random.Random(repr(tuple(before[-2:])))
+        weights = [generator.expovariate(1.0) ** 3 + 0.05 for _ in self._tokens]
+        return {
+            token: math.log(weight / sum(weights))
+            for token, weight in zip(self._tokens, weights, strict=True)
+        }
+
+    def answer(self, body: dict[str, Any]) -> vllm_stub.Said:
+        ids = list(self._codec.encode(body["prompt"]))
+        prompt_ids, rows = list(ids), []
+        seed, temperature = body.get("seed"), body.get("temperature", 1.0)
+        generator = random.Random(seed) if seed is not None else random.Random()
+        for _ in range(body["max_tokens"]):
+            row = self._log_probs(ids)
+            if temperature:
+                weights = [math.exp(score / temperature) for score in row.values()]
+                ids.append(generator.choices(list(row), weights)[0])
+            else:
+                ids.append(max(row, key=lambda token: row[token]))
+            rows.append(row)
+        tokens = ids[len(prompt_ids) :]
+        pieces, steps = self._steps(tokens)
+        stopped = self._stop(pieces, body.get("stop") or [])
+        return vllm_stub.Said(
+            stopped or pieces,
+            prompt_ids,
+            "stop" if stopped else "length",
+            # vLLM aborts its engine's request at a stop word, and the counts are lost.
+            None if stopped or not self._draft_len else self._figures(steps),
+            rows,
+        )
+
+    def _steps(self, tokens: list[int]) -> tuple[list[vllm_stub.Piece], list[int]]:
+        """The chunks, and how many drafts each verify step accepted."""
+        generator, steps = random.Random(repr(tokens)), []
+        pieces: list[vllm_stub.Piece] = [self._piece(tokens[:1])]
+        done = 1
+        while done < len(tokens):
+            accepted = 0
+            while accepted < self._draft_len and generator.random() < 2 / 3:
+                accepted += 1
+            pieces.append(self._piece(tokens[done : done + accepted + 1]))
+            done += accepted + 1
+            steps.append(accepted)
+        with self._lock:
+            self._requests += 1
+            self._generated += len(tokens)
+            if self._draft_len:
+                self._drafts += len(steps)
+                self._drafted += self._draft_len * len(steps)
+                for place in range(self._draft_len):
+                    self._accepted[place] += sum(accepted > place for accepted in steps)
+        return pieces, steps
+
+    def _piece(self, tokens: list[int]) -> vllm_stub.Piece:
+        return self._codec.decode(tokens), tuple(tokens)
+
+    @staticmethod
+    def _stop(pieces: list[vllm_stub.Piece], words: Sequence[str]) -> list[vllm_stub.Piece] | None:
+        """One chunk that ends before the first stop word; None if there is no such word."""
+        text = "".join(part for part, _ in pieces)
+        places = [text.index(word) for word in words if word in text]
+        if not places:
+            return None
+        end = min(places)
+        tokens = [token for _, tokens in pieces for token in tokens]
+        return [(text[:end], tuple(tokens[: end + 1]))]
+
+    def _figures(self, steps: list[int]) -> dict[str, Any]:
+        histogram = [steps.count(accepted) for accepted in range(self._draft_len + 1)]
+        return {
+            "acceptance_histogram": histogram,
+            "num_spec_steps": len(steps),
+            "num_accepted_draft_tokens": sum(steps),
+            "num_draft_tokens": self._draft_len * len(steps),
+            "per_step_accepted": steps,
+            "per_step_drafted": [self._draft_len] * len(steps),
+        }
+
+    def counters(self) -> str:
+        with self._lock:
+            lines = [
+                f"vllm:request_success_total {self._requests}",
+                f"vllm:generation_tokens_total {self._generated}",
+            ]
+            if self._draft_len:
+                name = "vllm:spec_decode_num"
+                lines += [
+                    f"{name}_drafts_total {self._drafts}",
+                    f"{name}_draft_tokens_total {self._drafted}",
+                    f"{name}_accepted_tokens_total {sum(self._accepted)}",
+                ]
+                lines += [
+                    f'{name}_accepted_tokens_per_pos_total{{position="{place}"}} {count}'
+                    for place, count in enumerate(self._accepted)
+                ]
+        return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> None:
     from multiprocessing import resource_tracker
     from multiprocessing.shared_memory import SharedMemory
 
-    from tests.support import vllm_stub
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--port", type=int, required=True)
-    options, rest = parser.parse_known_args(arguments)
-    print("arguments", *rest, flush=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--speculative-config", type=json.loads, default={})
+    options, _ = parser.parse_known_args(arguments)
+    print("arguments", *arguments, flush=True)
     print("offline", os.environ["HF_HUB_OFFLINE"], os.environ["VLLM_NO_USAGE_STATS"], flush=True)
     print("cache", os.environ["VLLM_CACHE_ROOT"], flush=True)
     name = options.served_model_name
@@ -72,6 +198,10 @@ def main(arguments: list[str]) -> None:
         script = vllm_stub.Script(status=500, message="EngineCore died")
     if name == "loses-engine":
         script = vllm_stub.Script(delay_s=0.3)
+    if options.model is not None and (options.model / "tokenizer.json").exists():
+        draft_len = options.speculative_config.get("num_speculative_tokens", 0)
+        letters = Letters(options.model, draft_len)
+        script = vllm_stub.Script(answer=letters.answer, counters=letters.counters)
     with vllm_stub.vllm_stub(script, options.port):
         while len(script.requests) < 2 or name != "loses-engine":
             time.sleep(0.05)

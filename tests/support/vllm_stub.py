@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,10 +29,23 @@ SPECULATION: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Said:
+    """One answer. log_probs: of each token, by token id."""
+
+    pieces: Sequence[Piece]
+    prompt_ids: Sequence[int] = PROMPT_IDS
+    finish_reason: str = "length"
+    speculation: dict[str, Any] | None = None
+    log_probs: Sequence[dict[int, float]] | None = None
+
+
 @dataclass
 class Script:
-    """What the server does. delay_s: before every event. cut: the events that are sent before the
-    connection breaks. status: of an error, with `message`. error_event: ends the stream.
+    """What the server does. answer: makes an answer of the body of a request; None: it is always
+    `pieces`. counters: the page of its counters; None: of the requests alone. delay_s: before every
+    event. cut: the events that are sent before the connection breaks. status: of an error, with
+    `message`. error_event: ends the stream.
     """
 
     pieces: Sequence[Piece] = PIECES
@@ -43,47 +56,58 @@ class Script:
     message: str = ""
     error_event: int | None = None
     healthy: bool = True
+    answer: Callable[[dict[str, Any]], Said] | None = None
+    counters: Callable[[], str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     broken_off: threading.Event = field(default_factory=threading.Event)
 
 
-def log_probs(tokens: Sequence[int]) -> dict[str, Any]:
+def log_probs(tokens: Sequence[int], rows: Sequence[dict[int, float]]) -> dict[str, Any]:
     """The chosen token, then the two best, as vLLM orders them."""
+    best = [sorted(row, key=lambda token: -row[token])[:2] for row in rows]
     return {
         "tokens": [f"token_id:{token}" for token in tokens],
-        "token_logprobs": [-0.25 for _ in tokens],
+        "token_logprobs": [row[token] for token, row in zip(tokens, rows, strict=True)],
         "top_logprobs": [
-            {f"token_id:{token}": -0.25, f"token_id:{token + 1}": -1.5, "token_id:99": -3.0}
-            for token in tokens
+            {f"token_id:{name}": row[name] for name in dict.fromkeys([token, *two])}
+            for token, two, row in zip(tokens, best, rows, strict=True)
         ],
     }
 
 
+def said(script: Script, body: dict[str, Any]) -> Said:
+    if script.answer is not None:
+        return script.answer(body)
+    tokens = [token for _, tokens in script.pieces for token in tokens]
+    rows = [{token: -0.25, token + 1: -1.5, 99: -3.0} for token in tokens]
+    return Said(script.pieces, speculation=script.speculation, log_probs=rows)
+
+
 def events(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The objects of a stream. Raises nothing; the caller makes faults of them."""
-    count = 0
-    for number, (text, tokens) in enumerate(script.pieces):
+    answer, count = said(script, body), 0
+    for number, (text, tokens) in enumerate(answer.pieces):
+        rows = (answer.log_probs or ())[count : count + len(tokens)]
         count += len(tokens)
-        is_last = number == len(script.pieces) - 1
+        is_last = number == len(answer.pieces) - 1
         choice: dict[str, Any] = {
             "index": 0,
             "text": text,
-            "finish_reason": "length" if is_last else None,
+            "finish_reason": answer.finish_reason if is_last else None,
             "stop_reason": None,
             "token_ids": list(tokens),
-            "prompt_token_ids": list(PROMPT_IDS) if number == 0 else None,
-            "logprobs": log_probs(tokens) if body.get("logprobs") else None,
+            "prompt_token_ids": list(answer.prompt_ids) if number == 0 else None,
+            "logprobs": log_probs(tokens, rows) if body.get("logprobs") else None,
         }
-        yield {"choices": [choice], "usage": usage(count)}
-    last: dict[str, Any] = {"choices": [], "usage": usage(count)}
-    if script.speculation is not None:
-        last["metrics"] = {"speculative_decoding": script.speculation}
+        yield {"choices": [choice], "usage": usage(len(answer.prompt_ids), count)}
+    last: dict[str, Any] = {"choices": [], "usage": usage(len(answer.prompt_ids), count)}
+    if answer.speculation is not None:
+        last["metrics"] = {"speculative_decoding": answer.speculation}
     yield last
 
 
-def usage(count: int) -> dict[str, int]:
-    prompt = len(PROMPT_IDS)
+def usage(prompt: int, count: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": count,
@@ -95,13 +119,17 @@ def whole(script: Script, body: dict[str, Any]) -> dict[str, Any]:
     """The answer that is not streamed."""
     *chunks, last = events(script, body)
     choices = [chunk["choices"][0] for chunk in chunks]
-    tokens = [token for choice in choices for token in choice["token_ids"]]
+    scores = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
     joined = {
         **choices[-1],
         "text": "".join(choice["text"] for choice in choices),
-        "token_ids": tokens,
-        "prompt_token_ids": list(PROMPT_IDS),
-        "logprobs": log_probs(tokens) if body.get("logprobs") else None,
+        "token_ids": [token for choice in choices for token in choice["token_ids"]],
+        "prompt_token_ids": choices[0]["prompt_token_ids"],
+        "logprobs": {
+            name: [value for score in scores for value in score[name]] for name in scores[0]
+        }
+        if scores
+        else None,
     }
     return {**last, "choices": [joined]}
 
@@ -120,8 +148,10 @@ def vllm_stub(script: Script, port: int = 0) -> Iterator[str]:
             if self.path == "/health":
                 self._send(200 if script.healthy else 503, b"")
             elif self.path == "/metrics":
-                count = f'vllm:request_success_total{{model_name="{MODEL}"}} {len(script.requests)}'
-                self._send(200, f"{count}\n".encode())
+                page = f'vllm:request_success_total{{model_name="{MODEL}"}} {len(script.requests)}'
+                if script.counters is not None:
+                    page = script.counters()
+                self._send(200, f"{page}\n".encode())
             elif self.path == "/v1/models":
                 self._send(200, json.dumps({"data": [{"id": MODEL}]}).encode())
             else:

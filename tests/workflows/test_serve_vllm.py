@@ -37,7 +37,7 @@ ENGINE: dict[str, Any] = {
     "max_batch_size": 2,
     "max_input_len": 64,
     "max_seq_len": 128,
-    "kv_cache_gib": 0.25,
+    "kv_cache_gib": 1,
 }
 
 
@@ -137,7 +137,7 @@ def test_two_servers_run_only_where_both_fit(
     monkeypatch.setattr(serve_vllm, "gpus", list)
     weights = repository / "vllm_model/1/model.safetensors"
     weights.write_bytes(b"x")
-    each = 0.25 * serve_vllm.GIB + serve_vllm.OVERHEAD_BYTES
+    each = 1 * serve_vllm.GIB + serve_vllm.OVERHEAD_BYTES
     for share, fits in ((2.3, True), (2.1, False)):
         monkeypatch.setattr(serve_vllm, "available_memory_bytes", lambda s=share: int(s * each))
         assert has_room_for_two(deployment, repository) is fits

@@ -219,7 +219,8 @@ class VllmServers:
             self.config.name,
             variables=environment_of(spec, spec.vllm),
             config=_with_start_timeout(triton),
-            cache=self.cache,
+            # On CPUs vLLM 0.32.0 cannot load what it saved (docs/vllm.md).
+            cache=self.cache if spec.device == "cuda" else None,
             log_path=log_path,
             progress=self.progress,
             encode=_encoder(Path(args["model"])),

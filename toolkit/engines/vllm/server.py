@@ -4,8 +4,8 @@ The server is three processes or more (`python -m vllm.entrypoints.openai.api_se
 a Worker per rank). `toolkit.process` runs them in a private folder: sockets, temporary files and
 shared memory go with the server, however it ends.
 
-Where a cache folder is given, vLLM keeps what torch.compile made there, and the next start with the
-same model and arguments takes it. Only one server starts on a cache at a time, and a start that
+Where a cache folder is given, vLLM keeps what torch.compile made there, for the next start with the
+same model and arguments. Only one server starts on a cache at a time, and a start that
 fails empties it: a half-written entry must not break the next start.
 """
 
@@ -42,14 +42,14 @@ GONE_S = 15.0  # how long vLLM may take to end itself after its engine died
 CACHE_LOCK = ".lock"
 # Variables of this program's own environment that would change another Python.
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "__PYVENV_LAUNCHER__")
-# No reports to vLLM's makers, and nothing fetched: a deployment has all of its files. OMP: threads
-# that wait sleep, so that two servers, of which one is idle, do not disturb each other.
+# No reports to vLLM's makers, and nothing fetched: a deployment has all of its files.
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+# Threads that wait sleep, so that two servers, of which one is idle, do not disturb each other.
 THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -175,6 +175,7 @@ class VllmServer:
         return command, {
             **THREAD_POLICY,
             **inherited,
+            **_preloaded(self._python, inherited),
             **ENVIRONMENT,
             **self._variables,
             "PATH": os.pathsep.join([str(self._python.parent), inherited.get("PATH", os.defpath)]),
@@ -221,6 +222,17 @@ class VllmServer:
     def stop(self) -> None:
         """Stop the server and everything it started. May be called again, and after it died."""
         self._server.stop()
+
+
+def _preloaded(python: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Intel's OpenMP, which the build for CPUs brings and its installation guide preloads: vLLM
+    warns that speculation is much slower without it (vllm/v1/worker/cpu_worker.py).
+    """
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    others = inherited.get("LD_PRELOAD", "")
+    if not openmp.exists() or openmp.name in others:
+        return {}
+    return {"LD_PRELOAD": " ".join(filter(None, [str(openmp), others]))}
 
 
 @contextlib.contextmanager
