@@ -323,8 +323,8 @@ def not_measured(
     if can.reuses_prefixes:
         detail = (
             "time to the first token of new prompts: the server keeps KV blocks"
-            " (engine.enable_block_reuse), and both arms send every prompt several times; `toolkit"
-            " bench` sends each prompt once"
+            " (engine.enable_block_reuse; enable_prefix_caching for vllm), and both arms send every"
+            " prompt several times; `toolkit bench` sends each prompt once"
         )
         yield Finding("not measured", "note", detail)
     if max_draft_len == 0:

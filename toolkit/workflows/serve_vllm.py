@@ -8,6 +8,7 @@ turns, as for TensorRT-LLM.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -147,10 +148,17 @@ class VllmServers:
                 getattr(error, "__cause__", None), ServerUnavailable
             )
             if is_lost:
-                for server in self.running.values():
-                    server.check(wait_s=GONE_S)
+                self._wait_for_an_end(GONE_S)
         finally:
             self._open.close()
+
+    def _wait_for_an_end(self, wait_s: float) -> None:
+        """Raise ServerError as soon as one of the servers has ended; return if none does."""
+        deadline = time.monotonic() + wait_s
+        self.check()
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            self.check()
 
     @property
     def server(self) -> VllmServer:
