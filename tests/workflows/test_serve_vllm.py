@@ -146,6 +146,17 @@ def test_two_servers_run_only_where_both_fit(
     assert not has_room_for_two(deployment, repository)  # each takes 0.9 of the memory
 
 
+def test_draft_whose_path_vllm_would_misread_is_not_served(
+    deployment: DeploymentConfig, repository: Path, tmp_path: Path
+) -> None:
+    misread = repository.rename(tmp_path / "not-an-EAGLE3-head")
+    with (
+        pytest.raises(UsageError, match="takes every draft whose path contains 'eagle3'"),
+        serve(deployment, misread, plain="in turns") as (endpoint, _),
+    ):
+        endpoint.start("speculative")
+
+
 def test_machine_without_vllm_cannot_serve_it(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     missing = loaded(tmp_path, tiny_pair, engine={"python": str(tmp_path / "none")})
     with pytest.raises(BackendUnavailable, match="vLLM"):

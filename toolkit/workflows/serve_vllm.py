@@ -213,7 +213,7 @@ class VllmServers:
 
     def _start(self, arm: str, log_path: Path | None, triton: TritonConfig) -> OpenAiClient:
         from toolkit.engines.spec import engine_spec
-        from toolkit.engines.vllm.arguments import environment_of
+        from toolkit.engines.vllm.arguments import check_draft_path, environment_of
         from toolkit.engines.vllm.environment import find_environment
         from toolkit.engines.vllm.server import VllmServer
         from toolkit.triton.process.localize import local_args
@@ -221,6 +221,7 @@ class VllmServers:
         engine, spec = self.config.vllm_engine, engine_spec(self.config, "target")
         assert engine is not None and spec.vllm is not None, "only for the kind vllm"
         args = local_args(self.repository, speculates=arm != PLAIN)
+        check_draft_path(args)
         server = VllmServer(
             find_environment(engine.python, version=engine.vllm).python,
             args,

@@ -22,6 +22,7 @@ from toolkit.words import KvCacheQuantAlgo, SpeculationKind
 __all__ = [
     "FILE",
     "SPECULATION",
+    "check_draft_path",
     "command_flags",
     "engine_args",
     "environment_of",
@@ -118,8 +119,8 @@ def resolved(
     placed = {**args, "model": str(target)}
     speculative = args.get(SPECULATION)
     if speculative is not None and draft is not None and speculative.get("model") == DRAFT:
-        _check_path(str(draft), speculative["method"])
         placed[SPECULATION] = {**speculative, "model": str(draft)}
+        check_draft_path(placed)
     return placed
 
 
@@ -128,9 +129,14 @@ def has_draft_model(args: Mapping[str, Any]) -> bool:
     return "model" in args.get(SPECULATION, {})
 
 
-def _check_path(draft: str, method: str) -> None:
-    if method != METHODS["draft_target"]:
+def check_draft_path(args: Mapping[str, Any]) -> None:
+    """Raises UsageError if vLLM would read another method than the arguments' out of the draft's
+    path. args: with the models' own paths.
+    """
+    speculative = args.get(SPECULATION, {})
+    if speculative.get("method") != METHODS["draft_target"]:
         return
+    draft = str(speculative["model"])
     named = next((name for name in MISLEADING_NAMES if name in draft.lower()), None)
     if named is not None:
         raise UsageError(
