@@ -23,7 +23,7 @@ from toolkit.words import ReportedPlainArm, Verdict
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
 # The version of report.json. Raise it when a key is added, removed or changes its meaning.
-REPORT_SCHEMA_VERSION = 9
+REPORT_SCHEMA_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
