@@ -216,6 +216,7 @@ class VllmServers:
         from toolkit.engines.vllm.arguments import check_draft_path, environment_of
         from toolkit.engines.vllm.environment import find_environment
         from toolkit.engines.vllm.server import VllmServer
+        from toolkit.triton.package.serve_vllm import thread_binding
         from toolkit.triton.process.localize import local_args
 
         engine, spec = self.config.vllm_engine, engine_spec(self.config, "target")
@@ -226,7 +227,7 @@ class VllmServers:
             find_environment(engine.python, version=engine.vllm).python,
             args,
             self.config.name,
-            variables=environment_of(spec, spec.vllm),
+            variables={**environment_of(spec, spec.vllm), **thread_binding(args)},
             config=_with_start_timeout(triton),
             # On CPUs vLLM 0.32.0 cannot load what it saved (docs/vllm.md).
             cache=self.cache if spec.device == "cuda" else None,

@@ -20,7 +20,7 @@ from tests.support.vllm_packages import ARGS, deployment, repository
 from toolkit.engines.vllm.arguments import command_flags
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
-from toolkit.triton.package.serve_vllm import flags_of, server_command
+from toolkit.triton.package.serve_vllm import flags_of, server_command, thread_binding
 from toolkit.triton.process.localize import local_args
 
 ON_GPU = {"device": "cuda", "environment": {"VLLM_NO_USAGE_STATS": "1"}}
@@ -320,3 +320,22 @@ def test_a_name_is_never_more_than_a_name(tmp_path: Path, name: str) -> None:
     check_manifests(
         manifests(repository(tmp_path / "several", launched=several).path / "leaderworkerset.yaml")
     )
+
+
+def test_more_ranks_than_numa_nodes_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives a node to each rank and refuses more ranks; so each gets a share of the cores."""
+    for node in ("node0", "node1", "nodelist"):
+        (tmp_path / node).mkdir()
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 1, 2, 3, 4, 5, 6, 7, 8})
+    assert thread_binding({"tensor_parallel_size": 2}, tmp_path) == {}
+    assert thread_binding({}, tmp_path / "none") == {}
+    both = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert thread_binding(both, tmp_path) == {"VLLM_CPU_OMP_THREADS_BIND": "1,2|3,4|5,6|7,8"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert thread_binding(both, tmp_path) == {}  # vLLM says what is missing
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1|2|3")
+    assert thread_binding(both, tmp_path) == {}  # a person's own choice stays

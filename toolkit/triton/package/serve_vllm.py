@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["flags_of", "server_command"]
+__all__ = ["flags_of", "server_command", "thread_binding"]
 
 CONTAINER_FOLDER = "/models"
 MODEL_JSON = "vllm_model/1/model.json"
 SPECULATION = "speculative_config"
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+NUMA_NODES = Path("/sys/devices/system/node")
 SERVER, COMMAND_LINE = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
 
 
@@ -42,6 +44,23 @@ def server_command(repository: Path, options: Sequence[str], python: str) -> lis
         args["per_request_spec_decode_metrics"] = "detailed"
     program = [COMMAND_LINE, "serve"] if "--headless" in others else [SERVER]
     return [python, "-m", *program, *flags_of(_placed(args, str(repository))), *others]
+
+
+def thread_binding(args: Mapping[str, Any], numa_nodes: Path = NUMA_NODES) -> dict[str, str]:
+    """The environment variable that gives every rank on a CPU cores of its own; empty if vLLM can
+    do it.
+
+    By itself vLLM gives each rank a NUMA node, and does not start with more ranks than nodes
+    (vllm/utils/ompmultiprocessing.py of 0.32.0). A build for GPUs does not read the variable.
+    """
+    ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    cores = sorted(os.sched_getaffinity(0))
+    nodes = len([node for node in numa_nodes.glob("node*") if node.name[4:].isdecimal()])
+    if ranks <= max(nodes, 1) or len(cores) < ranks or BINDING in os.environ:
+        return {}
+    share = len(cores) // ranks
+    groups = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    return {BINDING: "|".join(",".join(map(str, group)) for group in groups)}
 
 
 def flags_of(args: Mapping[str, Any]) -> list[str]:
@@ -68,11 +87,15 @@ def _placed(value: Any, folder: str) -> Any:
 
 
 def main() -> None:
+    repository = Path(__file__).resolve().parent
     try:
-        command = server_command(Path(__file__).resolve().parent, sys.argv[1:], sys.executable)
+        command = server_command(repository, sys.argv[1:], sys.executable)
+        args = json.loads((repository / MODEL_JSON).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {MODEL_JSON}: {error}")
-    os.execv(command[0], command)
+    # Of several nodes, this one has only a part of the ranks.
+    binding = {} if "--nnodes" in command else thread_binding(args)
+    os.execve(command[0], command, {**os.environ, **binding})
 
 
 if __name__ == "__main__":
