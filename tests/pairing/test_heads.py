@@ -98,6 +98,11 @@ PAIRING_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"lm_head.weight": torch.zeros(300, 64), "d2t": torch.zeros(300, dtype=torch.int64)},
         "drafts 300 ids (draft_vocab_size), and the target has 258",
     ),
+    "map of all": (
+        {"draft_vocab_size": 258},
+        {"lm_head.weight": torch.zeros(258, 64), "d2t": torch.zeros(258, dtype=torch.int64)},
+        "for which vLLM has no place",
+    ),
     "no map": ({}, {"d2t": None}, "drafts 256 of 258 ids, and has no d2t"),
     "map outside": ({}, {"d2t": torch.full((256,), 3)}, "draft id 255 to id 258"),
     "map not to one": ({}, {"d2t": -torch.arange(256)}, "256 draft ids to the target's id 0"),

@@ -136,7 +136,11 @@ def _vocabulary(
         )
     if drafted == rows:
         if "d2t" in tensors:
-            _check_map(tensors, rows, directory)
+            raise PairingError(
+                f"the head drafts all {rows} ids and has a d2t, for which vLLM has no place then",
+                where=directory,
+                hint="remove d2t from its weights",
+            )
         return f"it drafts all {rows} ids"
     if "d2t" not in tensors:
         raise PairingError(
@@ -205,7 +209,7 @@ def _positions(head: HeadShape, target: ModelShape) -> Finding:
         return Finding(
             "positions",
             "warning",
-            f"target {limits[0]}, head {limits[1]}: vLLM drafts beyond the head's limit, too, where"
-            " it was not trained",
+            f"target {limits[0]}, head {limits[1]}: vLLM's drafts beyond the head's limit are not"
+            " accepted",
         )
     return Finding("positions", "ok", f"target {limits[0]}, head {limits[1]}")
