@@ -23,6 +23,11 @@ from tests.support import vllm_stub
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 FAULTS = ("dies", "hangs", "silent", "loses-engine")
+# A semaphore that outlives its process when that is killed. It is mapped under another name.
+SEMAPHORE = (
+    "import _multiprocessing as p, os; name = f'/mp-{os.getpid()}';"
+    " s = p.SemLock(1, 1, 1, name, False)"
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -183,13 +188,14 @@ def main(arguments: list[str]) -> None:
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")  # nobody removes it
     # As vLLM's engine, it uses the memory, and inherits no open files.
     attached = f"import time, mmap; f = open('/dev/shm/{memory.name}', 'r+b')"
-    program = f"{attached}; m = mmap.mmap(f.fileno(), 0); print('attached', flush=True)"
+    program = f"{attached}; m = mmap.mmap(f.fileno(), 0); {SEMAPHORE}; print(name, flush=True)"
     child = subprocess.Popen(
         [sys.executable, "-c", f"{program}; time.sleep(600)"], stdout=subprocess.PIPE
     )
     assert child.stdout is not None
-    child.stdout.readline()
-    print("started", child.pid, memory.name, flush=True)
+    semaphore = child.stdout.readline().decode().strip()
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{child.pid}_0").touch()  # as Intel's OpenMP
+    print("started", child.pid, memory.name, semaphore, flush=True)
     if name == "hangs":
         time.sleep(600)
     vllm_stub.MODEL = name

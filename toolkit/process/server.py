@@ -118,7 +118,7 @@ class ServerProcess:
                         " triton.start_timeout_s."
                     ),
                 )
-            self._progress(int(waited), None, f"{doing}, {waited:.0f} s")
+            self._progress(0, None, f"{doing}, {waited:.0f} s")
             time.sleep(POLL_S)
 
     def check(self) -> None:

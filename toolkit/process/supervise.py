@@ -74,14 +74,24 @@ def _processes_in(workspace: Path) -> list[int]:
 
 
 def _shared_memory_of(processes: list[int]) -> set[Path]:
-    """The files in /dev/shm that these processes map, of those that vLLM makes."""
-    regions = set()
+    """The files in /dev/shm that these processes map, of those that vLLM makes, and those that
+    Intel's OpenMP names by process.
+
+    A file is recognised by its inode: a semaphore is mapped under another name, which is gone.
+    """
+    regions, inodes = set(), set()
     for process in processes:
+        regions |= set(SHM.glob(f"__KMP_REGISTERED_LIB_{process}_*"))
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
-                path = Path(line[line.find("/") :]) if "/" in line else SHM
-                if path.parent == SHM and any(path.match(name) for name in SHM_NAMES):
-                    regions.add(path)
+                _, _, _, _, inode, *path = line.split(maxsplit=5)
+                if path and path[0].startswith(f"{SHM}/"):
+                    inodes.add(int(inode))
+    for name in SHM_NAMES:
+        for file in SHM.glob(name):
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                if file.stat().st_ino in inodes:
+                    regions.add(file)
     return regions
 
 

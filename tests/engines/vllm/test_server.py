@@ -47,6 +47,11 @@ def started(folder: Path) -> tuple[int, Path]:
     return int(match[1]), SHM / match[2]
 
 
+def is_clean(child: int, memory: Path) -> bool:
+    names = (f"__KMP_REGISTERED_LIB_{child}_*", f"sem.mp-{child}")
+    return not memory.exists() and not any(list(SHM.glob(name)) for name in names)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -78,10 +83,11 @@ def test_server_answers_and_leaves_nothing(tmp_path: Path, own_tmp: Path) -> Non
         child, memory = started(tmp_path)
         assert is_alive(child)
         assert memory.exists()
+        assert (SHM / f"sem.mp-{child}").exists()
         assert list(own_tmp.iterdir())
         running.check()
     assert not is_alive(child)
-    assert not memory.exists()
+    assert is_clean(child, memory)
     assert not list(own_tmp.iterdir())
     text = (tmp_path / "server.log").read_text()
     assert "--generation-config vllm" in text
@@ -104,7 +110,7 @@ def test_server_that_never_becomes_ready_is_stopped(tmp_path: Path, own_tmp: Pat
     assert "started" in raised.value.log_tail
     child, memory = started(tmp_path)
     assert not is_alive(child)
-    assert not memory.exists()
+    assert is_clean(child, memory)
     assert not list(own_tmp.iterdir())
 
 
@@ -128,7 +134,7 @@ def test_server_that_dies_in_the_middle_is_told_with_the_end_of_its_log(
         assert raised.value.log_tail.endswith("EngineDeadError")
     child, memory = started(tmp_path)
     assert not is_alive(child)
-    assert not memory.exists()
+    assert is_clean(child, memory)
     assert not list(own_tmp.iterdir())
 
 
@@ -139,7 +145,7 @@ def test_killed_server_takes_its_children_with_it(tmp_path: Path, own_tmp: Path)
         with pytest.raises(ServerError, match="vLLM was killed by SIGKILL"):
             running.check(wait_s=10.0)
         assert not is_alive(child)
-        assert not memory.exists()
+        assert is_clean(child, memory)
     assert not list(own_tmp.iterdir())
 
 
@@ -158,7 +164,7 @@ def test_what_a_killed_supervisor_leaves_is_swept_by_the_next_start(
     assert is_alive(child)
     with server(tmp_path / "second", "tiny"):
         assert not is_alive(child)
-        assert not memory.exists()
+        assert is_clean(child, memory)
     first.stop()
     assert not list(own_tmp.iterdir())
 

@@ -155,9 +155,10 @@ class VllmServer:
             self._port = reserve_ports(self.config.host, requested)["http"]
             try:
                 self._server.launch(self._command, in_workspace=True)
-                self._server.wait_until(
-                    self._is_healthy, self.config.start_timeout_s, "starting vLLM"
-                )
+                doing = "starting vLLM"
+                if SPECULATION not in self._args:
+                    doing = f"{doing} without speculation"
+                self._server.wait_until(self._is_healthy, self.config.start_timeout_s, doing)
                 self._try_one_token()
                 return
             except ServerError as error:
