@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.checkpoints import write_pair
+from tests.support.checkpoints import write_checkpoint, write_pair
 from tests.support.judged_reports import (
     advised_report,
     failing_report,
@@ -101,6 +101,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(target, draft): seeded two-layer and one-layer Llama checkpoints with the byte tokenizer."""
     return write_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """As `tiny_pair`, with heads of a size that vLLM's attention has on a CPU."""
+    folder = tmp_path_factory.mktemp("vllm_pair")
+    target = write_checkpoint(folder / "target", head_dim=32)
+    draft = write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1, head_dim=32)
+    return target, draft
 
 
 @pytest.fixture(scope="session")

@@ -274,6 +274,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "mlp-divides-tp",
         "toolkit-already-quantized",
         "vllm-fp8-kv-cpu",
+        "vllm-head-size",
         "vllm-method",
         "vllm-schedule",
     }
@@ -595,11 +596,27 @@ def test_an_fp8_kv_cache_under_vllm_on_a_cpu_needs_its_instruction_sets() -> Non
 
 
 def test_an_fp8_kv_cache_under_vllm_on_a_cpu_needs_heads_of_a_multiple_of_32() -> None:
-    shape = replace(subject("vllm_cpu").shapes["target"], head_dim=48)
+    shape = replace(subject("vllm_cpu").shapes["target"], head_dim=80)
     refusals = vllm_refusals(
         cpu_flags=frozenset({"avx512f"}), shapes={"target": shape, "draft": shape}
     )
-    assert set(refusals) == {"vllm-fp8-kv-cpu"} and "48" in refusals["vllm-fp8-kv-cpu"]
+    assert set(refusals) == {"vllm-fp8-kv-cpu"} and "80" in refusals["vllm-fp8-kv-cpu"]
+
+
+def test_vllm_s_attention_on_a_cpu_has_certain_head_sizes() -> None:
+    on_cpu, on_gpu = subject("vllm_cpu"), subject("vllm")
+    odd = replace(on_cpu.shapes["draft"], head_dim=16)
+    (judgement,) = [
+        judgement
+        for judgement in resolve(replace(on_cpu, shapes={**on_cpu.shapes, "draft": odd}))
+        if judgement.rule == "vllm-head-size"
+    ]
+    assert judgement.severity == "refused" and judgement.path == "draft.checkpoint"
+    assert "the draft's head_dim 16" in judgement.what
+    shapes = {**on_gpu.shapes, "draft": replace(on_gpu.shapes["draft"], head_dim=16)}
+    assert "vllm-head-size" not in {
+        judgement.rule for judgement in resolve(replace(on_gpu, shapes=shapes))
+    }
 
 
 @pytest.mark.parametrize(

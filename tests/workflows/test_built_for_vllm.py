@@ -78,7 +78,7 @@ def judged(config: DeploymentConfig, folder: Path) -> ValidationReport:
 @pytest.mark.parametrize("fits", [True, False])
 def test_both_arms_are_judged_beside_each_other_or_in_turns(
     fits: bool,
-    tiny_pair: tuple[Path, Path],
+    vllm_pair: tuple[Path, Path],
     tmp_path: Path,
     own_tmp: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +87,7 @@ def test_both_arms_are_judged_beside_each_other_or_in_turns(
     monkeypatch.setattr("toolkit.workflows.serve.has_room_for_two", lambda *_: fits)
     config = loaded(
         tmp_path,
-        tiny_pair,
+        vllm_pair,
         engine={"python": str(fake_python(tmp_path / "bin"))},
         validation={
             "parity": {"max_divergence_rate": 0.95, "source": "never"},
@@ -120,10 +120,10 @@ def test_both_arms_are_judged_beside_each_other_or_in_turns(
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_build_on_vllm_reaches_a_verdict_and_its_figures_agree(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, own_tmp: Path
+    vllm_pair: tuple[Path, Path], tmp_path: Path, own_tmp: Path
 ) -> None:
     """The pair is random, so its speed says nothing; correctness and counters do."""
-    config = loaded(tmp_path, tiny_pair, validation={"parity": {"max_divergence_rate": 0.95}})
+    config = loaded(tmp_path, vllm_pair, validation={"parity": {"max_divergence_rate": 0.95}})
     report = judged(config, tmp_path)
     gates = {gate.name: gate.outcome for gate in report.gates}
     assert gates["parity"] != "FAIL", report.parity

@@ -55,10 +55,10 @@ def loaded(folder: Path, pair: tuple[Path, Path], **sections: Any) -> Deployment
 
 
 @pytest.fixture
-def deployment(tiny_pair: tuple[Path, Path], tmp_path: Path) -> DeploymentConfig:
+def deployment(vllm_pair: tuple[Path, Path], tmp_path: Path) -> DeploymentConfig:
     """Served by the program that stands for vLLM."""
     python = fake_python(tmp_path / "bin")
-    return loaded(tmp_path, tiny_pair, engine={"python": str(python)})
+    return loaded(tmp_path, vllm_pair, engine={"python": str(python)})
 
 
 @pytest.fixture
@@ -157,16 +157,16 @@ def test_draft_whose_path_vllm_would_misread_is_not_served(
         endpoint.start("speculative")
 
 
-def test_machine_without_vllm_cannot_serve_it(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    missing = loaded(tmp_path, tiny_pair, engine={"python": str(tmp_path / "none")})
+def test_machine_without_vllm_cannot_serve_it(vllm_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    missing = loaded(tmp_path, vllm_pair, engine={"python": str(tmp_path / "none")})
     with pytest.raises(BackendUnavailable, match="vLLM"):
         check_servable(missing, Machine())
 
 
 def test_deployment_over_several_nodes_is_not_served_here(
-    tiny_pair: tuple[Path, Path], tmp_path: Path
+    vllm_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     python = str(fake_python(tmp_path / "bin"))
-    wide = loaded(tmp_path, tiny_pair, engine={"python": python, "pp_size": 2, "gpus_per_node": 1})
+    wide = loaded(tmp_path, vllm_pair, engine={"python": python, "pp_size": 2, "gpus_per_node": 1})
     with pytest.raises(UsageError, match="over 2 nodes"):
         check_servable(wide, Machine())

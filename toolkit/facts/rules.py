@@ -272,6 +272,10 @@ RULES: dict[str, tuple[str, Source]] = {
         "the draft inherits the target's kv_cache_dtype",
         Source("VL vllm/config/speculative.py of 0.32.0, kv_cache_dtype", "A"),
     ),
+    "vllm-head-size": (
+        "the CPU attention has kernels for certain head sizes only",
+        Source("VL vllm/v1/attention/backends/cpu_attn.py of 0.32.0; tried with 16", "M"),
+    ),
     "vllm-kv-space": (
         "VLLM_CPU_KVCACHE_SPACE is parsed by int()",
         Source("VL vllm/platforms/cpu.py, vllm/envs.py of 0.32.0", "A"),

@@ -14,6 +14,7 @@ from toolkit.facts.source import Source
 
 __all__ = [
     "CPU_BLOCK_TOKENS",
+    "CPU_HEAD_SIZES",
     "GPU_BLOCK_TOKENS",
     "QUANTIZATION_SOURCES",
     "SERVING_IMAGE",
@@ -32,6 +33,9 @@ Known = bool | None  # None: not established
 # Tokens of a KV block. VL vllm/platforms/cpu.py (128 on CPUs), vllm/config/cache.py (16), 0.32.0
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16
 GIB = 2**30
+# The sizes of an attention head that its CPU kernels have. VL
+# vllm/v1/attention/backends/cpu_attn.py, 0.32.0; with 16 the first request ends in a RuntimeError.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ which keys of the YAML its servers cannot carry.
 from __future__ import annotations
 
 from toolkit.config.schema import TritonConfig
-from toolkit.facts.vllm import SERVING_TAGS, VLLM_VERSIONS
+from toolkit.facts.vllm import CPU_HEAD_SIZES, SERVING_TAGS, VLLM_VERSIONS
 from toolkit.plan.rules.findings import (
     Check,
     Findings,
@@ -219,6 +219,19 @@ def _fp8_kv_on_cpus(subject: Subject) -> Findings:
             yield refuse(path, what, "remove kv_cache_quant_algo")
 
 
+def _head_size(subject: Subject) -> Findings:
+    if subject.vllm is None or subject.serving_gpu is not None:
+        return
+    for role, shape in subject.shapes.items():
+        if shape.head_dim not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            what = (
+                f"vLLM's attention on a CPU has no kernel for the {role}'s head_dim"
+                f" {shape.head_dim}; it has {sizes}"
+            )
+            yield refuse(f"{role}.checkpoint", what, "use engine.kind: torch for this model")
+
+
 def _one_kv_dtype(subject: Subject) -> Findings:
     """The arguments state the target's `kv_cache_dtype`, and vLLM takes it for the draft, too."""
     if subject.vllm is None or subject.config.draft is None:
@@ -331,6 +344,7 @@ CHECKS: dict[str, Check] = {
     "vllm-merged-scales": _merged_scales,
     "vllm-fp8-dtype": _fp8_dtype,
     "vllm-fp8-kv-cpu": _fp8_kv_on_cpus,
+    "vllm-head-size": _head_size,
     "vllm-one-kv-dtype": _one_kv_dtype,
     "vllm-kv-space": _kv_space,
     "vllm-batched-tokens": _batched_tokens,
