@@ -146,3 +146,25 @@ def test_build_on_vllm_reaches_a_verdict_and_its_figures_agree(
         assert len(scored.statistics.next_best) == len(scored.token_ids)
         servers.check()
     assert not list(own_tmp.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_ranks_write_what_one_writes(vllm_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Both models are split over two processes, and each rank computes half of every layer. Ranks
+    add in another order, so the log-probabilities differ by rounding.
+    """
+    texts = []
+    for ranks in (1, 2):
+        folder = tmp_path / f"{ranks}"
+        folder.mkdir()
+        config = loaded(folder, vllm_pair, engine={"tp_size": ranks})
+        build(config, Workplace(folder), Silent(), Store(folder / "store"), until="package")
+        with serve(config, Workplace(folder).repository("tiny")) as (endpoint, servers):
+            assert not isinstance(endpoint, Alternating)
+            texts.append(endpoint.measure(PROMPTS, max_tokens=24, temperature=0.0, log_probs=True))
+            servers.check()
+    for single, split in zip(*texts, strict=True):
+        assert single.token_ids == split.token_ids
+        assert split.statistics.accepted is not None and split.statistics.verify_steps
+        assert single.statistics.log_probs == pytest.approx(split.statistics.log_probs, abs=1e-4)
