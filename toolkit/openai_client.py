@@ -77,7 +77,8 @@ class OpenAiClient:
     """A client of one model of one server. Several threads may use it at once.
 
     url: host:port, or http://host:port. encode: the deployment's own tokenizer; None: the server's
-    token ids of the prompt are not checked. timeout_s: limit of every call as a whole.
+    token ids of the prompt are not checked. ignore_eos: no end token ends an answer, which then has
+    max_tokens tokens. timeout_s: limit of every call as a whole.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class OpenAiClient:
         timeout_s: float = 300.0,
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
+        ignore_eos: bool = False,
     ) -> None:
         self.url = url.removeprefix("http://").rstrip("/")
         self.model = model
         self.timeout_s = timeout_s
-        self._encode = encode
+        self._encode, self._ignore_eos = encode, ignore_eos
         host, _, port = self.url.rpartition(":")
         if not port.isdecimal() or int(port) > MAX_PORT or not host:
             raise ServerUnavailable(f"{url}: this is not host:port of an HTTP server")
@@ -191,6 +193,8 @@ class OpenAiClient:
             body["stop"] = list(options.stop)
         if options.log_probs:
             body |= {"logprobs": LOG_PROBS, "return_tokens_as_token_ids": True}
+        if self._ignore_eos:
+            body["ignore_eos"] = True
         if request_id:
             body["request_id"] = request_id
         if streaming:

@@ -112,7 +112,7 @@ RequestOutcome: TypeAlias = Literal[FinishReason, "refused", "overloaded"]  # in
 JudgementSeverity: TypeAlias = Literal["refused", "adjusted", "warning"]
 MemoryPlace: TypeAlias = Literal["each GPU", "the machine"]
 SpeedBound: TypeAlias = Literal["bandwidth", "arithmetic"]
-CostSource: TypeAlias = Literal["measured", "predicted"]
+CostSource: TypeAlias = Literal["measured", "measured on the server", "predicted"]
 DraftVerdict: TypeAlias = Literal["pays", "costs more than it saves", "makes no difference seen"]
 
 # What is measured and judged.

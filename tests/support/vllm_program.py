@@ -1,7 +1,7 @@
 """A program that is started as vLLM's OpenAI server is, with a child that works for it.
 
 `fake_python` makes an executable of it that stands for the Python of vLLM's environment. The
-server's name chooses what it does (see FAULTS).
+server's name chooses what it does (see FAULTS). One with the name TIMED takes a time for each step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.support import vllm_stub
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 FAULTS = ("dies", "hangs", "silent", "loses-engine")
+TIMED, STEP_S, DRAFTED_TOKEN_S = "timed", 0.004, 0.001
 # A semaphore that outlives its process when that is killed. It is mapped under another name.
 SEMAPHORE = (
     "import _multiprocessing as p, os; name = f'/mp-{os.getpid()}';"
@@ -207,7 +208,8 @@ def main(arguments: list[str]) -> None:
     if options.model is not None and (options.model / "tokenizer.json").exists():
         draft_len = options.speculative_config.get("num_speculative_tokens", 0)
         letters = Letters(options.model, draft_len)
-        script = vllm_stub.Script(answer=letters.answer, counters=letters.counters)
+        delay_s = STEP_S + DRAFTED_TOKEN_S * draft_len if name == TIMED else 0.0
+        script = vllm_stub.Script(answer=letters.answer, counters=letters.counters, delay_s=delay_s)
     with vllm_stub.vllm_stub(script, options.port):
         while len(script.requests) < 2 or name != "loses-engine":
             time.sleep(0.05)

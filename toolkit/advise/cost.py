@@ -1,5 +1,8 @@
 """Measure or predict the cost of a verify step, by batch size and number of drafted tokens.
 
+There are three ways: time the runtime in this process, combine what a client timed on the server of
+another engine, or predict for hardware that is not here.
+
 A step consists of the draft's forwards, the target's forward over one token more than was drafted,
 and the host's work around them. The serving runtime itself times each part over a few steps whose
 outcome does not matter. So acceptance, which varies from text to text, adds no noise; a sweep that
@@ -12,7 +15,7 @@ busy machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -26,17 +29,22 @@ __all__ = [
     "MEASURED",
     "PREDICTED",
     "QUANTILE",
+    "SERVED",
+    "ServedSteps",
+    "ServedTimes",
     "ServingRuntime",
     "StepCosts",
     "StepTimes",
     "batch_sizes",
     "measure_costs",
     "predict_costs",
+    "served_costs",
 ]
 
 Floats = NDArray[Any]
 
 MEASURED: Final = "measured"
+SERVED: Final = "measured on the server"
 PREDICTED: Final = "predicted"
 QUANTILE = 0.25
 MAX_PREFILLS = 6  # prompts read in a round
@@ -190,3 +198,78 @@ def measure_costs(
         samples,
         {length: float(np.quantile(times_ns, QUANTILE)) for length, times_ns in prefill.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSteps:
+    """Whole steps of a server with one batch size, by wave: requests that ran at the same time.
+
+    step_ns [waves]: nanoseconds of an average step. drafted [waves]: tokens that it drafted for
+    each request.
+    """
+
+    step_ns: Floats
+    drafted: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTimes:
+    """What a client timed on one server. steps: by batch size. first_token_ns [requests]: from
+    sending to the first token, of requests that ran alone.
+    """
+
+    steps: Mapping[int, ServedSteps]
+    first_token_ns: Floats
+
+
+def served_costs(
+    plain: ServedTimes, speculating: Sequence[ServedTimes], *, draft_lens: Sequence[int]
+) -> StepCosts:
+    """Costs of every draft length, from servers that ran some of them.
+
+    plain: the server without speculation. speculating: the others, by growing draft length.
+    Between and beyond what they drafted, a step's time is linear in the drafted tokens; it never
+    falls, so noise is not taken for a gain. A server does not divide its steps: what a step takes
+    beyond the plain one is the draft's, and nothing is the host's.
+    """
+    rows, samples = [], {}
+    for batch, steps in plain.steps.items():
+        plain_ms = float(np.quantile(steps.step_ns, QUANTILE)) / 1e6
+        points = [(0.0, steps.step_ns)]
+        for times in speculating:
+            drafted = float(np.mean(times.steps[batch].drafted))
+            points.append((drafted, times.steps[batch].step_ns))
+        for length in (0, *draft_lens):
+            step_ns = _on_the_line(points, length)
+            step_ms = float(np.quantile(step_ns, QUANTILE)) / 1e6
+            samples[batch, length] = step_ns
+            rows.append(
+                StepCost(batch, length, step_ms - plain_ms, plain_ms, 0.0, len(steps.step_ns))
+            )
+    longest = speculating[-1]
+    reading = {
+        0: float(np.quantile(plain.first_token_ns, QUANTILE)),
+        max(draft_lens): float(np.quantile(longest.first_token_ns, QUANTILE)),
+    }
+    return StepCosts(SERVED, tuple(plain.steps), tuple(rows), samples, reading)
+
+
+def _on_the_line(points: Sequence[tuple[float, Floats]], length: int) -> Floats:
+    """The times of a step that drafts `length` tokens: on the line through the two points around
+    it, or the last two. points: (drafted tokens, times [waves]) with growing numbers.
+
+    Where nothing was drafted (prompt lookup in texts without repeats), the last times stand for
+    every length.
+    """
+    if length == 0:
+        return points[0][1]
+    right = next(
+        (index for index, (drafted, _) in enumerate(points) if drafted >= length), len(points) - 1
+    )
+    (fewer, low_ns), (more, high_ns) = points[right - 1], points[right]
+    if more <= fewer:
+        return high_ns
+    if np.quantile(high_ns, QUANTILE) <= np.quantile(low_ns, QUANTILE):
+        return low_ns
+    line: Floats = low_ns + (high_ns - low_ns) * ((length - fewer) / (more - fewer))
+    return line

@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from toolkit.advise.acceptance import RULES, Drafted
 from toolkit.advise.choose import Mode, predict_candidate, schedule_of
 from toolkit.advise.cost import (
-    MEASURED,
-    PREDICTED,
     ServingRuntime,
     StepCosts,
     batch_sizes,
@@ -45,9 +43,12 @@ __all__ = [
     "Texts",
     "advise",
     "decide",
+    "of_medium_length",
     "predict_contender",
     "write_texts",
 ]
+
+Item = TypeVar("Item")
 
 VERSION = 5
 MAX_DRAFT_LEN = 8  # the longest that is tried if the YAML says `auto`
@@ -62,8 +63,9 @@ class Contender:
     """A way to draft: with a draft model, or by prompt lookup.
 
     runtime: serves the target with this way. draft: the draft's engine; None for prompt lookup.
-    forward_s: seconds of a forward by role, batch size and tokens, for hardware that is not here;
-    None if steps are timed on the runtime.
+    Steps are timed on the runtime, unless their costs come from elsewhere. forward_s: seconds of a
+    forward by role, batch size and tokens, for hardware that is not here. served: temperature ->
+    the costs that were timed on the server of another engine.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Contender:
     runtime: AdvisedRuntime
     draft: StepEngine | None
     forward_s: Callable[[Role, int, int], float] | None = None
+    served: Mapping[float, StepCosts] | None = None
 
 
 Texts = Mapping[DecodingMode, Sequence[Text]]
@@ -113,13 +116,14 @@ def advise(
     started = time.monotonic()
     batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
     texts = write_texts(contenders[0].runtime, question, progress)
-    candidates = []
+    candidates: list[Candidate] = []
+    sources: list[CostSource] = []
     for contender in contenders:
-        candidates.append(
-            predict_contender(
-                target, contender, question, texts, batches, lookup, probabilities, progress
-            )[0]
+        candidate, modes = predict_contender(
+            target, contender, question, texts, batches, lookup, probabilities, progress
         )
+        candidates.append(candidate)
+        sources += [mode.costs.source for mode in modes]
     candidates.sort(key=lambda candidate: -candidate.speedup)
     if question.measured_rounds > 0:
         best = next(contender for contender in contenders if contender.name == candidates[0].name)
@@ -129,7 +133,7 @@ def advise(
         candidates,
         batches,
         own=contenders[0].name,
-        costs_are=PREDICTED if contenders[0].forward_s is not None else MEASURED,
+        costs_are=sources[0],
         temperature=question.temperature or 0.0,
         rule=_served_rule(question),
         prompts=len(question.prompts),
@@ -169,8 +173,9 @@ def predict_contender(
         rules = _observe(
             target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities
         )
-        activity = "timing" if contender.forward_s is None else "predicting the cost of"
-        progress(0, None, f"{contender.name}: {activity} {mode} steps")
+        if contender.served is None:
+            activity = "timing" if contender.forward_s is None else "predicting the cost of"
+            progress(0, None, f"{contender.name}: {activity} {mode} steps")
         rule: AlphaRule = "greedy" if mode == "greedy" else _served_rule(question)
         costs = _costs(contender, question, texts[mode], batches, temperature)
         modes.append(Mode(mode, rule, rules[rule], rules, costs))
@@ -311,6 +316,12 @@ def _observe(
     return drafts_by_rule
 
 
+def of_medium_length(items: Sequence[Item], length: Callable[[Item], int]) -> list[Item]:
+    """The middle half of the items by their length, shortest first."""
+    by_length = sorted(items, key=length)
+    return by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
+
+
 def _costs(
     contender: Contender,
     question: Question,
@@ -318,9 +329,11 @@ def _costs(
     batches: Sequence[int],
     temperature: float,
 ) -> StepCosts:
-    """Predict the costs, or time them after prompts of medium length and half of their output,
-    which is where an average step is.
+    """Predict the costs, take those of a server, or time them after prompts of medium length and
+    half of their output, which is where an average step is.
     """
+    if contender.served is not None:
+        return contender.served[temperature]
     lengths = range(1, question.max_draft_len + 1)
     if contender.forward_s is not None:
         return predict_costs(
@@ -330,8 +343,7 @@ def _costs(
             batches=batches,
             prompt_tokens=round(sum(len(text.prompt) for text in texts) / len(texts)),
         )
-    by_length = sorted(texts, key=lambda text: len(text.prompt))
-    middle = by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
+    middle = of_medium_length(texts, lambda text: len(text.prompt))
     return measure_costs(
         contender.runtime,
         contender.drafter,

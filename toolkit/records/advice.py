@@ -49,7 +49,8 @@ class Alpha:
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Milliseconds of one step for all requests of a batch: the lower quartile of the timed steps.
-    draft_len 0: plain decoding.
+    draft_len 0: plain decoding. Of a server, samples counts waves of requests, and draft_ms is all
+    that a step takes beyond a plain one.
     """
 
     batch: int
@@ -128,8 +129,8 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What should be set, and why. candidates: the best first. costs_are: measured, or predicted
-    for a GPU that is not in this machine.
+    """What should be set, and why. candidates: the best first. costs_are: measured on the runtime
+    here or on the server that serves, or predicted for a GPU that is not in this machine.
 
     decided False: the interval of the best candidate's speed-up contains 1, so the choice rests on
     the estimate alone. own: name of the deployment's own candidate, which need not be the best.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["against_present", "at_once", "deployed", "print_advice", "print_grid", "yaml_of"]
 
 DASH = "-"
-MEASURED = "measured"  # Advice.costs_are if the costs were timed on this machine
+# Advice.costs_are if the costs were timed on this machine: on the runtime, or on a server.
+MEASURED, SERVED = "measured", "measured on the server"
 
 
 def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = True) -> str:
@@ -255,13 +256,18 @@ def _trust(
     served: ValidationReport | None,
 ) -> Iterator[str]:
     """Say what the prediction leaves out, and what the last report measured on the endpoint."""
-    if advice.costs_are != MEASURED:
+    if advice.costs_are not in (MEASURED, SERVED):
         yield (
             "the costs assume a GPU at its limits and leave out host and server: measure on that"
             " machine before you rely on them"
         )
         return
     basis = "predicted in this process, without the cost of sending chunks through Triton"
+    if advice.costs_are == SERVED:
+        basis = (
+            "predicted from steps that a client timed on the server at a few draft lengths; what"
+            " they take beyond plain ones counts as drafting"
+        )
     sampled = None if served is None else served.sampled.speedup
     if served is None or served.speedup is None or sampled is None:
         yield f"{basis}: `toolkit build` measures it on the endpoint"
@@ -282,10 +288,10 @@ def _trust(
     if not (advice.speculate and advice.decided) and all(
         speedup.low > 1.0 for _, speedup in measured
     ):
-        yield (
-            "the measurement on the endpoint decides: speculation pays there, since a step streams"
-            " one chunk for several tokens"
-        )
+        decides = "the measurement on the endpoint decides: speculation pays there"
+        if advice.costs_are == MEASURED:
+            decides += ", since a step streams one chunk for several tokens"
+        yield decides
 
 
 def _ranking(advice: Advice) -> RenderableType:

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from toolkit.engines.vllm.server import VllmServer
     from toolkit.openai_client import OpenAiClient
 
-__all__ = ["PLAIN", "SERVED", "Address", "Routed", "VllmServers", "check_vllm", "has_room_for_two"]
+__all__ = [
+    "PLAIN",
+    "SERVED",
+    "Address",
+    "Routed",
+    "VllmServers",
+    "check_vllm",
+    "has_room_for_two",
+    "vllm_server",
+]
 
 SERVED, PLAIN = "served", "plain"  # arms: the deployment as it is, or without speculation
 GIB = 1 << 30
@@ -212,32 +221,56 @@ class VllmServers:
             server.check()
 
     def _start(self, arm: str, log_path: Path | None, triton: TritonConfig) -> OpenAiClient:
-        from toolkit.engines.spec import engine_spec
-        from toolkit.engines.vllm.arguments import check_draft_path, environment_of
-        from toolkit.engines.vllm.environment import find_environment
-        from toolkit.engines.vllm.server import VllmServer
-        from toolkit.triton.package.serve_vllm import thread_binding
         from toolkit.triton.process.localize import local_args
 
-        engine, spec = self.config.vllm_engine, engine_spec(self.config, "target")
-        assert engine is not None and spec.vllm is not None, "only for the kind vllm"
-        args = local_args(self.repository, speculates=arm != PLAIN)
-        check_draft_path(args)
-        server = VllmServer(
-            find_environment(engine.python, version=engine.vllm).python,
-            args,
-            self.config.name,
-            variables={**environment_of(spec, spec.vllm), **thread_binding(args)},
-            config=_with_start_timeout(triton),
-            # On CPUs vLLM 0.32.0 cannot load what it saved (docs/vllm.md).
-            cache=self.cache if spec.device == "cuda" else None,
+        server = vllm_server(
+            self.config,
+            local_args(self.repository, speculates=arm != PLAIN),
+            triton,
+            cache=self.cache,
             log_path=log_path,
             progress=self.progress,
-            encode=_encoder(Path(args["model"])),
         )
         self._open.enter_context(server)
         self.running[arm] = server
         return self._open.enter_context(server.client())
+
+
+def vllm_server(
+    config: DeploymentConfig,
+    args: Mapping[str, Any],
+    triton: TritonConfig,
+    *,
+    cache: Path | None = None,
+    log_path: Path | None = None,
+    progress: Progress | None = None,
+) -> VllmServer:
+    """A server of the deployment with these arguments, which hold this machine's paths. It is not
+    started yet. cache, log_path: as `VllmServer`; a CPU has no cache.
+
+    Raises BackendUnavailable without vLLM, UsageError for a draft's path that vLLM misreads.
+    """
+    from toolkit.engines.spec import engine_spec
+    from toolkit.engines.vllm.arguments import check_draft_path, environment_of
+    from toolkit.engines.vllm.environment import find_environment
+    from toolkit.engines.vllm.server import VllmServer
+    from toolkit.triton.package.serve_vllm import thread_binding
+
+    engine, spec = config.vllm_engine, engine_spec(config, "target")
+    assert engine is not None and spec.vllm is not None, "only for the kind vllm"
+    check_draft_path(args)
+    return VllmServer(
+        find_environment(engine.python, version=engine.vllm).python,
+        args,
+        config.name,
+        variables={**environment_of(spec, spec.vllm), **thread_binding(args)},
+        config=_with_start_timeout(triton),
+        # On CPUs vLLM 0.32.0 cannot load what it saved (docs/vllm.md).
+        cache=cache if spec.device == "cuda" else None,
+        log_path=log_path,
+        progress=progress,
+        encode=_encoder(Path(args["model"])),
+    )
 
 
 def _with_start_timeout(triton: TritonConfig) -> TritonConfig:

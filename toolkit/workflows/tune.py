@@ -18,11 +18,14 @@ from toolkit.words import QuantAlgo, Role
 from toolkit.workflows.build import build
 from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
 from toolkit.workflows.folders import Workplace
+from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.report import publish_report
+from toolkit.workflows.serve_vllm import check_vllm
 from toolkit.workflows.stages.sequence import (
     TWIN,
     advised_stages,
     embedded_stages,
+    is_measured_on_server,
     methods_of_yaml,
     raise_refused,
     ready,
@@ -50,16 +53,20 @@ def tune(
     quantized and compiled like the YAML's draft. measured_rounds: how many rounds run every draft
     length, to check the predictions; 0 for none. Raises what the stages raise.
 
-    TensorRT-LLM runs only in its server. For it, acceptance is measured on the embedded engine with
-    the same quantized checkpoints, and costs are predicted: for `gpu`, or for the GPU that the YAML
-    names or this machine has.
+    TensorRT-LLM and vLLM run only in their servers. For them, acceptance is measured on the
+    embedded engine with the same quantized checkpoints, and costs are predicted: for `gpu`, or for
+    the GPU that the YAML names or this machine has. vLLM without a GPU is measured in its own
+    server.
     """
     predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds)
+    served_drafts: dict[str, Done] = {}
     if not config.capabilities.in_process:
         engines = _run(
             advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer
         )
         checkpoints = {role: engines[f"quantize/{role}"] for role in config.models}
+        if config.draft is not None:
+            served_drafts[config.draft.checkpoint.name] = checkpoints["draft"]
     else:
         checkpoints = None
         engines = build(config, workplace, observer, store, until="compile").stages
@@ -77,8 +84,13 @@ def tune(
             observer,
         )
         methods.append((checkpoint.name, "draft_target", built["compile/draft"]))
+        served_drafts[checkpoint.name] = built["quantize/draft"]
     if config.capabilities.has_ngram and not config.speculation.has_ngram:
         methods.append(("ngram", "ngram", None))
+    served = None
+    if checkpoints is not None and predicted_gpu is None:
+        target = checkpoints["target"]
+        served = VllmCosts(config, lambda finished: target, lambda finished: served_drafts)
     stage = tune_stage(
         config,
         embedded(embedded_twin(config)),
@@ -89,6 +101,7 @@ def tune(
         checkpoints=None if checkpoints is None else lambda finished: checkpoints,
         measured_rounds=measured_rounds,
         gpu=predicted_gpu,
+        served=served,
     )
     ((_, done),) = run_stages(
         [stage], store, config.name, observer, fresh=["tune"] if fresh else []
@@ -111,7 +124,8 @@ def _gpu_of_costs(
 ) -> Gpu | None:
     """The GPU whose costs are predicted; None if the costs are measured on this machine.
 
-    gpu_name: as the user gave it. Raises UsageError if costs can be neither measured nor predicted.
+    gpu_name: as the user gave it. Raises UsageError if costs can be neither measured nor predicted,
+    BackendUnavailable if only a server that is missing could measure them.
     """
     from toolkit.plan.make import gpu_from_user, subject_of
 
@@ -135,6 +149,9 @@ def _gpu_of_costs(
             "this deployment does not speculate, so there is nothing to advise",
             hint="Set speculation.kind.",
         )
+    if gpu_name is None and is_measured_on_server(config):
+        check_vllm(config)
+        return None
     gpu = subject_of(config)[0].gpu if gpu_name is None else gpu_from_user(gpu_name)
     if gpu is None:
         raise UsageError(
@@ -157,9 +174,21 @@ def tune_grid(
     the grid: (the grid, its folder).
 
     Pairs that the plan refuses are left out. Speeds are measured, or predicted as `tune` predicts
-    costs. Raises UsageError without a draft or calibration text, and what the stages raise.
+    costs; of engines that run only in their server, they are predicted. Raises UsageError without a
+    draft or calibration text, and what the stages raise.
     """
     from toolkit.quantize.calibrate import split_texts
+
+    if gpu is None and is_measured_on_server(config):
+        raise UsageError(
+            "the grid runs every pair of precisions in this process or predicts it for a GPU;"
+            f" engine.kind {config.engine.kind} runs only in its server, and no GPU is named or"
+            " here",
+            hint=(
+                "Give --gpu H200. To measure on this machine, give each pair a YAML, and run"
+                " `toolkit tune` without --grid."
+            ),
+        )
 
     if config.draft is None or config.calibration is None:
         raise UsageError(

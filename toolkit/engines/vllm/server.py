@@ -133,10 +133,12 @@ class VllmServer:
     ) -> None:
         self.stop()
 
-    def client(self, timeout_s: float = 300.0) -> OpenAiClient:
+    def client(self, timeout_s: float = 300.0, *, ignore_eos: bool = False) -> OpenAiClient:
         from toolkit.openai_client import OpenAiClient
 
-        return OpenAiClient(self.url, self.name, timeout_s, encode=self._encode)
+        return OpenAiClient(
+            self.url, self.name, timeout_s, encode=self._encode, ignore_eos=ignore_eos
+        )
 
     def start(self) -> None:
         """Start the server, and return when it has generated a token."""

@@ -28,6 +28,8 @@ from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
 from toolkit.workflows.deployment import embedded, embedded_twin, refuse_head, sampled_rule
 from toolkit.workflows.folders import Workplace
+from toolkit.workflows.measured_vllm import VllmCosts
+from toolkit.workflows.serve_vllm import check_vllm
 from toolkit.workflows.stages.compile import compile_stage
 from toolkit.workflows.stages.package import package_stage
 from toolkit.workflows.stages.pair import pair_stage
@@ -41,6 +43,7 @@ __all__ = [
     "Ready",
     "advised_stages",
     "embedded_stages",
+    "is_measured_on_server",
     "methods_of_yaml",
     "possible_plan",
     "raise_refused",
@@ -88,7 +91,8 @@ def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMem
 
     The embedded engine is measured as it is. TensorRT-LLM's kinds are fixed to a draft length when
     they are compiled or loaded, so it is decided before: acceptance is measured with the same
-    checkpoints on the embedded engine, and costs are predicted.
+    checkpoints on the embedded engine, and costs are predicted. vLLM without a GPU is measured in
+    its own server. Raises BackendUnavailable if this machine has none.
     """
     from toolkit.plan.make import subject_of
 
@@ -101,10 +105,29 @@ def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMem
     def quantized(finished: Finished) -> dict[Role, Done]:
         return {role: finished[f"quantize/{role}"] for role in roles}
 
-    engine, gpu = embedded(embedded_twin(config)), subject_of(config)[0].gpu
-    tune = tune_stage(config, engine, memo, methods, rule=rule, checkpoints=quantized, gpu=gpu)
+    def drafts(finished: Finished) -> dict[str, Done]:
+        draft = config.draft
+        return {} if draft is None else {draft.checkpoint.name: finished["quantize/draft"]}
+
+    engine, subject = embedded(embedded_twin(config)), subject_of(config)[0]
+    served, gpu = None, subject.gpu
+    if is_measured_on_server(config):
+        check_vllm(config)
+        served, gpu = VllmCosts(config, lambda finished: finished["quantize/target"], drafts), None
+    tune = tune_stage(
+        config, engine, memo, methods, rule=rule, checkpoints=quantized, gpu=gpu, served=served
+    )
     tune = replace(tune, needs=(*tune.needs, *(f"quantize/{role}" for role in roles)))
     return [*_twins(config, workplace), _renamed(tune, _advised_name)]
+
+
+def is_measured_on_server(config: DeploymentConfig) -> bool:
+    """Whether the advisor's costs are timed on the server that will serve: vLLM's, where no GPU is
+    named or here.
+    """
+    from toolkit.plan.make import subject_of
+
+    return config.vllm_engine is not None and subject_of(config)[0].serving_gpu is None
 
 
 def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.config.schema import (
     AUTO_MAX_DRAFT_LEN,
@@ -25,14 +28,37 @@ from toolkit.records.codec import from_json, to_json
 from toolkit.words import DeployedRule, Drafter, QuantAlgo, Role
 
 if TYPE_CHECKING:
+    from toolkit.advise.cost import StepCosts
     from toolkit.speculative.text import TextCodec
 
-__all__ = ["DraftingMethod", "grid_stage", "tune_stage"]
+__all__ = ["CostsOnServer", "DraftingMethod", "grid_stage", "tune_stage"]
 
 GRID_ROUNDS = 2  # how often every cell of the grid is run
 
 DraftingMethod = tuple[str, Drafter, Done | None]
 """(name, drafter, compiled draft); the drafter "ngram" has no compiled draft."""
+
+
+class CostsOnServer(Protocol):
+    """Measures costs on the server of another engine, and says what decides them."""
+
+    def parts(self, finished: Finished) -> Mapping[str, Any]:
+        """The parts of the stage's key."""
+        ...
+
+    def measure(
+        self,
+        finished: Finished,
+        methods: Sequence[tuple[str, Drafter]],
+        prompts: Sequence[tuple[str, int]],
+        longest: int,
+        progress: Progress,
+    ) -> Mapping[str, Mapping[float, StepCosts]]:
+        """Costs of every draft length up to `longest`, by name of the method and temperature.
+
+        methods: (name, drafter). prompts: (text, tokens).
+        """
+        ...
 
 
 def tune_stage(
@@ -46,6 +72,7 @@ def tune_stage(
     checkpoints: Callable[[Finished], Mapping[Role, Done]] | None = None,
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
+    served: CostsOnServer | None = None,
 ) -> Stage:
     """The `tune` stage.
 
@@ -54,7 +81,8 @@ def tune_stage(
     deployment. target: the target's engine, if no stage before this one compiles it. checkpoints:
     role -> the checkpoint of the engine, if the deployment has engines of another kind.
     measured_rounds: how many rounds run every draft length, to check the predictions; 0 for none.
-    gpu: the GPU whose costs are predicted; None if costs are measured here.
+    gpu: the GPU whose costs are predicted; None if costs are measured here. served: measures them
+    on the server that will serve; None if the embedded engine does.
     """
     from toolkit.advise import stage
 
@@ -80,6 +108,8 @@ def tune_stage(
             inputs["checkpoints"] = {
                 role: [done.entry.digest] for role, done in checkpoints(finished).items()
             }
+        if served is not None:
+            inputs["served"] = served.parts(finished)
         return {
             "config": {
                 "rule": rule,
@@ -109,6 +139,7 @@ def tune_stage(
             rule,
             measured_rounds,
             gpu,
+            None if served is None else partial(served.measure, finished),
             progress,
         )
         (out_dir / "advice.json").write_text(
@@ -127,11 +158,15 @@ def _advise(
     rule: DeployedRule,
     measured_rounds: int,
     gpu: Gpu | None,
+    measure_served: Callable[..., Mapping[str, Mapping[float, StepCosts]]] | None,
     progress: Progress,
 ) -> Advice:
-    """Load the engines into this process, and let the advisor measure them."""
+    """Load the engines into this process, and let the advisor measure them.
+
+    measure_served: CostsOnServer.measure. It runs first, with the machine to itself.
+    """
     from toolkit.advise.cost import batch_sizes
-    from toolkit.advise.stage import Contender, Question, advise
+    from toolkit.advise.stage import Contender, Question, advise, of_medium_length
     from toolkit.engines.registry import loader
     from toolkit.inprocess import eos_token_ids
     from toolkit.interfaces import Sampling
@@ -140,8 +175,21 @@ def _advise(
     from toolkit.speculative.text import TextCodec
     from toolkit.workflows.measured_runtime import MeasuredRuntime
 
+    started = time.monotonic()
     validation, speculation, target_dir = config.validation, config.speculation, compiled.path
     codec = TextCodec.from_file(target_dir / "tokenizer.json")
+    prompts = _prompts(config, engine, codec)
+    longest = max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN)
+    served: Mapping[str, Mapping[float, StepCosts]] = {}
+    if measure_served is not None:
+        sent = of_medium_length(prompts, lambda prompt: len(prompt[2]))
+        served = measure_served(
+            [(name, drafter) for name, drafter, _ in engines],
+            [(text, len(ids)) for _, text, ids in sent],
+            longest,
+            progress,
+        )
+    measured_s = time.monotonic() - started
     target = loader("torch").load(target_dir, threads=engine.threads)
     sampling = Sampling(temperature=validation.temperature)
 
@@ -164,18 +212,18 @@ def _advise(
             acceptance="auto" if rule == "sample_match_greedy_draft" else rule,
             ngram_size=speculation.max_matching_ngram_size,
         )
-        return Contender(name, drafter, runtime, draft, forward_s)
+        return Contender(name, drafter, runtime, draft, forward_s, served.get(name))
 
     question = Question(
-        prompts=_prompts(config, engine, codec),
+        prompts=[(label, ids) for label, _, ids in prompts],
         max_tokens=validation.max_tokens,
         temperature=validation.temperature,
         acceptance=rule,
         batches=batch_sizes(config.engine.max_batch_size),
-        max_draft_len=max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
+        max_draft_len=longest,
         measured_rounds=measured_rounds,
     )
-    return advise(
+    advice = advise(
         target,
         [contender(*method) for method in engines],
         question,
@@ -183,6 +231,7 @@ def _advise(
         probabilities=probabilities,
         progress=progress,
     )
+    return replace(advice, seconds=advice.seconds + measured_s)
 
 
 def ranks_of(config: DeploymentConfig) -> int:
@@ -220,8 +269,8 @@ def _roofline(
 
 def _prompts(
     config: DeploymentConfig, engine: TorchEngineConfig, codec: TextCodec
-) -> list[tuple[str, tuple[int, ...]]]:
-    """(domain, token ids) of each prompt that fits the engine."""
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(domain, text, token ids) of each prompt that fits the engine."""
     from toolkit.pipeline.texts import read_labels, read_texts
 
     validation = config.validation
@@ -229,9 +278,9 @@ def _prompts(
     labels = read_labels(validation.prompts, "domain", "all", limit=validation.max_prompts)
     room = min(engine.max_input_len, engine.max_seq_len - validation.max_tokens)
     encoded = [
-        (label, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
+        (label, text, tuple(codec.encode(text))) for label, text in zip(labels, texts, strict=True)
     ]
-    return [(label, ids) for label, ids in encoded if 0 < len(ids) <= room]
+    return [prompt for prompt in encoded if 0 < len(prompt[2]) <= room]
 
 
 def grid_stage(
@@ -341,7 +390,7 @@ def _grid(
         return Contender(name, "draft_target", runtime, drafts[name], forward_s)
 
     question = Question(
-        prompts=_prompts(config, engine, codec),
+        prompts=[(label, ids) for label, _, ids in _prompts(config, engine, codec)],
         max_tokens=config.validation.max_tokens,
         temperature=None,
         acceptance="auto",
