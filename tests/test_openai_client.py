@@ -211,6 +211,15 @@ def test_server_that_hangs_or_is_not_there_ends_the_call_in_time() -> None:
             client.generate("hi")
 
 
+def test_end_tokens_are_ignored_where_the_client_says_so() -> None:
+    script = Script()
+    with vllm_stub(script) as url:
+        for ignored in (True, False):
+            with OpenAiClient(url, MODEL, ignore_eos=ignored) as client:
+                client.measure(["hi"], max_tokens=5)
+    assert [body.get("ignore_eos") for body in script.requests] == [True, None]
+
+
 def test_leaving_a_stream_cancels_the_request() -> None:
     script = Script(pieces=tuple((" a", (5,)) for _ in range(100)), delay_s=0.02)
     with vllm_stub(script) as url, OpenAiClient(url, MODEL) as client:

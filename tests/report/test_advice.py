@@ -150,6 +150,18 @@ def test_a_prediction_is_set_beside_what_was_served(
     )
 
 
+def test_costs_of_a_server_are_not_said_to_be_of_this_process(
+    advice: Advice, advised: ValidationReport
+) -> None:
+    served = replace(advice, costs_are="measured on the server")
+    text = " ".join(" ".join(printed(served)).split())
+    assert "predicted from steps that a client timed on the server" in text
+    assert "through Triton" not in text and "measure on that machine" not in text
+    assert "costs measured on the server" in text
+    lines = printed(served, present=SpeculationConfig(), own_draft="a <draft>", served=advised)
+    assert any(line.startswith("  greedy: ") for line in lines)
+
+
 def test_what_was_served_leads_where_the_prediction_is_not_decided(
     advice: Advice, advised: ValidationReport
 ) -> None:

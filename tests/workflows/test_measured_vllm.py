@@ -135,6 +135,8 @@ def test_tune_times_the_server_that_will_serve(
                 assert (cost.host_ms, cost.samples) == (0.0, 1)
     again, _ = tune(config, workplace, Silent(), store)
     assert again == advice  # it is stored
+    elsewhere, _ = tune(config, workplace, Silent(), store, gpu="H200")
+    assert elsewhere.costs_are == "predicted"
     assert not list(own_tmp.iterdir())
 
 
