@@ -268,7 +268,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
-        "vllm-merged-scales",
+        "vllm-merged-scales", "vllm-sampling-on-cpu",
     }  # fmt: skip
     tested_below = {
         "mlp-divides-tp",
@@ -534,6 +534,7 @@ def test_what_changes_in_silence_is_said_before(
     "kind, keys, rule",
     [
         ("vllm", {"engine__vllm": "0.33.0"}, "vllm-container"),
+        ("vllm_cpu", {}, "vllm-sampling-on-cpu"),
         ("vllm", {"speculation__max_concurrency": 8}, "vllm-schedule"),
         ("vllm", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("pytorch", V13, "serving-container"),

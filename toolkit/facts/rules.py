@@ -292,6 +292,15 @@ RULES: dict[str, tuple[str, Source]] = {
         "neither vLLM's server nor Triton's backend has these settings",
         Source("VL vllm/engine/arg_utils.py of 0.32.0; VB src/model.py", "B"),
     ),
+    "vllm-sampling-on-cpu": (
+        "the CPU's expand_kernel drops what it writes, so the rejection sampler divides the logits"
+        " by uninitialized values",
+        Source(
+            "VL issue 55005; vllm/utils/cpu_triton_utils.py of 0.32.0, _expand_kernel_impl; run:"
+            " 1.8 % of the draft tokens accepted at temperature 0.8, 65.7 % greedily",
+            "M",
+        ),
+    ),
     "vllm-container": ("no Triton container has this version", VLLM_SOURCES["SERVING_TAGS"]),
     "vllm-prompt-limit": (
         "max_model_len counts prompt and output together; there is no limit of prompts alone",

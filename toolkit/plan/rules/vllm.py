@@ -303,6 +303,18 @@ def _container(subject: Subject) -> Findings:
     )
 
 
+def _sampling_on_cpu(subject: Subject) -> Findings:
+    if subject.vllm is None or subject.serving_gpu is not None or not subject.speculates:
+        return
+    what = (
+        "on a CPU vLLM reads temperature, top-k and top-p of drafted tokens from memory that nobody"
+        " wrote, so sampled text does not follow the target; greedy text is right (vLLM issue"
+        " 55005)"
+    )
+    hint = "send requests with temperature 0 only, or set speculation.kind: none"
+    yield RuleFinding("warning", "speculation.kind", what, hint)
+
+
 def _prompt_limit(subject: Subject) -> Findings:
     engine = subject.vllm
     if engine is not None:
@@ -351,5 +363,6 @@ CHECKS: dict[str, Check] = {
     "vllm-layout": _layout,
     "vllm-triton-keys": _triton_keys,
     "vllm-container": _container,
+    "vllm-sampling-on-cpu": _sampling_on_cpu,
     "vllm-prompt-limit": _prompt_limit,
 }
