@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolkit.bench.counters import read_counters
 from toolkit.client import RequestRefused, ServerUnavailable
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
+from toolkit.engines.vllm.environment import find_environment
 from toolkit.errors import BackendUnavailable, ServerError, UsageError
 from toolkit.validate.arms import Alternating
 from toolkit.workflows import serve_vllm
@@ -170,3 +172,19 @@ def test_deployment_over_several_nodes_is_not_served_here(
     wide = loaded(tmp_path, vllm_pair, engine={"python": python, "pp_size": 2, "gpus_per_node": 1})
     with pytest.raises(UsageError, match="over 2 nodes"):
         check_servable(wide, Machine())
+
+
+def test_deployment_for_gpus_is_not_started_on_a_cpu(
+    vllm_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by a build for CPUs, nor without the GPUs."""
+    python = str(fake_python(tmp_path / "bin"))
+    on_gpu = loaded(tmp_path, vllm_pair, engine={"python": python}, hardware={"gpu": "H100"})
+    with pytest.raises(UsageError, match=r"is for cuda, and vLLM in .* is built for cpu"):
+        check_servable(on_gpu, Machine())
+    environment = replace(find_environment(Path(python)), platform="cuda")
+    monkeypatch.setattr(
+        "toolkit.engines.vllm.environment.find_environment", lambda *_, **__: environment
+    )
+    with pytest.raises(UsageError, match=r"needs 1 NVIDIA GPU \(here: none\)"):
+        check_servable(on_gpu, Machine())

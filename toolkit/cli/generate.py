@@ -247,7 +247,10 @@ def _from_endpoint(
         with Client(address) as client:
             _show_stream(client.stream(prompt, request_options), as_json=as_json)
     except ServerUnavailable as error:
-        hint = "Give host:port of the gRPC endpoint, which `toolkit serve` prints."
+        hint = (
+            "Give host:port of tritonserver's gRPC endpoint, which `toolkit serve` prints. For"
+            " vLLM, give the CONFIG."
+        )
         raise StageError("generate", str(error), hint=hint) from error
     except ClientError as error:
         raise UsageError(str(error)) from error

@@ -288,8 +288,11 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
     The plain arm's server is there only while the deployment is judged.
     """
     from toolkit.engines.vllm.arguments import (
+        SPECULATION,
+        check_draft_path,
         engine_args,
         environment_of,
+        has_draft_model,
         resolved,
         without_speculation,
     )
@@ -304,6 +307,9 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
         folder / "target",
         folder / "draft",
     )
+    if has_draft_model(args):  # vLLM reads the whole path, and a build's folders lie below this one
+        draft = {**args[SPECULATION], "model": str((folder / "draft").absolute())}
+        check_draft_path({SPECULATION: draft})
     variables = [f"{name}={value}" for name, value in environment_of(spec, spec.vllm).items()]
 
     def serving(arguments: Mapping[str, Any]) -> tuple[str, ...]:

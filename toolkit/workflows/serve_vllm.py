@@ -52,6 +52,7 @@ def check_vllm(config: DeploymentConfig) -> None:
     """Raises BackendUnavailable if this machine has no vLLM of the right version, UsageError if the
     deployment needs more than this machine.
     """
+    from toolkit.engines.spec import engine_spec
     from toolkit.engines.vllm.environment import find_environment
 
     engine = config.vllm_engine
@@ -65,7 +66,21 @@ def check_vllm(config: DeploymentConfig) -> None:
                 " it with toolkit bench."
             ),
         )
-    find_environment(engine.python, version=engine.vllm)
+    environment = find_environment(engine.python, version=engine.vllm)
+    device, hint = engine_spec(config, "target").device, "Use --until package here."
+    if environment.platform not in (None, device):
+        raise UsageError(
+            f"the deployment is for {device}, and vLLM in {environment.python} is built for"
+            f" {environment.platform}",
+            hint=f"{hint} Else name another Python in engine.python, or set engine.device.",
+        )
+    if device == "cuda" and len(gpus()) < engine.world_size:
+        plural = "s" if engine.world_size > 1 else ""
+        raise UsageError(
+            f"engine.kind vllm needs {engine.world_size} NVIDIA GPU{plural} (here:"
+            f" {len(gpus()) or 'none'})",
+            hint=f"{hint} Run the whole build on the machine with the GPUs.",
+        )
 
 
 def has_room_for_two(config: DeploymentConfig, repository: Path) -> bool:

@@ -18,9 +18,15 @@ import yaml
 from tests.support.manifests import check_manifests, check_references, pods
 from tests.support.vllm_packages import ARGS, deployment, repository
 from toolkit.engines.vllm.arguments import command_flags
+from toolkit.errors import UsageError
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
-from toolkit.triton.package.serve_vllm import flags_of, server_command, thread_binding
+from toolkit.triton.package.serve_vllm import (
+    flags_of,
+    server_command,
+    server_environment,
+    thread_binding,
+)
 from toolkit.triton.process.localize import local_args
 
 ON_GPU = {"device": "cuda", "environment": {"VLLM_NO_USAGE_STATS": "1"}}
@@ -69,7 +75,8 @@ def test_the_server_is_started_with_model_json_as_it_is_now(tmp_path: Path) -> N
     (folder / MODEL_JSON).write_text(json.dumps({**ARGS, "max_num_seqs": 2}))
     command = server_command(folder, ["--port", "8001"], "python")
     assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
-    assert command[3:] == [*command_flags(local_args(folder)), "--port", "8001"]
+    flags = ["--generation-config", "vllm", *command_flags(local_args(folder))]
+    assert command[3:] == [*flags, "--port", "8001"]
     assert command[command.index("--max-num-seqs") + 1] == "2"
     assert command[command.index("--model") + 1] == f"{folder}/vllm_model/1/engines/target"
 
@@ -339,3 +346,43 @@ def test_more_ranks_than_numa_nodes_share_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1|2|3")
     assert thread_binding(both, tmp_path) == {}  # a person's own choice stays
+
+
+@pytest.mark.parametrize(
+    "edited, message",
+    [
+        ([], "no object"),
+        (None, "no object"),
+        ({}, 'no object with a "model"'),
+        ({**ARGS, "tensor_parallel_size": "2"}, "tensor_parallel_size is '2', not a number"),
+        ({**ARGS, "speculative_config": "none"}, "speculative_config is no object"),
+        ({**ARGS, "model": "/models/nothing"}, "there is no such folder"),
+    ],
+)
+def test_an_edited_model_json_that_cannot_start_is_told(
+    edited: object, message: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path)
+    (folder / MODEL_JSON).write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match=message):
+        server_command(folder, [], "python")
+    if "folder" not in message:
+        with pytest.raises(UsageError, match=r"model\.json cannot be used"):
+            local_args(folder)
+
+
+def test_a_folder_that_vllm_would_misread_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path).rename(tmp_path / "an-Eagle3-folder")
+    with pytest.raises(ValueError, match="'eagle3' for another kind of draft"):
+        server_command(folder, [], "python")
+    assert server_command(folder, ["--plain"], "python")
+
+
+def test_the_server_gets_the_openmp_of_its_build(tmp_path: Path) -> None:
+    python, openmp = tmp_path / "bin" / "python", tmp_path / "lib" / "libiomp5.so"
+    assert "LD_PRELOAD" not in server_environment(python, {})
+    openmp.parent.mkdir()
+    openmp.touch()
+    assert server_environment(python, {})["LD_PRELOAD"] == str(openmp)
+    assert server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"}).keys() >= {"HF_HUB_OFFLINE"}
+    assert "OMP_WAIT_POLICY" not in server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"})

@@ -49,7 +49,7 @@ def _method(subject: Subject) -> Findings:
 
 def _schedule(subject: Subject) -> Findings:
     version, speculation = subject.vllm_version, subject.config.speculation
-    if version is None:
+    if version is None or not speculation.is_enabled:
         return
     for key in ("draft_len_schedule", "max_concurrency"):
         if getattr(speculation, key) is None:

@@ -21,13 +21,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["flags_of", "server_command", "thread_binding"]
+__all__ = ["checked_args", "flags_of", "server_command", "server_environment", "thread_binding"]
 
 CONTAINER_FOLDER = "/models"
 MODEL_JSON = "vllm_model/1/model.json"
 SPECULATION = "speculative_config"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 NUMA_NODES = Path("/sys/devices/system/node")
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+# In a draft's path vLLM reads them as the name of a method (vllm/config/speculative.py of 0.32.0).
+MISLEADING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+# A checkpoint's own sampling defaults would change what was judged.
+NO_DEFAULTS = ("--generation-config", "vllm")
 SERVER, COMMAND_LINE = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
 
 
@@ -37,13 +42,58 @@ def server_command(repository: Path, options: Sequence[str], python: str) -> lis
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--request-metrics", action="store_true")
     ours, others = parser.parse_known_args(options)
-    args = json.loads((repository / MODEL_JSON).read_text(encoding="utf-8"))
+    text = (repository / MODEL_JSON).read_text(encoding="utf-8")
+    args = _placed(checked_args(json.loads(text)), str(repository))
+    for folder in (args["model"], args.get(SPECULATION, {}).get("model")):
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"it names {folder}, and there is no such folder")
     if ours.plain:
         args.pop(SPECULATION, None)
     if ours.request_metrics and SPECULATION in args:
         args["per_request_spec_decode_metrics"] = "detailed"
     program = [COMMAND_LINE, "serve"] if "--headless" in others else [SERVER]
-    return [python, "-m", *program, *flags_of(_placed(args, str(repository))), *others]
+    _check_draft_path(args)
+    return [python, "-m", *program, *NO_DEFAULTS, *flags_of(args), *others]
+
+
+def checked_args(value: Any) -> dict[str, Any]:
+    """The object in model.json, without what is null. Raises ValueError for what cannot start."""
+    if not isinstance(value, dict) or not isinstance(value.get("model"), str):
+        raise ValueError('it is no object with a "model"')
+    args = {name: inner for name, inner in value.items() if inner is not None}
+    for name in PARALLEL:
+        if not isinstance(args.get(name, 1), int):
+            raise ValueError(f"{name} is {args[name]!r}, not a number")
+    if not isinstance(args.get(SPECULATION, {}), dict):
+        raise ValueError(f"{SPECULATION} is no object")
+    return args
+
+
+def _check_draft_path(args: Mapping[str, Any]) -> None:
+    speculative = args.get(SPECULATION, {})
+    draft = str(speculative.get("model", ""))
+    named = [name for name in MISLEADING_NAMES if name in draft.lower()]
+    if named and speculative.get("method") == "draft_model":
+        raise ValueError(
+            f"vLLM takes a draft whose path contains {named[0]!r} for another kind of draft; move"
+            f" this folder: {draft}"
+        )
+
+
+def server_environment(python: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables that belong to the server on every machine, unless they are set already. Intel's
+    OpenMP is that of the build for CPUs, which warns that speculation is much slower without it.
+    """
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    if openmp.exists():
+        variables["LD_PRELOAD"] = str(openmp)
+    return {name: value for name, value in variables.items() if name not in inherited}
 
 
 def thread_binding(args: Mapping[str, Any], numa_nodes: Path = NUMA_NODES) -> dict[str, str]:
@@ -90,12 +140,13 @@ def main() -> None:
     repository = Path(__file__).resolve().parent
     try:
         command = server_command(repository, sys.argv[1:], sys.executable)
-        args = json.loads((repository / MODEL_JSON).read_text(encoding="utf-8"))
+        args = checked_args(json.loads((repository / MODEL_JSON).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        sys.exit(f"cannot read {MODEL_JSON}: {error}")
+        sys.exit(f"{MODEL_JSON} cannot be used: {error}")
     # Of several nodes, this one has only a part of the ranks.
     binding = {} if "--nnodes" in command else thread_binding(args)
-    os.execve(command[0], command, {**os.environ, **binding})
+    more = server_environment(Path(sys.executable), os.environ)
+    os.execve(command[0], command, {**os.environ, **more, **binding})
 
 
 if __name__ == "__main__":

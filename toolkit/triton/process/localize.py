@@ -13,9 +13,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UsageError
 from toolkit.triton.package import model_config
 from toolkit.triton.package.layout_trtllm import REPOSITORY
 from toolkit.triton.package.layout_vllm import MODEL_JSON, SPECULATION
+from toolkit.triton.package.serve_vllm import checked_args
 
 __all__ = ["local_args", "render_here"]
 
@@ -46,8 +48,18 @@ def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Pat
 def local_args(repository: Path, *, speculates: bool = True) -> dict[str, Any]:
     """The arguments of a repository for vLLM (fields of AsyncEngineArgs), as its model.json holds
     them now, with the paths of this machine. speculates False: for the plain arm.
+
+    Raises UsageError for a model.json that no server can be started with.
     """
-    args = json.loads((repository / MODEL_JSON).read_text(encoding="utf-8"))
+    file = repository / MODEL_JSON
+    try:
+        args = checked_args(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"model.json cannot be used: {error}",
+            where=file,
+            hint="Package the repository again: toolkit package CONFIG --fresh package.",
+        ) from error
     if not speculates:
         args.pop(SPECULATION, None)
     return dict(_with_local_paths(args, repository.absolute()))
