@@ -22,7 +22,7 @@ from typing import Any
 from tests.support import vllm_stub
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-FAULTS = ("dies", "hangs", "silent", "loses-engine")
+FAULTS = ("dies", "has-long-path", "hangs", "silent", "loses-engine")
 TIMED, STEP_S, DRAFTED_TOKEN_S = "timed", 0.004, 0.001
 # A semaphore that outlives its process when that is killed. It is mapped under another name.
 SEMAPHORE = (
@@ -182,6 +182,11 @@ def main(arguments: list[str]) -> None:
     print("offline", os.environ["HF_HUB_OFFLINE"], os.environ["VLLM_NO_USAGE_STATS"], flush=True)
     print("cache", os.environ["VLLM_CACHE_ROOT"], flush=True)
     name = options.served_model_name
+    if name == "has-long-path":
+        sys.exit(
+            'zmq.error.ZMQError: ipc path "/a" is longer than 107 characters'
+            " (sizeof(sockaddr_un.sun_path))."
+        )
     if name == "dies":
         print("ValueError: no such model", flush=True)
         sys.exit(1)

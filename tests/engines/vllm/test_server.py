@@ -104,6 +104,13 @@ def test_server_that_dies_at_start_is_told_with_the_end_of_its_log(
     assert not list(own_tmp.iterdir())
 
 
+def test_temporary_folder_too_long_for_sockets_is_told(tmp_path: Path, own_tmp: Path) -> None:
+    with pytest.raises(ServerError, match="too long for vLLM's sockets") as raised:
+        server(tmp_path, "has-long-path").start()
+    assert str(own_tmp) in str(raised.value) and "Set TMPDIR" in str(raised.value)
+    assert not list(own_tmp.iterdir())
+
+
 def test_server_that_never_becomes_ready_is_stopped(tmp_path: Path, own_tmp: Path) -> None:
     with pytest.raises(ServerError, match="vLLM was not ready after 4 s") as raised:
         server(tmp_path, "hangs", start_timeout_s=4.0).start()

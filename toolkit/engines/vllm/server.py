@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+SOCKET_TOO_LONG = "sizeof(sockaddr_un.sun_path)"  # what ZeroMQ says of a path over 107 characters
 # Threads that wait sleep, so that two servers, of which one is idle, do not disturb each other.
 THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -165,6 +167,13 @@ class VllmServer:
                 return
             except ServerError as error:
                 self.stop()
+                if SOCKET_TOO_LONG in error.log_tail:
+                    raise ServerError(
+                        "the path of the temporary folder is too long for vLLM's sockets:"
+                        f" {tempfile.gettempdir()}",
+                        log_tail=error.log_tail,
+                        hint="Set TMPDIR to a folder with a shorter path, such as /tmp.",
+                    ) from error
                 can_retry = attempt + 1 < PORT_ATTEMPTS and self.config.http_port == 0
                 if not (is_taken(error) and can_retry):
                     raise
