@@ -74,11 +74,12 @@ def check_vllm(config: DeploymentConfig) -> None:
             f" {environment.platform}",
             hint=f"{hint} Else name another Python in engine.python, or set engine.device.",
         )
-    if device == "cuda" and len(gpus()) < engine.world_size:
+    gpu_count = len(gpus()) if device == "cuda" else 0
+    if device == "cuda" and gpu_count < engine.world_size:
         plural = "s" if engine.world_size > 1 else ""
         raise UsageError(
             f"engine.kind vllm needs {engine.world_size} NVIDIA GPU{plural} (here:"
-            f" {len(gpus()) or 'none'})",
+            f" {gpu_count or 'none'})",
             hint=f"{hint} Run the whole build on the machine with the GPUs.",
         )
 

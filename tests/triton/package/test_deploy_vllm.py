@@ -17,8 +17,10 @@ import yaml
 
 from tests.support.manifests import check_manifests, check_references, pods
 from tests.support.vllm_packages import ARGS, deployment, repository
+from toolkit.engines.vllm import arguments, server
 from toolkit.engines.vllm.arguments import command_flags
 from toolkit.errors import UsageError
+from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
 from toolkit.triton.package.serve_vllm import (
@@ -68,6 +70,9 @@ def test_flags_are_those_of_the_rest_of_the_toolkit() -> None:
     """The program stands alone, so it has a copy of the rule."""
     args = {**ARGS, "enforce_eager": False, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}
     assert flags_of(args) == command_flags(args)
+    assert serve_vllm.MISLEADING_NAMES == arguments.MISLEADING_NAMES
+    variables = server_environment(Path("/bin/python"), {})
+    assert variables == {**server.THREAD_POLICY, **server.ENVIRONMENT}
 
 
 def test_the_server_is_started_with_model_json_as_it_is_now(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def server_environment(python: Path, inherited: Mapping[str, str]) -> dict[str, 
     """
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
