@@ -265,6 +265,7 @@ class VllmSpec:
     max_matching_ngram_size: int = 4
     trust_remote_code: bool = False  # for both models
     draft_dir: Path | None = None  # the folder of the draft while both are loaded once
+    correct_sampling: bool = True  # on a CPU, where the version needs it (vLLM issue 55005)
 
 
 @dataclass(frozen=True, slots=True)

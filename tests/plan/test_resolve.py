@@ -209,6 +209,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("vllm_cpu", {"triton__layout": "bls"}, "vllm-layout", "layout bls", "auto"),
     ("vllm", {"triton__on_draft_failure": "plain"}, "vllm-triton-keys", "fail together", "remove"),
     ("vllm", {"triton__stream_interval_ms": 0.0}, "vllm-triton-keys", "one chunk per step", "remove"),
+    ("vllm", {"triton__grpc_port": 8001}, "vllm-triton-keys", "one port", "set http_port"),
     ("vllm", {"triton__decoupled": False}, "vllm-triton-keys", "always streams", "remove"),
     ("vllm", {"triton__model_py": "container"}, "vllm-triton-keys", "container's vLLM backend", "remove"),
     ("vllm", {"triton__max_queue_size": 8}, "vllm-triton-keys", "without a limit", "remove"),
@@ -268,7 +269,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
-        "vllm-merged-scales", "vllm-sampling-on-cpu",
+        "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device",
     }  # fmt: skip
     tested_below = {
         "mlp-divides-tp",
@@ -500,6 +501,14 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
+        ("vllm_cpu", {}, "vllm-sampling-on-cpu", "brings a plugin for vLLM"),
+        (
+            "vllm_cpu",
+            {"engine__gpu_memory_utilization": 0.5},
+            "vllm-other-device",
+            "gpu_memory_utilization is for GPUs, and has no effect on CPUs",
+        ),
+        ("vllm", {"engine__kv_cache_gib": 4.0}, "vllm-other-device", "no effect on GPUs"),
         (
             "pytorch",
             {"speculation__max_draft_len": "auto"},
@@ -534,7 +543,7 @@ def test_what_changes_in_silence_is_said_before(
     "kind, keys, rule",
     [
         ("vllm", {"engine__vllm": "0.33.0"}, "vllm-container"),
-        ("vllm_cpu", {}, "vllm-sampling-on-cpu"),
+        ("vllm_cpu", {"engine__correct_sampling": False}, "vllm-sampling-on-cpu"),
         ("vllm", {"speculation__max_concurrency": 8}, "vllm-schedule"),
         ("vllm", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("pytorch", V13, "serving-container"),

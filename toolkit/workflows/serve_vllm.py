@@ -1,16 +1,16 @@
 """Serve a packaged repository of the kind vllm by vLLM's own server, and its plain arm by another.
 
 No request turns vLLM's speculation off, so plain decoding has a server of its own. Both run at the
-same time where the machine has the memory: requests go one at a time, and an idle server takes next
-to no processor time, so each request meets a machine that is its own. Elsewhere the servers take
-turns, as for TensorRT-LLM.
+same time where the machine has the memory. Requests go one at a time, and the other server is
+paused meanwhile, so each request meets a machine that is its own. Elsewhere the servers take turns,
+as for TensorRT-LLM.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -113,12 +113,14 @@ class Address:
 @dataclass(frozen=True, slots=True)
 class Routed:
     """Both arms as one endpoint: num_draft_tokens 0 goes to the plain server, None or the length
-    that is served to the other. plain and speculative: clients of the two servers.
+    that is served to the other. plain and speculative: clients of the two servers. alone: pauses
+    all servers but that of an arm.
     """
 
     plain: OpenAiClient
     speculative: OpenAiClient
     max_draft_len: int
+    alone: Callable[[str], AbstractContextManager[None]]
 
     def measure(self, prompts: Iterable[str], **overrides: Any) -> list[RequestTiming]:
         """As `Client.measure`. Raises RequestRefused for another draft length."""
@@ -126,13 +128,15 @@ class Routed:
 
         draft_len = overrides.pop("num_draft_tokens", None)
         if draft_len == 0:
-            return self.plain.measure(prompts, **overrides)
+            with self.alone(PLAIN):
+                return self.plain.measure(prompts, **overrides)
         if draft_len not in (None, self.max_draft_len):
             raise RequestRefused(
                 f"the draft length is fixed at {self.max_draft_len} when the server starts, and the"
                 f" request states {draft_len}"
             )
-        return self.speculative.measure(prompts, **overrides)
+        with self.alone(SERVED):
+            return self.speculative.measure(prompts, **overrides)
 
 
 @dataclass
@@ -208,7 +212,15 @@ class VllmServers:
         plain = self._start(PLAIN, plain_log, self.triton.on_free_ports)
         speculative = self._start(SERVED, self.log_path, self.triton)
         draft_len = self.config.speculation.longest_draft
-        return Routed(plain, speculative, draft_len)
+        return Routed(plain, speculative, draft_len, self._alone)
+
+    @contextmanager
+    def _alone(self, arm: str) -> Iterator[None]:
+        with ExitStack() as others:
+            for name, server in self.running.items():
+                if name != arm:
+                    others.enter_context(server.paused())
+            yield
 
     @property
     def address(self) -> Address:

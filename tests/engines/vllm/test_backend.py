@@ -14,9 +14,10 @@ import pytest
 from toolkit.engines.registry import backend
 from toolkit.engines.vllm import check_args
 from toolkit.engines.vllm.arguments import read_engine_args
-from toolkit.engines.vllm.backend import VllmBackend, served_checkpoint
+from toolkit.engines.vllm.backend import CORRECTED, VllmBackend, served_checkpoint
 from toolkit.engines.vllm.environment import VllmEnvironment
 from toolkit.engines.vllm.installed import Answer, ask_vllm
+from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
 from toolkit.errors import BackendUnavailable, StageError
 from toolkit.interfaces import EngineSpec, VllmSpec
 from toolkit.records.build import (
@@ -108,10 +109,10 @@ def test_a_directory_holds_the_checkpoint_and_relative_arguments(
     installed = Installed()
     engine = compiled(installed, tiny_pair, tmp_path / "target", spec_of())
     names = {file.name for file in tiny_pair[0].iterdir()}
-    assert {file.name for file in engine.path.iterdir()} == names | {"vllm_args.json"}
+    assert {file.name for file in engine.path.iterdir()} == names | {"vllm_args.json", PLUGINS}
     assert read_engine_args(engine.path)["model"] == "."
     assert engine.dtype == "float32"
-    assert engine.notes == ("vLLM 0.32.0 accepts the arguments",)
+    assert engine.notes == ("vLLM 0.32.0 accepts the arguments", CORRECTED)
     assert engine.weight_bytes == sum(
         file.stat().st_size for file in tiny_pair[0].glob("*.safetensors")
     )
@@ -120,6 +121,24 @@ def test_a_directory_holds_the_checkpoint_and_relative_arguments(
     assert args["model"] == str(engine.path) and has_device
     assert args["speculative_config"]["model"] == "/draft"
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "brought"),
+    [
+        ({}, True),
+        ({"correct_sampling": False}, False),
+        ({"speculation": "none"}, False),
+        ({"device": "cuda"}, False),
+        ({"role": "draft"}, False),
+    ],
+)
+def test_an_engine_that_drafts_on_a_cpu_brings_the_plugin_for_sampling(
+    changes: dict[str, Any], brought: bool, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    engine = compiled(Installed(), tiny_pair, tmp_path / "out", spec_of(**changes))
+    assert (engine.path / PLUGINS / "toolkit_vllm_sampling.py").exists() == brought
+    assert (CORRECTED in engine.notes) == brought
 
 
 def test_the_format_that_was_written_for_vllm_is_placed(
@@ -200,9 +219,8 @@ def test_a_speculation_without_a_draft_model_needs_no_folder(
 ) -> None:
     installed = Installed()
     spec = spec_of(speculation="ngram", draft_dir=None)
-    assert compiled(installed, tiny_pair, tmp_path / "target", spec).notes == (
-        "vLLM 0.32.0 accepts the arguments",
-    )
+    notes = compiled(installed, tiny_pair, tmp_path / "target", spec).notes
+    assert "vLLM 0.32.0 accepts the arguments" in notes
 
 
 @pytest.mark.parametrize(

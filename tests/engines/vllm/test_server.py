@@ -20,6 +20,7 @@ from toolkit.client import ServerUnavailable
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.vllm.server import VllmServer, server_command
 from toolkit.errors import ServerError
+from toolkit.process.server import GRACE_S
 
 ARGS = {"model": "/models/target", "max_model_len": 64, "enable_prefix_caching": False}
 SPECULATION = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
@@ -93,6 +94,45 @@ def test_server_answers_and_leaves_nothing(tmp_path: Path, own_tmp: Path) -> Non
     assert "--generation-config vllm" in text
     assert "offline 1 1" in text
     assert f"cache {own_tmp}/toolkit-serve-" in text
+
+
+def test_the_plugins_of_the_engine_directory_are_found_by_vllm(
+    tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/another/python")
+    args = {**ARGS, "model": str(tmp_path / "target")}
+    for brings_plugins in (False, True):
+        if brings_plugins:
+            (tmp_path / "target" / "vllm_plugins").mkdir(parents=True)
+        python, log = fake_python(tmp_path / "bin"), tmp_path / "server.log"
+        with VllmServer(python, args, "tiny", log_path=log):
+            (line,) = re.findall(r"^path \S+?:(\S*)$", log.read_text(), re.MULTILINE)
+        assert line == (f"{tmp_path}/target/vllm_plugins" if brings_plugins else "")
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_a_paused_server_has_no_processor_and_goes_on_later(tmp_path: Path, own_tmp: Path) -> None:
+    with server(tmp_path, "tiny") as running, running.client() as client:
+        child, _ = started(tmp_path)
+        with running.paused():
+            assert [state_of(pid) for pid in (running.pid, child)] == ["T", "T"]
+            running.check()
+        assert "T" not in [state_of(pid) for pid in (running.pid, child)]
+        assert client.generate("hi").text == " abc d!"
+
+
+def test_a_paused_server_is_stopped_without_delay(tmp_path: Path, own_tmp: Path) -> None:
+    with server(tmp_path, "tiny") as running:
+        child, memory = started(tmp_path)
+        with running.paused():
+            began = time.monotonic()
+            running.stop()
+            assert time.monotonic() - began < GRACE_S
+    assert not is_alive(child)
+    assert is_clean(child, memory)
 
 
 def test_server_that_dies_at_start_is_told_with_the_end_of_its_log(

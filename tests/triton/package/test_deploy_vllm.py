@@ -25,6 +25,7 @@ from toolkit.triton.package.deploy_vllm import VllmDeployment
 from toolkit.triton.package.layout_vllm import MODEL_JSON
 from toolkit.triton.package.serve_vllm import (
     flags_of,
+    plugin_path,
     server_command,
     server_environment,
     thread_binding,
@@ -127,6 +128,14 @@ def test_without_vllm_the_script_says_what_to_set(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "set PYTHON=/path/to/python" in done.stderr
     assert "vLLM 0.32.0" in done.stderr
+
+
+def test_another_python_is_never_taken_for_the_one_that_was_named(tmp_path: Path) -> None:
+    script = folder_of(tmp_path) / "launch_vllm.sh"
+    having = stand_in_python(tmp_path / "having")
+    done = run(script, PATH=f"{having.parent}:{os.environ['PATH']}", PYTHON="/nowhere/python")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "PYTHON=/nowhere/python is no Python that has vLLM 0.32.0" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -391,3 +400,11 @@ def test_the_server_gets_the_openmp_of_its_build(tmp_path: Path) -> None:
     assert server_environment(python, {})["LD_PRELOAD"] == str(openmp)
     assert server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"}).keys() >= {"HF_HUB_OFFLINE"}
     assert "OMP_WAIT_POLICY" not in server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"})
+
+
+def test_the_server_finds_the_plugins_of_the_engine(tmp_path: Path) -> None:
+    assert plugin_path(tmp_path, {}) == {}
+    plugins = tmp_path / "vllm_plugins"
+    plugins.mkdir()
+    assert plugin_path(tmp_path, {}) == {"PYTHONPATH": str(plugins)}
+    assert plugin_path(tmp_path, {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": f"{plugins}:/mine"}

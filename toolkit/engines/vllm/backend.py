@@ -24,7 +24,10 @@ from toolkit.engines.vllm.arguments import (
 )
 from toolkit.engines.vllm.environment import VllmEnvironment, find_environment, is_same_version
 from toolkit.engines.vllm.installed import Answer, ask_vllm
+from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
+from toolkit.engines.vllm.sampling_plugin import plugin_files
 from toolkit.errors import BackendUnavailable, StageError
+from toolkit.facts.vllm import VLLM_VERSIONS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, VllmSpec
 from toolkit.pipeline.files import link_or_copy
 from toolkit.pipeline.machine import gpus
@@ -34,6 +37,7 @@ from toolkit.words import Fp8Compute
 __all__ = ["VllmBackend", "served_checkpoint"]
 
 NOT_CHECKED = "vLLM did not check the arguments"
+CORRECTED = "brings a plugin for vLLM that corrects sampled drafts on a CPU (vLLM issue 55005)"
 # Argument of vLLM -> the key of the YAML that it is made of.
 KEYS = {
     "model": "target.checkpoint",
@@ -99,13 +103,17 @@ class VllmBackend:
             if file.is_file():
                 link_or_copy(file, out_dir / file.name)
         dtype: str = settings.dtype
-        note = None
+        notes: list[str] = []
         if spec.role == "target":
             args = engine_args(spec, settings, checkpoint.kv_cache_quant_algo)
             write_engine_args(out_dir, args)
             placed = resolved(args, out_dir, settings.draft_dir)
             resolved_dtype, note = self._check(placed, spec, progress)
             dtype = resolved_dtype or dtype
+            notes.append(note)
+            if _samples_wrongly(spec) and settings.correct_sampling:
+                _write_plugin(out_dir / PLUGINS)
+                notes.append(CORRECTED)
         return CompiledEngine(
             role=spec.role,
             path=out_dir,
@@ -122,7 +130,7 @@ class VllmBackend:
             max_draft_len=spec.max_draft_len,
             vocab_size=checkpoint.vocab_size,
             weight_bytes=sum(file.stat().st_size for file in out_dir.glob("*.safetensors")),
-            notes=() if note is None else (note,),
+            notes=tuple(notes),
         )
 
     def _check(
@@ -164,6 +172,18 @@ class VllmBackend:
         if spec.device == "cuda" and len(self.gpus()) < world_size:
             return f"it needs {world_size} GPUs, and {len(self.gpus())} are here"
         return None
+
+
+def _samples_wrongly(spec: EngineSpec) -> bool:
+    version = VLLM_VERSIONS.get(_settings(spec).version)
+    can_draft = _settings(spec).speculation != "none" and spec.max_draft_len > 0
+    return spec.device == "cpu" and can_draft and version is not None and not version.samples_on_cpu
+
+
+def _write_plugin(folder: Path) -> None:
+    for name, text in plugin_files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _refused(environment: VllmEnvironment, answer: Answer, settings: VllmSpec) -> StageError:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.vllm.arguments import SPECULATION, command_flags
+from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
 from toolkit.errors import ServerError
 from toolkit.interfaces import Progress
 from toolkit.process.server import PORT_ATTEMPTS, ServerProcess, is_taken, reserve_ports
@@ -188,6 +189,7 @@ class VllmServer:
             **THREAD_POLICY,
             **inherited,
             **_preloaded(self._python, inherited),
+            **_plugins(Path(self._args["model"])),
             **ENVIRONMENT,
             **self._variables,
             "PATH": os.pathsep.join([str(self._python.parent), inherited.get("PATH", os.defpath)]),
@@ -227,6 +229,13 @@ class VllmServer:
             time.sleep(0.1)
             self._server.check()
 
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Take the processors from the server while the block runs. A rank that has nothing to do
+        waits in a loop for a second before it sleeps: SpinCondition of
+        vllm/distributed/device_communicators/shm_broadcast.py.
+        """
+        return self._server.paused()
+
     def log_tail(self) -> str:
         """The last lines that the server printed, also after it died."""
         return self._server.log_tail()
@@ -245,6 +254,12 @@ def _preloaded(python: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     if not openmp.exists() or openmp.name in others:
         return {}
     return {"LD_PRELOAD": " ".join(filter(None, [str(openmp), others]))}
+
+
+def _plugins(model: Path) -> dict[str, str]:
+    """vLLM finds the plugins that the engine directory brings as packages of its Python."""
+    folder = model / PLUGINS
+    return {"PYTHONPATH": str(folder.absolute())} if folder.is_dir() else {}
 
 
 @contextlib.contextmanager

@@ -29,6 +29,10 @@ WITHOUT_EFFECT = {
     "model_py": "the model's Python code is that of the container's vLLM backend",
     "on_draft_failure": "target and draft are one engine, so they fail together",
 }
+# The same of ports: vLLM's own server has one, for requests and metrics.
+ONE_PORT = ("grpc_port", "metrics_port")
+# Keys of the engine that one kind of device reads.
+ONLY_ON = {"gpu_memory_utilization": "GPUs", "kv_cache_gib": "CPUs", "correct_sampling": "CPUs"}
 FP8_KV_FLAGS = frozenset({"avx512f", "amx_tile"})  # as /proc/cpuinfo names AVX-512 and AMX
 INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
 
@@ -288,6 +292,21 @@ def _triton_keys(subject: Subject) -> Findings:
         if getattr(stated, key) != getattr(defaults, key):
             what = f"kind vllm has no such setting: {instead}"
             yield refuse(f"triton.{key}", what, "remove this line")
+    for key in ONE_PORT:
+        if getattr(stated, key):
+            what = "vLLM's own server has one port, for requests and metrics"
+            yield refuse(f"triton.{key}", what, "remove this line; set http_port")
+
+
+def _other_device(subject: Subject) -> Findings:
+    engine = subject.vllm
+    if engine is None:
+        return
+    here = "CPUs" if subject.serving_gpu is None else "GPUs"
+    for key, device in ONLY_ON.items():
+        if key in engine.model_fields_set and device != here:
+            what = f"{key} is for {device}, and has no effect on {here}"
+            yield RuleFinding("adjusted", f"engine.{key}", what)
 
 
 def _container(subject: Subject) -> Findings:
@@ -304,15 +323,25 @@ def _container(subject: Subject) -> Findings:
 
 
 def _sampling_on_cpu(subject: Subject) -> Findings:
-    if subject.vllm is None or subject.serving_gpu is not None or not subject.speculates:
+    engine, version = subject.vllm, subject.vllm_version
+    if engine is None or subject.serving_gpu is not None or not subject.speculates:
+        return
+    if version is None or version.samples_on_cpu:
         return
     what = (
-        "on a CPU vLLM reads temperature, top-k and top-p of drafted tokens from memory that nobody"
-        " wrote, so sampled text does not follow the target; greedy text is right (vLLM issue"
-        " 55005)"
+        f"on a CPU vLLM {version.name} reads temperature, top-k and top-p of drafted tokens from"
+        " memory that nobody wrote (vLLM issue 55005)"
     )
-    hint = "send requests with temperature 0 only, or set speculation.kind: none"
-    yield RuleFinding("warning", "speculation.kind", what, hint)
+    if engine.correct_sampling:
+        what += "; the engine brings a plugin for vLLM that corrects it"
+        yield RuleFinding("adjusted", "engine.correct_sampling", what)
+        return
+    yield RuleFinding(
+        "warning",
+        "engine.correct_sampling",
+        f"{what}, so sampled text does not follow the target; greedy text is right",
+        "remove correct_sampling: false, or send requests with temperature 0 only",
+    )
 
 
 def _prompt_limit(subject: Subject) -> Findings:
@@ -362,6 +391,7 @@ CHECKS: dict[str, Check] = {
     "vllm-batched-tokens": _batched_tokens,
     "vllm-layout": _layout,
     "vllm-triton-keys": _triton_keys,
+    "vllm-other-device": _other_device,
     "vllm-container": _container,
     "vllm-sampling-on-cpu": _sampling_on_cpu,
     "vllm-prompt-limit": _prompt_limit,

@@ -21,11 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["checked_args", "flags_of", "server_command", "server_environment", "thread_binding"]
+__all__ = [
+    "checked_args",
+    "flags_of",
+    "plugin_path",
+    "server_command",
+    "server_environment",
+    "thread_binding",
+]
 
 CONTAINER_FOLDER = "/models"
 MODEL_JSON = "vllm_model/1/model.json"
 SPECULATION = "speculative_config"
+PLUGINS = "vllm_plugins"  # in the target's folder
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 NUMA_NODES = Path("/sys/devices/system/node")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -97,6 +105,14 @@ def server_environment(python: Path, inherited: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in variables.items() if name not in inherited}
 
 
+def plugin_path(model: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH with the plugins for vLLM that the engine brings, if there are any."""
+    folder = model / PLUGINS
+    if not folder.is_dir():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), inherited.get("PYTHONPATH")]))}
+
+
 def thread_binding(args: Mapping[str, Any], numa_nodes: Path = NUMA_NODES) -> dict[str, str]:
     """The environment variable that gives every rank on a CPU cores of its own; empty if vLLM can
     do it.
@@ -147,6 +163,7 @@ def main() -> None:
     # Of several nodes, this one has only a part of the ranks.
     binding = {} if "--nnodes" in command else thread_binding(args)
     more = server_environment(Path(sys.executable), os.environ)
+    more |= plugin_path(Path(_placed(args["model"], str(repository))), os.environ)
     os.execve(command[0], command, {**os.environ, **more, **binding})
 
 
