@@ -263,6 +263,7 @@ class VllmSpec:
     draft_len_schedule: dict[int, int] | None = None  # least batch size -> draft length
     max_concurrency: int | None = None  # beyond this batch size nothing is drafted
     max_matching_ngram_size: int = 4
+    samples_drafts: bool = False  # the rule `rejection`: drafts are drawn at the temperature
     trust_remote_code: bool = False  # for both models
     draft_dir: Path | None = None  # the folder of the draft while both are loaded once
     correct_sampling: bool = True  # on a CPU, where the version needs it (vLLM issue 55005)

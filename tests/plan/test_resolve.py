@@ -216,7 +216,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("vllm", {"triton__default_max_tokens": 8}, "vllm-triton-keys", "vLLM's own default", "remove"),
     ("vllm", {"triton__request_timeout_s": 8.0}, "vllm-triton-keys", "no request by time", "remove"),
     ("vllm", {"speculation__acceptance": "coupled"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
-    ("vllm_cpu", {"speculation__acceptance": "rejection"}, "acceptance-rule", "kind vllm does not have", "engine.kind: torch"),
+    ("vllm_cpu", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "vllm-sampled-drafts",
+     "no probabilities", "remove acceptance"),
     ("vllm", model("draft", QWEN_DRAFT), "same-vocab", "151936 tokens", "target's family"),
     # memory of vLLM
     ("vllm", gpu("H100"), "memory", "do not fit H100", "tp_size: 2"),
@@ -509,6 +510,12 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "gpu_memory_utilization is for GPUs, and has no effect on CPUs",
         ),
         ("vllm", {"engine__kv_cache_gib": 4.0}, "vllm-other-device", "no effect on GPUs"),
+        (
+            "vllm",
+            {"speculation__acceptance": "rejection"},
+            "vllm-sampled-drafts",
+            "a seeded text is not repeatable",
+        ),
         (
             "pytorch",
             {"speculation__max_draft_len": "auto"},

@@ -89,6 +89,7 @@ def _vllm_spec(config: DeploymentConfig, engine: VllmConfig) -> VllmSpec:
         draft_len_schedule=speculation.draft_len_schedule,
         max_concurrency=speculation.max_concurrency,
         max_matching_ngram_size=speculation.max_matching_ngram_size,
+        samples_drafts=speculation.acceptance == "rejection",
         trust_remote_code=any(model.trust_remote_code for model in config.models.values()),
     )
 

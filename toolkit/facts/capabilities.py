@@ -218,7 +218,7 @@ def _vllm(reuses_prefixes: bool) -> Capabilities:
         heads=("eagle3",),
         has_verify_only=False,
         acceptance=ACCEPTANCE["vllm"],
-        drafts_greedily=True,  # draft_sample_method: greedy, the default
+        drafts_greedily=True,  # by its default, sample_match
         seeds="repeatable",
         penalties=("frequency", "presence", "repetition"),
         log_probs=2,

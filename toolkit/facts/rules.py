@@ -305,6 +305,14 @@ RULES: dict[str, tuple[str, Source]] = {
             "M",
         ),
     ),
+    "vllm-sampled-drafts": (
+        "drafts are drawn where a draft's logits are, by random numbers of no request",
+        Source(
+            "VL vllm/v1/spec_decode/llm_base_proposer.py of 0.32.0,"
+            " compute_probs_and_sample_next_token; draft_sample_method is in 0.24.0, too",
+            "A",
+        ),
+    ),
     "vllm-container": ("no Triton container has this version", VLLM_SOURCES["SERVING_TAGS"]),
     "vllm-prompt-limit": (
         "max_model_len counts prompt and output together; there is no limit of prompts alone",

@@ -68,8 +68,9 @@ ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
     "trt_engine": ("sample_match", "rejection"),  # rejection by draft logits
     # the two-model engine drafts greedily: acceptance is p(argmax q)
     "trtllm_pytorch": ("sample_match",),
-    # draft_sample_method greedy, its default: a one-hot q, so acceptance is p(argmax q), too
-    "vllm": ("sample_match",),
+    # draft_sample_method greedy, its default: a one-hot q, so acceptance is p(argmax q), too;
+    # probabilistic: rejection sampling with the draft's own probabilities
+    "vllm": ("sample_match", "rejection"),
 }
 
 # Which kinds run a head on the target's hidden states, and why others do not. vLLM has eagle3 in

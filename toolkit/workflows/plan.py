@@ -289,6 +289,7 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
     """
     from toolkit.engines.vllm.arguments import (
         SPECULATION,
+        brings_plugin,
         check_draft_path,
         engine_args,
         environment_of,
@@ -296,6 +297,7 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
         resolved,
         without_speculation,
     )
+    from toolkit.engines.vllm.sampling_plugin import FOLDER
     from toolkit.engines.vllm.server import server_command
     from toolkit.triton.package.deploy_vllm import VllmDeployment
 
@@ -311,6 +313,8 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
         draft = {**args[SPECULATION], "model": str((folder / "draft").absolute())}
         check_draft_path({SPECULATION: draft})
     variables = [f"{name}={value}" for name, value in environment_of(spec, spec.vllm).items()]
+    if brings_plugin(spec, spec.vllm):
+        variables.append(f"PYTHONPATH={folder / 'target' / FOLDER}")
 
     def serving(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         host, port = config.triton.host, config.triton.http_port

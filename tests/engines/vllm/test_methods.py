@@ -30,6 +30,11 @@ def test_a_draft_checkpoint_is_named_with_its_method(kind: str, method: str) -> 
     assert speculative(speculation=kind) == expected
 
 
+def test_rejection_sampling_needs_drafts_that_are_drawn() -> None:
+    assert speculative(samples_drafts=True)["draft_sample_method"] == "probabilistic"
+    assert "draft_sample_method" not in speculative()
+
+
 def test_ngram_looks_shorter_endings_up_too() -> None:
     """With a maximum alone, vLLM looks up endings of exactly that many tokens."""
     assert speculative(speculation="ngram", max_matching_ngram_size=3) == {

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.facts.vllm import VLLM_VERSIONS
 from toolkit.interfaces import EngineSpec, VllmSpec
 from toolkit.words import KvCacheQuantAlgo, SpeculationKind
 
 __all__ = [
     "FILE",
     "SPECULATION",
+    "brings_plugin",
     "check_draft_path",
     "command_flags",
     "engine_args",
@@ -81,6 +83,8 @@ def _speculative_config(spec: EngineSpec, settings: VllmSpec) -> dict[str, Any] 
         speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": longest}
     else:
         speculative |= {"method": METHODS[settings.speculation], "model": DRAFT}
+        if settings.samples_drafts:
+            speculative["draft_sample_method"] = "probabilistic"
         if settings.tp_size > 1:
             speculative["draft_tensor_parallel_size"] = settings.tp_size
     schedule = settings.draft_len_schedule
@@ -107,6 +111,16 @@ def environment_of(spec: EngineSpec, settings: VllmSpec) -> dict[str, str]:
     if spec.device == "cpu":
         variables["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.kv_cache_gib:g}"
     return variables
+
+
+def brings_plugin(spec: EngineSpec, settings: VllmSpec) -> bool:
+    """Whether the engine brings the plugin that corrects how this version samples drafts on a CPU
+    (sampling_plugin.py).
+    """
+    version = VLLM_VERSIONS.get(settings.version)
+    drafts = settings.speculation != "none" and spec.max_draft_len > 0
+    is_wrong = version is not None and not version.samples_on_cpu
+    return settings.correct_sampling and spec.device == "cpu" and drafts and is_wrong
 
 
 def resolved(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from toolkit.checkpoints.shape import read_json
 from toolkit.engines.vllm.arguments import (
     SPECULATION,
+    brings_plugin,
     engine_args,
     environment_of,
     has_draft_model,
@@ -27,7 +28,6 @@ from toolkit.engines.vllm.installed import Answer, ask_vllm
 from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
 from toolkit.engines.vllm.sampling_plugin import plugin_files
 from toolkit.errors import BackendUnavailable, StageError
-from toolkit.facts.vllm import VLLM_VERSIONS
 from toolkit.interfaces import EngineSpec, Fingerprint, Progress, VllmSpec
 from toolkit.pipeline.files import link_or_copy
 from toolkit.pipeline.machine import gpus
@@ -111,7 +111,7 @@ class VllmBackend:
             resolved_dtype, note = self._check(placed, spec, progress)
             dtype = resolved_dtype or dtype
             notes.append(note)
-            if _samples_wrongly(spec) and settings.correct_sampling:
+            if brings_plugin(spec, settings):
                 _write_plugin(out_dir / PLUGINS)
                 notes.append(CORRECTED)
         return CompiledEngine(
@@ -172,12 +172,6 @@ class VllmBackend:
         if spec.device == "cuda" and len(self.gpus()) < world_size:
             return f"it needs {world_size} GPUs, and {len(self.gpus())} are here"
         return None
-
-
-def _samples_wrongly(spec: EngineSpec) -> bool:
-    version = VLLM_VERSIONS.get(_settings(spec).version)
-    can_draft = _settings(spec).speculation != "none" and spec.max_draft_len > 0
-    return spec.device == "cpu" and can_draft and version is not None and not version.samples_on_cpu
 
 
 def _write_plugin(folder: Path) -> None:

@@ -344,6 +344,18 @@ def _sampling_on_cpu(subject: Subject) -> Findings:
     )
 
 
+def _sampled_drafts(subject: Subject) -> Findings:
+    speculation, path = subject.config.speculation, "speculation.acceptance"
+    if subject.vllm is None or speculation.acceptance != "rejection":
+        return
+    if speculation.has_ngram:
+        what = "vLLM's prompt lookup has no probabilities, so there is no rejection sampling"
+        yield refuse(path, what, "remove acceptance: rejection")
+    elif subject.speculates:
+        what = "vLLM draws drafts without the request's seed: a seeded text is not repeatable"
+        yield RuleFinding("adjusted", path, what)
+
+
 def _prompt_limit(subject: Subject) -> Findings:
     engine = subject.vllm
     if engine is not None:
@@ -394,5 +406,6 @@ CHECKS: dict[str, Check] = {
     "vllm-other-device": _other_device,
     "vllm-container": _container,
     "vllm-sampling-on-cpu": _sampling_on_cpu,
+    "vllm-sampled-drafts": _sampled_drafts,
     "vllm-prompt-limit": _prompt_limit,
 }
