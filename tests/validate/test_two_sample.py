@@ -22,10 +22,11 @@ from toolkit.records.judged import Distribution
 from toolkit.records.measured import Gate
 from toolkit.speculative.acceptance import RULES
 from toolkit.speculative.sampling import draw
-from toolkit.validate import diagnose
-from toolkit.validate.arms import Alternating, Endpoint, Sender
+from toolkit.validate import diagnose, two_sample
+from toolkit.validate.arms import ARMS, Alternating, Endpoint, Sender
 from toolkit.validate.distribution import PrefixFound, prefix_test
 from toolkit.validate.gates import distribution_gate
+from toolkit.validate.sampled import TEXTS
 from toolkit.validate.two_sample import TESTS, draw_pairs, judge_pairs
 
 PROMPTS = [f"{number:03d}" for number in range(3)]
@@ -81,6 +82,32 @@ def test_an_accept_rule_that_changes_what_is_said_is_named() -> None:
 def test_too_little_time_is_inconclusive() -> None:
     found, gate, _ = judged(endpoint(), DistributionGates(effect=0.1, max_seconds=0.01))
     assert gate.outcome == "INCONCLUSIVE" and not found.enough
+
+
+def test_more_texts_are_drawn_until_the_effect_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A guess that is far too low: a flatter model's texts share fewer beginnings."""
+    monkeypatch.setattr(two_sample, "CONTROL", 12)
+    monkeypatch.setattr(two_sample, "COMPARABLE", 0.3)
+    found, gate, _ = judged(endpoint())
+    assert found.requests > 2 * len(PROMPTS) * TEXTS
+    assert (gate.outcome, found.enough) == ("PASS", True), gate
+
+
+def test_the_number_of_texts_does_not_depend_on_which_arm_said_what() -> None:
+    generator = np.random.default_rng(5)
+    texts = [[[tuple(generator.integers(0, 3, 4)) for _ in range(30)]] for _ in ARMS]
+    counts = [
+        two_sample._texts_needed(
+            two_sample.Pairs(0.8, dict(zip(ARMS, order, strict=True)), 4),
+            GATES,
+            30,
+            np.random.default_rng(6),
+        )
+        for order in (texts, texts[::-1])
+    ]
+    assert counts[0] == counts[1] > 30
 
 
 def test_a_model_that_is_certain_shows_nothing() -> None:

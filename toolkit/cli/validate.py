@@ -71,8 +71,13 @@ def _replay(file: Path, *, as_json: bool) -> None:
     """
     from toolkit.workflows.replay import replay_divergence
 
-    say("serving the deployment again for the two requests of this divergence")
-    recorded, replayed = replay_divergence(file, here())
+    recorded, replayed = replay_divergence(
+        file,
+        here(),
+        announce=lambda: say(
+            "serving the deployment again for the two requests of this divergence"
+        ),
+    )
     before, now = recorded.divergence, replayed.divergence
     if as_json:
         show_json({"before": before, "now": replayed})

@@ -5,8 +5,11 @@ The distribution that tokens should have is unknown, so the speculative arm is c
 plain one. Both draw the same number of texts on the same prompts, and every request has its own
 seed. There are two tests: one of the second and later tokens, each given the whole text before it
 (`distribution.prefix_test`), and one of the continuations as a whole. Texts are short, since tokens
-can be compared only after a beginning that both arms share. The number of texts is fixed before any
-is looked at. If time runs out before, the report says what the texts drawn so far can show.
+can be compared only after a beginning that both arms share. How many texts are needed depends on
+how many beginnings they share. So the first number is a guess, and more follow until the effect
+would be seen. That is decided without knowing which arm a text is of, so it does not touch the
+level: under the null, arms are exchangeable given the texts. Arms that need restarts keep the first
+number. If time runs out before, the report says what the texts drawn so far can show.
 
 The tests see what speculation changes, but nothing that both arms have in common: whether
 temperature and filters are respected stays open.
@@ -31,13 +34,15 @@ from toolkit.words import SamplingRule, SentArm
 __all__ = ["Pairs", "draw_pairs", "judge_pairs"]
 
 LONGEST = 16  # tokens of a drawn text
-MOST = 100  # texts per prompt and arm, at most
+MOST = 200  # texts per prompt and arm, at most
 # Texts per arm, at least. With 108, the control of the continuations once had p = 0.00065.
 CONTROL = 144
 # One token in this many follows a beginning that other texts share. It is a guess, from which the
-# number of texts is computed.
+# first number of texts is computed.
 COMPARABLE = 6
 TESTS = 2
+MARGIN = 1.1  # how many more texts are drawn than the last look asked for
+LOOK = 1000  # permutations that tell whether the texts so far are enough
 
 
 @dataclass
@@ -84,7 +89,7 @@ def draw_pairs(
             index, chosen[index], arm, temperature=temperature, seed=int(generator.integers(2**31))
         )
         drawn.texts[arm][index].append(tuple(timing.token_ids))
-        on_progress(len(sender.sent) - first, texts * len(chosen) * len(ARMS))
+        on_progress(len(sender.sent) - first, rounds * len(chosen) * len(ARMS))
 
     rounds = texts
     for turn in [(arm,) for arm in ARMS] if alternating else [ARMS]:
@@ -97,6 +102,8 @@ def draw_pairs(
             for index in range(len(chosen)):
                 for arm in generator.permutation(turn).tolist():
                     ask(arm, index)
+            if done + 1 == rounds and not alternating:
+                rounds = _texts_needed(drawn, gates, rounds, generator)
         rounds = len(drawn.texts[turn[0]][0])  # the other arm draws as many
         drawn.seconds += clock() - began
     fewest = min(len(texts) for by_prompt in drawn.texts.values() for texts in by_prompt)
@@ -105,6 +112,29 @@ def draw_pairs(
     }
     drawn.requests = len(sender.sent) - first
     return drawn
+
+
+def _texts_needed(
+    drawn: Pairs, gates: DistributionGates, rounds: int, generator: np.random.Generator
+) -> int:
+    """How many texts per prompt and arm would show the effect; as many as there are if they do.
+
+    Only what does not depend on the arms' names is used of the test: not its p-value.
+    """
+    detectable = distribution.prefix_test(
+        list(zip(*drawn.texts.values(), strict=True)),
+        drawn.longest,
+        generator,
+        effect=gates.effect,
+        alpha=gates.false_alarm / TESTS,
+        power=gates.power,
+        permutations=LOOK,
+    ).detectable
+    if detectable is None or detectable <= gates.effect:
+        return rounds
+    # Twice as many at most: more texts also share more beginnings.
+    growth = min(2.0, MARGIN * (detectable / gates.effect) ** 2)
+    return min(MOST, math.ceil(growth * rounds))
 
 
 def judge_pairs(

@@ -4,6 +4,7 @@ send its two requests again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,16 @@ __all__ = ["replay_divergence"]
 
 
 def replay_divergence(
-    file: Path, workplace: Workplace, machine: Machine | None = None
+    file: Path,
+    workplace: Workplace,
+    machine: Machine | None = None,
+    announce: Callable[[], None] = lambda: None,
 ) -> tuple[Replay, Replayed]:
     """Serve the published repository of a replay file's deployment, send the two requests of the
     file again, and judge them: (the file's content, the new judgement).
 
-    machine: what serves TensorRT-LLM's kinds; None for this machine. Raises UsageError if the file
+    machine: what serves TensorRT-LLM's kinds; None for this machine. announce: called when the file
+    and the deployment turned out usable, before a server starts. Raises UsageError if the file
     is not a replay file, or if the deployment is not built or cannot be served here; StageError.
     """
     from toolkit.validate.replay import read_replay, replay
@@ -53,6 +58,7 @@ def replay_divergence(
     if capabilities.gives_logits:
         reference = _reference(config, workplace.engines(config.name))
     plain = plain_served(config, repository)
+    announce()
     with serve(config, repository, plain=plain, cache=workplace.vllm_cache) as (endpoint, _):
         return recorded, replay(recorded, endpoint, reference, capabilities)
 
