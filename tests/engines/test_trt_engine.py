@@ -220,6 +220,13 @@ def test_an_engine_that_is_not_whole_is_refused(tmp_path: Path, fail: str, said:
         build(place, tmp_path, spec_of(tp_size=2))
 
 
+def test_an_engine_with_logits_of_another_type_is_refused(tmp_path: Path) -> None:
+    """Triton's backend would answer no request for logits."""
+    place = place_with_builder(tmp_path / "bin", STANDIN_FAIL="logits")
+    with pytest.raises(StageError, match="logits_dtype: is float16, but float32 was requested"):
+        build(place, tmp_path, spec_of())
+
+
 def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
     """Nothing told beforehand: the executable has no interpreter beside it."""
     place = place_with_builder(tmp_path / "bin", STANDIN_VERSION="1.1.0")

@@ -4,11 +4,16 @@ same contract; and the patterns of the failures are tested.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support import trtllm_build
+from tests.support.trtllm import STAND_IN, write_trtllm_checkpoint
 from toolkit.engines.trtllm.command import flags_of
 from toolkit.engines.trtllm.failures import explain_failure
 from toolkit.facts.trtllm_build import FAILURES, FLAGS, VERSIONS
@@ -109,3 +114,54 @@ def test_a_cause_in_the_log_goes_before_the_signal() -> None:
     assert failure is not None
     assert failure.id == "gpu-out-of-memory"
     assert explain_failure(137, "")[0] is not None
+
+
+def run_stand_in(
+    folder: Path, *arguments: str, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Build from a checkpoint in the folder, as the stand-in `trtllm-build` does."""
+    checkpoint = write_trtllm_checkpoint(folder, quant_algo="FP8")
+    assert checkpoint.trtllm is not None
+    paths = ("--checkpoint_dir", str(checkpoint.trtllm.path), "--output_dir", str(folder / "out"))
+    cache = ("--output_timing_cache", str(folder / "cache"))
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(STAND_IN), *paths, *cache, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "error"),
+    [
+        (("--max_batch", "4", "--auto_parallel", "1"), {}, "unrecognized arguments"),
+        (("--logits_dtype", "bfloat16"), {}, "invalid choice"),
+        (("--kv_cache_type", "int8"), {}, "Expected one of"),
+        (("--gather_context_logits", "--max_draft_len", "4"), {}, "is not support with draft len"),
+        (("--multiple_profiles", "enable", "--opt_num_tokens", "8"), {}, "opt_num_tokens is set"),
+        (("--pp_reduce_scatter", "enable"), {}, "only supported in the mixtral model"),
+        (("--streamingllm", "enable"), {}, "no longer supported"),
+        (("--low_latency_gemm_swiglu_plugin", "fp8"), {"STANDIN_SM": "100"}, "not supported on SM"),
+        (("--bert_context_fmha_fp32_acc", "enable"), {"STANDIN_SM": "120"}, "not supported on SM"),
+        ((), {"STANDIN_DEVICES": "0"}, "max_workers must be greater than 0"),
+    ],
+)
+def test_the_stand_in_refuses_what_the_builder_refuses(
+    tmp_path: Path, arguments: tuple[str, ...], settings: dict[str, str], error: str
+) -> None:
+    done = run_stand_in(tmp_path, *arguments, **settings)
+    assert done.returncode != 0 and error in done.stderr, done.stderr
+    assert not (tmp_path / "out" / "rank0.engine").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recorded"), [((), "float16"), (("--logits_dtype", "float32"), "float32")]
+)
+def test_the_flag_of_the_logits_overrides_the_checkpoint(
+    tmp_path: Path, arguments: tuple[str, ...], recorded: str
+) -> None:
+    assert run_stand_in(tmp_path, *arguments).returncode == 0
+    engine = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert engine["pretrained_config"]["logits_dtype"] == recorded

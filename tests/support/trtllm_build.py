@@ -9,8 +9,8 @@ from it: where the two differ, one of them was changed by mistake.
 
 The environment says what it is: STANDIN_VERSION (1.2.1), STANDIN_SM (90), STANDIN_DEVICES (8), and
 how it fails, STANDIN_FAIL: oom | host-oom | killed | partial-ranks | hollow | disk-full | tactics |
-silent; STANDIN_FAIL_RANK (0) says in which rank. Only the standard library is used, so that it
-starts in a few milliseconds.
+silent | logits (they keep the checkpoint's type); STANDIN_FAIL_RANK (0) says in which rank. Only
+the standard library is used, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -111,6 +111,22 @@ FLAGS_UP_TO_0_21 = (
     ("--gpus_per_node", "int", 8),
     ("--cluster_key", "text", None),
 )
+# Arguments of PretrainedConfig without a default (models/modeling_utils.py).
+REQUIRED = (
+    "architecture",
+    "dtype",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# Refused from SM 100 on (plugin/plugin.py).
+HOPPER_PLUGINS = (
+    "gemm_swiglu_plugin",
+    "fp8_rowwise_gemm_plugin",
+    "low_latency_gemm_plugin",
+    "low_latency_gemm_swiglu_plugin",
+    "bert_context_fmha_fp32_acc",
+)
 MODES = {
     "draft_tokens_external": 2,
     "medusa": 4,
@@ -179,6 +195,14 @@ def main() -> None:
         raise ValueError("max_workers must be greater than 0")
     checkpoint = Path(arguments.checkpoint_dir)
     pretrained = json.loads((checkpoint / "config.json").read_text())
+    missing = [name for name in REQUIRED if name not in pretrained]
+    if missing:
+        raise TypeError(f"PretrainedConfig() missing required arguments: {missing}")
+    pretrained = {"logits_dtype": "float32", **pretrained}
+    if (
+        arguments.logits_dtype is not None and FAIL != "logits"
+    ):  # as build_model does, before the engine is made
+        pretrained["logits_dtype"] = arguments.logits_dtype
     if arguments.multiple_profiles == "enable" and arguments.opt_num_tokens is not None:
         raise RuntimeError("multiple_profiles is enabled, while opt_num_tokens is set. ")
     if pretrained["architecture"] not in (
@@ -189,6 +213,8 @@ def main() -> None:
         "Qwen3ForCausalLM",
     ):
         raise AssertionError(f"Unsupported model architecture: {pretrained['architecture']}")
+    if arguments.pp_reduce_scatter == "enable":
+        raise AssertionError("PP reduce scatter is only supported in the mixtral model.")
     build = adjusted(arguments, pretrained)
     Path(arguments.output_timing_cache).write_bytes(b"timing cache")
     for rank in range(int(pretrained["mapping"]["world_size"])):
@@ -285,10 +311,7 @@ def refuse_precision(plugins: dict[str, Any], algo: str | None, kv_algo: str | N
             raise RuntimeError("INT8/INT4 quantization is not supported on SM>=100.")
         if algo is not None and algo.startswith("W8A8_SQ"):
             raise RuntimeError("SmoothQuant is not supported on SM>=100.")
-    if SM >= 100 and any(
-        plugins[name]
-        for name in ("gemm_swiglu_plugin", "fp8_rowwise_gemm_plugin", "low_latency_gemm_plugin")
-    ):
+    if SM >= 100 and any(plugins[name] for name in HOPPER_PLUGINS):
         raise NotImplementedError("This plugin is not supported on SM>=100.")
 
 

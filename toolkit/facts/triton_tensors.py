@@ -27,6 +27,7 @@ __all__ = [
     "BLS",
     "ENGINE",
     "LLMAPI",
+    "LOGITS_DATATYPES",
     "POSTPROCESSING",
     "PREPROCESSING",
     "ModelFacts",
@@ -136,6 +137,9 @@ POSTPROCESSING = ModelFacts(
     ),
 )
 
+# `--logits_dtype` of trtllm-build -> `logits_datatype` of the templates.
+LOGITS_DATATYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
+
 # Outputs of both the engine model and the BLS model.
 SCORE_OUTPUTS = (
     TensorFact("cum_log_probs", "TYPE_FP32", (-1,)),
@@ -240,8 +244,8 @@ ENGINE = ModelFacts(
         TensorFact(
             "lookahead_verification_set_size", "TYPE_INT32", (1,), optional=True, ragged=True
         ),
-        TensorFact("return_num_input_tokens", "TYPE_BOOL", (1,), optional=True),
-        TensorFact("return_num_output_tokens", "TYPE_BOOL", (1,), optional=True),
+        TensorFact("return_num_input_tokens", "TYPE_BOOL", (1,), optional=True, scalar=True),
+        TensorFact("return_num_output_tokens", "TYPE_BOOL", (1,), optional=True, scalar=True),
     ),
     outputs=(
         TensorFact("output_ids", "TYPE_INT32", (-1, -1)),

@@ -27,6 +27,7 @@ __all__ = [
     "FLAGS",
     "GEMM_PLUGIN",
     "HIDDEN_STATES",
+    "LOGITS_DTYPE",
     "MILESTONES",
     "SPECULATIVE_MODES",
     "VERSIONS",
@@ -253,6 +254,16 @@ SPECULATIVE_MODES = {
 # weight-only matrices have their own plugins, but LM head and embeddings stay in 16 bits, so it is
 # on for them.
 GEMM_PLUGIN = {"FP8": "disable", "W8A8_SQ_PER_CHANNEL": "auto", "W8A16": "auto", "NO_QUANT": "auto"}
+
+# The type of an engine's logits, on all sides: the checkpoint states it, `--logits_dtype` overrides
+# that and is recorded in the engine, and config.pbtxt repeats it
+# (`triton_tensors.LOGITS_DATATYPES`). Triton's backend answers a request for logits only if engine
+# and config.pbtxt agree (triton_backend/inflight_batcher_llm/src/model_instance_state.cc, B), and
+# the runtime copies draft logits only between equal types ("Incompatible data types",
+# cpp/tensorrt_llm/runtime/bufferManager.cpp, B). float32 is the default for a checkpoint that
+# states none, what upstream's examples fill in, and fine enough to judge a divergence by
+# log-probabilities.
+LOGITS_DTYPE = "float32"
 
 # Text in the build log -> the step that is done. The steps come in this order, once per rank
 # (public logs of 0.10-1.2, issues 2451, 1543, 346).

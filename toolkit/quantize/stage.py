@@ -46,7 +46,7 @@ __all__ = [
     "quantize",
 ]
 
-VERSION = 6
+VERSION = 7
 TRTLLM_FOLDER = "trtllm"
 VLLM_FOLDER = "vllm"
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints.shape import FAMILIES
 from toolkit.checkpoints.writer import TensorPlan, write_shard
 from toolkit.errors import CheckpointError
+from toolkit.facts.trtllm_build import LOGITS_DTYPE
 from toolkit.quantize.algorithms import Algorithm
 from toolkit.quantize.calibrated import Calibrated
 from toolkit.quantize.codes import encode_weight
@@ -120,7 +121,7 @@ def trtllm_config(calibrated: Calibrated, ranks: Ranks) -> dict[str, Any]:
         "producer": {"name": "modelopt", "version": version("nvidia-modelopt")},
         "architecture": shape.architecture,
         "dtype": dtype,
-        "logits_dtype": "float16",
+        "logits_dtype": LOGITS_DTYPE,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,

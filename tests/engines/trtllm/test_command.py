@@ -44,7 +44,8 @@ def test_the_target_of_the_70b_recipe() -> None:
         " --max_seq_len 8192 --max_beam_width 1 --kv_cache_type paged --tokens_per_block 32"
         " --remove_input_padding enable --context_fmha enable --use_paged_context_fmha enable"
         " --use_fp8_context_fmha enable --gpt_attention_plugin auto --gemm_plugin disable"
-        " --use_fused_mlp enable --multiple_profiles disable --profiling_verbosity detailed"
+        " --logits_dtype float32 --use_fused_mlp enable --multiple_profiles disable"
+        " --profiling_verbosity detailed"
         " --workers 1 --output_timing_cache T --speculative_decoding_mode draft_tokens_external"
         " --max_draft_len 5 --gather_generation_logits"
     )

@@ -17,7 +17,7 @@ from toolkit.engines.trtllm.checkpoint import TrtLlmCheckpoint
 from toolkit.engines.trtllm.command import BuildCommand
 from toolkit.engines.trtllm.where import same_version
 from toolkit.errors import CheckpointError, StageError
-from toolkit.facts.trtllm_build import SPECULATIVE_MODES
+from toolkit.facts.trtllm_build import LOGITS_DTYPE, SPECULATIVE_MODES
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.records.measured import Finding
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo
@@ -43,6 +43,7 @@ class BuiltEngine:
     tp_size: int
     pp_size: int
     vocab_size: int
+    logits_dtype: str
     max_batch_size: int
     max_input_len: int
     max_seq_len: int
@@ -71,6 +72,7 @@ def read_engine(path: Path) -> BuiltEngine:
             tp_size=int(mapping["tp_size"]),
             pp_size=int(mapping["pp_size"]),
             vocab_size=int(pretrained["vocab_size"]),
+            logits_dtype=str(pretrained["logits_dtype"]),
             max_batch_size=int(build["max_batch_size"]),
             max_input_len=int(build["max_input_len"]),
             max_seq_len=int(build["max_seq_len"]),
@@ -148,6 +150,7 @@ def _identity(
     yield _equal("quant_algo", engine.quant_algo, checkpoint.quant_algo)
     yield _equal("kv_cache_quant_algo", engine.kv_cache_quant_algo, checkpoint.kv_cache_quant_algo)
     yield _equal("vocab_size", engine.vocab_size, checkpoint.vocab_size)
+    yield _equal("logits_dtype", engine.logits_dtype, LOGITS_DTYPE)
     yield _equal("tp_size", engine.tp_size, asked.tp_size)
     yield _equal("pp_size", engine.pp_size, asked.pp_size)
 

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.facts.trtllm_build import DRAFT_TOKENS_EXTERNAL, FLAGS, GEMM_PLUGIN, VERSIONS, Flag
+from toolkit.facts.trtllm_build import (
+    DRAFT_TOKENS_EXTERNAL,
+    FLAGS,
+    GEMM_PLUGIN,
+    LOGITS_DTYPE,
+    VERSIONS,
+    Flag,
+)
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo
 
@@ -67,6 +74,7 @@ def build_flags(
         "--use_fp8_context_fmha": _switch(fp8 and kv_cache_quant_algo == "FP8"),
         "--gpt_attention_plugin": "auto",
         "--gemm_plugin": GEMM_PLUGIN[quant_algo or "NO_QUANT"],
+        "--logits_dtype": LOGITS_DTYPE,
         "--use_fused_mlp": _switch(fp8 or quant_algo in (None, "NO_QUANT")),
         "--multiple_profiles": _switch(asked.multiple_profiles),
         # without it the finished engine cannot say which precisions it runs in

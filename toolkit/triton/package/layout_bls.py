@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from toolkit.config.schema import TritonConfig
-from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
+from toolkit.facts.triton_tensors import (
+    BLS,
+    ENGINE,
+    LOGITS_DATATYPES,
+    POSTPROCESSING,
+    PREPROCESSING,
+    ModelFacts,
+)
+from toolkit.facts.trtllm_build import LOGITS_DTYPE
 from toolkit.pipeline.sources import ROOT, source_files
 from toolkit.triton.tensors import contract
 from toolkit.words import AcceptanceChoice, LogProbSource, SeedScope
@@ -28,7 +36,7 @@ MODEL_SOURCES = Path(__file__).parents[1] / "models"
 MAX_BLS_INSTANCES = 32  # each is a small process
 TOKENIZER_FOLDER = "tokenizer"  # beside the model.py of preprocessing and postprocessing
 PLACEHOLDER_TYPES = {
-    "logits_datatype": "TYPE_FP32",
+    "logits_datatype": LOGITS_DATATYPES[LOGITS_DTYPE],
     "encoder_input_features_data_type": "TYPE_FP16",
 }
 

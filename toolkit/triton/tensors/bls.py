@@ -271,7 +271,9 @@ def engine_inputs(
     if drafts:
         tensors["draft_input_ids"] = np.array([drafts], dtype=np.int32)
         if draft_logits is not None:
-            tensors["draft_logits"] = np.asarray(draft_logits, dtype=np.float32)[None]
+            tensors["draft_logits"] = np.asarray(draft_logits)[
+                None
+            ]  # in the type that they came in
     if request.log_probs:
         name = "return_generation_logits" if log_probs == "logits" else "return_log_probs"
         tensors[name] = np.array([[True]])
