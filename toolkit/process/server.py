@@ -24,6 +24,7 @@ __all__ = [
     "PORT_ATTEMPTS",
     "ServerProcess",
     "is_taken",
+    "met_lock_exception",
     "reserve_ports",
     "supervised",
 ]
@@ -33,6 +34,9 @@ STOP_S = GRACE_S + 10  # until the supervisor itself is killed
 POLL_S = 0.05
 PORT_ATTEMPTS = 3
 LOG_TAIL_LINES = 40
+# What a tritonserver printed that died at start, twice in some thousand starts, on a machine with
+# more work than cores. Nothing was wrong with the repository, and the next start went well.
+LOCK_EXCEPTION = "boost::interprocess::lock_exception"
 
 Command = tuple[list[str], dict[str, str]]  # with its whole environment
 
@@ -72,9 +76,11 @@ class ServerProcess:
         *,
         dispensable: Sequence[str] = (),
         in_workspace: bool = False,
+        preamble: str = "",
     ) -> None:
         """Start the server. dispensable: as `supervised`. in_workspace: run it in its private
-        folder, so that all of its processes and their shared memory are recognised.
+        folder, so that all of its processes and their shared memory are recognised. preamble: what
+        its log begins with.
         """
         workspace = Workspace.create()
         try:
@@ -85,6 +91,8 @@ class ServerProcess:
             command, environment = make_command(workspace)
             # It stays open, so that it can be read after the server and its folder are gone.
             self._log = self.log_path.open("w+b")
+            self._log.write(preamble.encode())
+            self._log.flush()
             self.process = subprocess.Popen(
                 supervised(command, workspace.path, dispensable, parent=os.getpid()),
                 env=environment,
@@ -207,6 +215,11 @@ def is_taken(error: BaseException) -> bool:
     it was reserved.
     """
     return isinstance(error, ServerError) and "ddress already in use" in error.log_tail
+
+
+def met_lock_exception(error: BaseException) -> bool:
+    """Whether a server died of a lock in its own shared memory: another start may go well."""
+    return isinstance(error, ServerError) and LOCK_EXCEPTION in error.log_tail
 
 
 def reserve_ports(host: str, requested_ports: Mapping[str, int]) -> dict[str, int]:

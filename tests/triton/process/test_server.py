@@ -4,6 +4,7 @@ stopped, and leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -154,6 +155,64 @@ def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
         pass
     assert "tritonserver ended with exit code 1" in str(failed.value)
     assert "this model is broken on purpose" in failed.value.log_tail
+    assert not list(own_tmp.iterdir())
+
+
+DYING_SERVER = """#!/bin/sh
+echo start >> {starts}
+if [ $(wc -l < {starts}) -gt {deaths} ]; then exec {program} "$@"; fi
+echo "terminate called after throwing an instance of '{exception}'" >&2
+exit 134
+"""
+
+
+@pytest.mark.parametrize(
+    ("exception", "deaths", "starts"),
+    [
+        ("boost::interprocess::lock_exception", 1, 2),
+        ("boost::interprocess::lock_exception", 2, 2),
+        ("std::bad_alloc", 1, 1),
+    ],
+)
+def test_a_server_that_dies_of_a_lock_exception_is_started_once_more(
+    repository: Callable[[str], Path],
+    own_tmp: Path,
+    tmp_path: Path,
+    exception: str,
+    deaths: int,
+    starts: int,
+) -> None:
+    """A program in its place dies as it did, so many times, before it runs the real one."""
+    said: list[str] = []
+    counted, wrapper = tmp_path / "starts", tmp_path / "dying-server"
+
+    def launch(
+        folder: Path, workspace: Workspace, config: TritonConfig
+    ) -> tuple[list[str], dict[str, str]]:
+        command, environment = launch_command(folder, workspace, config)
+        program = DYING_SERVER.format(
+            starts=counted, deaths=deaths, program=command[0], exception=exception
+        )
+        wrapper.write_text(program)
+        wrapper.chmod(0o755)
+        return [str(wrapper), *command[1:]], environment
+
+    server = TritonServer(
+        repository(GOOD_MODEL),
+        log_path=tmp_path / "server.log",
+        progress=lambda done, total, what: said.append(what),
+        launch=launch,
+    )
+    survives = starts > deaths
+    with (
+        contextlib.nullcontext() if survives else pytest.raises(ServerError, match="SIGABRT"),
+        server,
+    ):
+        server.check()
+        log = server.log_path.read_text(errors="replace")
+        assert exception in log and "is started once more:" in log
+    assert len(counted.read_text().splitlines()) == starts
+    assert any("is started once more" in text for text in said) is (starts == 2)
     assert not list(own_tmp.iterdir())
 
 

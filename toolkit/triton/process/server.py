@@ -31,6 +31,7 @@ from toolkit.process.server import (
     PORT_ATTEMPTS,
     ServerProcess,
     is_taken,
+    met_lock_exception,
     reserve_ports,
 )
 from toolkit.process.workspace import Workspace
@@ -50,6 +51,7 @@ __all__ = [
 
 # Enough for a model that loads torch and compiled packages from a slow disk. Triton's default: 30.
 STUB_TIMEOUT_S = 300
+STARTED_AGAIN = "tritonserver died at start and is started once more"
 EXIT_TIMEOUT_S = 5  # how long a stopping server waits for running requests
 # As model.yaml (YAML) or config.pbtxt (text format of protobuf) state it.
 PACKAGED_VERSION = re.compile(
@@ -219,7 +221,8 @@ class TritonServer:
     server.grpc_url`.
 
     Raises ServerError with the end of the log if it cannot start: a port is in use, or the server
-    dies or is not ready within start_timeout_s. log_path: defaults to a file that is removed with
+    dies or is not ready within start_timeout_s. A server that dies of a lock exception is started
+    once more; progress and the new log say so. log_path: defaults to a file that is removed with
     the server. launch: makes the command and its environment, as `launch_command` does.
     """
 
@@ -235,6 +238,7 @@ class TritonServer:
         self.repository = Path(repository)
         self._make_command: Launch = launch or launch_command
         self.config = config or TritonConfig()
+        self._progress: Progress = progress or (lambda done, total, what: None)
         self._server = ServerProcess(
             "tritonserver",
             log_path=log_path,
@@ -286,6 +290,15 @@ class TritonServer:
                 f"no model repository at {self.repository}",
                 hint="Package one first: toolkit package CONFIG.",
             )
+        try:
+            self._start_once()
+        except ServerError as error:
+            if not met_lock_exception(error):
+                raise
+            self._progress(0, None, f"{STARTED_AGAIN}, after a lock exception")
+            self._start_once(preamble=f"{error}\n{STARTED_AGAIN}:\n")
+
+    def _start_once(self, preamble: str = "") -> None:
         requested_ports = {
             "http": self.config.http_port,
             "grpc": self.config.grpc_port,
@@ -294,7 +307,11 @@ class TritonServer:
         for attempt in range(PORT_ATTEMPTS):
             self._ports = reserve_ports(self.config.host, requested_ports)
             try:
-                self._server.launch(self._command, dispensable=dispensable_models(self.repository))
+                self._server.launch(
+                    self._command,
+                    dispensable=dispensable_models(self.repository),
+                    preamble=preamble,
+                )
                 self._server.wait_until(
                     self._is_ready, self.config.start_timeout_s, "waiting for tritonserver"
                 )
