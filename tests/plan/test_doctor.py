@@ -137,3 +137,23 @@ def test_vllm_may_be_absent_and_may_not_be_broken(tmp_path: Path) -> None:
     broken = vllm_of(tmp_path, BackendUnavailable("vLLM", fault="no torch", hint="make vllm"))
     assert (broken.status, broken.hint, broken.essential) == ("warn", "make vllm", False)
     assert broken.detail == "no torch"
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_container_whose_packages_are_not_seen_is_recognised(
+    tmp_path: Path, has_it: bool
+) -> None:
+    if has_it:
+        (tmp_path / "lib/python3.12/site-packages/tensorrt_llm").mkdir(parents=True)
+    checks = diagnose(
+        tmp_path,
+        find_server=no_server,
+        find_libpython=lambda: None,
+        find_compiler=lambda: None,
+        find_vllm=lambda: "0.32.0",
+        container_environment=tmp_path,
+    )
+    [diagnosis] = [diagnosis for diagnosis in checks if diagnosis.check == "tensorrt_llm"]
+    assert diagnosis.status == ("warn" if has_it else "ok")
+    assert ("does not see it" in diagnosis.detail) is has_it
+    assert ("trtllm-install.sh" in (diagnosis.hint or "")) is has_it

@@ -31,6 +31,9 @@ MISSING: Final = "missing"
 MIN_MEMORY_BYTES = 4 * 2**30
 MIN_DISK_BYTES = 2 * 2**30
 MIN_SHM_BYTES = 64 * 2**20
+# Of nvcr.io/nvidia/tritonserver:NN.NN-trtllm-python-py3 from 26.03 on (triton-inference-server/
+# tensorrtllm_backend, dockerfile/Dockerfile.triton.trt_llm_backend: its PATH).
+CONTAINER_ENVIRONMENT = Path("/opt/venv-tritonserver")
 INSTALL_EXTRA = "pip install --editable '.[{}]' in the toolkit's checkout"
 
 
@@ -56,6 +59,7 @@ def diagnose(
     find_libpython: Callable[[], Path | None],
     find_compiler: Callable[[], str | None],
     find_vllm: Callable[[], str],
+    container_environment: Path = CONTAINER_ENVIRONMENT,
 ) -> list[Diagnosis]:
     """Run all checks. folder: where the results of a build would go.
 
@@ -63,6 +67,7 @@ def diagnose(
     program comes from that wheel; it raises ToolkitError if there is no server. find_libpython
     returns the folder that holds the interpreter's shared library. find_compiler returns the path
     of the C++ compiler. find_vllm says which vLLM there is; it raises BackendUnavailable.
+    container_environment: the Python environment of NVIDIA's container, if this is one.
     """
     checks: tuple[tuple[str, Callable[[], Iterator[Diagnosis]]], ...] = (
         ("python", _python),
@@ -70,6 +75,7 @@ def diagnose(
         ("memory", _memory),
         ("disk", lambda: _disk(folder)),
         ("libraries", _libraries),
+        ("tensorrt_llm", lambda: _tensorrt_llm(container_environment)),
         ("vllm", lambda: _vllm(find_vllm)),
         ("numpy", _numpy),
         ("C++ compiler", lambda: _compiler(find_compiler())),
@@ -165,7 +171,7 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
 
 def _libraries() -> Iterator[Diagnosis]:
     """Check that every library is installed and can be imported: a broken torch or ModelOpt is
-    common. Only tensorrt_llm is not imported.
+    common.
     """
     module_of_package = {
         "torch": "torch",
@@ -201,9 +207,25 @@ def _libraries() -> Iterator[Diagnosis]:
             )
         else:
             yield Diagnosis(name, OK, installed)
+
+
+def _tensorrt_llm(container_environment: Path) -> Iterator[Diagnosis]:
+    """Look for TensorRT-LLM, which is not imported. In NVIDIA's containers from 26.03 on it may be
+    there and not be seen by the Python that runs the toolkit.
+    """
     try:
         yield Diagnosis("tensorrt_llm", OK, version("tensorrt_llm"))
+        return
     except PackageNotFoundError:
+        pass
+    if any(container_environment.glob("lib/python3*/site-packages/tensorrt_llm")):
+        yield Diagnosis(
+            "tensorrt_llm",
+            WARN,
+            f"{container_environment} has it, and {sys.executable} does not see it",
+            "install the toolkit with `sh docker/trtllm-install.sh` of its checkout",
+        )
+    else:
         yield Diagnosis("tensorrt_llm", OK, "not installed; engine.kind torch does not need it")
 
 
