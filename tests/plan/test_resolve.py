@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
      "no-w8a8-in-pytorch", "unsupported quant mode", "set engine.kind"),
     ("pytorch", {**both(SQ), **gpu("B200")}, "no-w8a8-in-pytorch", "ValueError", "FP8"),
     ("pytorch", algo(WO), "w8a16-not-established", "not established", "allow_unsupported"),
-    ("pytorch", algo(WO, "draft"), "w8a16-not-established", "list of supported hardware", "FP8"),
+    ("pytorch", algo(WO, "draft"), "w8a16-not-established", "unified format is FP8 and 4-bit", "FP8"),
     # INT8 by compute capability
     ("engine", {**both(SQ), **gpu("B200")}, "blackwell-no-int8", "SM 100", "H100"),
     ("engine", {**both(SQ), **gpu("B300")}, "blackwell-no-int8", "SM 103", "FP8"),

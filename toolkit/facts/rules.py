@@ -143,9 +143,11 @@ RULES: dict[str, tuple[str, Source]] = {
         Source("TRT tensorrt_llm/_torch/modules/linear.py, issue 3701", "B"),
     ),
     "w8a16-not-established": (
-        "W8A16 linears exist, but no list of supported hardware has them",
+        "W8A16 linears exist, but no list of what ModelOpt's unified format is read as has INT8",
         Source(
-            "TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md", "I"
+            "TRT tensorrt_llm/_torch/modules/linear.py, docs/source/features/quantization.md; MO"
+            " docs/source/deployment/3_unified_hf.rst; vllm-project/vllm issue 46929",
+            "I",
         ),
     ),
     "unified-hf-min-version": (

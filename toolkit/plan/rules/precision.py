@@ -67,8 +67,8 @@ def _w8a16_not_established(subject: Subject) -> Findings:
         return
     for role, _ in models_with_algo(subject, "W8A16"):
         what = (
-            "W8A16 is not established in the PyTorch flow: the code has it, but the list of"
-            " supported hardware does not"
+            "W8A16 is not established in the PyTorch flow: its code has such linears, but what it"
+            " is said to read of ModelOpt's unified format is FP8 and 4-bit, and no INT8"
         )
         yield refuse_unless_allowed(
             subject, role, what, "set quant_algo: FP8, or engine.kind: trt_engine"
