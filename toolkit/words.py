@@ -36,6 +36,7 @@ __all__ = [
     "GateOutcome",
     "Head",
     "JudgementSeverity",
+    "KeyChangeStep",
     "KvCacheQuantAlgo",
     "Layout",
     "LogProbSource",
@@ -110,6 +111,8 @@ RequestOutcome: TypeAlias = Literal[FinishReason, "refused", "overloaded"]  # in
 
 # What is planned and advised.
 JudgementSeverity: TypeAlias = Literal["refused", "adjusted", "warning"]
+# What happens to a key when a deployment goes to another kind; elsewhere: it is not in the YAML.
+KeyChangeStep: TypeAlias = Literal["changed", "removed", "elsewhere"]
 MemoryPlace: TypeAlias = Literal["each GPU", "the machine"]
 SpeedBound: TypeAlias = Literal["bandwidth", "arithmetic"]
 CostSource: TypeAlias = Literal["measured", "measured on the server", "predicted"]

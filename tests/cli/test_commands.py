@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.cli import toolkit, toolkit_here, write_config
 from tests.support.hub import small_hub
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SHOWS = ("plan", "explain", "report", "doctor", "schema", "version")
+CONFIGS = Path(__file__).parents[2] / "configs"
 COMMANDS = ("init", "build", *STAGES, "tune", "serve", "generate", "bench", *SHOWS)
 
 
@@ -103,6 +106,31 @@ def test_what_may_be_a_hub_id_is_told_in_both_readings_with_its_line(
             "Fix the path if a folder is meant." in done.stderr
             and "hf download somebody/tiny" in done.stderr
         )
+
+
+def test_a_plan_of_the_engine_flow_writes_the_file_of_the_other_flow(tmp_path: Path) -> None:
+    for name in ("llama70b-engine", "qwen2.5-72b-int8"):
+        shutil.copy(CONFIGS / f"{name}.yaml", tmp_path)
+    into = ("--as", "trtllm_pytorch", "--write", "new/llama.yaml")
+    (tmp_path / "new").mkdir()
+    done = toolkit_here("plan", "llama70b-engine.yaml", *into, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrote new/llama.yaml" in done.stderr
+    assert "engine.builder" in done.stdout
+    assert "llama70b-engine-pytorch: it can work" in done.stdout
+    written = yaml.safe_load((tmp_path / "new/llama.yaml").read_text())
+    assert written["validation"]["prompts"] == "../quickstart/data/prompts.jsonl"
+    assert written["target"]["checkpoint"] == "meta-llama/Llama-3.3-70B-Instruct"
+    assert toolkit_here("plan", "new/llama.yaml", cwd=tmp_path).returncode == 0
+    again = toolkit_here("plan", "llama70b-engine.yaml", *into, cwd=tmp_path)
+    assert again.returncode == 2 and "the file exists already" in again.stderr
+    int8 = ("--as", "trtllm_pytorch", "--write", "int8.yaml")
+    refused = toolkit_here("plan", "qwen2.5-72b-int8.yaml", *int8, cwd=tmp_path)
+    assert refused.returncode == 2 and "[no-w8a8-in-pytorch]" in refused.stdout
+    assert "int8.yaml is not written" in refused.stderr
+    assert not (tmp_path / "int8.yaml").exists()
+    alone = toolkit_here("plan", "llama70b-engine.yaml", "--write", "x.yaml", cwd=tmp_path)
+    assert alone.returncode == 2 and "--write needs --as" in alone.stderr
 
 
 def test_init_writes_a_file_that_plans(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.cli import write_config
 from tests.support.deployments import config_of
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
-from toolkit.config.load import load_config
+from toolkit.config.load import load_config, moved
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
+from toolkit.errors import UsageError
 from toolkit.pipeline.machine import gpus
+from toolkit.plan.pytorch_flow import yaml_text
 from toolkit.records.codec import from_json, to_json
 from toolkit.records.plan import Plan, PlannedRun
 from toolkit.report.plan import print_plan
-from toolkit.workflows.plan import plan_of
+from toolkit.workflows.plan import plan_as_pytorch, plan_of
 
 FOLDER = Path(__file__).parents[2] / "configs"
 OF_NVIDIA = sorted(
@@ -58,6 +61,34 @@ def test_the_plan_of_a_shipped_file_is_the_reviewed_one(
     assert plan.possible
     golden(f"plan-{name}.txt", printed(plan))
     assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
+
+
+@pytest.mark.parametrize("name", ["llama70b-engine", "qwen2.5-72b-int8"])
+def test_a_shipped_engine_flow_file_is_planned_in_the_other_flow(
+    name: str, golden: Callable[[str, str], None]
+) -> None:
+    """Llama in FP8 goes over; Qwen in INT8 on A100s is refused, with what would have to change."""
+    plan, _ = plan_as_pytorch(FOLDER / f"{name}.yaml", (), which=lambda program: None)
+    assert plan.possible is (name == "llama70b-engine")
+    golden(f"plan-{name}-as-pytorch.txt", printed(plan))
+    assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
+
+
+def test_the_other_flow_s_plan_is_that_of_the_file_that_is_written(tmp_path: Path) -> None:
+    """Also beside another folder: its paths are those of the new place."""
+    source, file = FOLDER / "llama70b-engine.yaml", tmp_path / "new.yaml"
+    plan, translation = plan_as_pytorch(source, (), which=lambda program: None)
+    data = moved(translation.data, source.parent, file.parent)
+    file.write_text(yaml_text(replace(translation, data=data), source.name))
+    written = load_config(file)
+    assert replace(planned(written), changes=plan.changes) == plan
+    assert written.validation.prompts == load_config(source).validation.prompts
+
+
+@pytest.mark.parametrize("name", ["llama70b", "quickstart", "llama70b-vllm"])
+def test_only_the_engine_flow_is_planned_as_the_other(name: str) -> None:
+    with pytest.raises(UsageError, match="is for deployments of kind trt_engine, and this one is"):
+        plan_as_pytorch(FOLDER / f"{name}.yaml", ())
 
 
 def test_a_plan_proves_the_pair_where_both_tokenizers_are_here(

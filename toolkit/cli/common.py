@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +51,7 @@ __all__ = [
     "shell_path",
     "show",
     "show_json",
+    "write_new",
 ]
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
@@ -172,6 +173,21 @@ def shell_path(path: Path) -> str:
     if path.is_relative_to(folder):
         path = path.relative_to(folder)
     return shlex.quote(str(path))
+
+
+def write_new(file: Path, text: str, option: str) -> None:
+    """Write a file that does not exist yet. option: the argument that names it. Raises
+    UsageError.
+    """
+    hint = f"Name another one: {option} FILE."
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise UsageError("the file exists already", where=file, hint=hint) from None
+    except OSError as error:
+        what = f"the file cannot be written ({error.strerror})"
+        raise UsageError(what, where=file, hint=hint) from error
 
 
 def console() -> Console:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.common import Debug, app, shell_path, show
+from toolkit.cli.common import Debug, app, shell_path, show, write_new
 from toolkit.errors import UsageError
 
 
@@ -57,19 +57,7 @@ def init(
     models = (_checkpoint(target), None if draft is None else _checkpoint(draft))
     suggestion = suggest(*models, row, folder=folder, file_name=None if out is None else out.name)
     file = out or folder / suggestion.file_name
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(suggestion.text)
-    except FileExistsError:
-        raise UsageError(
-            "the file exists already", where=file, hint="Name another one: --out FILE."
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"the file cannot be written ({error.strerror})",
-            where=file,
-            hint="Name another one: --out FILE.",
-        ) from error
+    write_new(file, suggestion.text, "--out")
     path = shell_path(file)
     show(
         f"wrote {path}; `toolkit plan {path}` works at once; `toolkit build {path}` needs these"

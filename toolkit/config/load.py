@@ -12,7 +12,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from toolkit.config.schema import DeploymentConfig
 from toolkit.config.source import KeyPath, Source, dotted, read_source
 from toolkit.errors import ConfigError, Fault
 
-__all__ = ["load_config", "located"]
+__all__ = ["load_config", "load_data", "located", "moved"]
 
 FOLDERS: tuple[KeyPath, ...] = (("target", "checkpoint"), ("draft", "checkpoint"))
 FILES: tuple[KeyPath, ...] = (
@@ -70,17 +70,23 @@ TYPES = {
 
 
 def load_config(
-    file: Path, overrides: Sequence[str] = (), *, texts: bool = True
+    file: Path,
+    overrides: Sequence[str] = (),
+    *,
+    texts: bool = True,
+    data: Mapping[str, Any] | None = None,
 ) -> DeploymentConfig:
     """Read, check and resolve a deployment file. `overrides` are texts `a.b=c` that replace values
     of the file.
 
     Every path in the result is absolute; a relative path in the file starts at the file's folder.
-    texts False: calibration and prompt files need not exist. Raises ConfigError with all faults, in
-    the order of their lines.
+    texts False: calibration and prompt files need not exist. data: what takes the place of the
+    file's content, as it would stand in that file. Raises ConfigError with all faults, in the order
+    of their lines.
     """
-    source = read_source(file, overrides)
-    _interpret_overrides(source)
+    source = _source_of(file, overrides)
+    if data is not None:
+        source.data = dict(data)
     faults = list(source.faults)
     config: DeploymentConfig | None = None
     try:
@@ -105,6 +111,19 @@ def load_config(
     if faults or config is None:
         raise ConfigError(file, sorted(faults, key=_position))
     return _resolved(config, file.absolute().parent)
+
+
+def load_data(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of a YAML file as it is written, with the overrides. Raises ConfigError for a
+    file that cannot be read as a mapping.
+    """
+    return _source_of(file, overrides).data
+
+
+def _source_of(file: Path, overrides: Sequence[str]) -> Source:
+    source = read_source(file, overrides)
+    _interpret_overrides(source)
+    return source
 
 
 def _position(fault: Fault) -> tuple[bool, int, int]:
@@ -247,6 +266,21 @@ def _choices(path: KeyPath, value: Any, variant: str | None) -> str:
         if matches:
             return f"did you mean {by_lower_case[matches[0]]!r}? {listed}"
     return f"{listed} {KV_HINT}" if path[-1] == "kv_cache_quant_algo" else listed
+
+
+def moved(data: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
+    """The content of a file for another folder: paths that are relative to the folder `old` become
+    relative to `new`. Hub ids stay as they are.
+    """
+    result = {name: dict(part) if isinstance(part, dict) else part for name, part in data.items()}
+    for section, key in FOLDERS + FILES:
+        written = (result.get(str(section)) or {}).get(key)
+        if not isinstance(written, str) or Path(written).expanduser().is_absolute():
+            continue
+        path = _resolve(old, Path(written))
+        if (section, key) in FILES or path.exists():
+            result[str(section)][key] = os.path.relpath(path, new.resolve())
+    return result
 
 
 def _missing_files(source: Source, paths: Sequence[KeyPath]) -> Iterator[Fault]:

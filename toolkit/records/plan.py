@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.words import JudgementSeverity, MemoryPlace, SpeedBound
+from toolkit.words import JudgementSeverity, KeyChangeStep, MemoryPlace, SpeedBound
 
 __all__ = [
     "Judgement",
+    "KeyChange",
     "MemoryItem",
     "Plan",
     "PlannedRun",
@@ -129,9 +130,24 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyChange:
+    """One thing that is different when a deployment goes to another kind of engine.
+
+    path: the YAML key, or what else it is about. after None: it is gone.
+    """
+
+    step: KeyChangeStep
+    path: str
+    before: str
+    after: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What is known about a deployment before anything runs. summary: what it is, in words. runs:
-    in their order; empty if the deployment cannot work.
+    in their order; empty if the deployment cannot work. changes: against the file that was named,
+    if it is planned as another kind.
     """
 
     name: str
@@ -143,3 +159,4 @@ class Plan:
     predictions: tuple[Prediction, ...]
     times: tuple[StageTime, ...]
     runs: tuple[PlannedRun, ...] = ()
+    changes: tuple[KeyChange, ...] = ()

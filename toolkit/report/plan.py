@@ -14,6 +14,7 @@ from rich.text import Text
 from toolkit.facts.gpus import PUBLISHED
 from toolkit.records.plan import (
     Judgement,
+    KeyChange,
     Plan,
     PlannedRun,
     Prediction,
@@ -37,6 +38,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _parts(plan: Plan) -> Iterator[RenderableType]:
+    if plan.changes:
+        yield _changes(plan.changes)
+        yield Text()
     yield _facts(plan)
     if plan.judgements:
         yield Text()
@@ -88,6 +92,16 @@ def _facts(plan: Plan) -> Table:
     table.add_column(overflow="fold")
     for name, value in plan.summary.items():
         table.add_row(name, value)
+    return table
+
+
+def _changes(changes: tuple[KeyChange, ...]) -> Table:
+    """Against the file that was named."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "key", "before", "after", "why"):
+        table.add_column(title, overflow="fold")
+    for change in changes:
+        table.add_row(change.step, change.path, change.before, change.after or "-", change.why)
     return table
 
 

@@ -8,12 +8,13 @@ from the build. Nothing is run, and nothing heavy is imported.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.load import load_config, load_data
 from toolkit.config.schema import DeploymentConfig, VllmConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.errors import BackendUnavailable, PairingError, UsageError
@@ -25,9 +26,10 @@ from toolkit.workflows.serve import deployment_of
 from toolkit.workflows.stages.package import in_container
 
 if TYPE_CHECKING:
+    from toolkit.plan.pytorch_flow import Translation
     from toolkit.triton.package.deploy import Deployment
 
-__all__ = ["plan_of"]
+__all__ = ["plan_as_pytorch", "plan_of"]
 
 RELATIVE_FOLDERS = Workplace(Path())
 HOW_TO_ENTER_CONTAINER = (
@@ -55,6 +57,28 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
     possible = not any(judgement.severity == "refused" for judgement in judgements)
     runs = tuple(_planned_runs(config, which)) if possible else ()
     return replace(plan, possible=possible, judgements=judgements, runs=runs)
+
+
+def plan_as_pytorch(
+    file: Path, overrides: Sequence[str], which: Callable[[str], str | None] = shutil.which
+) -> tuple[Plan, Translation]:
+    """The plan of an engine-flow deployment as it would be in the PyTorch flow, and its YAML.
+
+    Raises ConfigError for a faulty file, UsageError for one of another kind.
+    """
+    from toolkit.plan.pytorch_flow import KIND, to_pytorch_flow
+
+    config = load_config(file, overrides, texts=False)
+    if config.engine_flow is None:
+        raise UsageError(
+            f"--as {KIND} is for deployments of kind trt_engine, and this one is"
+            f" {config.engine.kind}",
+            where=file,
+            hint="Leave --as out, or name a file of the engine flow.",
+        )
+    translation = to_pytorch_flow(load_data(file, overrides))
+    translated = load_config(file, overrides, texts=False, data=translation.data)
+    return replace(plan_of(translated, which), changes=translation.changes), translation
 
 
 def _without_replaced(
