@@ -13,6 +13,8 @@ from toolkit.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+TENSORRT_LLM = ROOT / "docs" / "tensorrt_llm.md"
+BASIS = r"\b(?:tried|stand-in|read|not run)\b"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = (README, *sorted((*ROOT.glob("docs/*.md"), *ROOT.glob("configs/*/README.md"))))
 
@@ -61,6 +63,80 @@ def test_the_programs_that_made_the_figures_exist() -> None:
         for name in MODULE.findall(page.read_text(encoding="utf-8")):
             program = ROOT / (name if name.endswith(".py") else name.rstrip(".").replace(".", "/"))
             assert program.exists() or program.with_suffix(".py").exists(), f"{page.name}: {name}"
+
+
+def blocks(page: Path) -> list[list[str]]:
+    """The paragraphs, list items and tables of a page, each as its lines; without headings, code
+    and comments.
+    """
+    made: list[list[str]] = [[]]
+    for line in page.read_text(encoding="utf-8").splitlines():
+        is_skipped = not line.strip() or line.startswith(("#", "    ", "<!--"))
+        if is_skipped or line.startswith("- "):
+            made.append([])
+        if not is_skipped:
+            made[-1].append(line.strip())
+    return [block for block in made if block]
+
+
+def test_everything_about_tensorrt_llm_says_what_it_rests_on() -> None:
+    """A paragraph that ends in a colon leads to what follows it. A table has its mark before that
+    colon or behind itself. Items that begin with a mark explain it.
+    """
+    page = blocks(TENSORRT_LLM)
+    for number, block in enumerate(page):
+        text = " ".join(block)
+        if block[0].startswith("|"):
+            before, behind = page[number - 1][-1], page[number + 1][0]
+            assert before.endswith("]*:") or behind.startswith("*["), block[0]
+        elif not text.endswith(":") and not text.startswith("- *["):
+            assert text.endswith("]*"), text
+        for basis in re.findall(r"\*\[([^\]]*)\]\*", text):
+            assert set(re.findall(BASIS, basis)), basis
+    assert len(page) > 40
+
+
+def test_clients_of_the_engine_flow_find_every_tensor_in_the_other_flow() -> None:
+    from toolkit.facts.triton_tensors import BLS, LLMAPI
+    from toolkit.triton.tensors.contract import BLS_INPUTS
+    from toolkit.triton.tensors.trtllm_tensors import OUR_INPUTS
+
+    text = TENSORRT_LLM.read_text(encoding="utf-8")
+    table = text.split("<!-- tensors: begin -->\n")[1].split("<!-- tensors: end -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    ours = {spec.name for spec in BLS_INPUTS}
+    before = {tensor.name for tensor in BLS.inputs} | ours
+    after = {tensor.name for tensor in LLMAPI.inputs} | {spec.name for spec in OUR_INPUTS}
+    named = set()
+    for left, right in rows:
+        names = re.findall(r"`(\w+)`", left)
+        assert names and set(names) <= before, left
+        named |= set(names)
+        assert right == "none" or right.strip("`") in after, right
+        assert right != "none" or not set(names) & after, left
+    # What is asked for by the same name on both sides need not be listed.
+    missing = {name for name in before - named if name not in after}
+    assert missing <= {
+        *("decoder_text_input", "image_input", "image_bytes_input", "image_url_input"),
+        *("video_bytes_input", "prompt_embedding_table", "prompt_vocab_size"),
+        *("prompt_table_extra_id", "lora_task_id", "lora_weights", "lora_config"),
+        *("guided_decoding_guide_type", "guided_decoding_guide"),
+    }
+
+
+def test_the_page_names_the_containers_of_every_version() -> None:
+    from toolkit.facts.versions import VERSIONS
+
+    table = TENSORRT_LLM.read_text(encoding="utf-8").split("| its Python packages are in |")[1]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:7]]
+    stated = {}
+    for tags, release, _ in rows:
+        first, *rest = re.findall(r"\d\d\.\d\d", tags)
+        for row in VERSIONS.values():
+            if row.release == release:
+                stated[release] = (first, *rest)
+                assert {first, *rest} == {min(row.serving_tags), max(row.serving_tags)}
+    assert set(stated) == {row.release for row in VERSIONS.values() if row.serving_tags}
 
 
 def named_files(text: str) -> list[str]:
