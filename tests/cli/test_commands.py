@@ -182,7 +182,7 @@ def test_a_build_that_cannot_work_points_at_the_lines(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--set engine.tp_size=3: engine.tp_size: the target's 64 attention heads" in done.stderr
-    assert "[draft-target-min-version]" in done.stderr
+    assert "[pytorch-flow-min-version]" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -5,10 +5,8 @@ and loaded by a stand-in.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from toolkit.facts.llm_args import LLM_ARGS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.records.codec import from_json, to_json
+from toolkit.standins.trtllm.tensorrt_llm.llmapi import llm_args
 
 
 def silent(done: int, total: int | None, what: str) -> None:
@@ -59,7 +58,10 @@ def args_class(without: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
         if "1.2.1" in field.versions and field.name not in without
     }
     made: type[BaseModel] = create_model(
-        "TorchLlmArgs", __config__=ConfigDict(extra="forbid"), **{**names, **more}
+        "TorchLlmArgs",
+        __config__=ConfigDict(extra="forbid"),
+        __module__=llm_args.__name__,  # where its DecodingBaseConfig stands
+        **{**names, **more},
     )  # type: ignore[call-overload]
     return made
 
@@ -152,31 +154,32 @@ def test_arguments_that_its_class_refuses_stop_the_build(
         )
 
 
-def test_a_speculative_config_goes_through_from_dict_where_the_module_has_it() -> None:
-    """Up to 1.2 the decoding type picks a class there."""
-    module = ModuleType("standing_for_llm_args")
+DRAFTS = {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model": "/draft"}
 
-    class DecodingBaseConfig:
-        @classmethod
-        def from_dict(cls, data: dict[str, Any]) -> str:
-            if data["decoding_type"] != "DraftTarget":
-                raise ValueError(f"unknown decoding type {data['decoding_type']}")
-            return "a DraftTargetDecodingConfig"
 
-    class TorchLlmArgs(BaseModel):
-        speculative_config: str
+def test_a_speculative_config_becomes_an_object_of_the_release() -> None:
+    """1.2.1 refuses the mapping, in which decoding_type is one key too many, and takes the object
+    that its from_dict makes of it.
+    """
+    args = {"model": "/target", "speculative_config": DRAFTS}
+    with pytest.raises(ValueError, match=r"DraftTargetDecodingConfig\.decoding_type"):
+        llm_args.TorchLlmArgs(**args)
+    assert refusal(args, llm_args.TorchLlmArgs) is None
+    assert args["speculative_config"] == DRAFTS  # from_dict takes a key out of what it is given
+    spelled_as_later = {**DRAFTS, "decoding_type": "Draft_Target"}
+    said = refusal({**args, "speculative_config": spelled_as_later}, llm_args.TorchLlmArgs)
+    assert said == "Invalid decoding type: Draft_Target"
 
-    module.DecodingBaseConfig = DecodingBaseConfig  # type: ignore[attr-defined]
-    TorchLlmArgs.__module__ = module.__name__
-    sys.modules[module.__name__] = module
-    try:
-        assert (
-            refusal({"speculative_config": {"decoding_type": "DraftTarget"}}, TorchLlmArgs) is None
-        )
-        said = refusal({"speculative_config": {"decoding_type": "Draft_Target"}}, TorchLlmArgs)
-    finally:
-        del sys.modules[module.__name__]
-    assert said == "unknown decoding type Draft_Target"
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, ValueError, TypeError])
+def test_whatever_its_classes_raise_is_a_refusal(error: type[Exception]) -> None:
+    """A validator of 1.0 asks for the device, and Eagle's constructor of 1.1 sets attributes."""
+
+    def raises(**_args: Any) -> None:
+        raise error("no CUDA GPUs are available")
+
+    raises.__module__ = llm_args.__name__
+    assert refusal({"model": "/target"}, raises) == "no CUDA GPUs are available"
 
 
 def test_with_gpus_the_model_is_loaded_once(
@@ -247,7 +250,7 @@ def test_the_fingerprint_changes_with_version_and_installation() -> None:
         TrtllmPytorchBackend(installed_version=lambda here=here: here).fingerprint(
             spec_of(version=version)
         )  # type: ignore[misc]
-        for version in ("1.2.1", "1.3")
+        for version in ("1.2.1", "1.4rc")
         for here in (None, "1.2.1")
     ]
     assert len({json.dumps(fingerprint) for fingerprint in fingerprints}) == 4

@@ -76,6 +76,9 @@ def test_every_kind_of_the_yaml_has_capabilities() -> None:
 def test_what_differs_by_version_comes_from_the_tables(version: str) -> None:
     pytorch = capabilities_of("trtllm_pytorch", version, "auto", reuses_prefixes=True)
     assert pytorch.draft_len_schedule == VERSIONS[version].draft_len_schedule
+    assert pytorch.max_concurrency == VERSIONS[version].max_concurrency
+    assert (pytorch.seeds == "repeatable") == VERSIONS[version].seeds
+    assert bool(pytorch.penalties) == VERSIONS[version].penalties
     assert pytorch.log_probs == LOG_PROBS["trtllm_pytorch"].get(version, 0)
     assert pytorch.reuses_prefixes and pytorch.layout == "llmapi"
     engine = capabilities_of("trt_engine", version, "auto", reuses_prefixes=False)

@@ -45,7 +45,7 @@ def test_facts_have_a_confidence_and_versions_that_exist() -> None:
     assert {row.confidence for row in (*FLAGS, *FAILURES)} <= set("ABCI")
     assert all(set(flag.versions) <= set(VERSIONS) for flag in FLAGS)
     assert tuple(name for name, row in ROWS.items() if row.engine_flow) == VERSIONS
-    assert flags_of("1.3") == {}
+    assert flags_of("1.4rc") == {}
 
 
 # Lines from public logs and sources (see the sources of FAILURES), one for each failure.

@@ -44,8 +44,8 @@ def model(role: str, name: str) -> dict[str, Any]:
 
 QWEN3 = {**model("target", "Qwen/Qwen3-32B"), **model("draft", "Qwen/Qwen3-0.6B")}
 QWENS = {**model("target", QWEN), **model("draft", QWEN_DRAFT)}
-V13, V021, V10, V11 = (
-    {"engine__tensorrt_llm": version} for version in ("1.3", "0.21", "1.0", "1.1")
+V14, V021, V10, V11 = (
+    {"engine__tensorrt_llm": version} for version in ("1.4rc", "0.21", "1.0", "1.1")
 )
 PLAIN: dict[str, Any] = {"draft": None, "speculation__kind": "none"}
 
@@ -107,10 +107,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch", {"draft": None, "speculation__kind": "ngram", "triton__layout": "bls"},
      "toolkit-bls-drafts", "ngram has none", "layout: llmapi"),
     # versions
-    ("engine", V13, "engine-flow-removed", "no engine flow", "trtllm_pytorch"),
-    ("int8", V13, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),
-    ("engine", {**PLAIN, **V13}, "engine-flow-removed", "1.3", "1.2.1"),
-    ("pytorch", V021, "draft-target-min-version", "no draft-target", "1.2.1"),
+    ("engine", V14, "engine-flow-removed", "no engines are built", "trtllm_pytorch"),
+    ("int8", V14, "engine-flow-removed", "trtllm-build was removed", '"1.2.1"'),
+    ("engine", {**PLAIN, **V14}, "engine-flow-removed", "1.4rc", "1.2.1"),
+    ("engine", {"engine__tensorrt_llm": "1.3rc-early"}, "engine-flow-removed", "after 1.3.0rc20", "1.2.1"),
+    # without a draft it would build an engine in silence
+    *(("pytorch", {**V021, **keys}, "pytorch-flow-min-version", "compiles an engine", "1.2.1")
+      for keys in ({}, PLAIN, {"draft": None, "speculation__kind": "ngram"})),
+    ("pytorch", {**V10, "speculation__max_concurrency": 4}, "pytorch-settings-min-version", "no max_concurrency", "1.2.1"),
+    ("pytorch", {**V10, "engine__tokens_per_block": 64}, "pytorch-settings-min-version", "no tokens_per_block", "1.2.1"),
     ("pytorch", V10, "unified-hf-min-version", "1.2.0 and later, not for 1.0", "1.2.1"),
     ("pytorch", V11, "unified-hf-min-version", "not for 1.1", "allow_unsupported"),
     # parallelism
@@ -266,7 +271,7 @@ def test_the_bases_of_that_table_work(kind: str) -> None:
 def test_every_rule_that_refuses_has_a_case_above() -> None:
     adjusts_or_warns = {
         "serving-container", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
-        "draft-target-two-model-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
+        "draft-target-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
@@ -428,7 +433,7 @@ def test_what_nobody_vouches_for_can_be_allowed(kind: str, keys: dict[str, Any],
     assert judgements and {judgement.severity for judgement in judgements} == {"warning"}
 
 
-@pytest.mark.parametrize("keys", [gpu("B200"), both(SQ) | gpu("B200"), V13])
+@pytest.mark.parametrize("keys", [gpu("B200"), both(SQ) | gpu("B200"), V14])
 def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
     allowed = {f"{role}__quantization__allow_unsupported": True for role in ("target", "draft")}
     strict = {
@@ -499,7 +504,19 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "same-vocab",
             "152064 and 151936",
         ),
-        ("pytorch", {}, "draft-target-two-model-overlap", "overlap scheduler is off"),
+        ("pytorch", V11, "draft-target-overlap", "overlap scheduler is off"),
+        (
+            "pytorch",
+            {"speculation__draft_len_schedule": {1: 4, 2: 0}},
+            "draft-target-overlap",
+            "together with draft_len_schedule",
+        ),
+        (
+            "pytorch",
+            {"engine__attn_backend": "FLASHINFER"},
+            "draft-target-overlap",
+            "not FLASHINFER",
+        ),
         ("pytorch", {"engine__attn_backend": "FLASHINFER"}, "attention-backend", "block reuse off"),
         ("int8", {}, "same-vocab", "152064 and 151936"),
         ("vllm_cpu", {}, "vllm-sampling-on-cpu", "brings a plugin for vLLM"),
@@ -530,9 +547,9 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
         ),
         (
             "pytorch",
-            {**V13, "speculation__draft_len_schedule": {1: 4, 8: 0}},
+            {**V14, "speculation__draft_len_schedule": {1: 4, 8: 0}},
             "draft-len-schedule",
-            "1.3 reads them as the largest",
+            "1.4rc reads them as the largest",
         ),
     ],
 )
@@ -553,7 +570,7 @@ def test_what_changes_in_silence_is_said_before(
         ("vllm_cpu", {"engine__correct_sampling": False}, "vllm-sampling-on-cpu"),
         ("vllm", {"speculation__max_concurrency": 8}, "vllm-schedule"),
         ("vllm", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
-        ("pytorch", V13, "serving-container"),
+        ("pytorch", V14, "serving-container"),
         ("pytorch", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
         ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.trtllm_standin.tensorrt_llm import ASTRAY, LLM, TIE, TIED, SamplingParams
 from toolkit.client import RequestRefused, RequestTiming, Statistics, read_chunk, timing
 from toolkit.config.schema import DistributionGates, LatencyGates, ParityGates, ValidationConfig
 from toolkit.errors import RequestError
@@ -25,6 +24,7 @@ from toolkit.facts.capabilities import Capabilities, capabilities_of
 from toolkit.records.build import Quality
 from toolkit.records.judged import Divergence
 from toolkit.records.report import ValidationReport
+from toolkit.standins.trtllm.tensorrt_llm.toy import ASTRAY, TIE, TIED, SamplingParams, Toy
 from toolkit.triton.tensors.bls import token_log_probs
 from toolkit.triton.tensors.requests import Limits, parse
 from toolkit.triton.tensors.trtllm_tensors import REQUEST_FORMAT, Responses, sampling_arguments
@@ -246,7 +246,7 @@ class InProcess:
     gives. fickle: asked for them, the arm says something else.
     """
 
-    llm: LLM
+    llm: Toy
     told: int = 2
     fickle: bool = False
     now_ns: int = 0
@@ -296,10 +296,8 @@ def arms(
     folder: Path, fault: str | None = None, told: int = 2, fickle: str | None = None
 ) -> Alternating:
     def start(arm: str) -> InProcess:
-        speculation = None if arm == "plain" else {"speculative_model": str(folder)}
-        return InProcess(
-            LLM(str(folder), speculation, step_s=0.0, fault=fault), told, fickle=fickle == arm
-        )
+        draft_len = 0 if arm == "plain" else 2
+        return InProcess(Toy(draft_len, step_s=0.0, fault=fault), told, fickle=fickle == arm)
 
     return Alternating(start)
 

@@ -186,7 +186,7 @@ def test_the_builder_is_the_one_that_would_be_taken(
 
 def test_llm_is_called_with_what_the_yaml_says() -> None:
     config = config_of(
-        "pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.3"
+        "pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.4rc"
     )
     *_, run = runs(config, "serve")
     assert run.call == "tensorrt_llm.LLM" and run.arguments is not None
@@ -196,6 +196,21 @@ def test_llm_is_called_with_what_the_yaml_says() -> None:
         "speculative_model": "/models/tensorrt_llm/1/engines/draft",
         "draft_len_schedule": {2: 4, 4: 0},
     }
+
+
+def test_up_to_1_2_the_call_makes_an_object_of_the_speculative_config() -> None:
+    """`LLM(speculative_config={"decoding_type": ...})` is refused there, so the plan may not print
+    it.
+    """
+    plan = planned(config_of("pytorch"))
+    *_, run = [run for run in plan.runs if run.stage == "serve"]
+    assert run.arguments is not None
+    assert run.arguments["speculative_config"] == (
+        "tensorrt_llm.llmapi.llm_args.DecodingBaseConfig.from_dict({'decoding_type': 'DraftTarget',"
+        " 'max_draft_len': 4, 'speculative_model': '/models/tensorrt_llm/1/engines/draft'})"
+    )
+    text = " ".join(printed(plan).split())
+    assert "speculative_config=tensorrt_llm" in text.replace("= ", "=")
 
 
 @pytest.mark.parametrize("stated", [(), ("target",), ("draft",)])

@@ -19,13 +19,14 @@ import yaml
 from tests.support.cli import write_config
 from tests.support.stages import Silent
 from tests.support.trtllm_packages import engine, llmapi
-from tests.support.trtllm_standin.tensorrt_llm import MARGIN, TIE, TIED
 from toolkit.client import Client
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.process.workspace import sweep
+from toolkit.standins.trtllm import PACKAGE
+from toolkit.standins.trtllm.tensorrt_llm.toy import MARGIN, TIE, TIED
 from toolkit.triton.package import model_config
 from toolkit.triton.process.localize import render_here
 from toolkit.workflows.build import build
@@ -33,7 +34,6 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.replay import replay_divergence
 from toolkit.workflows.serve import Machine, check_servable, serve
 
-STAND_IN = Path(__file__).parents[1] / "support" / "trtllm_standin" / "tensorrt_llm"
 HERE = Machine(
     gpus=lambda: ["stand-in"], which=lambda name: f"/usr/bin/{name}", tensorrt_llm=lambda: "1.2.1"
 )
@@ -77,7 +77,7 @@ def test_both_arms_are_served_in_turns_and_judged(
     packaged = (
         build(config, workplace, Silent(), store, until="package").stages["package"].record.path
     )
-    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(PACKAGE)
     built = build(config, workplace, Silent(), store, here=HERE)
     report = built.report
     assert report is not None
@@ -129,7 +129,7 @@ def test_both_arms_are_served_in_turns_and_judged(
     )
 
     assert tie.replay is not None
-    (workplace.repository("tiny") / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    (workplace.repository("tiny") / "tensorrt_llm/1/tensorrt_llm").symlink_to(PACKAGE)
     recorded, now = replay_divergence(workplace.report("tiny") / tie.replay, workplace, HERE)
     assert now.as_before and now.divergence is not None
     assert (
@@ -154,7 +154,7 @@ def test_where_auto_finds_nothing_one_plain_server_is_judged(
     packaged = (
         build(config, workplace, Silent(), store, until="package").stages["package"].record.path
     )
-    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    (packaged / "tensorrt_llm/1/tensorrt_llm").symlink_to(PACKAGE)
     report = build(config, workplace, Silent(), store, here=HERE).report
     assert report is not None and report.advice is not None
     assert (report.verdict, report.advice.costs_are, report.arms.speculative) == (
@@ -220,7 +220,7 @@ def test_a_deployment_is_served_by_hand_where_it_does_not_lie_in_the_container_s
         .stages["package"]
         .record
     )
-    (packaged.path / "tensorrt_llm/1/tensorrt_llm").symlink_to(STAND_IN)
+    (packaged.path / "tensorrt_llm/1/tensorrt_llm").symlink_to(PACKAGE)
     ports = config.triton.model_copy(update={"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     with (
         serve(config, packaged.path, triton=ports) as (client, servers),

@@ -307,7 +307,7 @@ def test_costs_that_can_be_neither_measured_nor_predicted_are_refused_before_any
             False,
         ),
         ("pytorch", {}, "sample_match_greedy_draft", True, True),
-        ("pytorch", {"engine__tensorrt_llm": "1.3"}, "sample_match_greedy_draft", True, True),
+        ("pytorch", {"engine__tensorrt_llm": "1.4rc"}, "sample_match_greedy_draft", True, True),
         ("pytorch", {"engine__tensorrt_llm": "1.1"}, "sample_match_greedy_draft", False, True),
         ("engine", {}, "sample_match", False, False),
         ("engine", {"speculation__acceptance": "rejection"}, "rejection", False, False),

@@ -63,7 +63,9 @@ __all__ = [
 ]
 
 AUTO_MAX_DRAFT_LEN = 8  # the longest draft, in tokens, that is tried if max_draft_len is auto
-TensorRtLlmVersion = Literal["0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3"]
+TensorRtLlmVersion = Literal[
+    "0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3rc-early", "1.3rc-late", "1.4rc"
+]
 VllmVersion = Literal["0.24.0", "0.32.0", "0.33.0"]
 GpuName = Literal[
     "auto",

@@ -38,7 +38,6 @@ from toolkit.records.measured import Finding
 
 __all__ = ["TrtllmPytorchBackend", "load_in_a_process"]
 
-LOADER = Path(load_once.__file__)
 LOAD_TIMEOUT_S = 3600
 
 
@@ -48,11 +47,10 @@ def load_in_a_process(args: Mapping[str, Any]) -> str:
     Raises StageError with the end of the process's output.
     """
     with tempfile.TemporaryDirectory(prefix="toolkit-load-") as scratch:
-        file = Path(scratch) / "llm_args.json"
-        file.write_text(json.dumps(args), encoding="utf-8")
+        write_llm_args(args, Path(scratch))
         try:
             done = subprocess.run(
-                [sys.executable, str(LOADER), str(file)],
+                [sys.executable, "-m", load_once.__name__, scratch],
                 capture_output=True,
                 text=True,
                 timeout=LOAD_TIMEOUT_S,

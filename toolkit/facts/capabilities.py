@@ -172,6 +172,7 @@ def _trt_engine(version: str | None, layout: Layout, reuses_prefixes: bool) -> C
 
 
 def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) -> Capabilities:
+    row = VERSIONS[version or ""]
     return Capabilities(
         kind="trtllm_pytorch",
         layout=layout,
@@ -179,15 +180,15 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         plain_arm="restart",  # LLM() fixes speculation, and a GPU has no room for two
         draft_len_per_request=False,
         fixes_draft_len=True,
-        draft_len_schedule=VERSIONS[version or ""].draft_len_schedule,
-        max_concurrency=True,
+        draft_len_schedule=row.draft_len_schedule,
+        max_concurrency=row.max_concurrency,
         has_ngram=True,
         heads=(),  # LLM() has Eagle3DecodingConfig; the toolkit does not write it yet
         has_verify_only=False,
         acceptance=ACCEPTANCE["trtllm_pytorch"],
         drafts_greedily=True,
-        seeds="repeatable",
-        penalties=PENALTIES["llmapi"],
+        seeds="repeatable" if row.seeds else "ignored",
+        penalties=PENALTIES["llmapi"] if row.penalties else (),
         log_probs=_log_probs("trtllm_pytorch", version),
         gives_logits=False,
         # The toolkit's counters are not there, and every start resets others.

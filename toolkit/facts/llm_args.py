@@ -2,8 +2,8 @@
 files. Data only.
 
 Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/llmapi/llm_args.py` (excerpts of 1.2.1; full revisions of
-late 2025, 1.2.0rc, and early 2026, 1.3.0rc), `docs/source/features/speculative-decoding.md`; a
-schema dump of 0.21.0 (henrycgbaker/llenergymeasure `discovered_schemas/tensorrt.json`).
+2025, 1.1.0rc and 1.2.0rc, and 2026, early and late 1.3.0rc),
+`docs/source/features/speculative-decoding.md`.
 TensorRT-LLM refuses unknown keys (`extra="forbid"`).
 
 Confidence: A: read in 1.2.1 itself; B: the same just before and after; C: seen in one neighbouring
@@ -16,14 +16,24 @@ from dataclasses import dataclass
 
 from toolkit.facts.source import Confidence
 
-__all__ = ["LLM_ARGS", "NESTED", "NOT_FIELDS", "REQUIRED", "SPECULATIVE", "Field"]
+__all__ = [
+    "DEFAULT_TOKENS_PER_BLOCK",
+    "LLM_ARGS",
+    "NESTED",
+    "NOT_FIELDS",
+    "REQUIRED",
+    "SPECULATIVE",
+    "Field",
+]
 
-ALL = ("0.21", "1.0", "1.1", "1.2.0", "1.2.1", "1.3")
-SINCE_1_0 = ALL[1:]
-SINCE_1_2 = ALL[3:]
-ONLY_1_2 = ("1.2.0", "1.2.1")
-ONLY_1_3 = ("1.3",)
+# 0.21 is not among them: `LLM` is another class there.
+ALL = ("1.0", "1.1", "1.2.0", "1.2.1", "1.3rc-early", "1.3rc-late", "1.4rc")
+SINCE_1_1, SINCE_1_2 = ALL[1:], ALL[2:]
+TO_1_2, TO_1_3_EARLY = ALL[:4], ALL[:5]
+FROM_1_2_TO_1_3 = ALL[2:6]
+ONLY_1_4 = ALL[6:]
 REQUIRED = "(required)"
+DEFAULT_TOKENS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,9 @@ LLM_ARGS = (
         choices=("auto", "dummy", "AUTO", "DUMMY", "VISION_ONLY"),
         confidence="A",
     ),
-    Field("fail_fast_on_attention_window_too_large", "bool", False, confidence="A"),
+    Field(
+        "fail_fast_on_attention_window_too_large", "bool", False, versions=TO_1_2, confidence="A"
+    ),
     Field("enable_lora", "bool", False, confidence="A"),
     Field("lora_config", "LoraConfig|null", None, confidence="A"),
     Field("kv_cache_config", "KvCacheConfig", None, confidence="A"),
@@ -109,14 +121,20 @@ LLM_ARGS = (
     Field("orchestrator_type", "enum|null", None, choices=("rpc", "ray")),
     Field("otlp_traces_endpoint", "str|null", None, confidence="C"),
     Field("garbage_collection_gen0_threshold", "int", 20000),
-    Field("cuda_graph_config", "CudaGraphConfig|null", None, versions=SINCE_1_0, confidence="C"),
+    Field("cuda_graph_config", "CudaGraphConfig|null", None, confidence="C"),
     Field("attention_dp_config", "AttentionDpConfig|null", None),
     Field("disable_overlap_scheduler", "bool", False),
     Field("moe_config", "MoeConfig", None),
     Field(
         "attn_backend", "str", "TRTLLM", choices=("TRTLLM", "FLASHINFER", "VANILLA"), confidence="C"
     ),
-    Field("sampler_type", "enum", "auto", choices=("TRTLLMSampler", "TorchSampler", "auto")),
+    Field(
+        "sampler_type",
+        "enum",
+        "auto",
+        choices=("TRTLLMSampler", "TorchSampler", "auto"),
+        versions=TO_1_3_EARLY,
+    ),
     Field("enable_iter_perf_stats", "bool", False),
     Field("enable_iter_req_stats", "bool", False),
     Field("print_iter_log", "bool", False),
@@ -166,7 +184,7 @@ NESTED = {
         Field("sink_token_length", "int|null", None),
         Field("free_gpu_memory_fraction", "float|null", 0.9, bounds=(0, 1)),
         Field("host_cache_size", "int|null", None),
-        Field("onboard_blocks", "bool", True),
+        Field("onboard_blocks", "bool", True, versions=TO_1_3_EARLY),
         Field("cross_kv_cache_fraction", "float|null", None),
         Field("secondary_offload_min_priority", "int|null", None),
         Field("event_buffer_max_size", "int", 0),
@@ -175,7 +193,7 @@ NESTED = {
         Field("copy_on_partial_reuse", "bool", True),
         Field("use_uvm", "bool", False),
         Field("max_gpu_total_bytes", "int", 0),
-        Field("dtype", "str", "auto", versions=SINCE_1_0, confidence="C"),
+        Field("dtype", "str", "auto", confidence="C"),
         Field(
             "mamba_ssm_cache_dtype",
             "enum",
@@ -183,7 +201,9 @@ NESTED = {
             choices=("auto", "float16", "bfloat16", "float32"),
             confidence="C",
         ),
-        Field("tokens_per_block", "int", 32, versions=SINCE_1_2, confidence="C"),
+        Field(
+            "tokens_per_block", "int", DEFAULT_TOKENS_PER_BLOCK, versions=SINCE_1_1, confidence="C"
+        ),
         Field("use_kv_cache_manager_v2", "bool", False, confidence="C"),
         Field("max_util_for_resume", "float", 0.95, confidence="C"),
     ),
@@ -225,14 +245,14 @@ COMMON = (
     Field("speculative_model", "str|path|null", None, versions=SINCE_1_2, confidence="A"),
     # 1.2 and later still read it
     Field("speculative_model_dir", "str|path|null", None, confidence="A"),
-    Field("max_concurrency", "int|null", None, confidence="A"),
+    Field("max_concurrency", "int|null", None, versions=SINCE_1_1, confidence="A"),
     Field("draft_len_schedule", "dict[int,int]|null", None, versions=SINCE_1_2, confidence="A"),
     Field("load_format", "str|null", None, confidence="A"),
-    Field("acceptance_window", "int|null", None, versions=ONLY_1_2, confidence="A"),
-    Field("acceptance_length_threshold", "float|null", None, versions=ONLY_1_2),
-    Field("acceptance_rate_window_size", "int|null", None, versions=ONLY_1_3),
-    Field("acceptance_rate_threshold", "float|null", None, versions=ONLY_1_3),
-    Field("allow_advanced_sampling", "bool", False, confidence="C"),
+    Field("acceptance_window", "int|null", None, versions=FROM_1_2_TO_1_3, confidence="A"),
+    Field("acceptance_length_threshold", "float|null", None, versions=FROM_1_2_TO_1_3),
+    Field("acceptance_rate_window_size", "int|null", None, versions=ONLY_1_4),
+    Field("acceptance_rate_threshold", "float|null", None, versions=ONLY_1_4),
+    Field("allow_advanced_sampling", "bool", False, versions=SINCE_1_2, confidence="C"),
 )
 
 # decoding_type -> fields of its class. The spelling of draft-target changed: `facts.versions` has

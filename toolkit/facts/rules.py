@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from toolkit.facts.source import Source
+from toolkit.facts.versions import SOURCES as VERSION_SOURCES
 from toolkit.facts.vllm import QUANTIZATION_SOURCES
 from toolkit.facts.vllm import SOURCES as VLLM_SOURCES
 
@@ -79,7 +80,7 @@ RULES: dict[str, tuple[str, Source]] = {
     "nccl-single-rank": ("the NCCL plugin is dropped for a single rank", Source(BUILDER, "B")),
     # both flows
     "engine-flow-removed": (
-        "1.3 has no trtllm-build, and LLM(backend='tensorrt') raises ValueError",
+        "after 1.3.0rc20 there is no trtllm-build, and LLM(backend='tensorrt') raises ValueError",
         Source("TRT docs/source/legacy/tensorrt-backend-removal.md", "A"),
     ),
     "fp8-needs-sm89": (
@@ -154,13 +155,20 @@ RULES: dict[str, tuple[str, Source]] = {
         "checkpoints of the current ModelOpt are documented for TensorRT-LLM 1.2.0 and later",
         Source("MO docs/source/deployment/3_unified_hf.rst", "A"),
     ),
-    "draft-target-min-version": (
-        "the PyTorch flow has draft-target from 1.0 on",
-        Source(LLM_ARGS, "B"),
+    "pytorch-flow-min-version": (
+        "tensorrt_llm.LLM is the PyTorch flow's from 1.0 on",
+        VERSION_SOURCES["pytorch_flow"],
     ),
-    "draft-target-two-model-overlap": (
-        "the overlap scheduler is switched off for two-model draft-target",
-        Source(LLM_ARGS, "B"),
+    "draft-target-overlap": (
+        (
+            "draft-target with two models cannot overlap the host's scheduling with the GPU's work"
+            " before 1.2, nor later with a schedule or another attention backend"
+        ),
+        VERSION_SOURCES["overlap"],
+    ),
+    "pytorch-settings-min-version": (
+        "max_concurrency and kv_cache_config.tokens_per_block exist from 1.1 on",
+        VERSION_SOURCES["max_concurrency"],
     ),
     "attention-backend": (
         "FLASHINFER turns KV block reuse off; TRTLLM is the tested backend",
@@ -175,8 +183,8 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "draft-len-schedule": (
         (
-            "draft_len_schedule exists from 1.2 on; its keys are the least batch sizes in 1.2 and"
-            " the greatest in 1.3"
+            "draft_len_schedule exists from 1.2 on; its keys are the least batch sizes up to"
+            " 1.3.0rc20 and the greatest later"
         ),
         Source(LLM_ARGS, "A"),
     ),

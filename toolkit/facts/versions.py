@@ -3,11 +3,15 @@
 Names changed between releases, so everything that is generated takes its spelling from here. An
 engine runs only with the exact version that built it: the image that builds and the image that
 serves come from one row.
+
+1.3 was never released: there are candidates 1.3.0rc0 to rc29, and then 1.4.0rc0 and rc1. They
+differ as much as versions do, so a row stands for those that agree. The last candidate of 1.3 has
+the names of 1.4 and stands in its row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.facts.source import Source
@@ -17,74 +21,206 @@ __all__ = ["BUILD_IMAGE", "SERVING_IMAGE", "VERSIONS", "Version"]
 SERVING_IMAGE = "nvcr.io/nvidia/tritonserver:{tag}-trtllm-python-py3"
 BUILD_IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:{release}"
 
+OLD_NAMES = ("min_length", "random_seed")
+NEW_NAMES = ("min_tokens", "seed")
+EXTRA, CONFIG = "--extra_llm_api_options", "--config"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
     """One row.
 
-    release: the exact release inside the containers.
+    release: the exact release inside the containers; of candidates, the last one of the row.
+    candidates: the releases of the row, if it stands for several candidates.
+    engine_flow: the toolkit builds engines with it. pytorch_flow: `tensorrt_llm.LLM` is the PyTorch
+    flow's; in 0.21 it compiles an engine.
+    speculative_config: what LLM() takes. `object`: one of its own classes, which
+    `DecodingBaseConfig.from_dict` makes of a mapping; `mapping`: the mapping itself.
+    one_model: draft and target run as one model.
+    overlap: when draft-target can overlap the host's scheduling with the GPU's work.
     draft_len_schedule: whether its keys are the least batch size of a draft length (`lower`) or the
     greatest (`upper`); None if the option does not exist.
+    penalties: the PyTorch flow's penalties act under speculation. seeds: a request's seed decides
+    its sampled tokens; if not, every start of the engine draws from the same stream.
+    allow_advanced_sampling: without this option the one-model path answers sampled requests
+    greedily.
     triton_names: the names of the BLS layout's tensors for the least number of tokens and the seed.
     """
 
     name: str
     release: str
-    engine_flow: bool
-    pytorch_draft_target: bool
-    qwen3_engine: bool
+    candidates: tuple[str, ...] = ()
+    engine_flow: bool = True
+    pytorch_flow: bool = True
+    qwen3_engine: bool = True
     unified_checkpoints: bool  # documented to read the checkpoints of the current ModelOpt
-    decoding_type: str
+    decoding_type: str = "DraftTarget"
     draft_model_key: str
-    acceptance_window: str | None
-    acceptance_threshold: str | None
-    draft_len_schedule: Literal["lower", "upper"] | None
-    options_flag: str  # flag of trtllm-serve for a YAML of LLM() arguments
-    triton_names: tuple[str, str]
-    serving_tags: tuple[str, ...]  # newest first
-    tensorrt: str | None
-    cuda: str | None
+    speculative_config: Literal["object", "mapping"] = "object"
+    one_model: bool = False
+    overlap: Literal["never", "fixed length", "always"]
+    max_concurrency: bool = True
+    tokens_per_block: bool = True  # in kv_cache_config
+    acceptance_window: str | None = None
+    acceptance_threshold: str | None = None
+    draft_len_schedule: Literal["lower", "upper"] | None = None
+    penalties: bool = False
+    seeds: bool = False
+    allow_advanced_sampling: bool = False
+    options_flag: str = CONFIG  # flag of trtllm-serve for a YAML of LLM() arguments
+    triton_names: tuple[str, str] = NEW_NAMES
+    serving_tags: tuple[str, ...] = ()  # newest first
+    tensorrt: str | None = None
+    cuda: str | None = None
 
 
-OLD_NAMES = ("min_length", "random_seed")
-NEW_NAMES = ("min_tokens", "seed")
-EXTRA, CONFIG = "--extra_llm_api_options", "--config"
-
+V0_21 = Version(
+    name="0.21",
+    release="0.21.0",
+    pytorch_flow=False,
+    qwen3_engine=False,
+    unified_checkpoints=False,
+    draft_model_key="speculative_model_dir",
+    overlap="never",
+    max_concurrency=False,
+    tokens_per_block=False,
+    options_flag=EXTRA,
+    triton_names=OLD_NAMES,
+    serving_tags=("25.08",),
+)
+V1_0 = replace(
+    V0_21,
+    name="1.0",
+    release="1.0.0",
+    pytorch_flow=True,
+    qwen3_engine=True,
+    triton_names=NEW_NAMES,
+    serving_tags=("25.10", "25.09"),
+    tensorrt="10.11.0.33",
+    cuda="12.9.1",
+)
+V1_1 = replace(
+    V1_0,
+    name="1.1",
+    release="1.1.0",
+    max_concurrency=True,
+    tokens_per_block=True,
+    serving_tags=("26.02", "26.01", "25.12"),
+    tensorrt="10.13.3.9",
+    cuda="13.0.2",
+)
+V1_2_0 = Version(
+    name="1.2.0",
+    release="1.2.0",
+    unified_checkpoints=True,
+    draft_model_key="speculative_model",
+    overlap="fixed length",
+    acceptance_window="acceptance_window",
+    acceptance_threshold="acceptance_length_threshold",
+    draft_len_schedule="lower",
+    serving_tags=("26.03",),
+    tensorrt="10.14.1.48",
+    cuda="13.1.0",
+)
+V1_2_1 = replace(
+    V1_2_0, name="1.2.1", release="1.2.1", serving_tags=("26.07", "26.06", "26.05", "26.04")
+)
+# Up to rc20 the candidates still had trtllm-build, of which the toolkit has no table.
+V1_3_EARLY = replace(
+    V1_2_1,
+    name="1.3rc-early",
+    release="1.3.0rc20",
+    candidates=tuple(f"1.3.0rc{number}" for number in range(21)),
+    engine_flow=False,
+    qwen3_engine=False,
+    decoding_type="Draft_Target",
+    speculative_config="mapping",
+    allow_advanced_sampling=True,
+    serving_tags=(),
+    tensorrt=None,
+    cuda=None,
+)
+V1_3_LATE = replace(
+    V1_3_EARLY,
+    name="1.3rc-late",
+    release="1.3.0rc28",
+    candidates=tuple(f"1.3.0rc{number}" for number in range(21, 29)),
+    one_model=True,
+    overlap="always",
+    draft_len_schedule="upper",
+    allow_advanced_sampling=False,
+)
+V1_4 = replace(
+    V1_3_LATE,
+    name="1.4rc",
+    release="1.4.0rc1",
+    candidates=("1.3.0rc29", "1.4.0rc0", "1.4.0rc1"),
+    acceptance_window="acceptance_rate_window_size",
+    acceptance_threshold="acceptance_rate_threshold",
+    seeds=True,
+)
 VERSIONS = {
     version.name: version
-    for version in (
-        Version("0.21", "0.21.0", True, False, False, False, "DraftTarget", "speculative_model_dir", None, None, None, EXTRA,
-                OLD_NAMES, ("25.08",), None, None),
-        Version("1.0", "1.0.0", True, True, True, False, "DraftTarget", "speculative_model_dir", None, None, None, EXTRA,
-                NEW_NAMES, ("25.10", "25.09"), "10.11.0.33", "12.9.1"),
-        Version("1.1", "1.1.0", True, True, True, False, "DraftTarget", "speculative_model_dir", None, None, None, EXTRA,
-                NEW_NAMES, ("26.02", "26.01", "25.12"), "10.13.3.9", "13.0.2"),
-        Version("1.2.0", "1.2.0", True, True, True, True, "DraftTarget", "speculative_model", "acceptance_window",
-                "acceptance_length_threshold", "lower", CONFIG, NEW_NAMES, ("26.03",), "10.14.1.48", "13.1.0"),
-        Version("1.2.1", "1.2.1", True, True, True, True, "DraftTarget", "speculative_model", "acceptance_window",
-                "acceptance_length_threshold", "lower", CONFIG, NEW_NAMES, ("26.07", "26.06", "26.05", "26.04"), "10.14.1.48",
-                "13.1.0"),
-        Version("1.3", "1.3.0", False, True, False, True, "Draft_Target", "speculative_model", "acceptance_rate_window_size",
-                "acceptance_rate_threshold", "upper", CONFIG, NEW_NAMES, (), None, None),
-    )
-}  # fmt: skip
+    for version in (V0_21, V1_0, V1_1, V1_2_0, V1_2_1, V1_3_EARLY, V1_3_LATE, V1_4)
+}
 
+LLM_ARGS = "TRT tensorrt_llm/llmapi/llm_args.py"
 SOURCES = {
+    "candidates": Source(
+        "the list of releases on PyPI, 2026-11; where candidates change: TRT pull request 15907"
+        " (the engine flow), 18721 (two models), issue 19487 (seeds)",
+        "C",
+    ),
     "engine_flow": Source(
         "TRT docs/source/legacy/tensorrt-backend-removal.md, pull requests 15918 and 16369", "A"
     ),
-    "pytorch_draft_target": Source(
-        "TRT tensorrt_llm/llmapi/llm_args.py, docs/source/features/speculative-decoding.md", "B"
+    "pytorch_flow": Source(
+        "TRT tensorrt_llm/__init__.py and tensorrt_llm/_torch/__init__.py of 0.21;"
+        " docs/source/release-notes.md of 1.0",
+        "B",
     ),
     "qwen3_engine": Source("TRT docs/source/release-notes.md, 1.0", "A"),
     "unified_checkpoints": Source("MO docs/source/deployment/3_unified_hf.rst", "A"),
-    "decoding_type": Source("TRT tensorrt_llm/llmapi/llm_args.py", "B"),
-    "draft_model_key": Source("TRT tensorrt_llm/llmapi/llm_args.py", "A"),
-    "acceptance_window": Source("TRT tensorrt_llm/llmapi/llm_args.py; renamed in 1.3.0rc29", "A"),
-    "acceptance_threshold": Source(
-        "TRT tensorrt_llm/llmapi/llm_args.py; renamed in 1.3.0rc29", "B"
+    "decoding_type": Source(LLM_ARGS, "B"),
+    "draft_model_key": Source(LLM_ARGS, "A"),
+    "speculative_config": Source(
+        f"{LLM_ARGS}: DecodingBaseConfig.from_dict and an undiscriminated union to 1.2;"
+        " a union discriminated by decoding_type in the candidates of 1.3",
+        "B",
     ),
-    "draft_len_schedule": Source("TRT tensorrt_llm/llmapi/llm_args.py", "A"),
+    "one_model": Source(
+        f"{LLM_ARGS}: DraftTargetDecodingConfig._draft_target_one_model; pull request 18721", "B"
+    ),
+    "overlap": Source(
+        "TRT tensorrt_llm/_torch/speculative/interface.py (support_overlap_scheduler),"
+        " pull requests 7651 and 8706; of 1.1 it is not known, and taken as never",
+        "C",
+    ),
+    "max_concurrency": Source(f"{LLM_ARGS}: absent in 1.0, there in 1.1", "B"),
+    "tokens_per_block": Source(f"{LLM_ARGS}: absent in 1.0, there in 1.1", "B"),
+    "acceptance_window": Source(f"{LLM_ARGS}; renamed in 1.3.0rc29", "A"),
+    "acceptance_threshold": Source(f"{LLM_ARGS}; renamed in 1.3.0rc29", "B"),
+    "draft_len_schedule": Source(
+        f"{LLM_ARGS}: validate_draft_len_schedule_and_sort asks for the key 1 in 1.2 and in early"
+        " candidates of 1.3, later for the smallest key",
+        "A",
+    ),
+    "penalties": Source(
+        "TRT issue 9442, pull request 16485: the default sampler ignores them up to 1.2.1. Later"
+        " the one-model path refuses them without speculative_config.enable_penalty, and which"
+        " candidate has that key is not known",
+        "B",
+    ),
+    "seeds": Source(
+        "TRT pull requests 17172 and 17599 (about 1.3.0rc23): before, one generator per engine"
+        " with the seed 42",
+        "C",
+    ),
+    "allow_advanced_sampling": Source(
+        f"{LLM_ARGS}, tensorrt_llm/_torch/pyexecutor/py_executor_creator.py (a warning of greedy"
+        " decoding); later deprecated, without effect",
+        "C",
+    ),
     "options_flag": Source("TRT tensorrt_llm/commands/serve.py", "B"),
     "triton_names": Source(
         "TB v0.19.0 against TRT triton_backend/all_models 1.x; 0.21 is between them and is taken as"

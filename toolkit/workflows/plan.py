@@ -275,13 +275,20 @@ def _compile_run(
 
 def _load_run(config: DeploymentConfig) -> PlannedRun:
     from toolkit.engines.trtllm.llm_args import llm_args
+    from toolkit.engines.trtllm.speculative_config import printing_module, with_speculative_config
 
     spec = engine_spec(config, "target")
     assert spec.tensorrt_llm is not None  # since its kind loads both models
     args = in_container(
         llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo)
     )
-    return PlannedRun("serve", "the server's Python model", call="tensorrt_llm.LLM", arguments=args)
+    takes_mapping = VERSIONS[spec.tensorrt_llm.version].speculative_config == "mapping"
+    return PlannedRun(
+        "serve",
+        "the server's Python model",
+        call="tensorrt_llm.LLM",
+        arguments=with_speculative_config(args, printing_module(takes_mapping=takes_mapping)),
+    )
 
 
 def _container_runs(config: DeploymentConfig, deployment: Deployment) -> Iterator[PlannedRun]:

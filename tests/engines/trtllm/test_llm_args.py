@@ -27,7 +27,7 @@ from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 SPEC = EngineSpec(
     role="target", max_batch_size=16, max_input_len=4096, max_seq_len=8192, max_draft_len=4
 )
-DRAFT_TARGET = [name for name, row in VERSIONS.items() if row.pytorch_draft_target]
+VERSIONS_OF_FLOW = [name for name, row in VERSIONS.items() if row.pytorch_flow]
 
 
 def asked(version: str = "1.2.1", **fields: Any) -> TensorRtLlmSpec:
@@ -53,12 +53,11 @@ def test_the_arguments_of_the_70b_recipe() -> None:
             "max_draft_len": 4,
             "speculative_model": "../draft",
         },
-        "disable_overlap_scheduler": True,
     }
 
 
 def test_names_are_those_of_the_version() -> None:
-    old, new = llm_args(SPEC, asked("1.1"), None), llm_args(SPEC, asked("1.3"), None)
+    old, new = llm_args(SPEC, asked("1.1"), None), llm_args(SPEC, asked("1.4rc"), None)
     assert old["speculative_config"] == {
         "decoding_type": "DraftTarget",
         "max_draft_len": 4,
@@ -69,15 +68,43 @@ def test_names_are_those_of_the_version() -> None:
         "max_draft_len": 4,
         "speculative_model": "../draft",
     }
-    assert old["disable_overlap_scheduler"] is True
-    assert "disable_overlap_scheduler" not in new
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_load_to_stop_at_has_a_word_in_every_version(version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "keys", "overlaps"),
+    [
+        ("1.0", {}, False),
+        ("1.1", {}, False),
+        ("1.2.1", {}, True),
+        ("1.2.1", {"draft_len_schedule": {1: 4, 8: 0}}, False),
+        ("1.2.1", {"attn_backend": "FLASHINFER"}, False),
+        ("1.2.1", {"max_concurrency": 8}, True),
+        ("1.3rc-early", {"draft_len_schedule": {1: 4, 8: 0}}, False),
+        ("1.3rc-late", {"draft_len_schedule": {1: 4, 8: 0}}, True),
+        ("1.4rc", {}, True),
+        ("1.0", {"speculation": "ngram"}, True),
+    ],
+)
+def test_scheduling_overlaps_where_the_version_can(
+    version: str, keys: dict[str, Any], overlaps: bool
+) -> None:
+    args = llm_args(SPEC, asked(version, **keys), None)
+    assert args.get("disable_overlap_scheduler", False) is not overlaps
+    assert faults(args, version) == []
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS_OF_FLOW if version != "1.0"])
+def test_the_load_to_stop_at_begins_with_1_1(version: str) -> None:
     args = llm_args(SPEC, asked(version, max_concurrency=8), None)
     assert args["speculative_config"]["max_concurrency"] == 8
     assert faults(args, version) == []
+
+
+def test_the_one_model_path_of_early_candidates_is_told_to_sample() -> None:
+    """Without this option it decodes sampled requests greedily."""
+    early, late = (llm_args(SPEC, asked(name), None) for name in ("1.3rc-early", "1.3rc-late"))
+    assert early["speculative_config"]["allow_advanced_sampling"] is True
+    assert "allow_advanced_sampling" not in late["speculative_config"]
 
 
 def test_settings_without_a_word_in_the_version_are_refused() -> None:
@@ -85,8 +112,13 @@ def test_settings_without_a_word_in_the_version_are_refused() -> None:
         llm_args(SPEC, asked("1.1", draft_len_schedule={1: 4}), None)
     with pytest.raises(UsageError, match="tokens_per_block"):
         llm_args(SPEC, asked("1.0", tokens_per_block=64), None)
-    with pytest.raises(UsageError, match=r"kv_cache_config\.dtype"):
-        llm_args(SPEC, asked("0.21", speculation="none"), "FP8")
+    with pytest.raises(UsageError, match=r"1\.0 has no max_concurrency"):
+        llm_args(SPEC, asked("1.0", max_concurrency=4), None)
+    with pytest.raises(UsageError, match=r"LLM\(\) of TensorRT-LLM 0\.21"):
+        llm_args(SPEC, asked("0.21", speculation="none"), None)
+    assert llm_args(SPEC, asked("1.1", tokens_per_block=64), None)["kv_cache_config"][
+        "tokens_per_block"
+    ]
 
 
 def test_prompt_lookup_needs_no_draft() -> None:
@@ -100,13 +132,14 @@ def test_prompt_lookup_needs_no_draft() -> None:
 
 
 def test_a_schedule_says_the_same_in_both_senses() -> None:
-    """1.2: from this batch size on. 1.3: up to this batch size."""
+    """To 1.3.0rc20: from this batch size on. Later: up to this batch size."""
     schedule = {1: 4, 5: 2, 9: 0}
+    assert schedule_of(schedule, VERSIONS["1.3rc-early"], 16) == {1: 4, 5: 2, 9: 0}
     assert schedule_of(schedule, VERSIONS["1.2.1"], 16) == {1: 4, 5: 2, 9: 0}
-    assert schedule_of(schedule, VERSIONS["1.3"], 16) == {4: 4, 8: 2, 16: 0}
+    assert schedule_of(schedule, VERSIONS["1.4rc"], 16) == {4: 4, 8: 2, 16: 0}
 
 
-@pytest.mark.parametrize("version", ["1.2.1", "1.3"])
+@pytest.mark.parametrize("version", ["1.2.1", "1.3rc-late"])
 def test_steps_beyond_the_largest_batch_are_left_out(version: str) -> None:
     """As upper bounds they would make the last key fall below the one before it."""
     args = llm_args(SPEC, asked(version, draft_len_schedule={1: 4, 8: 2, 17: 1, 32: 0}), None)
@@ -117,7 +150,7 @@ def test_steps_beyond_the_largest_batch_are_left_out(version: str) -> None:
 
 
 @given(
-    version=st.sampled_from(DRAFT_TARGET),
+    version=st.sampled_from(VERSIONS_OF_FLOW),
     speculation=st.sampled_from(["draft_target", "ngram", "none"]),
     kv=st.sampled_from(["FP8", None]),
     tp_size=st.sampled_from([1, 2, 8, 16]),
@@ -211,7 +244,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
             {2: 4},
             "its value at batch size 1 must be max_draft_len",
         ),
-        ("disable_overlap_scheduler", False, "disable_overlap_scheduler must be true"),
+        ("attn_backend", "FLASHINFER", "disable_overlap_scheduler must be true"),
         ("pipeline_parallel_size", 2, "draft-target has no pipeline parallelism"),
     ],
 )

@@ -318,8 +318,8 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
 
 
 def test_a_version_without_a_container_is_refused() -> None:
-    with pytest.raises(StageError, match=r"no serving container of TensorRT-LLM 1\.3"):
-        kubernetes(deployment(version="1.3", layout="llmapi"))
+    with pytest.raises(StageError, match=r"no serving container of TensorRT-LLM 1\.4rc"):
+        kubernetes(deployment(version="1.4rc", layout="llmapi"))
 
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])

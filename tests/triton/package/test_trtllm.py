@@ -17,11 +17,12 @@ import yaml
 from tritonclient.grpc import model_config_pb2 as pb
 
 from tests.support.trtllm_packages import ARGS, engine, llmapi
-from tests.support.trtllm_standin.tensorrt_llm import TEXT, Logprob
 from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
+from toolkit.standins.trtllm import PACKAGE
+from toolkit.standins.trtllm.tensorrt_llm.toy import TEXT, Logprob
 from toolkit.triton.package import model_config
 from toolkit.triton.package.trtllm import package_bls
 from toolkit.triton.process.server import TritonServer
@@ -33,8 +34,6 @@ from toolkit.triton.tensors.trtllm_tensors import (
     token_log_probs,
     verify_steps,
 )
-
-STANDIN = Path(__file__).parents[2] / "support" / "trtllm_standin" / "tensorrt_llm"
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -163,7 +162,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     model.
     """
     record = llmapi(tmp_path_factory.mktemp("trtllm"))
-    shutil.copytree(STANDIN, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
+    shutil.copytree(PACKAGE, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
     with TritonServer(record.path) as server:
         yield server
 

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StageError, UsageError
-from toolkit.facts.llm_args import LLM_ARGS, NESTED, NOT_FIELDS, REQUIRED, SPECULATIVE, Field
+from toolkit.facts.llm_args import (
+    DEFAULT_TOKENS_PER_BLOCK,
+    LLM_ARGS,
+    NESTED,
+    NOT_FIELDS,
+    REQUIRED,
+    SPECULATIVE,
+    Field,
+)
 from toolkit.facts.versions import VERSIONS, Version
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.words import KvCacheQuantAlgo
@@ -30,8 +38,6 @@ __all__ = [
 
 FILE = "llm_args.json"
 HERE, DRAFT = ".", "../draft"
-# In these versions, draft-target with two models cannot overlap scheduling with the step.
-TWO_MODEL_VERSIONS = ("1.0", "1.1", "1.2.0", "1.2.1")
 
 
 def llm_args(
@@ -43,6 +49,11 @@ def llm_args(
     UsageError for a setting that this version does not have.
     """
     version = VERSIONS[asked.version]
+    if not version.pytorch_flow:
+        raise UsageError(
+            f"LLM() of TensorRT-LLM {version.name} is not the PyTorch flow's",
+            hint='take engine.tensorrt_llm "1.2.1"',
+        )
     graphs = (
         {"enable_padding": True, "max_batch_size": spec.max_batch_size}
         if asked.cuda_graph
@@ -57,12 +68,11 @@ def llm_args(
         optional["attn_backend"] = asked.attn_backend
     if asked.trust_remote_code:
         optional["trust_remote_code"] = True
-    if _has(LLM_ARGS, "cuda_graph_config", asked.version):
-        optional["cuda_graph_config"] = graphs
+    optional["cuda_graph_config"] = graphs
     speculative = _speculative(spec, asked, version)
     if speculative is not None:
         optional["speculative_config"] = speculative
-        if asked.speculation == "draft_target" and asked.version in TWO_MODEL_VERSIONS:
+        if not _overlaps(optional, version):
             optional["disable_overlap_scheduler"] = True
     return {
         "model": HERE,
@@ -82,17 +92,10 @@ def _kv_cache(
     config: dict[str, Any] = {
         "free_gpu_memory_fraction": asked.free_gpu_memory_fraction,
         "enable_block_reuse": asked.enable_block_reuse,
+        "dtype": "fp8" if kv_cache_quant_algo == "FP8" else "auto",
     }
-    if _has(NESTED["KvCacheConfig"], "dtype", asked.version):
-        config["dtype"] = "fp8" if kv_cache_quant_algo == "FP8" else "auto"
-    elif kv_cache_quant_algo is not None:
-        raise UsageError(
-            f"TensorRT-LLM {asked.version} takes no kv_cache_config.dtype, and the KV cache is"
-            f" {kv_cache_quant_algo}",
-            hint="remove kv_cache_quant_algo, or set a newer engine.tensorrt_llm",
-        )
-    if asked.tokens_per_block != 32:
-        if not _has(NESTED["KvCacheConfig"], "tokens_per_block", asked.version):
+    if asked.tokens_per_block != DEFAULT_TOKENS_PER_BLOCK:
+        if not VERSIONS[asked.version].tokens_per_block:
             hint = "remove engine.tokens_per_block, or take a newer engine.tensorrt_llm"
             raise UsageError(
                 f"TensorRT-LLM {asked.version} takes no kv_cache_config.tokens_per_block", hint=hint
@@ -124,8 +127,27 @@ def _speculative(
             asked.draft_len_schedule, version, spec.max_batch_size
         )
     if asked.max_concurrency is not None:
+        if not version.max_concurrency:
+            hint = "remove speculation.max_concurrency, or take a newer engine.tensorrt_llm"
+            raise UsageError(f"TensorRT-LLM {version.name} has no max_concurrency", hint=hint)
         config["max_concurrency"] = asked.max_concurrency
+    if version.allow_advanced_sampling:
+        config["allow_advanced_sampling"] = True
     return config
+
+
+def _overlaps(args: Mapping[str, Any], version: Version) -> bool:
+    """Whether this version can overlap the host's scheduling with the GPU's work for these
+    arguments. N-gram lookup is left to the runtime, which stops overlapping by itself.
+    """
+    config = args["speculative_config"]
+    if config["decoding_type"] != version.decoding_type or version.overlap == "always":
+        return True
+    return (
+        version.overlap == "fixed length"
+        and "draft_len_schedule" not in config
+        and args.get("attn_backend", "TRTLLM") == "TRTLLM"
+    )
 
 
 def schedule_of(
@@ -145,10 +167,6 @@ def schedule_of(
         return dict(ordered)
     ends = [start - 1 for start, _ in ordered[1:]] + [max_batch_size]
     return {end: length for end, (_, length) in zip(ends, ordered, strict=True)}
-
-
-def _has(fields: tuple[Field, ...], name: str, version: str) -> bool:
-    return any(field.name == name and version in field.versions for field in fields)
 
 
 def write_llm_args(args: Mapping[str, Any], out_dir: Path) -> None:
@@ -229,9 +247,10 @@ def _speculative_faults(
             yield f"{where}.{row.draft_model_key} must name the draft model"
         if args.get("pipeline_parallel_size", 1) != 1:
             yield "draft-target has no pipeline parallelism"
-        if version in TWO_MODEL_VERSIONS and args.get("disable_overlap_scheduler") is not True:
+        is_overlapping = args.get("disable_overlap_scheduler") is not True
+        if kind == row.decoding_type and is_overlapping and not _overlaps(args, row):
             yield (
-                "disable_overlap_scheduler must be true: the two-model draft-target cannot overlap"
+                "disable_overlap_scheduler must be true: this draft-target cannot overlap"
                 " scheduling"
             )
     yield from _schedule_faults(config, row)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.facts.llm_args import LLM_ARGS
 from toolkit.records.measured import Finding
 
@@ -36,22 +37,14 @@ def installed_class() -> Any | None:
 def refusal(args: Mapping[str, Any], args_class: Any) -> str | None:
     """The error with which the class refuses the arguments; None if it accepts them.
 
-    Up to 1.2, `DecodingBaseConfig.from_dict` chooses the class of a speculative_config. If the
-    module has that function, it is called first, as `trtllm-serve` does with a YAML.
+    A validator of 1.0 asks the device for its capability (RuntimeError without one), and the
+    constructor of one speculative class sets what it is given (AttributeError).
     """
-    given = dict(args)
     module = importlib.import_module(args_class.__module__)
-    base = getattr(module, "DecodingBaseConfig", None)
     try:
-        if (
-            isinstance(given.get("speculative_config"), Mapping)
-            and base is not None
-            and hasattr(base, "from_dict")
-        ):
-            given["speculative_config"] = base.from_dict(dict(given["speculative_config"]))
-        args_class(**given)
-    except (ValueError, TypeError) as error:  # pydantic's own error is a ValueError
-        return str(error)
+        args_class(**with_speculative_config(args, module))
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return str(error)  # pydantic's own error is a ValueError
     return None
 
 

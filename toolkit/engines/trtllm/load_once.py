@@ -1,4 +1,4 @@
-"""A separate program that loads an `LLM` from a file of arguments and generates one token.
+"""A separate program that loads an `LLM` with the arguments in a folder and generates one token.
 
 It is not part of the build's process, since TensorRT-LLM starts processes that import the main
 module again, and since only the end of a process surely frees a GPU's memory. The last line of its
@@ -12,22 +12,15 @@ import json
 import sys
 from pathlib import Path
 
+from toolkit.engines.trtllm.llm_args import read_llm_args
+from toolkit.engines.trtllm.speculative_config import with_speculative_config
 
-def main(file: str) -> None:
+
+def main(folder: str) -> None:
     tensorrt_llm = importlib.import_module("tensorrt_llm")
     import torch
 
-    args = json.loads(Path(file).read_text(encoding="utf-8"))
-    speculative = args.get("speculative_config")
-    if speculative is not None:
-        schedule = speculative.get("draft_len_schedule")
-        if schedule is not None:  # JSON has no whole numbers as keys
-            speculative["draft_len_schedule"] = {
-                int(batch): length for batch, length in schedule.items()
-            }
-        base = tensorrt_llm.llmapi.llm_args.DecodingBaseConfig
-        if hasattr(base, "from_dict"):
-            args["speculative_config"] = base.from_dict(speculative)
+    args = with_speculative_config(read_llm_args(Path(folder)), tensorrt_llm.llmapi.llm_args)
     llm = tensorrt_llm.LLM(**args)
     done = llm.generate([[1, 2, 3]], tensorrt_llm.SamplingParams(max_tokens=1, end_id=-1))
     tokens = len(done[0].outputs[0].token_ids)

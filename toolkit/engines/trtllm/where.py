@@ -185,9 +185,11 @@ def build_image(version: str) -> str:
 
 
 def same_version(found: str, asked: str) -> bool:
-    """Whether `found` belongs to the version `asked`: 1.0.3 belongs to 1.0. The release candidate
-    1.2.0rc8 counts as 1.2.0, since a serving image contains it.
+    """Whether `found` belongs to the version `asked`: 1.0.3 belongs to 1.0, and 1.3.0rc27 to
+    1.3rc-late. The release candidate 1.2.0rc8 counts as 1.2.0, since a serving image contains it.
     """
+    if ROWS[asked].candidates:
+        return found.partition(".post")[0].partition("+")[0] in ROWS[asked].candidates
     return found == asked or found.startswith(
         (f"{asked}.", f"{asked}rc", f"{asked}.post", f"{asked}+")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.schema import HardwareConfig
 from toolkit.facts.gpus import GPUS
+from toolkit.facts.llm_args import DEFAULT_TOKENS_PER_BLOCK
 from toolkit.facts.support import HEAD_KINDS, HEAD_NAMES, NO_HEADS
 from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
 from toolkit.plan.subject import Subject, largest_tp_size
@@ -101,6 +102,23 @@ def _max_concurrency(subject: Subject) -> Findings:
         )
 
 
+def _settings_min_version(subject: Subject) -> Findings:
+    engine, version = subject.pytorch_flow, subject.version
+    if engine is None or version is None:
+        return
+    unknown = {
+        "speculation.max_concurrency": not version.max_concurrency
+        and subject.config.speculation.max_concurrency is not None,
+        "engine.tokens_per_block": not version.tokens_per_block
+        and engine.tokens_per_block != DEFAULT_TOKENS_PER_BLOCK,
+    }
+    for path, is_unknown in unknown.items():
+        if is_unknown:
+            name = path.partition(".")[2]
+            what = f"the PyTorch flow of TensorRT-LLM {version.name} has no {name}"
+            yield refuse(path, what, 'remove it, or set engine.tensorrt_llm: "1.2.1"')
+
+
 def _auto_draft_len(subject: Subject) -> Findings:
     if subject.config.speculation.is_measured and subject.config.capabilities.fixes_draft_len:
         path = "speculation.max_draft_len"
@@ -150,17 +168,20 @@ def _block_reuse_for_drafts(subject: Subject) -> Findings:
 
 
 def _overlap_scheduler(subject: Subject) -> Findings:
-    if (
-        subject.pytorch_flow is not None
-        and subject.has_draft_model
-        and subject.version is not None
-        and subject.version.name != "1.3"
-    ):
-        yield RuleFinding(
-            "adjusted",
-            "speculation.kind",
-            "the overlap scheduler is off: draft-target with two models does not support it",
-        )
+    """Told, since the plain arm always overlaps: a part of what speculation gains is lost."""
+    engine, version = subject.pytorch_flow, subject.version
+    if engine is None or version is None or not subject.has_draft_model:
+        return
+    why = None
+    if version.overlap == "never":
+        why = f"draft-target of TensorRT-LLM {version.name} does not support it"
+    elif version.overlap == "fixed length" and subject.config.speculation.draft_len_schedule:
+        why = f"TensorRT-LLM {version.name} does not support it together with draft_len_schedule"
+    elif version.overlap == "fixed length" and engine.attn_backend != "TRTLLM":
+        why = f"draft-target supports it with attn_backend TRTLLM, not {engine.attn_backend}"
+    if why is not None:
+        what = f"the overlap scheduler is off: {why}"
+        yield RuleFinding("adjusted", "speculation.kind", what)
 
 
 def _attention_backend(subject: Subject) -> Findings:
@@ -284,6 +305,7 @@ CHECKS: dict[str, Check] = {
     "hardware-needed": _hardware_needed,
     "toolkit-one-device": _one_device,
     "toolkit-remote-code": _remote_code,
-    "draft-target-two-model-overlap": _overlap_scheduler,
+    "pytorch-settings-min-version": _settings_min_version,
+    "draft-target-overlap": _overlap_scheduler,
     "attention-backend": _attention_backend,
 }

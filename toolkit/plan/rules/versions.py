@@ -25,26 +25,22 @@ def _engine_flow_removed(subject: Subject) -> Findings:
         and subject.version is not None
         and not subject.version.engine_flow
     ):
-        name = subject.version.name
         last = [version.name for version in VERSIONS.values() if version.engine_flow][-1]
         yield refuse(
             "engine.kind",
-            f"TensorRT-LLM {name} has no engine flow: trtllm-build was removed",
+            f"no engines are built with TensorRT-LLM {subject.version.name}: trtllm-build was"
+            " removed after 1.3.0rc20",
             f'set tensorrt_llm: "{last}", the last version that has it, or kind: trtllm_pytorch',
         )
 
 
-def _draft_target_min_version(subject: Subject) -> Findings:
+def _pytorch_flow_min_version(subject: Subject) -> Findings:
     version = subject.version
-    if (
-        subject.pytorch_flow is not None
-        and version is not None
-        and subject.has_draft_model
-        and not version.pytorch_draft_target
-    ):
+    if subject.pytorch_flow is not None and version is not None and not version.pytorch_flow:
         yield refuse(
             "engine.tensorrt_llm",
-            f"the PyTorch flow of TensorRT-LLM {version.name} has no draft-target speculation",
+            f"LLM() of TensorRT-LLM {version.name} compiles an engine; the PyTorch flow's is not"
+            " public there",
             'set tensorrt_llm: "1.2.1", or kind: trt_engine',
         )
 
@@ -154,7 +150,7 @@ def _nccl_single_rank(subject: Subject) -> Findings:
 
 CHECKS: dict[str, Check] = {
     "engine-flow-removed": _engine_flow_removed,
-    "draft-target-min-version": _draft_target_min_version,
+    "pytorch-flow-min-version": _pytorch_flow_min_version,
     "unified-hf-min-version": _unified_hf_min_version,
     "qwen3-min-version": _qwen3_min_version,
     "layout-of-flow": _layout_of_flow,

@@ -19,6 +19,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 import yaml
 
+from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
 from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, traceback_of
 from toolkit.triton.tensors.requests import Limits, Request, parse
@@ -37,6 +38,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         # Imported here because the import looks for devices.
         from tensorrt_llm import LLM, SamplingParams
+        from tensorrt_llm.llmapi import llm_args
 
         if _is_worker():
             return
@@ -65,7 +67,7 @@ class TritonPythonModel:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests")
         self._thread.start()
-        self._llm = LLM(**settings, **_session())
+        self._llm = LLM(**with_speculative_config(settings, llm_args), **_session())
 
     def execute(self, requests: list[Any]) -> None:
         for triton_request in requests:

@@ -1,18 +1,17 @@
-"""A stand-in for TensorRT-LLM's `LLM` in tests of our model.py: its asynchronous interface over a
-toy that runs a target, and with a speculative_config a draft, a verify forward, acceptance by token
-equality and a rewind.
+"""The runtime behind the stand-in of `LLM`: its asynchronous interface over a toy that runs a
+target, and under speculation a draft, a verify forward, acceptance by token equality and a rewind.
 
-Copied beside a served model only. What it keeps to is read in TRT tensorrt_llm/llmapi and
-executor/result.py: arguments that SamplingParams does not have are refused, an output object grows
-from step to step, `finished` says when it is whole; and in _torch/pyexecutor/sampler.py: the
-log-probabilities are the target's own, a dictionary of the likeliest tokens per place.
+What it keeps to is read in TRT tensorrt_llm/llmapi and executor/result.py: arguments that
+SamplingParams does not have are refused, an output object grows from step to step, `finished` says
+when it is whole; and in _torch/pyexecutor/sampler.py: the log-probabilities are the target's own, a
+dictionary of the likeliest tokens per place. Penalties, seeds, log-probabilities and counters are
+ignored, refused or left at zero as `releases` says.
 
 The toy counts to ten. It takes its place from the length of its cache, as a model takes positions,
 and the rest of its logits from the tokens in it. At temperature 0 the text is therefore a fixed
 one; above it two of its words may be others. Greedy requests whose prompts begin with TIED are
 undecided at one place, by less than what a forward of several tokens rounds otherwise than one of a
-single token; prompts that begin with ASTRAY have a draft that is wrong at every other place. A step
-takes its time but where a request has a seed: those are the many that nobody times.
+single token; prompts that begin with ASTRAY have a draft that is wrong at every other place.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import pathlib
 import random
+from types import SimpleNamespace
 from typing import Any
+
+from .releases import RELEASE
 
 TEXT = "one two three four five six seven eight nine ten"
 OTHERS = {3: "vier", 6: "sieben"}  # above temperature 0 in the place of TEXT's
@@ -33,6 +34,7 @@ SURE = 6.0  # the logit of the right word; others have less than 1
 TIED, ASTRAY = "tied:", "astray:"
 TIE, RIVAL = 4, FIRST + WORDS.index("vier")
 MARGIN, ROUNDING = 0.01, 0.02  # logits
+ENGINE_SEED = 42
 
 
 @dataclasses.dataclass
@@ -45,8 +47,14 @@ class SamplingParams:
     stop: list[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     logprobs: int | None = None
     return_perf_metrics: bool = False
+    end_id: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return any((self.frequency_penalty, self.presence_penalty, self.repetition_penalty))
 
 
 @dataclasses.dataclass
@@ -98,12 +106,21 @@ class Target:
 
 class Output:
     def __init__(
-        self, prompt: str, params: SamplingParams, draft_len: int, step_s: float, fault: str | None
+        self,
+        prompt: str,
+        params: SamplingParams,
+        draft_len: int,
+        step_s: float,
+        fault: str | None,
+        chance: random.Random,
     ) -> None:
         self._draft_len, self._params = draft_len, params
-        self._step_s = step_s if params.seed is None else 0.0
+        self._step_s = step_s
         self.prompt_token_ids = list(range(len(prompt.split())))
-        self.outputs = [Completion(logprobs=None if params.logprobs is None else [])]
+        self._log_probs = 0 if params.logprobs is None else params.logprobs
+        if draft_len:
+            self._log_probs = min(self._log_probs, RELEASE.log_probs)
+        self.outputs = [Completion(logprobs=[] if self._log_probs else None)]
         self.finished = False
         self.avg_decoded_tokens_per_iter: float | None = None
         self._aborted = False
@@ -112,11 +129,11 @@ class Output:
         self._ids: list[int] = []
         self._others: dict[int, int] = {}
         if params.temperature:
-            chance = random.Random(params.seed)
+            drawn = [chance.random() for _ in range(min(params.max_tokens, len(TEXT.split())))]
             self._others = {
                 place: FIRST + WORDS.index(word)
                 for place, word in OTHERS.items()
-                if chance.random() < OTHERWISE
+                if place < len(drawn) and drawn[place] < OTHERWISE
             }
         self._iterations = 0
 
@@ -130,14 +147,13 @@ class Output:
         place = len(self._ids)
         token = self._others.get(place, max(logits, key=logits.__getitem__))
         self._ids.append(token)
-        if self._params.logprobs is not None:
+        if self._log_probs:
             whole = math.log(sum(math.exp(value) for value in logits.values()))
-            likeliest = sorted(logits, key=logits.__getitem__, reverse=True)[
-                : self._params.logprobs
-            ]
+            likeliest = sorted(logits, key=logits.__getitem__, reverse=True)[: self._log_probs]
             found = {
                 each: Logprob(logits[each] - whole, rank) for rank, each in enumerate(likeliest, 1)
             }
+            assert self.outputs[0].logprobs is not None
             self.outputs[0].logprobs.append(found)
         return token
 
@@ -181,6 +197,21 @@ class Output:
         if self.finished:
             completion.finish_reason = "length" if end is None else "stop"
             self.avg_decoded_tokens_per_iter = len(self._ids) / self._iterations
+            if self._params.return_perf_metrics:
+                completion.request_perf_metrics = self._metrics()
+
+    def _metrics(self) -> SimpleNamespace:
+        """Of drafts, zeros where the release does not count them."""
+        steps = self._iterations - 1 if RELEASE.counts_drafts else 0
+        accepted = len(self._ids) - self._iterations if RELEASE.counts_drafts else 0
+        drafts = SimpleNamespace(
+            total_draft_tokens=steps * self._draft_len, total_accepted_draft_tokens=accepted
+        )
+        return SimpleNamespace(
+            kv_cache_metrics=SimpleNamespace(num_reused_blocks=0, kv_cache_hit_rate=0.0),
+            timing_metrics=SimpleNamespace(arrival_time=0.0),
+            speculative_decoding=drafts,
+        )
 
     def __aiter__(self) -> Output:
         return self
@@ -197,40 +228,38 @@ class Output:
         return self
 
 
-class LLM:
+class Toy:
+    """The runtime behind `LLM`. draft_len 0: without speculation. step_s: the time of a step.
+    fault: as in Target.
+    """
+
     def __init__(
         self,
-        model: str,
-        speculative_config: dict[str, Any] | None = None,
-        step_s: float = 0.03,  # so long that a busy machine adds little to it
+        draft_len: int,
+        step_s: float = 0.01,  # so long that a busy machine adds little to it
         fault: str | None = None,
-        **settings: Any,
     ) -> None:
-        folders = (
-            [model]
-            if speculative_config is None
-            else [model, speculative_config["speculative_model"]]
-        )
-        here = [
-            folder for folder in folders if not folder.startswith("/models/")
-        ]  # not a container's
-        if missing := [folder for folder in here if not pathlib.Path(folder).is_dir()]:
-            raise FileNotFoundError(f"no checkpoint at {missing}")
-        self._draft_len, self._step_s, self._fault = (
-            0 if speculative_config is None else 2,
-            step_s,
-            fault,
-        )
-        print(
-            f"stand-in LLM: {'plain' if speculative_config is None else 'speculative'}", flush=True
-        )
+        self._draft_len, self._step_s, self._fault = draft_len, step_s, fault
+        self._stream = random.Random(ENGINE_SEED)
 
     def generate_async(
         self, prompt: str, sampling_params: SamplingParams, streaming: bool = False
     ) -> Output:
         if prompt == "refuse me":
             raise ValueError("the runtime refuses this prompt")
-        return Output(prompt, sampling_params, self._draft_len, self._step_s, self._fault)
+        speculates = self._draft_len > 0
+        if sampling_params.has_penalties and speculates and RELEASE.one_model:
+            raise ValueError("penalties need speculative_config.enable_penalty")
+        seed = sampling_params.seed if RELEASE.has_seeds else None
+        chance = self._stream if seed is None else random.Random(seed)
+        return Output(prompt, sampling_params, self._draft_len, self._step_s, self._fault, chance)
+
+    def generate(self, prompts: list[Any], sampling_params: SamplingParams) -> list[Output]:
+        async def finished() -> list[Output]:
+            outputs = [self.generate_async(str(each), sampling_params) for each in prompts]
+            return [await output.aresult() for output in outputs]
+
+        return asyncio.run(finished())
 
     def shutdown(self) -> None:
         pass
