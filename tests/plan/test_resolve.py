@@ -44,6 +44,7 @@ def model(role: str, name: str) -> dict[str, Any]:
 
 QWEN3 = {**model("target", "Qwen/Qwen3-32B"), **model("draft", "Qwen/Qwen3-0.6B")}
 QWENS = {**model("target", QWEN), **model("draft", QWEN_DRAFT)}
+OWN_IMAGE = {"engine__container_image": "registry.example/triton:1"}
 V14, V021, V10, V11 = (
     {"engine__tensorrt_llm": version} for version in ("1.4rc", "0.21", "1.0", "1.1")
 )
@@ -114,6 +115,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     # without a draft it would build an engine in silence
     *(("pytorch", {**V021, **keys}, "pytorch-flow-min-version", "compiles an engine", "1.2.1")
       for keys in ({}, PLAIN, {"draft": None, "speculation__kind": "ngram"})),
+    *(("pytorch", {"engine__tensorrt_llm": version}, "serving-container", f"with TensorRT-LLM {version} is known",
+       "engine.container_image") for version in ("1.3rc-early", "1.3rc-late", "1.4rc")),
     ("pytorch", {**V10, "speculation__max_concurrency": 4}, "pytorch-settings-min-version", "no max_concurrency", "1.2.1"),
     ("pytorch", {**V10, "engine__tokens_per_block": 64}, "pytorch-settings-min-version", "no tokens_per_block", "1.2.1"),
     ("pytorch", V10, "unified-hf-min-version", "1.2.0 and later, not for 1.0", "1.2.1"),
@@ -270,7 +273,7 @@ def test_the_bases_of_that_table_work(kind: str) -> None:
 
 def test_every_rule_that_refuses_has_a_case_above() -> None:
     adjusts_or_warns = {
-        "serving-container", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
+        "ignored-sampling", "no-log-probs", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
         "draft-target-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "toolkit-texts", "toolkit-parity-prompts", "toolkit-draft-is-target",
@@ -570,7 +573,14 @@ def test_what_changes_in_silence_is_said_before(
         ("vllm_cpu", {"engine__correct_sampling": False}, "vllm-sampling-on-cpu"),
         ("vllm", {"speculation__max_concurrency": 8}, "vllm-schedule"),
         ("vllm", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
-        ("pytorch", V14, "serving-container"),
+        *(
+            ("pytorch", {"engine__tensorrt_llm": version, **OWN_IMAGE}, "no-log-probs")
+            for version in ("1.3rc-early", "1.3rc-late", "1.4rc")
+        ),
+        *(
+            ("pytorch", {"engine__tensorrt_llm": version, **OWN_IMAGE}, "ignored-sampling")
+            for version in ("1.2.1", "1.3rc-early", "1.3rc-late", "1.4rc")
+        ),
         ("pytorch", {"draft__trust_remote_code": True}, "toolkit-remote-code"),
         ("engine", algo(WO, "draft"), "mixed-precision-pair"),
         ("pytorch", {"engine__attn_backend": "VANILLA"}, "attention-backend"),

@@ -186,7 +186,10 @@ def test_the_builder_is_the_one_that_would_be_taken(
 
 def test_llm_is_called_with_what_the_yaml_says() -> None:
     config = config_of(
-        "pytorch", speculation__draft_len_schedule={1: 4, 3: 0}, engine__tensorrt_llm="1.4rc"
+        "pytorch",
+        speculation__draft_len_schedule={1: 4, 3: 0},
+        engine__tensorrt_llm="1.4rc",
+        engine__container_image="registry.example/triton:1",
     )
     *_, run = runs(config, "serve")
     assert run.call == "tensorrt_llm.LLM" and run.arguments is not None
@@ -196,6 +199,15 @@ def test_llm_is_called_with_what_the_yaml_says() -> None:
         "speculative_model": "/models/tensorrt_llm/1/engines/draft",
         "draft_len_schedule": {2: 4, 4: 0},
     }
+
+
+def test_an_image_of_the_yaml_is_the_one_that_is_started() -> None:
+    image = "registry.example/triton:1"
+    plan = planned(
+        config_of("pytorch", engine__tensorrt_llm="1.4rc", engine__container_image=image)
+    )
+    assert plan.possible and plan.summary["serving image"].startswith(image)
+    assert any(image in (run.command or ()) for run in plan.runs)
 
 
 def test_up_to_1_2_the_call_makes_an_object_of_the_speculative_config() -> None:

@@ -84,6 +84,8 @@ GpuName = Literal[
     "B200",
     "B300",
 ]
+# The name of a container image, with a tag or a digest; scripts and manifests hold it as it is.
+IMAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AnyPath = Annotated[Path, Field(strict=False)]  # not strict, since it is text in the YAML
@@ -340,6 +342,8 @@ class TrtllmPytorchConfig(TensorRtLlmConfig):
     kind: Literal["trtllm_pytorch"] = "trtllm_pytorch"
     cuda_graph: bool = True
     attn_backend: AttnBackend = "TRTLLM"
+    # serves instead of NVIDIA's image of the version, and has this version
+    container_image: Annotated[str, Field(pattern=IMAGE_PATTERN, max_length=255)] | None = None
 
 
 class VllmConfig(EngineLengths):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from toolkit.facts.source import Source
+from toolkit.facts.support import SOURCES as SUPPORT_SOURCES
 from toolkit.facts.versions import SOURCES as VERSION_SOURCES
 from toolkit.facts.vllm import QUANTIZATION_SOURCES
 from toolkit.facts.vllm import SOURCES as VLLM_SOURCES
@@ -165,6 +166,17 @@ RULES: dict[str, tuple[str, Source]] = {
             " before 1.2, nor later with a schedule or another attention backend"
         ),
         VERSION_SOURCES["overlap"],
+    ),
+    "ignored-sampling": (
+        (
+            "the PyTorch flow's sampler ignores penalties up to 1.2.1 and refuses them with one"
+            " model, and one generator per engine draws for all requests until about 1.3.0rc23"
+        ),
+        VERSION_SOURCES["penalties"],
+    ),
+    "no-log-probs": (
+        "the candidates of 1.3 and 1.4 give no log-probabilities under speculation",
+        SUPPORT_SOURCES["LOG_PROBS.trtllm_pytorch.1.3rc"],
     ),
     "pytorch-settings-min-version": (
         "max_concurrency and kv_cache_config.tokens_per_block exist from 1.1 on",

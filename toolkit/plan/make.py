@@ -173,7 +173,10 @@ def _summary(subject: Subject) -> dict[str, str]:
         )
         if subject.engine_flow is not None and version.engine_flow:
             summary["build image"] = BUILD_IMAGE.format(release=version.release)
-        if version.serving_tags:
+        image = None if subject.pytorch_flow is None else subject.pytorch_flow.container_image
+        if image is not None:
+            summary["serving image"] = f"{image}, named in the YAML"
+        elif version.serving_tags:
             summary["serving image"] = SERVING_IMAGE.format(tag=version.serving_tags[0])
     elif subject.vllm_version is not None:
         device = "CPU" if subject.serving_gpu is None else "GPU"

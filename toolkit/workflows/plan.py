@@ -294,7 +294,7 @@ def _load_run(config: DeploymentConfig) -> PlannedRun:
 def _container_runs(config: DeploymentConfig, deployment: Deployment) -> Iterator[PlannedRun]:
     from toolkit.triton.package.deploy import docker_run, launch_command
 
-    if deployment.nodes == 1 and VERSIONS[deployment.version].serving_tags:
+    if deployment.nodes == 1:
         if deployment.model_py == "ours":  # nothing of any other model can be judged
             place = f"inside {deployment.image}; {HOW_TO_ENTER_CONTAINER}"
             yield PlannedRun("validate", place, command=("toolkit", "build", "CONFIG"))

@@ -116,25 +116,17 @@ def check_servable(config: DeploymentConfig, machine: Machine, *, judged: bool =
         if judged:
             hint = (
                 f"{only_package} or --rehearse here; run the whole build on the GPU machine, in"
-                f" {_image(deployment)}."
+                f" {deployment.image}."
             )
         else:
             hint = (
-                f"Run it on the GPU machine, in {_image(deployment)}; toolkit build --rehearse"
+                f"Run it on the GPU machine, in {deployment.image}; toolkit build --rehearse"
                 " tries the deployment here."
             )
         cannot = "cannot be served and judged here" if judged else "cannot be served here"
         raise UsageError(
             f"engine.kind {config.engine.kind} {cannot}: it needs {', '.join(missing)}", hint=hint
         )
-
-
-def _image(deployment: Deployment) -> str:
-    """The container image that serves the deployment, for use in a sentence."""
-    from toolkit.facts.versions import VERSIONS
-
-    has_image = bool(VERSIONS[deployment.version].serving_tags)
-    return deployment.image if has_image else "a container that serves this version"
 
 
 def deployment_of(config: DeploymentConfig) -> Deployment | None:
@@ -152,6 +144,9 @@ def deployment_of(config: DeploymentConfig) -> Deployment | None:
         gpus_per_node=engine.gpus_per_node,
         speculates=config.speculation.is_enabled,
         model_py=config.triton.model_py,
+        container_image=None
+        if config.pytorch_flow is None
+        else config.pytorch_flow.container_image,
     )
 
 

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.support.manifests import check_manifests, check_references, pods
-from toolkit.errors import StageError
 from toolkit.triton.package import deploy
 from toolkit.triton.package.deploy import (
     Deployment,
@@ -317,9 +316,14 @@ def test_docker_run_mounts_the_folder_the_script_lies_in(tmp_path: Path) -> None
     assert done.stdout.splitlines() == docker_run(deployment(world_size=2), str(folder))[1:]
 
 
-def test_a_version_without_a_container_is_refused() -> None:
-    with pytest.raises(StageError, match=r"no serving container of TensorRT-LLM 1\.4rc"):
-        kubernetes(deployment(version="1.4rc", layout="llmapi"))
+@pytest.mark.parametrize("version", ["1.2.1", "1.4rc"])
+def test_an_image_of_the_yaml_serves_instead(version: str) -> None:
+    image = "registry.example:5000/triton@sha256:0123"
+    own = deployment(version=version, layout="llmapi", container_image=image)
+    manifest, _ = kubernetes(own)
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
+    assert image in docker_run(own, "/models") and image in launch_script(own)
 
 
 @pytest.mark.parametrize("layout", ["bls", "llmapi"])

@@ -184,6 +184,40 @@ def _overlap_scheduler(subject: Subject) -> Findings:
         yield RuleFinding("adjusted", "speculation.kind", what)
 
 
+def _ignored_sampling(subject: Subject) -> Findings:
+    version = subject.version
+    if subject.pytorch_flow is None or version is None:
+        return
+    ignored = [
+        *([] if version.penalties else ["penalties"]),
+        *([] if version.seeds else ["seeds"]),
+    ]
+    if ignored:
+        names = " and ".join(ignored)
+        what = (
+            f"TensorRT-LLM {version.name} ignores {names}, so requests that have them are refused"
+        )
+        yield RuleFinding("warning", "engine.tensorrt_llm", what)
+
+
+def _no_log_probs(subject: Subject) -> Findings:
+    version = subject.version
+    if (
+        subject.pytorch_flow is None
+        or version is None
+        or not subject.speculates
+        or subject.config.capabilities.log_probs > 0
+    ):
+        return
+    what = (
+        f"TensorRT-LLM {version.name} returns no log-probabilities under speculation, so nothing"
+        " can tell whether a greedy text that differs from plain decoding differs by rounding: the"
+        " verdict rests on texts that are the same token for token, is INCONCLUSIVE if one is not,"
+        " and compares the sampled texts of both arms"
+    )
+    yield RuleFinding("warning", "validation.parity", what)
+
+
 def _attention_backend(subject: Subject) -> Findings:
     engine = subject.pytorch_flow
     if engine is not None and engine.attn_backend == "FLASHINFER" and engine.enable_block_reuse:
@@ -307,5 +341,7 @@ CHECKS: dict[str, Check] = {
     "toolkit-remote-code": _remote_code,
     "pytorch-settings-min-version": _settings_min_version,
     "draft-target-overlap": _overlap_scheduler,
+    "ignored-sampling": _ignored_sampling,
+    "no-log-probs": _no_log_probs,
     "attention-backend": _attention_backend,
 }

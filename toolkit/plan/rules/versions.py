@@ -79,14 +79,17 @@ def _qwen3_min_version(subject: Subject) -> Findings:
 
 
 def _serving_container(subject: Subject) -> Findings:
-    if subject.version is not None and not subject.version.serving_tags:
-        newest = [version for version in VERSIONS.values() if version.serving_tags][-1]
-        yield RuleFinding(
-            "warning",
-            "engine.tensorrt_llm",
-            f"no Triton container with TensorRT-LLM {subject.version.name} is known",
-            f'set tensorrt_llm: "{newest.name}", which {newest.serving_tags[0]} contains',
-        )
+    """Refused before hours of quantizing, since nothing could be packaged after them."""
+    engine, version = subject.pytorch_flow, subject.version
+    if engine is None or version is None or version.serving_tags or engine.container_image:
+        return
+    newest = [other for other in VERSIONS.values() if other.serving_tags][-1]
+    yield refuse(
+        "engine.tensorrt_llm",
+        f"no Triton container with TensorRT-LLM {version.name} is known",
+        f'set tensorrt_llm: "{newest.name}", which {newest.serving_tags[0]} contains, or name an'
+        " image of yours that has tritonserver and this version: engine.container_image",
+    )
 
 
 def _layout_of_flow(subject: Subject) -> Findings:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import StageError
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.templates import render_template
 from toolkit.triton.package.layout_trtllm import REPOSITORY
@@ -70,7 +69,8 @@ WRITABLE_REPOSITORY = "/tmp/models"
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """What is started. world_size: the number of ranks of one engine. speculates: in the `bls`
-    layout, a second engine (the draft) runs beside it with as many ranks.
+    layout, a second engine (the draft) runs beside it with as many ranks. container_image: serves
+    instead of NVIDIA's image of the version.
     """
 
     name: str
@@ -80,19 +80,16 @@ class Deployment:
     gpus_per_node: int = 8
     speculates: bool = True
     model_py: ModelPy = "ours"  # for the llmapi layout
+    container_image: str | None = None
 
     @property
     def image(self) -> str:
-        """The container image. Raises StageError if no published container serves the version."""
-        tags = VERSIONS[self.version].serving_tags
-        if not tags:
-            hint = "Choose an engine.tensorrt_llm that has one, or serve with your own image."
-            raise StageError(
-                "package",
-                f"no serving container of TensorRT-LLM {self.version} is known",
-                hint=hint,
-            )
-        return SERVING_IMAGE.format(tag=tags[0])
+        """The container image. The plan refuses a version without one, unless the YAML names an
+        image of its own.
+        """
+        if self.container_image is not None:
+            return self.container_image
+        return SERVING_IMAGE.format(tag=VERSIONS[self.version].serving_tags[0])
 
     @property
     def nodes(self) -> int:

@@ -86,8 +86,9 @@ def package_llmapi(
     max_draft_len: int,
     gpus_per_node: int = 8,
 ) -> TritonRepository:
+    container_image: str | None = None,
     """Package the PyTorch flow. llm_args: the arguments of LLM(), with the models' paths in the
-    container, `ENGINES/target` and `ENGINES/draft`.
+    container, `ENGINES/target` and `ENGINES/draft`. container_image: None for NVIDIA's.
 
     Raises StageError if a configuration reads back differently.
     """
@@ -106,7 +107,14 @@ def package_llmapi(
         link_tree(engine.path, version / "engines" / engine.role)
     world = build.tp_size * build.pp_size
     deployment = deploy.Deployment(
-        name, "llmapi", build.version, world, gpus_per_node, draft is not None, triton.model_py
+        name,
+        "llmapi",
+        build.version,
+        world,
+        gpus_per_node,
+        draft is not None,
+        triton.model_py,
+        container_image,
     )
     _finish(out_dir, deployment, target, draft, max_draft_len)
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)

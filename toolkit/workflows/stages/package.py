@@ -81,6 +81,7 @@ def _trtllm_stage(
     triton = config.triton
     engines = tuple(f"compile/{role}" for role in roles)
     needs = (*engines, "quantize/target", *(["tune"] if config.speculation.is_measured else []))
+    image = None if config.pytorch_flow is None else config.pytorch_flow.container_image
 
     def repository_options(finished: Finished) -> dict[str, Any]:
         draft_len = speculation_of(config, finished).longest_draft
@@ -101,6 +102,7 @@ def _trtllm_stage(
             "triton": triton.model_dump(exclude=SERVER_SETTINGS),
             **repository_options(finished),
             **memory,
+            **({} if image is None else {"container_image": image}),
         }
         inputs = {need: finished[need].entry.digest for need in (*engines, "quantize/target")}
         inputs["toolkit_sources"] = _sources()
@@ -112,7 +114,13 @@ def _trtllm_stage(
         if config.capabilities.layout == "llmapi":
             args = in_container(read_llm_args(target.path))
             return package_llmapi(
-                target, draft, args, triton, out_dir, **repository_options(finished)
+                target,
+                draft,
+                args,
+                triton,
+                out_dir,
+                container_image=image,
+                **repository_options(finished),
             )
         return package_bls(
             target,
