@@ -21,10 +21,12 @@ from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
+from toolkit.facts.versions import VERSIONS
+from toolkit.interfaces import Sampling
 from toolkit.standins.trtllm import PACKAGE
 from toolkit.standins.trtllm.tensorrt_llm.toy import TEXT, Logprob
 from toolkit.triton.package import model_config
-from toolkit.triton.package.trtllm import package_bls
+from toolkit.triton.package.trtllm import model_yaml, package_bls
 from toolkit.triton.process.server import TritonServer
 from toolkit.triton.tensors.requests import Request
 from toolkit.triton.tensors.trtllm_tensors import (
@@ -240,6 +242,41 @@ def test_a_version_without_log_probabilities_refuses_them() -> None:
     assert sampling_arguments(request, 5, 2)["logprobs"] == 2
     with pytest.raises(RequestError, match="returns no log-probabilities under speculation"):
         sampling_arguments(request, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("seed", 0), ("frequency_penalty", 0.5), ("presence_penalty", -1.0)]
+)
+def test_settings_that_the_version_ignores_are_refused(
+    client: Client, setting: str, value: float
+) -> None:
+    with pytest.raises(RequestRefused, match=f"sampling_param_{setting}: this version"):
+        client.generate("x", max_tokens=3, **{setting: value})
+    assert client.generate("x", max_tokens=3, frequency_penalty=0.0).text  # a neutral value
+
+
+def test_a_version_that_respects_seeds_gets_them() -> None:
+    triton = TritonConfig()
+    settings = {version: model_yaml({}, triton, version)["toolkit"] for version in VERSIONS}
+    assert settings["1.2.1"]["ignored"] == ["frequency_penalty", "presence_penalty", "seed"]
+    assert settings["1.4rc"]["ignored"] == ["frequency_penalty", "presence_penalty"]
+    request = Request("x", sampling=Sampling(temperature=1.0, seed=7))
+    assert sampling_arguments(request, 5, 0, settings["1.4rc"]["ignored"])["seed"] == 7
+
+
+def test_acceptance_is_not_taken_from_counters_that_are_zero(server: TritonServer) -> None:
+    """In this release the runtime's own counters of drafts stay zero."""
+    body = {
+        "text_input": "a prompt",
+        "sampling_param_max_tokens": 10,
+        "sampling_param_return_perf_metrics": True,
+        "sampling_param_exclude_input_from_output": True,
+    }
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
+    response = urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
+    answer = json.loads(response.read())
+    assert (answer["text_output"], answer["total_accepted_draft_tokens"]) == (TEXT, 6)
+    assert "total_draft_tokens" not in answer
 
 
 def test_chunks_hold_what_is_new(client: Client) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import StageError
 from toolkit.facts.support import LOG_PROBS
+from toolkit.facts.versions import VERSIONS
 from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton.package import deploy, layout_bls, model_config
 from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines
@@ -85,8 +86,8 @@ def package_llmapi(
     name: str,
     max_draft_len: int,
     gpus_per_node: int = 8,
-) -> TritonRepository:
     container_image: str | None = None,
+) -> TritonRepository:
     """Package the PyTorch flow. llm_args: the arguments of LLM(), with the models' paths in the
     container, `ENGINES/target` and `ENGINES/draft`. container_image: None for NVIDIA's.
 
@@ -99,8 +100,7 @@ def package_llmapi(
         model_config.build_trtllm(decoupled=triton.decoupled, ours=is_ours),
         out_dir / MODEL / "config.pbtxt",
     )
-    log_probs = LOG_PROBS["trtllm_pytorch"].get(build.version, 0)
-    _write_yaml(model_yaml(llm_args, triton, log_probs), version / "model.yaml")
+    _write_yaml(model_yaml(llm_args, triton, build.version), version / "model.yaml")
     if is_ours:
         layout_bls.write_model("trtllm", version)
     for engine in [target, draft] if draft is not None else [target]:
@@ -120,11 +120,14 @@ def package_llmapi(
     return TritonRepository(out_dir, "llmapi", MODEL, triton.decoupled, max_draft_len)
 
 
-def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int) -> dict[str, Any]:
+def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, version: str) -> dict[str, Any]:
     """The content of model.yaml: the arguments of LLM(), Triton's section, and for our model.py a
-    section of our own, which the container's model.py would not understand. log_probs: how many
-    log-probabilities per token this version returns.
+    section of our own, which the container's model.py would not understand. There, log_probs: how
+    many log-probabilities per token this version returns. ignored: settings of requests that it
+    would ignore, and that are refused.
     """
+    row = VERSIONS[version]
+    penalties = () if row.penalties else ("frequency_penalty", "presence_penalty")
     settings = {
         **llm_args,
         "triton_config": {
@@ -136,7 +139,8 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, log_probs: int
     if triton.model_py == "ours":
         settings["toolkit"] = {
             "default_max_tokens": triton.default_max_tokens,
-            "log_probs": log_probs,
+            "log_probs": LOG_PROBS["trtllm_pytorch"].get(version, 0),
+            "ignored": [*penalties, *(() if row.seeds else ("seed",))],
         }
     return settings
 

@@ -14,11 +14,12 @@ The runtime returns the likeliest tokens at every position; a greedy text chose 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.facts.triton_tensors import LLMAPI
+from toolkit.interfaces import Sampling
 from toolkit.triton.tensors.contract import (
     INPUTS,
     LOG_PROB_INPUTS,
@@ -74,11 +75,22 @@ BLOCK_NAMES = {
 }
 
 
-def sampling_arguments(request: Request, max_tokens: int, log_probs: int = 0) -> dict[str, Any]:
+def sampling_arguments(
+    request: Request, max_tokens: int, log_probs: int = 0, ignored: Collection[str] = ()
+) -> dict[str, Any]:
     """Keyword arguments of SamplingParams. log_probs: how many log-probabilities per token this
-    version returns. Raises RequestError if it returns none and the request wants them.
+    version returns. ignored: the settings that it takes and ignores.
+
+    Raises RequestError if the request wants log-probabilities and there are none, or a setting that
+    would be ignored.
     """
     sampling = request.sampling
+    for name in ignored:
+        if getattr(sampling, name) != getattr(Sampling(), name):
+            raise RequestError(
+                f"{REQUEST_FORMAT.prefix}{name}: this version of TensorRT-LLM ignores it",
+                hint="Leave it out.",
+            )
     arguments: dict[str, Any] = {"max_tokens": request.max_tokens or max_tokens}
     if sampling.temperature == 0.0:
         arguments["top_k"] = 1  # greedy in every version

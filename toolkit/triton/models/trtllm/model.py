@@ -59,6 +59,7 @@ class TritonPythonModel:
         self._limits = Limits(decoupled=decoupled, max_draft_len=0)
         self._max_tokens = int(our_settings.get("default_max_tokens", 128))
         self._log_probs = int(our_settings.get("log_probs", 0))
+        self._ignored = tuple(our_settings.get("ignored", ()))
         self._types = {
             name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
         }
@@ -120,7 +121,7 @@ class TritonPythonModel:
     async def _serve(self, request: Request, name: str, sender: Any) -> None:
         try:
             parameters = self._parameters(
-                **sampling_arguments(request, self._max_tokens, self._log_probs)
+                **sampling_arguments(request, self._max_tokens, self._log_probs, self._ignored)
             )
             stream = self._llm.generate_async(
                 request.prompt, sampling_params=parameters, streaming=request.streaming
