@@ -28,7 +28,13 @@ from toolkit.standins.trtllm.tensorrt_llm.toy import ASTRAY, TIE, TIED, Sampling
 from toolkit.triton.tensors.bls import token_log_probs
 from toolkit.triton.tensors.requests import Limits, parse
 from toolkit.triton.tensors.trtllm_tensors import REQUEST_FORMAT, Responses, sampling_arguments
-from toolkit.validate.arms import Alternating
+from toolkit.validate.arms import (
+    WARM_UP_PROMPTS,
+    Alternating,
+    Sender,
+    StreamShift,
+    run_turns,
+)
 from toolkit.validate.log_probs import judge_log_probs, least_change
 from toolkit.validate.replay import Replay, replay
 from toolkit.validate.stage import Origin, References, Served, validate
@@ -337,6 +343,50 @@ def judged(
         Origin("stand-in", Quality(None, None), {}, {}),
         keep_replay=keep_replay,
     )
+
+
+def sampled_texts(folder: Path, shift: StreamShift | None) -> list[list[tuple[int, ...]]]:
+    """The sampled texts of the first and of the second start of the plain arm, as they were sent:
+    WARM_UP_PROMPTS and all prompts.
+    """
+    sender = Sender(arms(folder), 10, shift=shift)
+    run_turns(
+        sender,
+        SOUND,
+        rounds=2,
+        max_rounds=2,
+        undecided=lambda _: False,
+        seed=0,
+        temperatures=[0.8],
+    )
+    turn = WARM_UP_PROMPTS + len(SOUND)
+    turns = [sender.sent[start : start + turn] for start in range(0, 4 * turn, turn)]
+    return [[tuple(timing.token_ids) for timing in turns[index]] for index in (0, 2)]
+
+
+def test_a_start_does_not_repeat_the_sampled_texts_of_the_one_before(tmp_path: Path) -> None:
+    """This release ignores seeds and begins every start alike. Rounds would be compared as if they
+    were independent, and be the same numbers again.
+    """
+    first, second = sampled_texts(tmp_path, None)
+    assert first == second
+    first, second = sampled_texts(tmp_path, StreamShift(SOUND[0], 0.8))
+    assert first != second
+
+
+def test_the_report_says_how_starts_were_made_independent(tmp_path: Path) -> None:
+    report = judged(tmp_path, SOUND)
+    (said,) = (found.detail for found in report.findings if found.check == "random numbers")
+    assert "the sampled texts of 2 starts independent" in said
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_without_log_probabilities_the_report_says_what_the_verdict_rests_on(
+    tmp_path: Path, asks: bool
+) -> None:
+    report = judged(tmp_path, SOUND, told=2 if asks else 0, asks=asks)
+    told = [found for found in report.findings if "returns no log-probabilities" in found.detail]
+    assert len(told) == (0 if asks else 1)
 
 
 def parity_of(report: ValidationReport) -> tuple[str, dict[str, int], tuple[Divergence, ...]]:

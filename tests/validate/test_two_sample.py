@@ -156,6 +156,23 @@ def test_every_request_has_a_seed_of_its_own() -> None:
     assert len(seeds) == len(set(seeds)) >= 2 * len(PROMPTS)
 
 
+def test_a_runtime_that_ignores_seeds_gets_none() -> None:
+    """It would refuse them."""
+    asked: list[str] = []
+
+    class Noting:
+        inner = endpoint()
+
+        def measure(self, prompts: Iterable[str], **options: Any) -> list[RequestTiming]:
+            asked.extend(options)
+            return self.inner.measure(prompts, **options)
+
+    gates = DistributionGates(effect=0.19, max_seconds=0.01)
+    sender = Sender(Noting(), 16)
+    draw_pairs(sender, PROMPTS, gates, temperature=0.8, seed=0, with_seeds=False)
+    assert asked and "seed" not in asked
+
+
 # The test itself, over texts of a small Markov chain
 
 

@@ -124,6 +124,8 @@ def test_both_arms_are_served_in_turns_and_judged(
         "engine.enable_block_reuse",
     ):
         assert what in not_measured
+    (shifted,) = (each.detail for each in report.findings if each.check == "random numbers")
+    assert "the sampled texts of 6 starts independent" in shifted
     assert "started in turns" in (workplace.report("tiny") / "report.md").read_text(
         encoding="utf-8"
     )

@@ -31,6 +31,7 @@ __all__ = [
     "Endpoint",
     "Measured",
     "Sender",
+    "StreamShift",
     "run_rounds",
     "run_turns",
 ]
@@ -57,12 +58,29 @@ class Alternating:
 
 
 @dataclass
+class StreamShift:
+    """Called with each server that was started, if servers begin every start with the same random
+    numbers: it draws one token more than at the start before. Without it the sampled rounds of two
+    starts would repeat each other, and no test could take them for independent.
+    """
+
+    prompt: str
+    temperature: float
+    starts: int = 0
+
+    def __call__(self, endpoint: Endpoint) -> None:
+        self.starts += 1
+        endpoint.measure([self.prompt] * self.starts, max_tokens=1, temperature=self.temperature)
+
+
+@dataclass
 class Sender:
     """Sends one request at a time and remembers all of them for the counters. If one fails, the
     error names its prompt.
 
     plain_by_request: the endpoint decodes plainly if a request states the draft length 0. If not,
-    it does so only where no speculation is served.
+    it does so only where no speculation is served. shift: for servers whose starts repeat their
+    random numbers.
     """
 
     endpoint: Endpoint | Alternating
@@ -71,6 +89,7 @@ class Sender:
     hint: str = "Fix or remove this line of the prompts file."  # for a refused request
     sent: list[RequestTiming] = field(default_factory=list)
     plain_by_request: bool = True
+    shift: StreamShift | None = None
     # The arm of an alternating endpoint that runs now.
     _running: tuple[SentArm, Endpoint] | None = None
 
@@ -80,6 +99,8 @@ class Sender:
             return self.endpoint
         if self._running is None or self._running[0] != arm:
             self._running = arm, self.endpoint.start(arm)
+            if self.shift is not None:
+                self.shift(self._running[1])
         return self._running[1]
 
     def send(self, index: int, prompt: str, arm: SentArm, **options: Any) -> RequestTiming:
@@ -106,8 +127,8 @@ class Sender:
         elif arm == "verify":
             options["acceptance"] = "verify_only"
         where = _place(index, arm)
-        endpoint = self.turn_to(arm)
         try:
+            endpoint = self.turn_to(arm)
             (timing,) = endpoint.measure([prompt], max_tokens=self.max_tokens, **options)
         except RequestRefused as error:
             return str(error)

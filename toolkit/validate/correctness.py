@@ -50,6 +50,12 @@ __all__ = [
     "planned_requests",
 ]
 
+NO_LOG_PROBS = (
+    "whether a greedy text that differs from plain decoding differs by rounding: this version"
+    " returns no log-probabilities under speculation. The verdict rests on the texts that are the"
+    " same token for token, and on comparing the sampled texts of both arms"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class References:
@@ -234,6 +240,7 @@ def _distribution(case: Case) -> Distribution:
             gates,
             temperature=config.temperature,
             seed=config.seed,
+            with_seeds=case.can.seeds != "ignored",
             on_progress=case.on_step,
         )
         case.say("testing what was drawn")
@@ -340,6 +347,8 @@ def not_measured(
             "note",
             f"whether temperature, top-k, top-p and seeds are respected: {foreign}",
         )
+    if references.engine is None and can.log_probs == 0:
+        yield Finding("not measured", "note", NO_LOG_PROBS)
     if not can.has_verify_only:
         yield Finding(
             "not measured",

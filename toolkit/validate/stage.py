@@ -40,6 +40,7 @@ from toolkit.validate.arms import (
     Endpoint,
     Measured,
     Sender,
+    StreamShift,
     run_rounds,
     run_turns,
 )
@@ -82,6 +83,11 @@ DRIFT = 0.15  # change of plain decoding from round to round above which the rep
 # Largest factor by which more rounds may have to narrow an interval. An estimate exactly on its
 # limit is never decided, and would ask for endless rounds.
 MOST_NARROWING = 100
+SHIFTED = (
+    "this runtime ignores seeds, and begins every start with the same random numbers. To make the"
+    " sampled texts of {starts} starts independent, one token was drawn after the first start, two"
+    " after the second, and so on, and every round sent the prompts in another order"
+)
 NO_LOAD = (
     "speed and latency with several requests at a time (validation.latency.concurrency: [1, 4, 16])"
 )
@@ -156,7 +162,12 @@ def validate(
     arms = ARMS if max_draft_len > 0 else ARMS[:1]
     shown = _Shown(progress, planned_requests(config, len(prompts), max_draft_len, can))
     by_request = can.draft_len_per_request or served.has_second_server
-    sender = Sender(endpoint, config.max_tokens, shown.sent, plain_by_request=by_request)
+    shift = None
+    if isinstance(endpoint, Alternating) and can.seeds == "ignored":
+        shift = StreamShift(prompts[0], config.temperature)
+    sender = Sender(
+        endpoint, config.max_tokens, shown.sent, plain_by_request=by_request, shift=shift
+    )
     before = counters() if counters is not None else {}
     by_restarts = isinstance(endpoint, Alternating) and max_draft_len > 0
     measured = _measure(sender, prompts, arms, config, shown, by_restarts=by_restarts)
@@ -224,6 +235,7 @@ def validate(
             *correctness.diagnoses,
             *(finding for finding in loaded_findings if finding.severity != "ok"),
             *not_measured(max_draft_len, references, can, greedy_acceptance),
+            *_of_random_numbers(shift),
             *_findings(checks, measured, {0.0: greedy_arms, config.temperature: sampled_arms}),
             *_not_asked_for(config, max_draft_len),
         ),
@@ -254,6 +266,11 @@ def _sweep(
         raise UsageError("validation.latency.concurrency is set, and nothing here can measure it")
     sender.turn_to(last_arm)  # the sweep loads the server that is running
     return served.sweep(config.latency.concurrency)
+
+
+def _of_random_numbers(shift: StreamShift | None) -> Iterator[Finding]:
+    if shift is not None and shift.starts > 1:
+        yield Finding("random numbers", "note", SHIFTED.format(starts=shift.starts))
 
 
 def _not_asked_for(config: ValidationConfig, max_draft_len: int) -> Iterator[Finding]:

@@ -2,8 +2,9 @@
 gives no logits outside its server.
 
 The distribution that tokens should have is unknown, so the speculative arm is compared with the
-plain one. Both draw the same number of texts on the same prompts, and every request has its own
-seed. There are two tests: one of the second and later tokens, each given the whole text before it
+plain one. Both draw the same number of texts on the same prompts. Every request has its own seed if
+the engine respects seeds; if not, `arms.StreamShift` keeps the arms' random numbers apart. There
+are two tests: one of the second and later tokens, each given the whole text before it
 (`distribution.prefix_test`), and one of the continuations as a whole. Texts are short, since tokens
 can be compared only after a beginning that both arms share. How many texts are needed depends on
 how many beginnings they share. So the first number is a guess, and more follow until the effect
@@ -63,10 +64,12 @@ def draw_pairs(
     *,
     temperature: float,
     seed: int,
+    with_seeds: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Pairs:
-    """Draw texts of both arms. on_progress: is called with (texts so far, texts wanted).
+    """Draw texts of both arms. with_seeds: every request has a seed of its own. on_progress: is
+    called with (texts so far, texts wanted).
 
     Raises StageError as every request does.
     """
@@ -85,9 +88,8 @@ def draw_pairs(
     sender = replace(sender, max_tokens=longest)  # it shares its list of sent requests
 
     def ask(arm: SentArm, index: int) -> None:
-        timing = sender.send(
-            index, chosen[index], arm, temperature=temperature, seed=int(generator.integers(2**31))
-        )
+        seeded = {"seed": int(generator.integers(2**31))} if with_seeds else {}
+        timing = sender.send(index, chosen[index], arm, temperature=temperature, **seeded)
         drawn.texts[arm][index].append(tuple(timing.token_ids))
         on_progress(len(sender.sent) - first, rounds * len(chosen) * len(ARMS))
 
