@@ -135,6 +135,7 @@ LLM_ARGS = (
         choices=("TRTLLMSampler", "TorchSampler", "auto"),
         versions=TO_1_3_EARLY,
     ),
+    Field("enable_mixed_sampler", "bool", False, versions=ALL[:1], confidence="C"),
     Field("enable_iter_perf_stats", "bool", False),
     Field("enable_iter_req_stats", "bool", False),
     Field("print_iter_log", "bool", False),

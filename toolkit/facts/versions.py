@@ -42,8 +42,8 @@ class Version:
     greatest (`upper`); None if the option does not exist.
     penalties: the PyTorch flow's penalties act under speculation. seeds: a request's seed decides
     its sampled tokens; if not, every start of the engine draws from the same stream.
-    allow_advanced_sampling: without this option the one-model path answers sampled requests
-    greedily.
+    enable_mixed_sampler, allow_advanced_sampling: without this option the default sampler, or the
+    one-model path, answers sampled requests greedily.
     triton_names: the names of the BLS layout's tensors for the least number of tokens and the seed.
     """
 
@@ -66,6 +66,7 @@ class Version:
     draft_len_schedule: Literal["lower", "upper"] | None = None
     penalties: bool = False
     seeds: bool = False
+    enable_mixed_sampler: bool = False
     allow_advanced_sampling: bool = False
     options_flag: str = CONFIG  # flag of trtllm-serve for a YAML of LLM() arguments
     triton_names: tuple[str, str] = NEW_NAMES
@@ -94,6 +95,7 @@ V1_0 = replace(
     release="1.0.0",
     pytorch_flow=True,
     qwen3_engine=True,
+    enable_mixed_sampler=True,
     triton_names=NEW_NAMES,
     serving_tags=("25.10", "25.09"),
     tensorrt="10.11.0.33",
@@ -105,6 +107,7 @@ V1_1 = replace(
     release="1.1.0",
     max_concurrency=True,
     tokens_per_block=True,
+    enable_mixed_sampler=False,
     serving_tags=("26.02", "26.01", "25.12"),
     tensorrt="10.13.3.9",
     cuda="13.0.2",
@@ -214,6 +217,12 @@ SOURCES = {
     "seeds": Source(
         "TRT pull requests 17172 and 17599 (about 1.3.0rc23): before, one generator per engine"
         " with the seed 42",
+        "C",
+    ),
+    "enable_mixed_sampler": Source(
+        f"{LLM_ARGS} and tensorrt_llm/_torch/pyexecutor/sampler.py of mid 2025: TorchSampler takes"
+        " the likeliest token of every row without it. Later copies lack the option; where it ended"
+        " is not known, and 1.1 is taken as without it",
         "C",
     ),
     "allow_advanced_sampling": Source(

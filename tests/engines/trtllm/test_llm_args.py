@@ -100,6 +100,13 @@ def test_the_load_to_stop_at_begins_with_1_1(version: str) -> None:
     assert faults(args, version) == []
 
 
+def test_1_0_is_told_to_sample() -> None:
+    """Its default sampler answers every request greedily otherwise."""
+    old, new = llm_args(SPEC, asked("1.0"), None), llm_args(SPEC, asked("1.1"), None)
+    assert old["enable_mixed_sampler"] is True and "enable_mixed_sampler" not in new
+    assert faults(old, "1.0") == []
+
+
 def test_the_one_model_path_of_early_candidates_is_told_to_sample() -> None:
     """Without this option it decodes sampled requests greedily."""
     early, late = (llm_args(SPEC, asked(name), None) for name in ("1.3rc-early", "1.3rc-late"))

@@ -68,6 +68,8 @@ def llm_args(
         optional["attn_backend"] = asked.attn_backend
     if asked.trust_remote_code:
         optional["trust_remote_code"] = True
+    if version.enable_mixed_sampler:
+        optional["enable_mixed_sampler"] = True
     optional["cuda_graph_config"] = graphs
     speculative = _speculative(spec, asked, version)
     if speculative is not None:

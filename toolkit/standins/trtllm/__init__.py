@@ -11,4 +11,4 @@ from pathlib import Path
 __all__ = ["PACKAGE", "RELEASE_VARIABLE"]
 
 PACKAGE = Path(__file__).with_name("tensorrt_llm")
-RELEASE_VARIABLE = "TENSORRT_LLM_STAND_IN"  # the environment variable that chooses the release
+RELEASE_VARIABLE = "TENSORRT_LLM_STAND_IN"  # of the environment; it chooses the release

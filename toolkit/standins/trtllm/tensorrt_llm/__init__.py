@@ -36,7 +36,10 @@ class LLM(Toy):
         ]
         if missing := [folder for folder in here if not Path(folder).is_dir()]:
             raise FileNotFoundError(f"no checkpoint at {missing}")
-        super().__init__(0 if speculative is None else DRAFT_LEN)
+        super().__init__(
+            0 if speculative is None else DRAFT_LEN,
+            samples=not RELEASE.has_mixed_sampler or args.enable_mixed_sampler,
+        )
         self.args = args
         if not RELEASE.is_pytorch:
             print("stand-in LLM: compiles an engine", flush=True)

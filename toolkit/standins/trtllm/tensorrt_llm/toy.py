@@ -230,7 +230,7 @@ class Output:
 
 class Toy:
     """The runtime behind `LLM`. draft_len 0: without speculation. step_s: the time of a step.
-    fault: as in Target.
+    fault: as in Target. samples False: every request is answered greedily.
     """
 
     def __init__(
@@ -238,7 +238,10 @@ class Toy:
         draft_len: int,
         step_s: float = 0.01,  # so long that a busy machine adds little to it
         fault: str | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
+        self.samples = samples
         self._draft_len, self._step_s, self._fault = draft_len, step_s, fault
         self._stream = random.Random(ENGINE_SEED)
 
@@ -247,6 +250,8 @@ class Toy:
     ) -> Output:
         if prompt == "refuse me":
             raise ValueError("the runtime refuses this prompt")
+        if not self.samples:
+            sampling_params = dataclasses.replace(sampling_params, temperature=None)
         speculates = self._draft_len > 0
         if sampling_params.has_penalties and speculates and RELEASE.one_model:
             raise ValueError("penalties need speculative_config.enable_penalty")

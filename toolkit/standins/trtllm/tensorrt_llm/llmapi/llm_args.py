@@ -76,10 +76,10 @@ class KvCacheConfig(NestedKv):
         max_gpu_total_bytes: int = 0
         mamba_ssm_cache_dtype: str = "auto"
         attention_dp_events_gather_period_ms: int = 5
-    if since("1.3.0rc3"):
+    if since("1.3.0rc20"):
         use_kv_cache_manager_v2: bool = False
         max_util_for_resume: float = 0.95
-    if not since("1.3.0rc27"):
+    if not since("1.3.0rc28"):
         onboard_blocks: bool = True
 
 
@@ -115,7 +115,7 @@ class DecodingBaseConfig(Nested):
     elif since("1.2.0"):
         acceptance_window: Count | None = None
         acceptance_length_threshold: float | None = None
-    if since("1.3.0rc27"):
+    if since("1.3.0rc28"):
         use_rejection_sampling: bool = False
 
     if IS_CLASS:
@@ -344,10 +344,10 @@ NamesOfTorch = create_model(
         if since("1.2.0")
         else {}
     ),
-    **(untyped("sampler_type") if since("1.1.0") and not since("1.3.0rc27") else {}),
+    **(untyped("sampler_type") if since("1.1.0") and not since("1.3.0rc28") else {}),
     **(
         untyped("fail_fast_on_attention_window_too_large")
-        if not since("1.3.0rc3") and since("1.0.0")
+        if not since("1.3.0rc20") and since("1.0.0")
         else {}
     ),
 )
@@ -356,6 +356,8 @@ NamesOfTorch = create_model(
 class TorchLlmArgs(NamesOfTorch):
     cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
     disable_overlap_scheduler: bool = False
+    if not since("1.1.0"):
+        enable_mixed_sampler: bool = False
     attn_backend: str = "TRTLLM"
 
 
