@@ -12,6 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.trtllm_packages import llmapi
+from toolkit.config.schema import TritonConfig
+from toolkit.errors import ServerError
+from toolkit.pipeline.stage import Stage
+from toolkit.records.build import TritonRepository
+from toolkit.workflows.stages.load_served import and_loaded
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ("--set", "validation.max_prompts=8", "--set", "validation.distribution.enabled=false")
 UNJUDGED = {"speedup", "speedup_sampled", "quality_kl"}
@@ -78,6 +85,25 @@ def test_a_shipped_deployment_is_built_served_and_judged(
         not (tmp_path / f"triton_repo/{name}").exists()
         and not (tmp_path / f"engines/{name}").exists()
     )
+
+
+@pytest.mark.slow
+def test_what_the_server_would_not_load_fails_the_rehearsal(
+    tmp_path: Path,
+) -> None:
+    """The served model file meets what refuses a mapping as speculative_config. Here it passes the
+    mapping on, as it once did.
+    """
+    record = llmapi(tmp_path)
+    stage = Stage("package", 1, TritonRepository, (), lambda _: {"inputs": {}}, lambda *_: record)
+    loading = and_loaded(stage, "1.2.1", TritonConfig())
+    assert "loaded_over" in loading.parts({})["inputs"]
+    assert loading.run({}, tmp_path, lambda *_: None) == record
+    model_file = record.path / "tensorrt_llm/1/model.py"
+    text = model_file.read_text().replace("with_speculative_config(settings, llm_args)", "settings")
+    model_file.write_text(text)
+    with pytest.raises(ServerError, match="Extra inputs are not permitted"):
+        loading.run({}, tmp_path, lambda *_: None)
 
 
 def test_what_cannot_work_is_not_rehearsed(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.serve_vllm import check_vllm
 from toolkit.workflows.stages.compile import compile_stage
+from toolkit.workflows.stages.load_served import and_loaded
 from toolkit.workflows.stages.package import package_stage
 from toolkit.workflows.stages.pair import pair_stage
 from toolkit.workflows.stages.quantize import quantize_stage
@@ -204,7 +205,8 @@ def rehearsal_stages(
     real: the deployment with its own engine kind; it decides how the models are quantized. served:
     the deployment on the embedded engine, which is compiled, packaged and measured. If `real` is of
     another kind, its compile and package stages run too, without trtllm-build if this machine
-    cannot run that. replaced: sentences for the report. Raises UsageError as `stages_of` does.
+    cannot run that. What is packaged for the PyTorch flow is loaded over a stand-in. replaced:
+    sentences for the report. Raises UsageError as `stages_of` does.
     """
     from toolkit.plan.make import make_plan
 
@@ -218,10 +220,12 @@ def rehearsal_stages(
                 _without_trtllm_build(stage, engine_spec(real, role))
                 for stage, role in zip(compiled, roles, strict=True)
             ]
+        package = package_stage(real, roles)
+        if real.pytorch_flow is not None:
+            version = real.pytorch_flow.tensorrt_llm
+            package = and_loaded(package, version, real.triton)
         new_name = partial(_real_kind_name, kind="trtllm" if real.vllm_engine is None else "vllm")
-        real_stages = [
-            _renamed(stage, new_name) for stage in (*compiled, package_stage(real, roles))
-        ]
+        real_stages = [_renamed(stage, new_name) for stage in (*compiled, package)]
     memory = make_plan(served).memory
     validate = validate_stage(served, roles, workplace, memo, memory, replaced)
     return [
