@@ -5,6 +5,9 @@ and loaded by a stand-in.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from tests.support.checkpoints import write_checkpoint
 from toolkit.engines.registry import backend
-from toolkit.engines.trtllm.llm_args import read_llm_args
+from toolkit.engines.trtllm.llm_args import llm_args as written_args
+from toolkit.engines.trtllm.llm_args import read_llm_args, resolved, write_llm_args
 from toolkit.engines.trtllm.llm_classes import refusal
 from toolkit.engines.trtllm_pytorch import TrtllmPytorchBackend
 from toolkit.errors import CheckpointError, StageError
@@ -22,6 +26,7 @@ from toolkit.facts.llm_args import LLM_ARGS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
 from toolkit.records.codec import from_json, to_json
+from toolkit.standins.trtllm import PACKAGE, RELEASE_VARIABLE
 from toolkit.standins.trtllm.tensorrt_llm.llmapi import llm_args
 
 
@@ -169,6 +174,35 @@ def test_a_speculative_config_becomes_an_object_of_the_release() -> None:
     spelled_as_later = {**DRAFTS, "decoding_type": "Draft_Target"}
     said = refusal({**args, "speculative_config": spelled_as_later}, llm_args.TorchLlmArgs)
     assert said == "Invalid decoding type: Draft_Target"
+
+
+LOADING = """
+import sys, torch
+torch.cuda.get_device_name = lambda index: "stand-in"
+from toolkit.engines.trtllm.load_once import main
+main(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["1.1.0", "1.2.1", "1.4.0rc1"])
+def test_the_trial_load_takes_what_was_written(tmp_path: Path, release: str) -> None:
+    version = {"1.1.0": "1.1", "1.4.0rc1": "1.4rc"}.get(release, release)
+    for role in ("target", "draft"):
+        (tmp_path / role).mkdir()
+    spec = spec_of(version=version)
+    assert spec.tensorrt_llm is not None
+    args = written_args(spec, spec.tensorrt_llm, "FP8")
+    write_llm_args(resolved(args, tmp_path / "target", tmp_path / "draft"), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), RELEASE_VARIABLE: release},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tokens": 1, "gpu": "stand-in"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError, ValueError, TypeError])
