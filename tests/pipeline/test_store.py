@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.errors import StageError, StoreError
 from toolkit.pipeline.files import replace_folder, store_error, write_whole
-from toolkit.pipeline.store import Entry, Store, Written
+from toolkit.pipeline.store import MAX_WAITING, RESUME, Entry, Store, Written
 
 KEY = "0" * 64
 
@@ -142,10 +142,55 @@ def test_an_entry_that_may_not_be_used_is_replaced(store: Store) -> None:
 
 def test_dead_temporary_folders_are_swept_and_living_ones_are_not(store: Store) -> None:
     for stage, key in (("s/one", KEY), ("t", "1" * 64), ("u", "2" * 64)):
-        (store.root / stage / f".tmp.{key}.abcd1234" / "content").mkdir(parents=True)
+        (store.root / stage / f".tmp.{key}" / "content").mkdir(parents=True)
     with store._lock("u", "2" * 64):
         entry_in(store)
     assert [path.parent.name for path in leftovers(store.root)] == ["u"]
+
+
+def test_what_a_killed_build_can_go_on_from_waits_for_its_key(store: Store) -> None:
+    kept: list[str] = []
+
+    def write(content: Path) -> Written:
+        kept.extend(file.name for file in (content.parent / RESUME).iterdir())
+        return write_two(content)
+
+    waiting = store.root / "s/one" / f".tmp.{KEY}"
+    for name in ("content/half", f"{RESUME}/layer-000"):
+        (waiting / name).parent.mkdir(parents=True)
+        (waiting / name).write_text("x")
+    store.build("t", "1" * 64, {}, write_two)
+    assert leftovers(store.root) == [waiting]
+    assert not (waiting / "content").exists()
+    entry, reused = store.build("s/one", KEY, {}, write)
+    assert (kept, reused, set(entry.files)) == (["layer-000"], False, {"a", "sub/b"})
+    assert leftovers(store.root) == []
+    assert {path.name for path in entry.path.parent.iterdir()} == {"content", "record.json"}
+
+
+def test_what_a_failed_build_has_finished_is_kept_unless_it_is_to_be_fresh(store: Store) -> None:
+    seen: list[bool] = []
+
+    def fail(content: Path) -> Written:
+        seen.append((content.parent / RESUME).exists())
+        (content.parent / RESUME).mkdir(exist_ok=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for fresh in (False, False, True):
+        with pytest.raises(StoreError, match="cannot write"):
+            store.build("s/one", KEY, {}, fail, fresh=fresh)
+    assert seen == [False, True, False]
+    (waiting,) = leftovers(store.root)
+    assert [path.name for path in waiting.iterdir()] == [RESUME]
+
+
+def test_of_the_builds_that_wait_only_the_newest_are_kept(store: Store) -> None:
+    folders = [store.root / "s" / f".tmp.{number:064}" for number in range(MAX_WAITING + 2)]
+    for age, folder in enumerate(folders):
+        (folder / RESUME).mkdir(parents=True)
+        os.utime(folder / RESUME, (1000 - age, 1000 - age))
+    entry_in(store)
+    assert sorted(leftovers(store.root)) == folders[:MAX_WAITING]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])

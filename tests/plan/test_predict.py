@@ -122,24 +122,26 @@ def test_more_calibration_text_takes_longer_and_only_the_engine_flow_compiles() 
         )
 
     assert seconds(1024) > seconds(128)
-    # 512 batches of one line move 141 GB to the GPU 512 times, at 10 GB/s; batches of eight lines
-    # do so an eighth as often.
-    one, eight = (
-        stage_times(subject("engine", calibration__calib_size=512, calibration__batch_size=size))[
-            0
-        ].seconds
+    # However the text is divided into batches, a layer visits the GPU once, and the hidden states
+    # of all tokens (8192 values of 2 bytes) go there and back for each of the 80 layers.
+    of_size = {
+        size: stage_times(
+            subject(
+                "engine",
+                calibration__calib_size=512,
+                calibration__calib_max_seq_length=2048,
+                calibration__batch_size=size,
+            )
+        )[0]
         for size in (1, 8)
-    )
-    assert one - eight == pytest.approx((512 - 64) * 141.1e9 / 10e9, rel=0.01)
-    # If the host's memory does not hold the source, each batch also reads it from the disk at
-    # 1 GB/s.
-    formula = stage_times(
-        subject("engine", calibration__calib_size=512, calibration__batch_size=8)
-    )[0].formula
-    assert formula.endswith(
-        f"with less than 141 GB of memory free for the source's files, up to {64 * 141.1 / 60:.0f}"
-        " min more"
-    )
+    }
+    assert of_size[1] == of_size[8]
+    hidden = 2 * 8192 * 512 * 2048
+    computing = 2 * 70.6e9 * 512 * 2048 / (989e12 * 0.4)
+    moved, files = 141.1e9 + 160 * hidden, 141.1e9 + 72.7e9
+    assert of_size[1].seconds == pytest.approx(computing + moved / 10e9 + files / 1e9, rel=0.01)
+    assert "34 GB of hidden states lie on the disk" in of_size[1].formula
+    assert of_size[1].formula.endswith(f"up to {160 * hidden / 1e9 / 60:.0f} min more")
     assert {time.stage for time in stage_times(subject("engine"))} == {
         "quantize/target",
         "compile/target",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.quantize.models import whole_forwards
 from tests.support.checkpoints import write_checkpoint
 from tests.support.modelopt_exports import export_hf
 from toolkit.config.schema import CalibrationConfig
@@ -61,7 +62,7 @@ def test_the_model_computes_its_source_again_and_then_itself(
         model = modelopt.load_model(source)
         samples = batches(source, calibration)
         original = model(samples[0]).logits
-        modelopt.quantize_model(model, algorithm, None, calibrate.forward_loop(samples, silent))
+        modelopt.quantize_model(model, algorithm, None, whole_forwards(samples))
         quantized = model(samples[0]).logits
         with modelopt.as_source(model, source):
             assert torch.equal(model(samples[0]).logits, original)
@@ -79,9 +80,7 @@ def test_a_model_that_lost_nothing_has_no_error(
     with modelopt.quiet():
         model = modelopt.load_model(source)
         samples = batches(source, calibration)
-        modelopt.quantize_model(
-            model, ALGORITHMS["W8A16"], None, calibrate.forward_loop(samples, silent)
-        )
+        modelopt.quantize_model(model, ALGORITHMS["W8A16"], None, whole_forwards(samples))
         for module in model.modules():
             if isinstance(module, TensorQuantizer) and module.is_enabled:
                 module._amax[:] = 1e30  # so coarse that every weight would round to 0 ...
@@ -117,9 +116,7 @@ def test_plain_int8_under_the_name_of_smoothquant_is_found(
     plain = Algorithm("W8A8_SQ_PER_CHANNEL", "INT8_DEFAULT_CFG", "I8", 127.0, True, True, False)
     with modelopt.quiet():
         model = modelopt.load_model(source)
-        modelopt.quantize_model(
-            model, plain, None, calibrate.forward_loop(batches(source, calibration), silent)
-        )
+        modelopt.quantize_model(model, plain, None, whole_forwards(batches(source, calibration)))
         export_hf(model, source.dtype, tmp_path / "out")
     finish(source, tmp_path / "out", "W8A8_SQ_PER_CHANNEL", None)
     stated = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
@@ -133,9 +130,7 @@ def test_a_bare_export_lacks_what_runtimes_need(
     source = open_source(write_checkpoint(tmp_path / "source"))
     with modelopt.quiet():
         model = modelopt.load_model(source)
-        modelopt.quantize_model(
-            model, FP8, None, calibrate.forward_loop(batches(source, calibration), silent)
-        )
+        modelopt.quantize_model(model, FP8, None, whole_forwards(batches(source, calibration)))
         export_hf(model, source.dtype, tmp_path / "out")
     before = faults(source, tmp_path / "out", FP8)
     assert set(before) == {"rope", "dtype", "tokenizer"}
@@ -150,7 +145,7 @@ def exported(calibration: CalibrationConfig, tmp_path: Path) -> tuple[Source, Pa
     with modelopt.quiet():
         model = modelopt.load_model(source)
         modelopt.quantize_model(
-            model, SMOOTHQUANT, None, calibrate.forward_loop(batches(source, calibration), silent)
+            model, SMOOTHQUANT, None, whole_forwards(batches(source, calibration))
         )
         calibrated = calibrated_from_model(model, source, SMOOTHQUANT)
         captured = capture(model, calibrated)

@@ -386,7 +386,11 @@ def test_progress_is_shown_and_the_libraries_are_silent(
         print(f"at {what}")
 
     run(source, SMOOTHQUANT, calibration, tmp_path / "out", progress)
-    for what in ("checking weights, tensors", "calibrating, batches", "measuring quality, batches"):
+    for what in (
+        "checking weights, tensors",
+        "calibrating, batches x layers",
+        "measuring quality, batches",
+    ):
         steps = [(done, total) for done, total, name in seen if name == what]
         assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
     out, err = capfd.readouterr()

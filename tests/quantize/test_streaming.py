@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.quantize.models import calibrated_model
+from tests.quantize.models import Elsewhere, calibrated_model
 from tests.support.checkpoints import write_checkpoint
 from toolkit.quantize import modelopt
 from toolkit.quantize.source import open_source
 from toolkit.quantize.streaming import computing_on, streamed
-
-
-class Elsewhere:
-    """A stand-in for a device, which notes the largest tensor. Every move is a copy, so a tensor
-    that is not moved back is found by its address.
-    """
-
-    def __init__(self) -> None:
-        self.largest = 0
-
-    def there(self, tensor: Any) -> Any:
-        self.largest = max(self.largest, tensor.nbytes)
-        return tensor.clone()
-
-    def back(self, tensor: Any) -> Any:
-        return tensor.clone()
 
 
 @pytest.mark.parametrize("quant_algo", ["FP8", "W8A8_SQ_PER_CHANNEL"])

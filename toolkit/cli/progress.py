@@ -55,7 +55,8 @@ def _outcome(stage: str, done: Done) -> str:
     if done.reused:
         return f"{stage:18} reused"
     peak = "" if done.peak_memory_bytes is None else f", {size(done.peak_memory_bytes)} at most"
-    return f"{stage:18} done in {duration(done.seconds)}{peak}"
+    after = " after a killed run" if done.is_resumed else ""
+    return f"{stage:18} done in {duration(done.seconds)}{after}{peak}"
 
 
 @contextlib.contextmanager

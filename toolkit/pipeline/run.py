@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from toolkit.interfaces import Progress
 from toolkit.pipeline.machine import machine, program
 from toolkit.pipeline.memory import PeakMemory
-from toolkit.pipeline.stage import Done, Stage, key_of
+from toolkit.pipeline.stage import Done, Stage, key_of, resume_folder
 from toolkit.pipeline.store import Entry, Store, Written
 from toolkit.records.codec import to_json
 
@@ -82,6 +82,7 @@ def _run_stage(
         progress = observer.started(stage.name)
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         before = time.monotonic()
+        is_resumed = resume_folder(content).exists()
         with PeakMemory() as peak:
             record = stage.run(finished, content, progress)
         provenance = {
@@ -89,6 +90,7 @@ def _run_stage(
             "machine": machine(),
             "started": started,
             "seconds": round(time.monotonic() - before, 3),
+            "resumed": is_resumed,
             "peak_memory_bytes": peak.of_this_work,
         }
         return Written(to_json(record), provenance)
@@ -98,7 +100,8 @@ def _run_stage(
         key,
         parts,
         write,
-        is_usable=lambda stored: not is_fresh and _is_usable(stage, stored),
+        is_usable=lambda stored: _is_usable(stage, stored),
+        fresh=is_fresh,
     )
     store.note(name, stage.name, key, parts)
     return Done(entry, stage.decode(entry), reused)
@@ -143,6 +146,8 @@ def explain(stages: Sequence[Stage], store: Store, name: str) -> list[Explanatio
         if entry is not None and _is_usable(stage, entry):
             finished[stage.name] = Done(entry, stage.decode(entry), True)
             built = f"built {entry.provenance['started']} in {entry.provenance['seconds']:.1f} s"
+            if entry.provenance.get("resumed"):
+                built += ", going on after a killed run"
             explanations.append(Explanation(stage.name, True, key, (built,)))
             continue
         reasons = tuple(_reasons(stage, key, parts, entry, last.get(stage.name)))

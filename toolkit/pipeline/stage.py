@@ -14,10 +14,10 @@ from typing import Any
 
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import digest_value
-from toolkit.pipeline.store import Entry
+from toolkit.pipeline.store import RESUME, Entry
 from toolkit.records.codec import from_json
 
-__all__ = ["Done", "Finished", "Stage", "key_of"]
+__all__ = ["Done", "Finished", "Stage", "key_of", "resume_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,15 @@ class Done:
 
     @property
     def seconds(self) -> float:
-        """How long the stage took when it ran, which may have been another day."""
+        """How long the stage took when it ran, which may have been another day. After a killed run
+        that it went on from, only what it did itself.
+        """
         return float(self.entry.provenance["seconds"])
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it went on from what a killed run had finished."""
+        return bool(self.entry.provenance.get("resumed"))
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -42,6 +49,15 @@ class Done:
 
 Finished = Mapping[str, Done]
 """Stage name -> outcome, for the stages that are done."""
+
+
+def resume_folder(out_dir: Path) -> Path:
+    """Where a stage that fills `out_dir` may keep what it has finished so far. If it is killed, the
+    next run with the same key finds it there; when the result is stored, the folder is removed.
+
+    The folder may be missing, and nothing says that its files are whole.
+    """
+    return out_dir.parent / RESUME
 
 
 def _is_always_reusable(record: Any) -> bool:

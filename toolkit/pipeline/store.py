@@ -11,8 +11,9 @@
 An entry is written to a temporary sibling and renamed. So it exists whole or not at all, even if
 processes race or are killed. The process that builds a key holds its lock (flock, which the kernel
 releases when the process ends); a second build waits and then reuses the entry. A temporary folder
-whose key nobody has locked is therefore left over from a killed build, and is removed. Every use of
-an entry compares its files with their digests, so a damaged or edited entry is built again.
+whose key nobody has locked is therefore left over from a killed build, and is removed; what the
+build kept there to go on from waits for the next build of its key. Every use of an entry compares
+its files with their digests, so a damaged or edited entry is built again.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from toolkit.pipeline.files import (
 )
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_value
 
-__all__ = ["Entry", "Store", "Written"]
+__all__ = ["MAX_WAITING", "RESUME", "Entry", "Store", "Written"]
 
 FORMAT = 1  # of record.json
 TEMPORARY = ".tmp."
+RESUME = "resume"  # in a temporary folder, beside `content`
+MAX_WAITING = 2  # killed builds of other keys whose RESUME folders are kept; the oldest go first
 # In a stored record this replaces the path of the content folder, so that the store can be moved.
 CONTENT_PLACEHOLDER = "@content"
 
@@ -129,20 +132,22 @@ class Store:
         write: Callable[[Path], Written],
         *,
         is_usable: Callable[[Entry], bool] = lambda entry: True,
+        fresh: bool = False,
     ) -> tuple[Entry, bool]:
         """Return the entry, and whether it was in the store already. If it was not, `write` fills a
         folder, which then becomes the entry.
 
         is_usable: whether a stored entry may be used; if not, it is built again and replaced.
-        Raises StoreError if nothing can be written, and whatever `write` raises; in both cases
-        nothing is left behind.
+        fresh: build it again in any case, and from its beginning. Raises StoreError if nothing can
+        be written, and whatever `write` raises; in both cases nothing is left behind but what
+        `write` has put into the RESUME folder beside its own.
         """
         try:
             with self._lock(stage, key):
                 stored = self.find(stage, key)
-                if stored is not None and is_usable(stored):
+                if stored is not None and not fresh and is_usable(stored):
                     return stored, True
-                return self._write(stage, key, parts, write), False
+                return self._write(stage, key, parts, write, fresh=fresh), False
         except OSError as error:
             raise store_error(stage, error, self.root) or error from error
         except ToolkitError:
@@ -154,13 +159,20 @@ class Store:
             raise store_error(stage, wrapped, self.root) or error from error
 
     def _write(
-        self, stage: str, key: str, parts: Mapping[str, Any], write: Callable[[Path], Written]
+        self,
+        stage: str,
+        key: str,
+        parts: Mapping[str, Any],
+        write: Callable[[Path], Written],
+        *,
+        fresh: bool,
     ) -> Entry:
         folder = self.root / stage
         folder.mkdir(parents=True, exist_ok=True)
-        self._sweep(stage, key)
-        temporary = folder / f"{TEMPORARY}{key}.{secrets.token_hex(4)}"
+        self._sweep()
+        temporary = folder / f"{TEMPORARY}{key}"  # nobody else writes there while we hold the lock
         content = temporary / "content"
+        _remove_temporary(temporary, keep_resume=not fresh)
         content.mkdir(parents=True)
         try:
             written = write(content)
@@ -175,9 +187,10 @@ class Store:
                 "provenance": dict(written.provenance),
             }
             (temporary / "record.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+            shutil.rmtree(temporary / RESUME, ignore_errors=True)
             replace_folder(temporary, folder / key)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove_temporary(temporary, keep_resume=True)
             raise
         stored = self.find(stage, key)
         if stored is None:
@@ -226,21 +239,21 @@ class Store:
             self.notice(f"{stage}: process {owner} is building the same; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
-    def _sweep(self, stage: str, key: str) -> None:
-        """Remove the temporary folders that killed builds have left: those of this key, whose lock
-        we hold, and those of keys that nobody has locked.
+    def _sweep(self) -> None:
+        """Remove the temporary folders that killed builds have left: those of keys that nobody has
+        locked. The newest MAX_WAITING of them keep what their builds can go on from.
         """
-        for pattern in (f"*/{TEMPORARY}*", f"*/*/{TEMPORARY}*"):
-            for path in self.root.glob(pattern):
-                of_stage, of_key = (
-                    path.parent.relative_to(self.root).as_posix(),
-                    path.name.split(".")[2],
-                )
-                if (of_stage, of_key) == (stage, key):
-                    shutil.rmtree(path, ignore_errors=True)
-                    continue
-                with contextlib.suppress(BlockingIOError), self._lock(of_stage, of_key, wait=False):
-                    shutil.rmtree(path, ignore_errors=True)
+        folders = [
+            path
+            for pattern in (f"*/{TEMPORARY}*", f"*/*/{TEMPORARY}*")
+            for path in self.root.glob(pattern)
+        ]
+        waiting = 0
+        for path in sorted(folders, key=_time_of_resume, reverse=True):
+            stage, key = path.parent.relative_to(self.root).as_posix(), path.name.split(".")[2]
+            with contextlib.suppress(BlockingIOError), self._lock(stage, key, wait=False):
+                _remove_temporary(path, keep_resume=waiting < MAX_WAITING)
+                waiting += path.exists()
 
     def last(self, name: str) -> dict[str, dict[str, Any]]:
         """Stage -> {key, parts} of the last build of a deployment; empty if there was none."""
@@ -302,6 +315,26 @@ class Store:
         except OSError as error:
             raise store_error("publish", error, destination) or error from error
         return True
+
+
+def _remove_temporary(folder: Path, *, keep_resume: bool) -> None:
+    """Remove what a build has left in its temporary folder, and the folder unless something is kept
+    in it.
+    """
+    resume = folder / RESUME
+    if not (keep_resume and resume.is_dir()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    shutil.rmtree(folder / "content", ignore_errors=True)
+    (folder / "record.json").unlink(missing_ok=True)
+
+
+def _time_of_resume(folder: Path) -> float:
+    """When the build of a temporary folder last kept something; 0 if it has kept nothing."""
+    try:
+        return (folder / RESUME).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMemo) -> bool:

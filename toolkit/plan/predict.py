@@ -160,18 +160,19 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
                 * tokens
                 / (gpu.bf16_tflops * 1e12 * MODEL_FLOPS_UTILIZATION)
             )
-            # The GPU holds one layer at a time, so every batch moves all weights to it.
-            batches = -(-calibration.calib_size // calibration.batch_size)
-            seconds = (
-                computing + batches * source / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
-            )
-            # Every batch reads from the disk again what the host's memory cannot hold of the files.
-            uncached = batches * source / DISK_BYTES_PER_S
+            # Each layer visits the GPU once. All hidden states go there and back for each layer.
+            hidden = 2 * tokens * shape.hidden_size
+            moved = source + 2 * hidden * shape.num_layers
+            seconds = computing + moved / BUS_BYTES_PER_S + (source + size) / DISK_BYTES_PER_S
+            # What the host's memory cannot hold of them is read and written for each layer.
+            uncached = 2 * hidden * shape.num_layers / DISK_BYTES_PER_S
             formula = (
-                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak, {batches} x"
-                f" {source / 1e9:.0f} GB to the GPU at 10 GB/s, {(source + size) / 1e9:.0f} GB from"
-                f" and to the disk at 1 GB/s; with less than {source / 1e9:.0f} GB of memory free"
-                f" for the source's files, up to {uncached / 60:,.0f} min more"
+                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak,"
+                f" {moved / 1e9:,.0f} GB of weights and hidden states to the GPU and back at"
+                f" 10 GB/s, {(source + size) / 1e9:.0f} GB from and to the disk at 1 GB/s. Until"
+                f" the last layer is calibrated, {2 * hidden / 1e9:.0f} GB of hidden states lie on"
+                " the disk; with less memory free, up to"
+                f" {uncached / 60:,.0f} min more"
             )
             times.append(StageTime(f"quantize/{role}", seconds, formula))
         if subject.engine_flow is not None:

@@ -1,4 +1,4 @@
-"""Calibration text: JSON Lines -> token batches -> the forward loop that ModelOpt calibrates with.
+"""Calibration text: JSON Lines -> token batches.
 
 All sequences of a batch have the same length, so that there is no padding: the activation
 statistics would count a padded position like real text.
@@ -6,20 +6,18 @@ statistics would count a padded position like real text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.tokenizer import load_tokenizer
 from toolkit.config.schema import CalibrationConfig
 from toolkit.errors import UsageError
-from toolkit.interfaces import Progress
 from toolkit.pipeline.texts import read_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["batches_of", "encode", "forward_loop", "split_texts"]
+__all__ = ["batches_of", "encode", "split_texts"]
 
 TEXT_KEYS = ("text", "prompt")
 MIN_TEXTS = 2
@@ -99,18 +97,3 @@ def batches_of(sequences: list[list[int]], batch_size: int) -> list[Tensor]:
         for _, group in sorted(by_length.items(), reverse=True)
         for start in range(0, len(group), batch_size)
     ]
-
-
-def forward_loop(batches: list[Tensor], progress: Progress) -> Callable[[Any], None]:
-    """The function that ModelOpt calls to run the calibration text through the model. It does not
-    compute logits, since nothing observes them.
-    """
-    import torch
-
-    def loop(model: Any) -> None:
-        with torch.no_grad():
-            for done, batch in enumerate(batches, start=1):
-                model.model(input_ids=batch, use_cache=False)
-                progress(done, len(batches), "calibrating, batches")
-
-    return loop

@@ -34,6 +34,8 @@ from toolkit.words import KvCacheQuantAlgo
 __all__ = [
     "as_source",
     "load_model",
+    "observe_again",
+    "observed_by",
     "outside_quiet",
     "quantization_configs",
     "quantize_model",
@@ -158,6 +160,31 @@ def quantize_model(
     for module in model.modules():
         if isinstance(module, TensorQuantizer) and module.is_enabled and module.amax is not None:
             module._amax[module._amax == 0] = module.maxbound
+
+
+def observed_by(layer: Any) -> dict[str, Any]:
+    """What the quantizers of a layer have observed of its inputs so far: name of the quantizer ->
+    amax. Weights are left out: ModelOpt observes them before it runs any text.
+    """
+    return {
+        name: calibrator._calib_amax
+        for name, calibrator in _calibrators(layer)
+        if calibrator._calib_amax is not None
+    }
+
+
+def observe_again(layer: Any, observed: dict[str, Any]) -> None:
+    """Give the quantizers of a layer what `observed_by` has returned in another process."""
+    for name, calibrator in _calibrators(layer):
+        if name in observed:
+            calibrator._calib_amax = observed[name]
+
+
+def _calibrators(layer: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in layer.named_modules():
+        calibrator = getattr(module, "_calibrator", None)
+        if hasattr(calibrator, "_calib_amax") and not name.endswith("weight_quantizer"):
+            yield name, calibrator
 
 
 def _smooth_together(layer: Any) -> None:

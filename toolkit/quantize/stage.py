@@ -7,10 +7,14 @@ compressed-tensors, that is written too, into a folder of its own inside the che
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import shutil
+import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.quantized import Quantization, quantization_conflict
 from toolkit.checkpoints.reader import read_index
@@ -19,7 +23,7 @@ from toolkit.errors import CheckpointError, StageError, UsageError
 from toolkit.interfaces import Fingerprint, Progress
 from toolkit.pipeline.memory import freed_blocks_returned
 from toolkit.quantize.algorithms import Algorithm, algorithm_of
-from toolkit.quantize.calibrate import batches_of, encode, forward_loop, split_texts
+from toolkit.quantize.calibrate import batches_of, encode, split_texts
 from toolkit.quantize.check import check_format
 from toolkit.quantize.checkpoint import copy_code, copy_unchanged, finish, write_configs
 from toolkit.quantize.partition import Ranks, partition
@@ -34,7 +38,12 @@ from toolkit.records.measured import Finding
 from toolkit.words import Device, KvCacheQuantAlgo, Role
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from toolkit.quantize.calibrated import Calibrated
+    from toolkit.quantize.folding import Folding
+    from toolkit.quantize.readback import Captured
+    from toolkit.quantize.resume import ResumeState
 
 __all__ = [
     "TRTLLM_FOLDER",
@@ -82,6 +91,7 @@ def quantize(
     trtllm: Ranks | None = None,
     vllm: bool = False,
     with_code: bool = False,
+    resume: Path | None = None,
 ) -> QuantizedCheckpoint:
     """Quantize the checkpoint `source` and write it into `out_dir`. The same input gives the same
     bytes.
@@ -93,6 +103,8 @@ def quantize(
     vllm: also write the format that vLLM reads, from the same calibration; only for an algorithm
     that `needs_vllm_format`.
     with_code: also copy the source's Python modules, for a runtime that is told to trust them.
+    resume: a folder of this one input, where a killed run has left what it had finished, and where
+    this one keeps what it finishes; None keeps nothing. The caller removes it.
 
     A source that ModelOpt has already quantized is checked and copied. Raises CheckpointError if
     the source is damaged, contradicts itself or is quantized with another algorithm than
@@ -126,6 +138,7 @@ def quantize(
             trtllm,
             vllm,
             out_dir,
+            resume,
             progress,
         )
     if with_code:
@@ -138,7 +151,12 @@ def quantize(
         ),
         *read_back_checks,
     )
-    _raise_on_errors(role, opened, checks)
+    try:
+        _raise_on_errors(role, opened, checks)
+    except StageError:
+        if resume is not None:
+            shutil.rmtree(resume, ignore_errors=True)  # they led to what failed
+        raise
     return QuantizedCheckpoint(
         role=role,
         path=out_dir,
@@ -223,6 +241,7 @@ def _quantize(
     trtllm: Ranks | None,
     vllm: bool,
     out_dir: Path,
+    resume: Path | None,
     progress: Progress,
 ) -> tuple[QuantizationQuality, VllmFormat | None, tuple[Finding, ...]]:
     """Calibrate, measure quality, write, and read back. All formats come from one calibration."""
@@ -233,11 +252,8 @@ def _quantize(
 
     # Heavy imports, not needed before the calibration text has been checked.
     from toolkit.quantize.calibrated import calibrated_from_model
-    from toolkit.quantize.compressed_tensors import (
-        check_compressed_tensors,
-        write_compressed_tensors,
-    )
     from toolkit.quantize.hf_format import write_hf_weights
+    from toolkit.quantize.layerwise import forward_loop
     from toolkit.quantize.modelopt import (
         load_model,
         outside_quiet,
@@ -246,17 +262,22 @@ def _quantize(
         quiet,
         smooth_exactly,
     )
-    from toolkit.quantize.quality import measure, take_tokens
+    from toolkit.quantize.quality import take_tokens
     from toolkit.quantize.readback import capture, read_back
-    from toolkit.quantize.streaming import computing_on
+    from toolkit.quantize.resume import open_resume_state
+    from toolkit.quantize.streaming import moves_to
 
-    report = outside_quiet(progress)
-    with quiet():
+    report, device = outside_quiet(progress), _device()
+    batches = batches_of(samples, calibration.batch_size)
+    heldout = batches_of(take_tokens(heldout_samples), 1)
+    with quiet(), _folder(resume, out_dir) as folder:
+        state = open_resume_state(folder, source, batches, device)
+        if state.is_discarded:
+            report(0, None, "what a killed run has left cannot be used; beginning anew")
         model = load_model(source)
-        loop = forward_loop(batches_of(samples, calibration.batch_size), report)
-        with computing_on(model, _device()):
-            quantize_model(model, algorithm, kv_cache_quant_algo, loop, scratch=out_dir)
-            quality = measure(model, source, batches_of(take_tokens(heldout_samples), 1), report)
+        loop = forward_loop(batches, state, moves_to(device), report)
+        quantize_model(model, algorithm, kv_cache_quant_algo, loop, scratch=out_dir)
+        quality = _measured("quality", state, model, source, heldout, device, report)
         calibrated = calibrated_from_model(model, source, algorithm)
         report(0, None, "writing")
         captured = capture(model, calibrated)
@@ -270,27 +291,72 @@ def _quantize(
         vllm_format: VllmFormat | None = None
         if vllm:
             folding = smooth_exactly(model, source)  # the weights change; nothing else reads them
-            with computing_on(model, _device()):
-                vllm_quality = measure(
-                    model, source, batches_of(take_tokens(heldout_samples), 1), report
-                )
+            vllm_quality = _measured("quality-vllm", state, model, source, heldout, device, report)
             calibrated = calibrated_from_model(model, source, algorithm)
-            captured = capture(model, calibrated)
             report(0, None, "writing vLLM's format")
-            folder = out_dir / VLLM_FOLDER
-            write_compressed_tensors(calibrated, folding, folder)
-            checks += check_compressed_tensors(folder, calibrated, folding, captured)
-            vllm_format = VllmFormat(
-                path=folder,
-                weight_bytes=sum(info.num_bytes for info in read_index(folder).values()),
-                activations="dynamic per token",
-                folded=folding.folded,
-                left_out=folding.left_out,
-                quality=vllm_quality,
+            vllm_format, vllm_checks = _write_vllm(
+                calibrated, capture(model, calibrated), folding, vllm_quality, out_dir / VLLM_FOLDER
             )
+            checks += vllm_checks
     del model, calibrated
     gc.collect()  # ModelOpt's modules refer to one another in circles
     return quality, vllm_format, checks
+
+
+def _measured(
+    name: str,
+    state: ResumeState,
+    model: Any,
+    source: Source,
+    heldout: list[Tensor],
+    device: Device,
+    progress: Progress,
+) -> QuantizationQuality:
+    """The model's quality, measured now or by the killed run that this one goes on from."""
+    from toolkit.quantize.quality import measure
+    from toolkit.quantize.streaming import computing_on
+
+    finished = state.quality(name)
+    if finished is not None:
+        return finished
+    with computing_on(model, device):
+        quality = measure(model, source, heldout, progress)
+    state.finish_quality(name, quality)
+    return quality
+
+
+def _write_vllm(
+    calibrated: Calibrated,
+    captured: dict[str, Captured],
+    folding: Folding,
+    quality: QuantizationQuality,
+    folder: Path,
+) -> tuple[VllmFormat, tuple[Finding, ...]]:
+    from toolkit.quantize.compressed_tensors import (
+        check_compressed_tensors,
+        write_compressed_tensors,
+    )
+
+    write_compressed_tensors(calibrated, folding, folder)
+    written = VllmFormat(
+        path=folder,
+        weight_bytes=sum(info.num_bytes for info in read_index(folder).values()),
+        activations="dynamic per token",
+        folded=folding.folded,
+        left_out=folding.left_out,
+        quality=quality,
+    )
+    return written, check_compressed_tensors(folder, calibrated, folding, captured)
+
+
+@contextlib.contextmanager
+def _folder(resume: Path | None, out_dir: Path) -> Iterator[Path]:
+    """The folder for what is finished: the caller's, or one that does not outlive this run."""
+    if resume is not None:
+        yield resume
+        return
+    with tempfile.TemporaryDirectory(dir=out_dir) as folder:
+        yield Path(folder)
 
 
 def _device() -> Device:

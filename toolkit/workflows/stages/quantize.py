@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.schema import DeploymentConfig
 from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_tree
-from toolkit.pipeline.stage import Finished, Stage
+from toolkit.pipeline.stage import Finished, Stage, resume_folder
 from toolkit.records.build import QuantizedCheckpoint
 from toolkit.words import Head, Role
 from toolkit.workflows.deployment import check_prompt_lengths
@@ -71,6 +71,7 @@ def quantize_stage(config: DeploymentConfig, role: Role, memo: DigestMemo) -> St
             trtllm=trtllm,
             vllm=vllm,
             with_code=model.trust_remote_code,
+            resume=resume_folder(out_dir),
         )
 
     return Stage(f"quantize/{role}", stage.VERSION, QuantizedCheckpoint, ("pair",), parts, run)
