@@ -21,7 +21,7 @@ from tests.support.cli import write_config
 from tests.support.deployments import config_of
 from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from toolkit.config.load import load_config, moved
-from toolkit.config.schema import DeploymentConfig
+from toolkit.config.schema import DeploymentConfig, QuantizationConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.errors import UsageError
 from toolkit.pipeline.machine import gpus
@@ -279,6 +279,69 @@ def test_quantizing_names_the_presets_and_the_texts() -> None:
         "config": "INT8_SMOOTHQUANT_CFG",
         "forward_loop": "128 texts of at most 512 tokens, 4 at a time",
     }
+
+
+def of_lines(folder: Path, lines: list[str], checkpoint: Path | str) -> DeploymentConfig:
+    """A pair to quantize with 4 texts of 30 tokens, and a dataset and a held-out file for it."""
+    for name, texts in (("calib", lines), ("heldout", ["something else"])):
+        rows = [json.dumps({"text": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    model = {"checkpoint": str(checkpoint), "quantization": {"quant_algo": "FP8"}}
+    calibration = {
+        "dataset": str(folder / "calib.jsonl"),
+        "heldout": str(folder / "heldout.jsonl"),
+        "calib_size": 4,
+        "calib_max_seq_length": 30,
+    }
+    sizes = {"engine__max_input_len": 32, "engine__max_seq_len": 128}
+    return config_of("torch", target=model, draft=model, calibration=calibration, **sizes)
+
+
+def text_warnings(plan: Plan) -> dict[str, str]:
+    return {
+        judgement.path: judgement.what
+        for judgement in plan.judgements
+        if judgement.rule == "toolkit-calibration-text"
+    }
+
+
+def test_calibration_text_is_counted_with_the_targets_tokenizer(tmp_path: Path) -> None:
+    """The byte tokenizer makes a token of each byte, and one before them."""
+    checkpoint = write_checkpoint(tmp_path / "model")
+    plan = planned(of_lines(tmp_path, ["x" * 9, "y" * 19], checkpoint))
+    assert text_warnings(plan) == {
+        "calibration.calib_size": (
+            "2 texts are there for calibration, and 4 are planned; they hold 30 tokens"
+        ),
+        "calibration.calib_max_seq_length": (
+            "the longest calibration text has 20 tokens, and texts of 30 are planned: nothing is"
+            " calibrated on longer contexts"
+        ),
+    }
+    enough = planned(of_lines(tmp_path, ["x" * 50, "y", "z", "a", "b"], checkpoint))
+    assert text_warnings(enough) == {}
+    (quantizing,) = (run for run in enough.runs if run.stage == "quantize/target")
+    assert quantizing.arguments is not None
+    assert quantizing.arguments["forward_loop"] == "4 texts with 36 tokens in all, 4 at a time"
+
+
+def test_without_a_tokenizer_the_tokens_are_estimated(tmp_path: Path) -> None:
+    warnings = text_warnings(planned(of_lines(tmp_path, ["x" * 81] * 4, "Qwen/Qwen2.5-0.5B")))
+    assert warnings == {
+        "calibration.calib_max_seq_length": (
+            "the longest calibration text has about 21 tokens, and texts of 30 are planned: nothing"
+            " is calibrated on longer contexts"
+        )
+    }
+
+
+def test_models_that_are_not_quantized_need_no_text(tmp_path: Path) -> None:
+    config = of_lines(tmp_path, ["x"], write_checkpoint(tmp_path / "model"))
+    models = {
+        role: model.model_copy(update={"quantization": QuantizationConfig()})
+        for role, model in config.models.items()
+    }
+    assert text_warnings(planned(config.model_copy(update=models))) == {}
 
 
 def test_the_embedded_engine_is_served_here() -> None:

@@ -361,6 +361,10 @@ RULES: dict[str, tuple[str, Source]] = {
         OWN,
     ),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
+    "toolkit-calibration-text": (
+        "activation scales are made of the values that calibration text has shown",
+        OWN,
+    ),
     "toolkit-parity-prompts": (
         "a rate is bounded by its upper confidence limit, which falls with more prompts",
         OWN,

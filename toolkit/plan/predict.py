@@ -167,7 +167,7 @@ def stage_times(subject: Subject) -> tuple[StageTime, ...]:
             # What the host's memory cannot hold of them is read and written for each layer.
             uncached = 2 * hidden * shape.num_layers / DISK_BYTES_PER_S
             formula = (
-                f"{tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak,"
+                f"at most {tokens} tokens at {MODEL_FLOPS_UTILIZATION:.0%} of BF16 peak,"
                 f" {moved / 1e9:,.0f} GB of weights and hidden states to the GPU and back at"
                 f" 10 GB/s, {(source + size) / 1e9:.0f} GB from and to the disk at 1 GB/s. Until"
                 f" the last layer is calibrated, {2 * hidden / 1e9:.0f} GB of hidden states lie on"

@@ -6,6 +6,8 @@ statistics would count a padded position like real text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,56 @@ from toolkit.errors import UsageError
 from toolkit.pipeline.texts import read_texts
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
 
-__all__ = ["batches_of", "encode", "split_texts"]
+__all__ = ["TextCount", "batches_of", "count_texts", "encode", "split_texts"]
 
 TEXT_KEYS = ("text", "prompt")
 MIN_TEXTS = 2
 LINES_PER_HELDOUT_LINE = 10  # without a heldout file, the last tenth of the lines is held out
+BYTES_PER_TOKEN = 4  # a usual figure for English text; used where there is no tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextCount:
+    """How much calibration text there is. tokens: of all texts, each cut to the length that the
+    YAML plans; longest_tokens: of the longest one, cut likewise. is_estimate: BYTES_PER_TOKEN
+    instead of the tokenizer.
+    """
+
+    texts: int
+    tokens: int
+    longest_tokens: int
+    is_estimate: bool
+
+
+def count_texts(calibration: CalibrationConfig, checkpoint: Path) -> TextCount:
+    """Count the text that calibration runs through a model. Raises UsageError as `split_texts`.
+
+    checkpoint: the model's folder. If it has no tokenizer.json, since it is a hub id for instance,
+    the tokens are estimated.
+    """
+    texts, _ = split_texts(calibration)
+    limit = calibration.calib_max_seq_length
+    is_estimate = not (checkpoint / "tokenizer.json").is_file()
+    if is_estimate:
+        lengths = [min(limit, -(-len(text.encode()) // BYTES_PER_TOKEN)) for text in texts]
+    else:
+        lengths = [len(ids) for ids in _encoded(texts, _tokenizer(checkpoint), limit)]
+    return TextCount(len(texts), sum(lengths), max(lengths), is_estimate)
+
+
+def _tokenizer(checkpoint: Path) -> Tokenizer:
+    """The tokenizer, which neither pads nor cuts. Raises CheckpointError if it cannot be read."""
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer, max_tokens: int) -> Iterator[list[int]]:
+    return (tokenizer.encode(text).ids[:max_tokens] for text in texts)
 
 
 def split_texts(calibration: CalibrationConfig) -> tuple[list[str], list[str]]:
@@ -60,12 +105,8 @@ def encode(texts: list[str], checkpoint: Path, max_tokens: int, vocab_size: int)
     Raises UsageError if the tokenizer makes an id that the model has no row for, or if no text is
     left.
     """
-    tokenizer = load_tokenizer(checkpoint)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     sequences = []
-    for text in texts:
-        ids = tokenizer.encode(text).ids[:max_tokens]
+    for ids in _encoded(texts, _tokenizer(checkpoint), max_tokens):
         if ids and max(ids) >= vocab_size:
             raise UsageError(
                 f"the tokenizer makes token id {max(ids)}, but the model has {vocab_size} rows",

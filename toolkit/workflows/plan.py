@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.load import load_config, load_data
 from toolkit.config.schema import DeploymentConfig, VllmConfig
 from toolkit.engines.spec import engine_spec
-from toolkit.errors import BackendUnavailable, PairingError, UsageError
+from toolkit.errors import BackendUnavailable, CheckpointError, PairingError, UsageError
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
 from toolkit.words import JudgementSeverity, Role
@@ -27,6 +27,7 @@ from toolkit.workflows.stages.package import in_container
 
 if TYPE_CHECKING:
     from toolkit.plan.pytorch_flow import Translation
+    from toolkit.quantize.calibrate import TextCount
     from toolkit.triton.package.deploy import Deployment
 
 __all__ = ["plan_as_pytorch", "plan_of"]
@@ -47,15 +48,16 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
     from toolkit.plan.make import make_plan
     from toolkit.plan.resolve import by_severity
 
-    plan, pair = make_plan(config), _judge_pair(config)
+    plan, pair, text = make_plan(config), _judge_pair(config), _calibration_text(config)
     judgements = by_severity(
         *_without_replaced(plan.judgements, pair),
         *pair,
         *_judge_texts(config),
+        *_judge_calibration_text(config, text),
         *_judge_environment(config),
     )
     possible = not any(judgement.severity == "refused" for judgement in judgements)
-    runs = tuple(_planned_runs(config, which)) if possible else ()
+    runs = tuple(_planned_runs(config, which, text)) if possible else ()
     return replace(plan, possible=possible, judgements=judgements, runs=runs)
 
 
@@ -173,6 +175,51 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
                 yield Judgement("toolkit-texts", "refused", where, what, error.hint)
 
 
+def _calibration_text(config: DeploymentConfig) -> TextCount | None:
+    """How much calibration text there is; None if no model is quantized here, or the text cannot be
+    read, which `_judge_texts` judges.
+    """
+    from toolkit.quantize.calibrate import count_texts
+
+    if config.calibration is None or not any(
+        model.quantization.quant_algo != "NO_QUANT" for model in config.models.values()
+    ):
+        return None
+    try:
+        return count_texts(config.calibration, config.target.checkpoint)
+    except (UsageError, CheckpointError):
+        return None
+
+
+def _judge_calibration_text(
+    config: DeploymentConfig, count: TextCount | None
+) -> Iterator[Judgement]:
+    """Warn if there is less calibration text than the YAML plans with."""
+    calibration = config.calibration
+    if calibration is None or count is None:
+        return
+    about = "about " if count.is_estimate else ""
+    if count.texts < calibration.calib_size:
+        yield Judgement(
+            "toolkit-calibration-text",
+            "warning",
+            "calibration.calib_size",
+            f"{count.texts} texts are there for calibration, and {calibration.calib_size} are"
+            f" planned; they hold {about}{count.tokens:,} tokens",
+            "Add lines like your traffic to the dataset, or lower calib_size.",
+        )
+    if count.longest_tokens < calibration.calib_max_seq_length:
+        yield Judgement(
+            "toolkit-calibration-text",
+            "warning",
+            "calibration.calib_max_seq_length",
+            f"the longest calibration text has {about}{count.longest_tokens:,} tokens, and texts of"
+            f" {calibration.calib_max_seq_length:,} are planned: nothing is calibrated on longer"
+            " contexts",
+            "Add texts as long as your prompts, or lower calib_max_seq_length.",
+        )
+
+
 def _judge_environment(config: DeploymentConfig) -> Iterator[Judgement]:
     """Warn if this machine serves with vLLM and has none, or another one. A plan may be made
     elsewhere, so nothing is refused.
@@ -200,11 +247,11 @@ def _judge_environment(config: DeploymentConfig) -> Iterator[Judgement]:
 
 
 def _planned_runs(
-    config: DeploymentConfig, which: Callable[[str], str | None]
+    config: DeploymentConfig, which: Callable[[str], str | None], text: TextCount | None
 ) -> Iterator[PlannedRun]:
     """The commands and calls of every stage, in their order."""
     for role in config.models:
-        yield from _quantize_run(config, role)
+        yield from _quantize_run(config, role, text)
     if config.vllm_engine is not None:
         yield from _vllm_runs(config, config.vllm_engine)
         return
@@ -220,7 +267,9 @@ def _planned_runs(
         yield _load_run(config)
 
 
-def _quantize_run(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
+def _quantize_run(
+    config: DeploymentConfig, role: Role, count: TextCount | None
+) -> Iterator[PlannedRun]:
     from toolkit.checkpoints.quantized import read_quantization
     from toolkit.quantize.algorithms import algorithm_of, presets
 
@@ -231,6 +280,9 @@ def _quantize_run(config: DeploymentConfig, role: Role) -> Iterator[PlannedRun]:
     if model.hub_id is None and read_quantization(model.checkpoint).quant_algo is not None:
         return  # a quantized checkpoint is used as it is
     texts = f"{calibration.calib_size} texts of at most {calibration.calib_max_seq_length} tokens"
+    if count is not None:
+        about = "about " if count.is_estimate else ""
+        texts = f"{count.texts} texts with {about}{count.tokens:,} tokens in all"
     yield PlannedRun(
         f"quantize/{role}",
         "this environment",
