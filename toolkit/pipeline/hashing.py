@@ -19,13 +19,21 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StoreError
 
-__all__ = ["DigestMemo", "digest_file", "digest_files", "digest_tree", "digest_value"]
+__all__ = [
+    "PREFIX",
+    "DigestMemo",
+    "digest_file",
+    "digest_files",
+    "digest_tree",
+    "digest_value",
+    "files_of",
+]
 
 PREFIX = "sha256:"
 BLOCK_BYTES = 1 << 20
@@ -79,9 +87,16 @@ def _encode(value: object) -> Iterator[bytes]:
         )
 
 
-def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
+def digest_file(
+    path: Path,
+    memo: DigestMemo | None = None,
+    *,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> str:
     """sha256 of a file's bytes. Symbolic links are followed. Raises StoreError if the file cannot
     be read.
+
+    on_bytes: called with the size of each block that was read.
     """
     try:
         status = path.stat()
@@ -92,6 +107,7 @@ def digest_file(path: Path, memo: DigestMemo | None = None) -> str:
         with path.open("rb") as file:
             while block := file.read(BLOCK_BYTES):
                 state.update(block)
+                on_bytes(len(block))
     except OSError as error:
         hint = "Check the file and its permissions."
         if isinstance(error, FileNotFoundError) and path.is_symlink():
@@ -114,13 +130,19 @@ def digest_files(
     patterns; None takes all. Raises StoreError if something cannot be read, or if links form a
     circle.
     """
-    names = sorted(_walk(directory, ""))
     wanted = [
         name
-        for name in names
+        for name in files_of(directory)
         if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     ]
     return {name: digest_file(directory / name, memo) for name in wanted}
+
+
+def files_of(directory: Path) -> list[str]:
+    """The relative names of all files below a folder, in the order of names. Raises StoreError if a
+    folder cannot be read, or if links form a circle.
+    """
+    return sorted(_walk(directory, ""))
 
 
 def digest_tree(

@@ -38,6 +38,7 @@ from toolkit.pipeline.files import (
     write_whole,
 )
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_files, digest_value
+from toolkit.pipeline.manifest import MANIFEST, manifest_text
 
 __all__ = ["MAX_WAITING", "RESUME", "Entry", "Store", "Written"]
 
@@ -279,15 +280,20 @@ class Store:
     def _name_file(self, name: str) -> Path:
         return self.root / ".names" / f"{name}.json"
 
-    def publish(self, parts: Mapping[str, Entry], destination: Path) -> bool:
+    def publish(
+        self, parts: Mapping[str, Entry], destination: Path, *, manifest: bool = False
+    ) -> bool:
         """Make `destination` hold the content of the entries. The keys of `parts` name the
         subfolders; "" is `destination` itself.
+
+        manifest: also write a manifest of all files there (`toolkit.pipeline.manifest`).
 
         Files are hard links if the file system has them, so they take no space. The folder is
         replaced as a whole; anything else in it is removed. Returns whether anything had to be
         done.
         """
-        if _is_published(parts, destination, self.memo):
+        text = _manifest_of(parts) if manifest else None
+        if _is_published(parts, destination, text, self.memo):
             return False
         try:
             with self._lock(
@@ -308,6 +314,8 @@ class Store:
                             copy_function=link_or_copy,
                             dirs_exist_ok=True,
                         )
+                    if text is not None:
+                        (temporary / MANIFEST).write_text(text, encoding="utf-8")
                     replace_folder(temporary, destination)
                 except BaseException:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -337,10 +345,26 @@ def _time_of_resume(folder: Path) -> float:
         return 0.0
 
 
-def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMemo) -> bool:
+def _manifest_of(parts: Mapping[str, Entry]) -> str:
+    digests = {
+        f"{folder}/{name}" if folder else name: digest
+        for folder, entry in parts.items()
+        for name, digest in entry.files.items()
+    }
+    stages = tuple(f"{entry.stage} {entry.key}" for entry in parts.values())
+    return manifest_text(digests, comments=stages)
+
+
+def _is_published(
+    parts: Mapping[str, Entry], destination: Path, manifest: str | None, memo: DigestMemo
+) -> bool:
+    """manifest: the text that the folder's manifest must have; None if it has none."""
     if not destination.is_dir():
         return False
-    if "" not in parts and {path.name for path in destination.iterdir()} != set(parts):
+    names = set(parts) if manifest is None else {*parts, MANIFEST}
+    if "" not in parts and {path.name for path in destination.iterdir()} != names:
+        return False
+    if manifest is not None and not _holds(destination / MANIFEST, manifest):
         return False
     for folder, entry in parts.items():
         for name, digest in entry.files.items():
@@ -351,6 +375,13 @@ def _is_published(parts: Mapping[str, Entry], destination: Path, memo: DigestMem
             if not is_link and digest_file(published, memo) != digest:
                 return False
     return True
+
+
+def _holds(file: Path, text: str) -> bool:
+    try:
+        return file.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _is_note(note: Any) -> bool:

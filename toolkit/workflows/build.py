@@ -95,7 +95,8 @@ def build(
         for destination, parts in _publications(config, workplace):
             if name in parts.values() and set(parts.values()) <= set(finished):
                 entries = {folder: finished[stage].entry for folder, stage in parts.items()}
-                changed |= store.publish(entries, destination)
+                is_deployed = destination != workplace.advice(config.name)
+                changed |= store.publish(entries, destination, manifest=is_deployed)
                 published.append(destination)
         if name == "validate":
             changed |= publish_report(store, config.name, workplace.report(config.name), observer)

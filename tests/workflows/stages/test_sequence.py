@@ -20,6 +20,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import BackendUnavailable, CheckpointError, PlanError, UsageError
 from toolkit.interfaces import EngineSpec, VllmSpec
+from toolkit.pipeline.manifest import verify
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
 from toolkit.workflows.build import build, explain_build
@@ -28,6 +29,7 @@ from toolkit.workflows.plan import plan_of
 from toolkit.workflows.serve import Machine
 from toolkit.workflows.stages.keys import spec_parts
 from toolkit.workflows.stages.sequence import stages_of
+from toolkit.workflows.verify import deployed_folders
 
 
 @pytest.fixture
@@ -108,6 +110,10 @@ def test_where_the_server_listens_is_no_part_of_the_package(
     assert reasons == [("config.triton.max_queue_size: 256 -> 7",)]
 
 
+def folders_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
 @pytest.mark.slow
 def test_switching_speculation_off_drops_the_draft_from_what_is_published(
     config: DeploymentConfig, tiny_pair: tuple[Path, Path], tmp_path: Path
@@ -115,10 +121,12 @@ def test_switching_speculation_off_drops_the_draft_from_what_is_published(
     workplace = Workplace(tmp_path)
     store = Store(workplace.store)
     build(config, workplace, Silent(), store, until="compile")
-    assert {path.name for path in (tmp_path / "engines" / "tiny").iterdir()} == {"target", "draft"}
+    assert folders_in(tmp_path / "engines" / "tiny") == {"target", "draft"}
     alone = load_config(write_config(tmp_path, tiny_pair, draft=None, speculation={"kind": "none"}))
     build(alone, workplace, Silent(), store, until="package")
-    assert [path.name for path in (tmp_path / "engines" / "tiny").iterdir()] == ["target"]
+    assert folders_in(tmp_path / "engines" / "tiny") == {"target"}
+    for folder in deployed_folders(alone, workplace):
+        assert verify(folder, lambda done, total, what: None).is_whole
     before = build(config, workplace, Silent(), store, until="compile")
     # The repository has no draft, and the new engines have one.
     assert before.outdated == (workplace.repository("tiny"),)
