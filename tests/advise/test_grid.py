@@ -4,6 +4,7 @@ cost of quantizing a draft.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.step_engines import TableEngine
 from toolkit.advise.cost import StepTimes
 from toolkit.advise.grid import measure_grid, quality
 from toolkit.advise.stage import Contender, Question
+from toolkit.interfaces import StepEngine
 from toolkit.records.advice import Grid
 from toolkit.records.codec import from_json, to_json
 from toolkit.workflows.measured_runtime import MeasuredRuntime
@@ -74,18 +76,57 @@ def grid() -> Grid:
     }
     drafts = {name: TableEngine(2, closeness=0.5 if name == "FP8" else 0.8) for name in DRAFT_MS}
 
-    def contenders(algo: str) -> list[Contender]:
+    def contenders(algo: str, target: StepEngine) -> list[Contender]:
         contenders = []
         for name, draft in drafts.items():
-            runtime = Scripted(targets[algo], draft, CODEC, eos_token_ids=())
+            runtime = Scripted(target, draft, CODEC, eos_token_ids=())
             runtime.draft_ms = DRAFT_MS[name]
             contenders.append(Contender(name, "draft_target", runtime, draft))
         return contenders
 
     question = Question(PROMPTS, 32, None, "auto", max_draft_len=4, batches=(1,), rounds=1, steps=4)
     return measure_grid(
-        targets, contenders, question, HELDOUT, max_kl=0.05, rounds=1, progress=lambda *_: None
+        list(targets),
+        targets.__getitem__,
+        contenders,
+        question,
+        HELDOUT,
+        max_kl=0.05,
+        rounds=1,
+        progress=lambda *_: None,
     )
+
+
+def test_beside_the_unquantized_target_one_other_is_held_at_a_time() -> None:
+    held: weakref.WeakSet[TableEngine] = weakref.WeakSet()
+    most = 0
+
+    def target_of(algo: str) -> TableEngine:
+        nonlocal most
+        engine = TableEngine(1, closeness=0.8)
+        held.add(engine)
+        most = max(most, len(held))
+        return engine
+
+    def contenders(algo: str, target: StepEngine) -> list[Contender]:
+        draft = TableEngine(2, closeness=0.8)
+        runtime = Scripted(target, draft, CODEC, eos_token_ids=())
+        runtime.draft_ms = 1.0
+        return [Contender("NO_QUANT", "draft_target", runtime, draft)]
+
+    question = Question(PROMPTS, 8, None, "auto", max_draft_len=2, batches=(1,), rounds=1, steps=2)
+    grid = measure_grid(
+        ["NO_QUANT", "FP8", "W8A8_SQ_PER_CHANNEL", "W8A16"],
+        target_of,
+        contenders,
+        question,
+        HELDOUT,
+        max_kl=0.05,
+        rounds=1,
+        progress=lambda *_: None,
+    )
+    assert len(grid.cells) == 4
+    assert most == 2
 
 
 def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
@@ -128,7 +169,7 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
     }
     drafts = {"NO_QUANT": TableEngine(2, closeness=0.8), "FP8": TableEngine(2, closeness=0.8)}
 
-    def contenders(algo: str) -> list[Contender]:
+    def contenders(algo: str, target: StepEngine) -> list[Contender]:
         def forward_s(role: str, batch: int, tokens: int) -> float:
             return (
                 0.0 if tokens > 5 else 0.001 if role == "draft" else 0.010
@@ -140,7 +181,7 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
             Contender(
                 name,
                 "draft_target",
-                Untimed(targets[algo], draft, CODEC, eos_token_ids=()),
+                Untimed(target, draft, CODEC, eos_token_ids=()),
                 draft,
                 forward_s,
             )
@@ -149,7 +190,8 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
 
     prompts = [("all", (*ids, 5, 6, 7)) for _, ids in PROMPTS]
     grid = measure_grid(
-        targets,
+        list(targets),
+        targets.__getitem__,
         contenders,
         Question(prompts, 32, None, "auto", max_draft_len=4, batches=(1,)),
         HELDOUT,

@@ -13,6 +13,7 @@ show the uncertainty of acceptance alone.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,9 @@ class Cell:
 
 
 def measure_grid(
-    targets: Mapping[QuantAlgo, StepEngine],
-    contenders: Callable[[QuantAlgo], Sequence[Contender]],
+    algos: Sequence[QuantAlgo],
+    target_of: Callable[[QuantAlgo], StepEngine],
+    contenders: Callable[[QuantAlgo, StepEngine], Sequence[Contender]],
     question: Question,
     heldout: Sequence[Sequence[int]],
     *,
@@ -67,33 +69,37 @@ def measure_grid(
 ) -> Grid:
     """Fill the grid with greedy decoding, one request at a time.
 
-    targets: the engine of every quant_algo, the unquantized one included. contenders: for a
-    target's quant_algo, one contender per draft, named by the draft's quant_algo; none if the
-    target only serves as reference. max_kl: the limit that a target has to keep to be chosen as the
+    algos: of the targets, the unquantized one included. target_of: loads the engine of one; beside
+    the unquantized engine, one is held at a time. contenders: for a target's quant_algo and
+    engine, one contender per draft, named by the draft's quant_algo; none if the target only serves
+    as reference. max_kl: the limit that a target has to keep to be chosen as the
     best. costs_are: in words, where the costs come from. left_out: in words, the precisions that
     cannot be served.
     """
     qualities: dict[str, TargetQuality] = {}
     cells: dict[tuple[str, str], Cell] = {}
     costs: list[DraftCost] = []
-    for algo, target in targets.items():
-        progress(len(qualities), len(targets), f"target {algo}: KL and perplexity")
-        qualities[algo] = quality(algo, target, targets[UNQUANTIZED], heldout)
-        drafts = contenders(algo)
+    reference = target_of(UNQUANTIZED)
+
+    def measure(number: int, algo: QuantAlgo) -> dict[str, Cell]:
+        """The cells of one target, whose engine is let go at the end."""
+        target = reference if algo == UNQUANTIZED else target_of(algo)
+        progress(number, len(algos), f"target {algo}: KL and perplexity")
+        qualities[algo] = quality(algo, target, reference, heldout)
+        drafts = contenders(algo, target)
         if not drafts:
-            continue
-        progress(
-            len(qualities) - 1, len(targets), f"target {algo}: acceptance and cost of every draft"
-        )
+            return {}
+        progress(number, len(algos), f"target {algo}: acceptance and cost of every draft")
         advised = _advise_all(target, drafts, question)
         if any(draft.forward_s is None for draft in drafts):
-            progress(len(qualities) - 1, len(targets), f"target {algo}: speed of every draft")
+            progress(number, len(algos), f"target {algo}: speed of every draft")
             candidates = {name: candidate for name, (candidate, _) in advised.items()}
-            cell_of = _run(drafts, candidates, question, rounds)
-        else:
-            cell_of = {
-                name: _predicted(candidate, mode) for name, (candidate, mode) in advised.items()
-            }
+            return _run(drafts, candidates, question, rounds)
+        return {name: _predicted(candidate, mode) for name, (candidate, mode) in advised.items()}
+
+    for number, algo in enumerate(algos):
+        cell_of = measure(number, algo)
+        gc.collect()  # runtimes and engines refer to one another in circles
         cells.update({(algo, name): cell for name, cell in cell_of.items()})
         if UNQUANTIZED in cell_of:
             costs += [

@@ -14,9 +14,15 @@ from toolkit.pipeline.run import Observer, run_stages
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
 from toolkit.records.advice import Advice, Grid
+from toolkit.records.plan import MemoryItem
 from toolkit.words import QuantAlgo, Role
 from toolkit.workflows.build import build
-from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
+from toolkit.workflows.deployment import (
+    check_fits_here,
+    embedded,
+    embedded_twin,
+    sampled_rule,
+)
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.report import publish_report
@@ -61,6 +67,7 @@ def tune(
     predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds)
     served_drafts: dict[str, Done] = {}
     if not config.capabilities.in_process:
+        check_fits_here(config)  # before anything is downloaded
         engines = _run(
             advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer
         )
@@ -204,6 +211,7 @@ def tune_grid(
         )
     config = ready(config, download=True).config
     pairs, left_out = _pairs_of(config)
+    _check_grid_fits(config, pairs)
     precisions = {
         role: {"NO_QUANT", *(pair[index] for pair in pairs)}
         for index, role in enumerate(config.models)
@@ -239,6 +247,31 @@ def tune_grid(
     store.publish({"": done.entry}, workplace.grid(config.name))
     publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.grid(config.name)
+
+
+def _check_grid_fits(config: DeploymentConfig, pairs: Sequence[tuple[str, str]]) -> None:
+    """Raises UsageError if this machine cannot hold what the grid holds at once: the unquantized
+    target, with which all are compared, one other target, and a draft of every precision.
+    """
+    from toolkit.plan.make import subject_of
+    from toolkit.plan.memory import weight_bytes
+
+    shapes = subject_of(config)[0].shapes
+    if set(shapes) != set(config.models):
+        return
+    dtype = embedded(embedded_twin(config)).dtype
+    sizes = {
+        role: {
+            algo: weight_bytes(shapes[role], algo, dtype=dtype)
+            for algo in {pair[index] for pair in pairs} - {"NO_QUANT"}
+        }
+        for index, role in enumerate(config.models)
+    }
+    more = [
+        MemoryItem("a second target", max(sizes["target"].values(), default=0), "quantized"),
+        MemoryItem("more drafts", sum(sizes["draft"].values()), "of every precision"),
+    ]
+    check_fits_here(_of_precisions(config, "NO_QUANT", "NO_QUANT"), more)
 
 
 def _pairs_of(config: DeploymentConfig) -> tuple[list[tuple[str, str]], list[str]]:

@@ -26,7 +26,13 @@ from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
-from toolkit.workflows.deployment import embedded, embedded_twin, refuse_head, sampled_rule
+from toolkit.workflows.deployment import (
+    check_fits_here,
+    embedded,
+    embedded_twin,
+    refuse_head,
+    sampled_rule,
+)
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.serve_vllm import check_vllm
@@ -73,6 +79,8 @@ def stages_of(
     machine. plan: the plan, if the caller has made it already. Raises PlanError for a deployment
     that cannot work, UsageError for calibration or prompt files that cannot be used.
     """
+    if config.speculation.is_measured and not config.capabilities.in_process:
+        check_fits_here(config)  # before anything is downloaded
     prepared = ready(config, download=download, plan=plan)
     config, roles = prepared.config, tuple(prepared.config.models)
     engines = [compile_stage(config, role, workplace) for role in roles]
@@ -135,9 +143,10 @@ def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
     """The stages that compile the models for the embedded engine.
 
     They are named `advised/ROLE` if the deployment has engines of another kind. Raises UsageError
-    if the draft is a head.
+    if the draft is a head, or if this machine cannot hold both models.
     """
     refuse_head(config)
+    check_fits_here(config)
     stages = [compile_stage(embedded_twin(config), role, workplace) for role in config.models]
     if config.capabilities.in_process:
         return stages

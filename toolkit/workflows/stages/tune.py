@@ -17,7 +17,7 @@ from toolkit.config.schema import (
     TorchEngineConfig,
 )
 from toolkit.facts.gpus import Gpu
-from toolkit.interfaces import Progress
+from toolkit.interfaces import Progress, StepEngine
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.sources import digest_sources
@@ -356,7 +356,9 @@ def _grid(
     gpu: Gpu | None,
     progress: Progress,
 ) -> Grid:
-    """Load the engines of every precision into this process, and measure every pair of them."""
+    """Measure every pair of precisions in this process. It holds the unquantized target, one other
+    target at a time, and all drafts.
+    """
     from toolkit.advise.cost import MEASURED, PREDICTED
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
     from toolkit.advise.stage import Contender, Question
@@ -366,22 +368,22 @@ def _grid(
     from toolkit.workflows.measured_runtime import MeasuredRuntime
 
     load = loader("torch").load
-    targets = {
-        algo: load(target.path, threads=engine.threads)
-        for algo, target in compiled["target"].items()
-    }
+
+    def target_of(algo: QuantAlgo) -> StepEngine:
+        return load(compiled["target"][algo].path, threads=engine.threads)
+
     drafts = {
         algo: load(draft.path, threads=engine.threads) for algo, draft in compiled["draft"].items()
     }
     unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
     codec = TextCodec.from_file(unquantized / "tokenizer.json")
 
-    def contenders(algo: QuantAlgo) -> list[Contender]:
-        return [contender(algo, name) for name in drafts if (algo, name) in pairs]
+    def contenders(algo: QuantAlgo, target: StepEngine) -> list[Contender]:
+        return [contender(algo, target, name) for name in drafts if (algo, name) in pairs]
 
-    def contender(algo: QuantAlgo, name: QuantAlgo) -> Contender:
+    def contender(algo: QuantAlgo, target: StepEngine, name: QuantAlgo) -> Contender:
         runtime = MeasuredRuntime(
-            targets[algo], drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
+            target, drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
         )
         forward_s = None
         if gpu is not None:
@@ -406,7 +408,8 @@ def _grid(
     if gpu is not None:
         costs_are = f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}"
     return measure_grid(
-        targets,
+        list(compiled["target"]),
+        target_of,
         contenders,
         question,
         texts,
