@@ -102,6 +102,7 @@ def test_exit_codes_tell_fail_undecided_and_broken_apart(stub: StubServer, folde
         ),
         (("localhost:1", "--prompts", "p.jsonl", "--goodput", "ttft"), "not a limit of a latency"),
         (("localhost:1", "--prompts", "p.jsonl", "--arrivals", "none"), "cannot be read"),
+        (("localhost:1", "--prompts", "p.jsonl", "--gate", "speed>=1.2"), "only one is measured"),
         (("--compare", "p.jsonl", "none.json"), "p.jsonl: cannot be read"),
         (("--compare", "/dev/zero", "none.json"), "/dev/zero: cannot be read"),
     ],
@@ -116,7 +117,14 @@ def test_arguments_that_cannot_work_exit_2(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--gate", "warmth<=1"), ("--goodput", "ttft"), ("--arrivals", "none")]
+    "arguments",
+    [
+        ("--gate", "warmth<=1"),
+        ("--goodput", "ttft"),
+        ("--arrivals", "none"),
+        ("--as-served", "--gate", "speed>=1.2"),
+        ("--set", "triton.decoupled=false"),
+    ],
 )
 def test_a_deployment_is_not_served_for_arguments_that_cannot_work(
     folder: Path, arguments: tuple[str, ...]

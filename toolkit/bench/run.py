@@ -186,6 +186,13 @@ def _plan(options: BenchOptions) -> Plan:
     ):
         what = f"--max-rounds {options.max_rounds} is less than --rounds {options.rounds}"
         raise UsageError(what, hint="Raise the one or lower the other.")
+    limits = tuple(parse_limit(text) for text in options.gates)
+    for limit in limits:
+        if limit.scope.over is not None and not two:
+            raise UsageError(
+                f"the limit on {limit.name} compares two arms, and only one is measured",
+                hint="Name a second endpoint with --baseline, or use --against-plain.",
+            )
     rounds = options.rounds or min(3 if two else 1, options.max_rounds or 3)
     max_rounds = options.max_rounds or max(rounds, 8 if two else rounds)
     loads = _loads(options)
@@ -206,7 +213,7 @@ def _plan(options: BenchOptions) -> Plan:
         warm_up=options.warm_up,
         precision=options.precision,
         goodput_ms=parse_goodput(options.goodput) if options.goodput else {},
-        limits=tuple(parse_limit(text) for text in options.gates),
+        limits=limits,
         seed=options.seed,
     )
 

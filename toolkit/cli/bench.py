@@ -75,7 +75,7 @@ def bench_command(
         typer.Option(
             "--against-plain/--as-served",
             help="Measure plain decoding too, in turns with speculation.",
-            show_default="--against-plain for a CONFIG that speculates",
+            show_default="--against-plain for a CONFIG that can be served both ways at once",
         ),
     ] = None,
     baseline: Annotated[
@@ -237,16 +237,18 @@ def bench_command(
     _check_out(out)
     if _is_config(where):
         config = load(Path(where), overrides)
-        if against_plain is None:
-            against_plain = config.speculation.is_enabled and baseline is None
+        if against_plain is None and baseline is not None:
+            against_plain = False
         options |= {
             "prompts": prompts or config.validation.prompts,
             "max_tokens": max_tokens or config.validation.max_tokens,
-            "against_plain": against_plain,
+            "against_plain": config.speculation.is_enabled
+            if against_plain is None
+            else against_plain,
         }
         _check(None, options)
         with located_plan_errors(Path(where), overrides):
-            run = _bench_deployment(config, options)
+            run = _bench_deployment(config, options, against_plain)
     else:
         _check_endpoint_options(where, prompts, overrides)
         options |= {
@@ -324,17 +326,36 @@ def _api_key(name: str | None) -> str | None:
     return os.environ[name]
 
 
-def _bench_deployment(config: DeploymentConfig, options: dict[str, Any]) -> BenchRun:
-    """Package the deployment if needed, serve it on free ports, and measure it."""
+def _bench_deployment(
+    config: DeploymentConfig, options: dict[str, Any], against_plain: bool | None
+) -> BenchRun:
+    """Package the deployment if needed, serve it on free ports, and measure it. against_plain None:
+    plain decoding too, where it can be served at the same time.
+    """
+    from toolkit.workflows.bench import check_measurable, plain_for_bench, unmeasured_plain
     from toolkit.workflows.serve import serve
 
-    package_to_serve(config)
+    check_measurable(config, against_plain=against_plain)
+    speculates = package_to_serve(config).max_draft_len > 0
     repository = here().repository(config.name)
+    plain = plain_for_bench(config, repository, speculates=speculates, against_plain=against_plain)
+    if speculates and plain is None and against_plain is None:
+        say(unmeasured_plain(config))
+    _check(None, {**options, "against_plain": plain is not None})
     say(f"starting {config.capabilities.server} on {repository}")
-    with serve(config, repository, cache=here().vllm_cache) as (_, servers):
-        address = servers.address
-        served = {"model": options["model"] or address.model, "metrics_url": address.metrics_url}
-        return _bench_endpoint(address.url, {**options, **served, "protocol": address.protocol})
+    with serve(config, repository, plain=plain or "by request", cache=here().vllm_cache) as (
+        _,
+        servers,
+    ):
+        address, beside = servers.address, servers.plain_address
+        served = {
+            "model": options["model"] or address.model,
+            "metrics_url": address.metrics_url,
+            "protocol": address.protocol,
+            "against_plain": plain == "by request",
+            "baseline": options["baseline"] if beside is None else beside.url,
+        }
+        return _bench_endpoint(address.url, {**options, **served})
 
 
 def _bench_endpoint(url: str, options: dict[str, Any]) -> BenchRun:
