@@ -36,9 +36,10 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
     """
     lines = [
         {"text": f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times and more"}
-        for i in range(12)
+        for i in range(22)
     ]
-    (folder / "calib.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, part in (("calib", lines[:12]), ("heldout", lines[12:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     )
@@ -47,7 +48,12 @@ def write_deployment(folder: Path, target: Path, draft: Path, **sections: dict[s
         "name": "tiny",
         "target": {"checkpoint": str(target), "quantization": quantization},
         "draft": {"checkpoint": str(draft), "quantization": quantization},
-        "calibration": {"dataset": "calib.jsonl", "calib_size": 8, "calib_max_seq_length": 64},
+        "calibration": {
+            "dataset": "calib.jsonl",
+            "heldout": "heldout.jsonl",
+            "calib_size": 8,
+            "calib_max_seq_length": 64,
+        },
         "speculation": {"max_draft_len": 3},
         # So long that no chunk is a single step, however slow the machine: the draft of a random
         # pair agrees too seldom to be judged by its steps.

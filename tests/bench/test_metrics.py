@@ -284,3 +284,26 @@ def test_goodput_counts_requests_that_meet_every_limit() -> None:
         metrics.goodput([uncounted], {"ttft": 50, "tpot": 30}, 1.0) == 0.0
     )  # not known is not met
     assert metrics.goodput(requests, {"e2e": 1000}, 0.0) == 0.0
+
+
+def test_acceptance_is_told_by_prompt_length_and_reused_prefix() -> None:
+    def answer(prompt_tokens: int, accepted: int, reused: int | None = None) -> RequestTiming:
+        return timing(
+            [(1, 5)],
+            input_tokens=prompt_tokens,
+            drafted=8,
+            accepted=accepted,
+            verify_steps=4,
+            reused_blocks=reused,
+        )
+
+    requests = [answer(20, 6, 0), answer(100, 4, 2), answer(9000, 2, 0)]
+    short, long, new, reused = metrics.acceptance_slices([*requests, timing([(1, 1)])])
+    assert (short.of, short.least, short.most, short.requests) == ("prompt_tokens", 20, 100, 2)
+    assert (short.rate, short.length) == (10 / 16, 1 + 10 / 8)
+    assert (long.least, long.requests, long.rate) == (9000, 1, 0.25)
+    assert (new.of, new.requests, new.rate) == ("new_prefix", 2, 0.5)
+    assert (reused.of, reused.requests, reused.length) == ("reused_prefix", 1, 2.0)
+    untold = metrics.acceptance_slices([answer(20, 6), answer(30, 4, None)])
+    assert [part.of for part in untold] == ["prompt_tokens"]
+    assert metrics.acceptance_slices([timing([(1, 1)])]) == ()

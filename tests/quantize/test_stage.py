@@ -93,6 +93,10 @@ def test_every_family_is_quantized_checked_and_close_to_its_source(
     assert record.quality is not None
     assert 0 < record.quality.kl_mean < 0.05
     assert record.quality.kl_p99 >= record.quality.kl_mean
+    low, high = record.quality.kl_interval
+    assert record.quality.texts > 1 and low < record.quality.kl_mean < high
+    low, high = record.quality.top1_interval
+    assert low <= record.quality.top1_agreement <= high
     assert record.quality.top1_agreement > 0.5
     assert len(record.quality.layers) == 14
     assert all(0 < layer.relative_error < 0.5 for layer in record.quality.layers)

@@ -42,7 +42,9 @@ LAYERS = tuple(
     for name in ("q_proj", "down_proj")
 )
 LAYER_KL = tuple(LayerKl(f"model.layers.{i}", 1.5e-4 / (i + 1)) for i in range(4))
-QUALITY = QuantizationQuality(5000, 0.0132, 0.2, 0.97, 4.31, 4.36, LAYERS, LAYER_KL, 500)
+QUALITY = QuantizationQuality(
+    5000, 0.0132, 0.2, 0.97, 4.31, 4.36, LAYERS, LAYER_KL, 500, 40, (0.011, 0.015), (0.96, 0.98)
+)
 
 
 def measured(

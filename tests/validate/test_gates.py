@@ -255,14 +255,31 @@ def test_latency_gate(limit: float, expected: str) -> None:
     assert gate.detail.startswith("not measured") and gate.next_step is not None
 
 
-def test_quality_is_judged_for_the_target() -> None:
-    quality = QuantizationQuality(5000, 0.02, 0.3, 0.97, 9.0, 9.1, (), (), 0)
-    (gate,) = quality_gates(quality, QualityGates(), quantized=True)
-    assert (gate.outcome, gate.measured, gate.limit) == ("PASS", 0.02, 0.05)
-    gates = quality_gates(
-        replace(quality, kl_mean=0.2), QualityGates(min_top1_agreement=0.98), quantized=True
-    )
-    assert [gate.outcome for gate in gates] == ["FAIL", "FAIL"]
+QUALITY = QuantizationQuality(
+    5000, 0.02, 0.3, 0.97, 9.0, 9.1, (), (), 0, 40, (0.015, 0.025), (0.96, 0.98)
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "texts", "outcomes"),
+    [
+        (QualityGates(), 40, ["PASS"]),
+        (QualityGates(max_kl=0.01), 40, ["FAIL"]),
+        (QualityGates(max_kl=0.022), 40, ["INCONCLUSIVE"]),  # inside the interval
+        (QualityGates(min_top1_agreement=0.95), 40, ["PASS", "PASS"]),
+        (QualityGates(min_top1_agreement=0.99), 40, ["PASS", "FAIL"]),
+        (QualityGates(min_top1_agreement=0.965), 40, ["PASS", "INCONCLUSIVE"]),
+        (QualityGates(), 7, ["INCONCLUSIVE"]),  # an interval over so few texts means little
+        (QualityGates(max_kl=0.01), 7, ["INCONCLUSIVE"]),
+    ],
+)
+def test_quality_is_judged_by_its_interval(
+    limits: QualityGates, texts: int, outcomes: list[str]
+) -> None:
+    gates = quality_gates(replace(QUALITY, texts=texts), limits, quantized=True)
+    assert [gate.outcome for gate in gates] == outcomes
+    assert all((gate.next_step is None) is (gate.outcome == "PASS") for gate in gates)
+    assert f"of {texts} held-out texts, 95% interval 0.015" in gates[0].detail
 
 
 def test_quality_that_was_not_measured_passes_only_where_there_is_nothing_to_lose() -> None:

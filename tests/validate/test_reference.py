@@ -129,7 +129,11 @@ def test_one_damaged_weight_of_a_real_model_is_beyond_rounding(
     texts = served_by(damaged, source)
     exact = agreement("source", texts, source, 0.01, same_precision=True)
     assert exact.kind == "broken" and exact.largest_gap > 0.1
-    sure = decided_margin(QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, (), (), 0))
+    sure = decided_margin(
+        QuantizationQuality(
+            5000, 0.001, 0.01, 0.98, 9.0, 9.0, (), (), 0, 40, (0.0008, 0.0012), (0.97, 0.99)
+        )
+    )
     quantized = agreement("source", texts, source, 0.01, same_precision=False, decided_margin=sure)
     gate = agreement_gate(quantized)
     assert gate is not None and gate.outcome == "FAIL"

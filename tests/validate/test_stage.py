@@ -26,7 +26,12 @@ from toolkit.validate.diagnose import ACCEPT_RULE
 from toolkit.validate.stage import Origin, References, Served, validate
 
 PROMPTS = tuple(f"prompt number {i}" for i in range(60))
-QUALITY = Quality(QuantizationQuality(5000, 0.01, 0.1, 0.98, 9.0, 9.05, (), (), 0), None)
+QUALITY = Quality(
+    QuantizationQuality(
+        5000, 0.01, 0.1, 0.98, 9.0, 9.05, (), (), 0, 40, (0.008, 0.012), (0.97, 0.99)
+    ),
+    None,
+)
 
 
 @pytest.fixture

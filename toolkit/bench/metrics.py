@@ -7,15 +7,17 @@ prompts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from toolkit.bench.definitions import LATENCIES, PERCENTILES
 from toolkit.records.measured import (
     Acceptance,
+    AcceptanceSlice,
     Arm,
     Interval,
     Latency,
@@ -42,6 +44,7 @@ __all__ = [
     "LATENCIES",
     "PERCENTILES",
     "acceptance",
+    "acceptance_slices",
     "arm",
     "delivered_late",
     "distinct_ngrams",
@@ -57,6 +60,8 @@ __all__ = [
     "too_few",
     "too_few_words",
 ]
+
+PROMPT_LENGTHS = (0, 128, 512, 2048, 8192, 32768)  # where groups of prompts begin, in tokens
 
 Rounds: TypeAlias = "Sequence[Sequence[RequestTiming]]"
 Answers: TypeAlias = "Sequence[Sequence[RequestTiming | None]]"
@@ -293,6 +298,40 @@ def acceptance(
         by_position=_positions(statistics),
         alpha=alpha,
     )
+
+
+def acceptance_slices(requests: Iterable[RequestTiming]) -> tuple[AcceptanceSlice, ...]:
+    """Acceptance by the length of the prompt, and with and without a reused prefix where the server
+    tells. Only requests whose verify steps it counts; empty if there are none.
+    """
+    told = [
+        request.statistics
+        for request in requests
+        if request.statistics.verify_steps and request.statistics.input_tokens is not None
+    ]
+    slices: list[AcceptanceSlice] = []
+    for least, end in zip(PROMPT_LENGTHS, (*PROMPT_LENGTHS[1:], math.inf), strict=True):
+        slices += _slice("prompt_tokens", [one for one in told if least <= _length(one) < end])
+    known = [one for one in told if one.reused_blocks is not None]
+    if any(one.reused_blocks for one in known):
+        slices += _slice("new_prefix", [one for one in known if not one.reused_blocks])
+        slices += _slice("reused_prefix", [one for one in known if one.reused_blocks])
+    return tuple(slices)
+
+
+def _slice(
+    of: Literal["prompt_tokens", "reused_prefix", "new_prefix"], part: Sequence[Statistics]
+) -> list[AcceptanceSlice]:
+    if not part:
+        return []
+    drafted, accepted, steps = draft_counts(part)
+    lengths = [_length(one) for one in part]
+    rate = accepted / drafted if drafted else None
+    return [AcceptanceSlice(of, min(lengths), max(lengths), len(part), rate, 1 + accepted / steps)]
+
+
+def _length(statistics: Statistics) -> int:
+    return statistics.input_tokens or 0
 
 
 def draft_counts(statistics: Iterable[Statistics]) -> tuple[int, int, int]:

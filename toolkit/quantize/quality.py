@@ -16,6 +16,7 @@ from toolkit.quantize.modelopt import as_source, quantized_linears
 from toolkit.quantize.single_layers import measure_single_layers
 from toolkit.quantize.source import Source
 from toolkit.records.build import LayerError, QuantizationQuality
+from toolkit.resampling import bootstrap_ratio_of_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,9 @@ def measure(
 
     layers = _LayerErrors(quantized_linears(model))
     divergences: list[Tensor] = []
-    agreeing, tokens, source_nll, quantized_nll = 0, 0, 0.0, 0.0
+    agreements: list[Tensor] = []
+    lengths: list[int] = []  # positions of each text
+    tokens, source_nll, quantized_nll = 0, 0.0, 0.0
     with torch.no_grad():
         for done, batch in enumerate(batches, start=1):
             with as_source(model, source), layers.watch(layers.keep):
@@ -70,25 +73,39 @@ def measure(
                 quantized_log = torch.log_softmax(model.lm_head(hidden[part]).float(), dim=-1)
                 kl_terms = source_log.exp() * (source_log - quantized_log)
                 divergences.append(kl_terms.sum(dim=-1).clamp_min(0.0))
-                agreeing += int((source_log.argmax(dim=-1) == quantized_log.argmax(dim=-1)).sum())
+                agreements.append(source_log.argmax(dim=-1) == quantized_log.argmax(dim=-1))
                 column = following[part, None]
                 source_nll -= float(source_log.gather(1, column).double().sum())
                 quantized_nll -= float(quantized_log.gather(1, column).double().sum())
             tokens += len(following)
+            lengths += [batch.shape[1] - 1] * len(batch)
             progress(done, len(batches), "measuring quality, batches")
     kl = torch.cat(divergences).double()
+    agreeing = torch.cat(agreements)
     layer_rows = take_tokens([row for batch in batches for row in batch], LAYER_TOKENS)
     return QuantizationQuality(
         tokens=tokens,
         kl_mean=float(kl.mean()),
         kl_p99=float(torch.quantile(kl, 0.99)),
-        top1_agreement=agreeing / tokens,
+        top1_agreement=int(agreeing.sum()) / tokens,
         source_perplexity=_exp(source_nll / tokens),
         quantized_perplexity=_exp(quantized_nll / tokens),
         layers=layers.result(),
         layer_kl=measure_single_layers(model, source, [row[None] for row in layer_rows], progress),
         layer_kl_tokens=sum(len(row) - 1 for row in layer_rows),
+        texts=len(lengths),
+        kl_interval=_interval(kl, lengths),
+        top1_interval=_interval(agreeing.double(), lengths),
     )
+
+
+def _interval(values: Tensor, lengths: list[int]) -> tuple[float, float]:
+    """The interval of the mean of values [tokens], whose texts have these lengths."""
+    import torch
+
+    sums = [float(part.sum()) for part in torch.split(values, lengths)]
+    _, low, high = bootstrap_ratio_of_sums(sums, lengths)
+    return low, high
 
 
 def _exp(value: float) -> float:

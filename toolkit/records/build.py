@@ -100,7 +100,7 @@ class QuantizationQuality:
     kl_mean: mean over tokens of KL(source || quantized) in nats; kl_p99: its 99th percentile.
     top1_agreement: the share of tokens with the same argmax. Perplexities are exp of the mean
     negative log-likelihood of the text's own next tokens. layer_kl is measured over the first
-    layer_kl_tokens tokens.
+    layer_kl_tokens tokens. The intervals (95 %) draw whole texts: tokens of one text are alike.
     """
 
     tokens: int
@@ -112,6 +112,9 @@ class QuantizationQuality:
     layers: tuple[LayerError, ...]
     layer_kl: tuple[LayerKl, ...]
     layer_kl_tokens: int
+    texts: int
+    kl_interval: tuple[float, float]
+    top1_interval: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,22 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceSlice:
+    """The acceptance of some of the requests. of: those with prompts of `least` to `most` tokens,
+    or those whose prompt began in the KV cache of an earlier request (`reused_prefix`) or did not.
+
+    rate: None where the server does not tell how many tokens were drafted.
+    """
+
+    of: Literal["prompt_tokens", "reused_prefix", "new_prefix"]
+    least: int
+    most: int
+    requests: int
+    rate: float | None
+    length: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Scope:
     """Which figure of a metric a gate judges. A field is None if there is only one choice.
 

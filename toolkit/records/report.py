@@ -10,6 +10,7 @@ from toolkit.records.build import CompiledEngine, Quality, StageCost
 from toolkit.records.judged import Agreement, Distribution, DraftCheck, Parity, Sampled, StopCheck
 from toolkit.records.measured import (
     Acceptance,
+    AcceptanceSlice,
     Arms,
     CounterCheck,
     Finding,
@@ -23,7 +24,7 @@ from toolkit.words import ReportedPlainArm, Verdict
 __all__ = ["REPORT_SCHEMA_VERSION", "ValidationReport"]
 
 # The version of report.json. Raise it when a key is added, removed or changes its meaning.
-REPORT_SCHEMA_VERSION = 10
+REPORT_SCHEMA_VERSION = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,5 @@ class ValidationReport:
     grid: Grid | None = None
     # request: a parameter turns speculation off; restarts: a server without speculation takes turns
     plain_arm: ReportedPlainArm = "request"
+    # of the greedy requests: by length of the prompt, and with and without a reused prefix
+    acceptance_slices: tuple[AcceptanceSlice, ...] = ()

@@ -225,6 +225,8 @@ def tables(report: ValidationReport) -> list[Table]:
         shown_tables.append(_latency_ratios(report))
     if report.acceptance is not None:
         shown_tables.append(_acceptance(report))
+    if len(report.acceptance_slices) > 1:
+        shown_tables.append(_acceptance_slices(report))
     if report.parity is not None:
         shown_tables.append(_parity(report))
         shown_tables += [
@@ -423,6 +425,28 @@ def _acceptance(report: ValidationReport) -> Table:
         names,
         note if len(rows) > 2 else "",
         is_brief=True,
+    )
+
+
+def _acceptance_slices(report: ValidationReport) -> Table:
+    names = {"new_prefix": "new to the KV cache", "reused_prefix": "began in the KV cache"}
+    rows = [
+        (
+            names.get(part.of, f"{part.least:,} to {part.most:,} tokens"),
+            f"{part.requests:,}",
+            number(part.length),
+            percent(part.rate),
+        )
+        for part in report.acceptance_slices
+    ]
+    lengths = (heading("acceptance_length"), heading("acceptance_rate"))
+    return Table(
+        "Acceptance by prompt, greedy",
+        ("prompts", "requests", *lengths),
+        tuple(rows),
+        ("acceptance_length", "acceptance_rate"),
+        "Requests of all rounds. Drafts may agree less far from what they were trained on, such as"
+        " behind long prompts.",
     )
 
 
@@ -669,13 +693,25 @@ def _models(report: ValidationReport) -> list[tuple[str, QuantizationQuality]]:
 def _quality(report: ValidationReport) -> Table:
     models, kl = _models(report), METRICS["kl_mean"]
     rows = [
-        (f"{kl.title}, mean, {kl.unit}", *(number(q.kl_mean) for _, q in models)),
+        (
+            f"{kl.title}, mean, {kl.unit}",
+            *(
+                f"{number(q.kl_mean)} ({' to '.join(map(number, q.kl_interval))})"
+                for _, q in models
+            ),
+        ),
         (f"{kl.title}, p99, {kl.unit}", *(number(q.kl_p99) for _, q in models)),
-        (heading("top1_agreement"), *(percent(q.top1_agreement) for _, q in models)),
+        (
+            heading("top1_agreement"),
+            *(
+                f"{percent(q.top1_agreement)} ({' to '.join(map(percent, q.top1_interval))})"
+                for _, q in models
+            ),
+        ),
         ("perplexity, source", *(number(q.source_perplexity, 4) for _, q in models)),
         ("perplexity, quantized", *(number(q.quantized_perplexity, 4) for _, q in models)),
         (f"largest {heading('layer_kl')}", *(_costliest(q) for _, q in models)),
-        ("held-out tokens", *(f"{q.tokens:,}" for _, q in models)),
+        ("held-out tokens", *(f"{q.tokens:,}, of {q.texts:,} texts" for _, q in models)),
     ]
     note = ""
     if any(role == "draft" for role, _ in models):

@@ -47,6 +47,7 @@ UNKNOWN_STEPS = (
     "chunks hold more than one step, so it is not known where a block began; set"
     " triton.stream_interval_ms: 0 and triton.decoupled: true to judge this"
 )
+MIN_TEXTS = 8  # as MIN_PAIRS, for held-out texts
 MIN_PAIRS = 8  # with fewer pairs a bootstrap interval says little; with one it has no width at all
 
 
@@ -505,39 +506,57 @@ def quality_gates(
             for metric, key in keys.items()
             if getattr(limits, key) is not None
         ]
-    advice = (
-        "Calibrate on more or better suited text, or quantize less (quant_algo: W8A16 or NO_QUANT)."
-        " The worst layers are listed below."
-    )
-    good = target.kl_mean <= limits.max_kl
-    detail = f"{target.kl_mean:.4f} nats per token over {target.tokens} held-out tokens"
+    kl = f"{target.kl_mean:.4f} nats per token over {target.tokens:,} tokens of"
     gates = [
-        make_gate(
-            "kl_mean",
-            Scope(),
-            PASS if good else FAIL,
-            target.kl_mean,
-            limits.max_kl,
-            detail,
-            None if good else advice,
+        _quality_gate(
+            "kl_mean", target, target.kl_mean, target.kl_interval, limits.max_kl, f"{kl} {{texts}}"
         )
     ]
     if limits.min_top1_agreement is not None:
-        good = target.top1_agreement >= limits.min_top1_agreement
-        detail = (
-            f"{target.top1_agreement:.2%} of {target.tokens} held-out tokens keep their most likely"
-            " token"
-        )
-        limit = limits.min_top1_agreement
+        top1 = f"{target.top1_agreement:.2%} of {target.tokens:,} tokens of {{texts}} keep theirs"
         gates.append(
-            make_gate(
+            _quality_gate(
                 "top1_agreement",
-                Scope(),
-                PASS if good else FAIL,
+                target,
                 target.top1_agreement,
-                limit,
-                detail,
-                None if good else advice,
+                target.top1_interval,
+                limits.min_top1_agreement,
+                top1,
             )
         )
     return gates
+
+
+def _quality_gate(
+    metric: str,
+    target: QuantizationQuality,
+    measured: float,
+    interval: tuple[float, float],
+    limit: float,
+    detail: str,
+) -> Gate:
+    """Judge one figure of the target by its interval. detail: with a place for the texts."""
+    gate = partial(make_gate, metric, Scope())
+    low, high = interval
+    digits = decimals((measured, low, high), limit, least=4)
+    ends = f"95% interval {low:.{digits}f} to {high:.{digits}f}"
+    detail = f"{detail.format(texts=f'{target.texts} held-out texts')}, {ends}"
+    if target.texts < MIN_TEXTS:
+        advice = (
+            f"Give at least {MIN_TEXTS} texts (calibration.heldout), or cut them shorter"
+            " (calibration.calib_max_seq_length)."
+        )
+        return gate(INCONCLUSIVE, measured, limit, f"{detail}; too few texts to trust it", advice)
+    result = outcome(low, high, limit, at_least=metric == "top1_agreement")
+    next_steps = {
+        PASS: None,
+        FAIL: (
+            "Calibrate on more or better suited text, or quantize less (quant_algo: W8A16 or"
+            " NO_QUANT). The worst layers are listed below."
+        ),
+        INCONCLUSIVE: (
+            "The texts differ too much for this limit: give more held-out text"
+            " (calibration.heldout), or cut it into more texts (calibration.calib_max_seq_length)."
+        ),
+    }
+    return gate(result, measured, limit, detail, next_steps[result])

@@ -77,7 +77,7 @@ __all__ = [
     "validate",
 ]
 
-VERSION = 14
+VERSION = 15
 BURSTS = 0.1  # share of requests delivered late above which the report has a note
 DRIFT = 0.15  # change of plain decoding from round to round above which the report has a note
 # Largest factor by which more rounds may have to narrow an interval. An estimate exactly on its
@@ -247,6 +247,9 @@ def validate(
         crossover=None if loaded is None else loaded.crossover,
         replaced=tuple(origin.replaced),
         plain_arm=_plain_arm(by_restarts, served.has_second_server),
+        acceptance_slices=metrics.acceptance_slices(
+            timing for row in greedy.speculative for timing in row
+        ),
     )
 
 

@@ -34,7 +34,9 @@ HERE = VllmEnvironment(
 )
 ON_GPUS = replace(HERE, distribution="vllm", platform="cuda", torch="2.13.0")
 ACCEPTED = Answer(None, (), "float32")
-QUALITY = QuantizationQuality(5000, 0.001, 0.01, 0.98, 9.0, 9.0, (), (), 0)
+QUALITY = QuantizationQuality(
+    5000, 0.001, 0.01, 0.98, 9.0, 9.0, (), (), 0, 40, (0.0008, 0.0012), (0.97, 0.99)
+)
 
 
 def silent(done: int, total: int | None, what: str) -> None:
