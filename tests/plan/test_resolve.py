@@ -177,6 +177,19 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("engine", {"speculation__acceptance": "coupled"}, "acceptance-rule", "no such rule", "auto"),
     ("pytorch", {"triton__layout": "bls"}, "layout-of-flow", "inside one runtime", "llmapi"),
     ("engine", {"triton__layout": "llmapi"}, "layout-of-flow", "never served two", "bls"),
+    ("engine", {"triton__model_py": "container"}, "toolkit-model-py", "the toolkit's own models", "remove"),
+    ("torch", {"triton__model_py": "container"}, "toolkit-model-py", "only trtllm_pytorch", "remove"),
+    *(
+        ("pytorch", {"triton__model_py": "container", f"triton__{key}": value}, "toolkit-model-py", words, "model_py: ours")
+        for key, value, words in (
+            ("max_queue_size", 8, "without a limit"),
+            ("default_max_tokens", 8, "SamplingParams"),
+            ("request_timeout_s", 8.0, "no request by time"),
+            ("stream_interval_ms", 0.0, "one chunk per step"),
+        )
+    ),
+    ("pytorch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "fail together", "remove"),
+    ("torch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "in layout llmapi", "remove"),
     ("torch", {"hardware__nodes": 2}, "toolkit-one-device", "one device", "trtllm_pytorch"),
     ("torch", {"hardware__count": 4}, "toolkit-one-device", "one device", "remove"),
     # memory
@@ -263,6 +276,20 @@ def test_what_cannot_work_is_refused_with_what_would(
     assert any(
         what in judged and offered is not None and hint in offered for judged, offered in texts
     ), texts or refused(kind, keys)
+
+
+@pytest.mark.parametrize(
+    "kind, keys",
+    [
+        ("pytorch", {}),
+        ("engine", {"triton__on_draft_failure": "plain"}),
+        ("torch", {"triton__on_draft_failure": "plain", "triton__layout": "bls"}),
+    ],
+)
+def test_a_key_that_the_repository_carries_is_not_refused(kind: str, keys: dict[str, Any]) -> None:
+    limits = {"max_queue_size": 8, "request_timeout_s": 8.0, "stream_interval_ms": 0.0}
+    stated = {f"triton__{key}": value for key, value in limits.items()}
+    assert refused(kind, {**stated, **keys}) == []
 
 
 @pytest.mark.parametrize("kind", ["torch", "pytorch", "engine", "int8", "vllm", "vllm_cpu"])

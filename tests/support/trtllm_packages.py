@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,15 @@ def engine(folder: Path, role: str, kind: str, tp_size: int = 1) -> CompiledEngi
     )
 
 
-def llmapi(folder: Path, **triton: Any) -> TritonRepository:
+def llmapi(folder: Path, args: Mapping[str, Any] | None = None, **triton: Any) -> TritonRepository:
+    """args: arguments of LLM() beside ARGS."""
     pair = [engine(folder / "engines", role, "trtllm_pytorch") for role in ("target", "draft")]
     return package_llmapi(
-        pair[0], pair[1], ARGS, TritonConfig(**triton), folder / "out", name="pair", max_draft_len=3
+        pair[0],
+        pair[1],
+        {**ARGS, **(args or {})},
+        TritonConfig(**triton),
+        folder / "out",
+        name="pair",
+        max_draft_len=3,
     )

@@ -284,11 +284,11 @@ class InProcess:
         except RequestError as error:
             raise RequestRefused(str(error)) from error
         prompt = f"{TIED} {prompt}" if self.fickle and options.get("log_probs") else request.prompt
-        responses, sent = Responses(request), self.now_ns
+        responses, sent = Responses(request, self.now_ns, 0), self.now_ns
         chunks = []
         for output in asyncio.run(self._outputs(prompt, parameters)):
             self.now_ns += 1_000_000
-            values = responses.of(output, final=output.finished)
+            values = responses.of(output, self.now_ns, final=output.finished)
             if values is not None:
                 chunks.append(read_chunk(values["text_output"][0], values, self.now_ns))
         return timing(prompt, chunks, sent)

@@ -191,7 +191,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         penalties=PENALTIES["llmapi"] if row.penalties else (),
         log_probs=_log_probs("trtllm_pytorch", version),
         gives_logits=False,
-        # The toolkit's counters are not there, and every start resets others.
+        # Every arm starts a server, and a start resets its counters.
         counted="nothing",
         server="tritonserver",
         reuses_prefixes=reuses_prefixes,

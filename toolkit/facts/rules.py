@@ -360,6 +360,15 @@ RULES: dict[str, tuple[str, Source]] = {
         "a checkpoint's own Python code runs only in LLM(), and only if the YAML allows it",
         OWN,
     ),
+    "toolkit-model-py": (
+        "the container's model.py for llmapi queues without a limit, and has no deadline and no"
+        " interval between chunks",
+        Source("TRT triton_backend/all_models/llmapi/tensorrt_llm/1/model.py", "B"),
+    ),
+    "toolkit-draft-failure": (
+        "only in layout bls the draft is a process of its own, which may fail alone",
+        OWN,
+    ),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
     "toolkit-calibration-text": (
         "activation scales are made of the values that calibration text has shown",

@@ -8,7 +8,7 @@ files; shapes and GPUs are given to them. `toolkit.plan.memory` judges memory.
 
 from __future__ import annotations
 
-from toolkit.plan.rules import judging, precision, runtime, shapes, versions, vllm
+from toolkit.plan.rules import judging, precision, runtime, serving, shapes, versions, vllm
 from toolkit.plan.rules.findings import Check
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement
@@ -20,6 +20,7 @@ CHECKS: dict[str, Check] = {
     **precision.CHECKS,
     **shapes.CHECKS,
     **runtime.CHECKS,
+    **serving.CHECKS,
     **vllm.CHECKS,
     **judging.CHECKS,
 }

@@ -8,9 +8,12 @@ import json
 import math
 import re
 import shutil
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -23,15 +26,18 @@ from toolkit.errors import RequestError, StageError
 from toolkit.facts.triton_tensors import LLMAPI
 from toolkit.facts.versions import VERSIONS
 from toolkit.interfaces import Sampling
+from toolkit.records.build import TritonRepository
 from toolkit.standins.trtllm import PACKAGE
 from toolkit.standins.trtllm.tensorrt_llm.toy import TEXT, Logprob
 from toolkit.triton.package import model_config
 from toolkit.triton.package.trtllm import model_yaml, package_bls
 from toolkit.triton.process.server import TritonServer
+from toolkit.triton.tensors.contract import METRICS
 from toolkit.triton.tensors.requests import Request
 from toolkit.triton.tensors.trtllm_tensors import (
     OUR_INPUTS,
     OUR_OUTPUTS,
+    Responses,
     sampling_arguments,
     token_log_probs,
     verify_steps,
@@ -108,6 +114,7 @@ def test_the_readme_names_every_tensor_and_launch_file(tmp_path: Path, layout: s
     call = re.search(r"-d '(.*)' localhost:8000/v2/models/(\w+)/generate", text)
     assert call is not None and call[2] == record.model
     assert set(json.loads(call[1])) <= {tensor.name for tensor in config.input}
+    assert all(f"| `{metric.name}` | {metric.kind} |" in text for metric in METRICS)
     # With `llmapi` a request cannot ask for plain decoding.
     assert ("--prompts" in text) is (layout == "bls")
 
@@ -158,14 +165,17 @@ def test_verify_steps_are_the_iterations_after_the_first(
     assert verify_steps(tokens, average) == steps
 
 
+def with_standin(record: TritonRepository) -> Path:
+    """The repository, with the stand-in in the model's version folder, where Python finds it when
+    Triton runs the model.
+    """
+    shutil.copytree(PACKAGE, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
+    return record.path
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The stand-in lies in the model's version folder, where Python finds it when Triton runs the
-    model.
-    """
-    record = llmapi(tmp_path_factory.mktemp("trtllm"))
-    shutil.copytree(PACKAGE, record.path / "tensorrt_llm" / "1" / "tensorrt_llm")
-    with TritonServer(record.path) as server:
+    with TritonServer(with_standin(llmapi(tmp_path_factory.mktemp("trtllm")))) as server:
         yield server
 
 
@@ -292,6 +302,172 @@ def test_the_prompt_comes_first_unless_it_is_left_out(server: TritonServer) -> N
     url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
     response = urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
     assert json.loads(response.read())["text_output"] == "a prompt one two"
+
+
+def counted(server: TritonServer, name: str) -> Callable[[], float]:
+    """Reads one sample of the server's page, given as it stands there."""
+
+    def read() -> float:
+        with urllib.request.urlopen(server.metrics_url, timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
+
+    return read
+
+
+def wait_for(what: Callable[[], float], value: float) -> None:
+    """Metrics are published ten times a second."""
+    deadline = time.monotonic() + 10
+    while what() != value and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert what() == value
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Two requests run and one may wait; a step takes long."""
+    repository = with_standin(
+        llmapi(
+            tmp_path_factory.mktemp("narrow"),
+            args={"max_batch_size": 2, "step_s": 0.2},
+            max_queue_size=1,
+            request_timeout_s=60.0,
+            stream_interval_ms=500.0,
+        )
+    )
+    with TritonServer(repository) as server, Client(server.grpc_url, timeout_s=30) as client:
+        client.generate("x", max_tokens=1)  # Triton opens its page after it is ready
+        yield server
+
+
+def test_requests_beyond_the_queue_are_refused_at_once(narrow: TritonServer) -> None:
+    refused = counted(narrow, 'toolkit_requests{model="tensorrt_llm",outcome="overloaded"}')
+    finished = counted(narrow, 'toolkit_requests{model="tensorrt_llm",outcome="length"}')
+    before = refused(), finished()
+    with Client(narrow.grpc_url, timeout_s=30) as client, ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(client.generate, "x", max_tokens=10) for _ in range(3)]
+        wait_for(counted(narrow, "toolkit_queued_requests"), 1)
+        assert counted(narrow, "toolkit_active_requests")() == 2
+        with pytest.raises(RequestRefused, match="3 requests are open, 2 of them may run"):
+            client.generate("x", max_tokens=10)
+        assert [future.result().text for future in running] == [TEXT] * 3
+        assert client.generate("x", max_tokens=1).text == "one"
+    wait_for(refused, before[0] + 1)
+    wait_for(finished, before[1] + 4)
+    wait_for(counted(narrow, "toolkit_active_requests"), 0)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_deadline_ends_the_request_in_the_runtime_too(
+    narrow: TritonServer, streaming: bool
+) -> None:
+    missed = counted(narrow, 'toolkit_requests{model="tensorrt_llm",outcome="deadline"}')
+    before = missed()
+    with Client(narrow.grpc_url, timeout_s=30) as client:
+        client.generate("x", max_tokens=1)
+        began = time.monotonic()
+        with pytest.raises(RequestRefused, match=r"deadline of 300 ms passed after \d tokens"):
+            if streaming:
+                list(client.stream("x", max_tokens=10, timeout_ms=300))
+            else:
+                client.generate("x", max_tokens=10, timeout_ms=300)
+        assert time.monotonic() - began < 0.7  # the whole text takes 0.8 s
+        wait_for(missed, before + 1)
+        wait_for(counted(narrow, "toolkit_active_requests"), 0)
+
+
+def test_the_packaged_deadline_holds_for_requests_without_one(tmp_path: Path) -> None:
+    settings = llmapi(tmp_path, request_timeout_s=0.25, args={"step_s": 0.2})
+    with (
+        TritonServer(with_standin(settings)) as server,
+        Client(server.grpc_url, timeout_s=30) as client,
+        pytest.raises(RequestRefused, match="deadline of 250 ms passed"),
+    ):
+        client.generate("x", max_tokens=10)
+
+
+def test_chunks_keep_the_interval_and_their_gaps_are_counted(narrow: TritonServer) -> None:
+    gaps, first = (
+        counted(narrow, f'toolkit_{name}_seconds_count{{model="tensorrt_llm"}}')
+        for name in ("icl", "ttft")
+    )
+    slow = counted(narrow, 'toolkit_icl_seconds_bucket{model="tensorrt_llm",le="0.1"}')
+    before = gaps(), first(), slow()
+    with Client(narrow.grpc_url, timeout_s=30) as client:
+        chunks = list(client.stream("x", max_tokens=10))
+    # Steps end after 0.2, 0.4, 0.6 and 0.8 s; the last chunk never waits.
+    assert [chunk.output_tokens for chunk in chunks] == [1, 10]
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    wait_for(gaps, before[0] + 1)
+    wait_for(first, before[1] + 1)
+    assert slow() == before[2]  # the gap was longer than a tenth of a second
+
+
+def test_acceptance_is_counted_as_far_as_the_runtime_tells(narrow: TritonServer) -> None:
+    accepted, steps, tokens = (
+        counted(narrow, f"toolkit_{name}{{")
+        for name in ("accepted_draft_tokens", "verify_steps", "output_tokens")
+    )
+    before = accepted(), steps(), tokens()
+    with Client(narrow.grpc_url, timeout_s=30) as client:
+        client.generate("x", max_tokens=10)
+    wait_for(accepted, before[0] + 6)
+    wait_for(steps, before[1] + 3)
+    wait_for(tokens, before[2] + 10)
+    with urllib.request.urlopen(narrow.metrics_url, timeout=10) as page:
+        assert "toolkit_draft_tokens{" not in page.read().decode()  # not told, so not 0
+
+
+def output(tokens: int, average: float, drafted: int) -> SimpleNamespace:
+    """The last output of a runtime that counts drafted tokens (0: of one that does not)."""
+    told = SimpleNamespace(total_draft_tokens=drafted, acceptance_rate=0.0)
+    metrics = SimpleNamespace(kv_cache_metrics=None, timing_metrics=None, speculative_decoding=told)
+    completion = SimpleNamespace(
+        text="x", token_ids=list(range(tokens)), request_perf_metrics=metrics
+    )
+    return SimpleNamespace(
+        outputs=[completion], prompt_token_ids=[1], avg_decoded_tokens_per_iter=average
+    )
+
+
+def test_drafted_tokens_are_the_runtime_s_own_or_nobody_s() -> None:
+    request = Request("x", returns=frozenset({"sampling_param_return_perf_metrics"}))
+    told = Responses(request, 0, 0)
+    answer = told.of(output(10, 2.5, 12), 5, final=True) or {}
+    assert answer["total_draft_tokens"] == [12]
+    assert answer["total_accepted_draft_tokens"] == [6]
+    assert answer["acceptance_rate"] == [0.5]
+    assert (told.stats(output(10, 2.5, 12)).drafted, told.stats(None).verify_steps) == (12, 0)
+    untold = Responses(request, 0, 0).of(output(10, 2.5, 0), 5, final=True) or {}
+    assert untold["total_accepted_draft_tokens"] == [6]
+    assert not {"total_draft_tokens", "acceptance_rate"} & set(untold)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_times_of_tokens_are_those_of_streams_only(streaming: bool) -> None:
+    """Without streaming nobody sees the first token."""
+    responses = Responses(Request("x", streaming=streaming), 100, 0)
+    responses.of(output(4, 2.0, 0), 300, final=True)
+    stats = responses.stats(output(4, 2.0, 0))
+    assert (stats.arrival_ns, stats.first_token_ns) == (100, 300 if streaming else None)
+    assert (stats.output_tokens, stats.verify_steps, stats.accepted) == (4, 1, 2)
+
+
+def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> None:
+    cancelled = counted(narrow, 'toolkit_requests{model="tensorrt_llm",outcome="cancelled"}')
+    before = cancelled()
+    body = {"text_input": "x", "stop": True, "id": "mine"}
+    url = f"http://{narrow.http_url}/v2/models/tensorrt_llm/generate"
+    with Client(narrow.grpc_url, timeout_s=30) as client, ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(client.generate, "x", max_tokens=10, request_id="mine") for _ in range(2)
+        ]
+        wait_for(counted(narrow, "toolkit_active_requests"), 2)
+        urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read()
+        for future in running:
+            with pytest.raises(RequestRefused, match="cancelled by the client"):
+                future.result()
+    wait_for(cancelled, before + 2)
 
 
 def test_refusals_reach_the_client_and_the_server_goes_on(client: Client) -> None:

@@ -22,6 +22,7 @@ from toolkit.triton.tensors.contract import (
     INPUTS,
     LOG_PROB_INPUTS,
     LOG_PROB_OUTPUTS,
+    METRICS,
     OUTPUTS,
 )
 
@@ -66,6 +67,7 @@ def write_readme(
         has_draft_len=any(tensor.name == "num_draft_tokens" for tensor in config.input),
         inputs=[_row(tensor) for tensor in config.input],
         outputs=[_row(tensor) for tensor in config.output],
+        metrics=METRICS if deployment.model_py == "ours" else (),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 

@@ -141,6 +141,9 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, version: str) 
             "default_max_tokens": triton.default_max_tokens,
             "log_probs": LOG_PROBS["trtllm_pytorch"].get(version, 0),
             "ignored": [*penalties, *(() if row.seeds else ("seed",))],
+            "max_queue_size": triton.max_queue_size,
+            "request_timeout_s": triton.request_timeout_s,
+            "stream_interval_ms": triton.stream_interval_ms,
         }
     return settings
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.interfaces import RequestStats
 from toolkit.triton.tensors.contract import METRICS
 from toolkit.words import RequestOutcome
 
@@ -43,12 +44,19 @@ def parameters_of(arguments: Mapping[str, str]) -> dict[str, str]:
 
 
 class Metrics:
-    """Triton's custom metrics. Each change is a message to the server process, so changes are
-    collected and sent from one place.
+    """Triton's custom metrics. Each change is a message to the server process (about 16
+    microseconds), so changes are collected and sent from one place.
+
+    untold: counters of what the runtime may not tell. They appear with their first value: 0 would
+    say that there was nothing to count.
     """
 
-    def __init__(self, pb_utils: Any, model: str) -> None:
-        kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
+    def __init__(self, pb_utils: Any, model: str, untold: Collection[str] = ()) -> None:
+        kinds = {
+            "counter": pb_utils.MetricFamily.COUNTER,
+            "gauge": pb_utils.MetricFamily.GAUGE,
+            "histogram": pb_utils.MetricFamily.HISTOGRAM,  # python_backend pull 374, of 2024
+        }
         self._model = model
         self._families = {
             spec.name: pb_utils.MetricFamily(
@@ -58,14 +66,22 @@ class Metrics:
         }
         self._metrics: dict[tuple[str, str | None], Any] = {}
         self._gauges: dict[str, int] = {}
-        self._notes: queue.SimpleQueue[tuple[RequestOutcome, Any]] = queue.SimpleQueue()
+        self._buckets = {spec.name: spec.buckets for spec in METRICS if spec.buckets}
+        self._notes: queue.SimpleQueue[
+            tuple[RequestOutcome, RequestStats | None, Sequence[int]]
+        ] = queue.SimpleQueue()
         for spec in METRICS:
-            if spec.name != "toolkit_requests":
+            if spec.name != "toolkit_requests" and spec.name not in untold:
                 self._metric(spec.name)
 
-    def note(self, outcome: RequestOutcome, stats: Any = None) -> None:
+    def note(
+        self,
+        outcome: RequestOutcome,
+        stats: RequestStats | None = None,
+        gaps_ns: Sequence[int] = (),
+    ) -> None:
         """Remember a finished request until `publish`. May be called from any thread."""
-        self._notes.put((outcome, stats))
+        self._notes.put((outcome, stats, gaps_ns))
 
     def publish(self, active: int, queued: int) -> None:
         """Bring Triton's values up to date. Call it from one thread only."""
@@ -79,26 +95,45 @@ class Metrics:
                 self._gauges[name] = value
                 self._metric(name).set(value)
 
-    def finished(self, outcome: RequestOutcome, stats: Any = None) -> None:
-        """Count a finished request now. Call it from one thread only."""
+    def finished(
+        self,
+        outcome: RequestOutcome,
+        stats: RequestStats | None = None,
+        gaps_ns: Sequence[int] = (),
+    ) -> None:
+        """Count a finished request now. Call it from one thread only. gaps_ns: between the chunks
+        that were sent.
+        """
         self._metric("toolkit_requests", outcome).increment(1)
-        if stats is not None:
-            self.add("toolkit_draft_tokens", stats.drafted)
-            self.add("toolkit_accepted_draft_tokens", stats.accepted)
-            self.add("toolkit_verify_steps", stats.verify_steps)
-            self.add("toolkit_output_tokens", stats.output_tokens)
+        for gap_ns in gaps_ns:
+            self._observe("toolkit_icl_seconds", gap_ns)
+        if stats is None:
+            return
+        self.add("toolkit_draft_tokens", stats.drafted)
+        self.add("toolkit_accepted_draft_tokens", stats.accepted)
+        self.add("toolkit_verify_steps", stats.verify_steps)
+        self.add("toolkit_output_tokens", stats.output_tokens)
+        first_ns, last_ns = stats.first_token_ns, stats.last_token_ns
+        if first_ns is not None:
+            self._observe("toolkit_ttft_seconds", first_ns - stats.arrival_ns)
+        if first_ns is not None and last_ns is not None and stats.output_tokens > 1:
+            self._observe("toolkit_tpot_seconds", (last_ns - first_ns) / (stats.output_tokens - 1))
 
     def add(self, name: str, value: int) -> None:
         """Add to a counter, or to a gauge that several instances share."""
         if value:
             self._metric(name).increment(value)
 
+    def _observe(self, name: str, duration_ns: float) -> None:
+        self._metric(name).observe(duration_ns / 1e9)
+
     def _metric(self, name: str, outcome: RequestOutcome | None = None) -> Any:
         if (name, outcome) not in self._metrics:
             labels = {"model": self._model}
             if outcome is not None:
                 labels["outcome"] = outcome
-            self._metrics[name, outcome] = self._families[name].Metric(labels=labels)
+            limits = {"buckets": list(self._buckets[name])} if name in self._buckets else {}
+            self._metrics[name, outcome] = self._families[name].Metric(labels=labels, **limits)
         return self._metrics[name, outcome]
 
 

@@ -50,7 +50,7 @@ __all__ = [
 # The version of the packaged files and of what they use of the toolkit. It is written into the
 # repository, so a repository of another version is recognised when it is loaded. Raise it when
 # either changes; it is also the package stage's version.
-PACKAGE_VERSION = 5
+PACKAGE_VERSION = 6
 
 MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's template
 # The models of the other layout, `bls`: clients call BLS_MODEL, which calls the others. There MODEL
@@ -80,14 +80,17 @@ class TensorSpec:
     ours: bool = False
 
 
-MetricKind: TypeAlias = Literal["counter", "gauge"]
+MetricKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
+    """buckets: of a histogram, the upper limits in seconds."""
+
     name: str
     kind: MetricKind
     meaning: str
+    buckets: tuple[float, ...] = ()
 
 
 ONE_VALUE, ANY_LENGTH = (1,), (-1,)
@@ -390,6 +393,14 @@ BLS_OUTPUTS: tuple[TensorSpec, ...] = (
 
 OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
+# From a small model on a CPU to a long prompt in a queue.
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
+)  # fmt: skip
+NEXT_TOKEN_BUCKETS = (
+    0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
+)  # fmt: skip
+
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("toolkit_draft_tokens", "counter", "Draft tokens proposed by finished requests"),
     MetricSpec(
@@ -402,4 +413,22 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("toolkit_requests", "counter", "Requests by outcome: " + ", ".join(OUTCOMES)),
     MetricSpec("toolkit_active_requests", "gauge", "Requests that hold a slot"),
     MetricSpec("toolkit_queued_requests", "gauge", "Requests that wait for a slot"),
+    MetricSpec(
+        "toolkit_ttft_seconds",
+        "histogram",
+        "From arrival to the first token, of finished requests",
+        FIRST_TOKEN_BUCKETS,
+    ),
+    MetricSpec(
+        "toolkit_tpot_seconds",
+        "histogram",
+        "Time per output token after the first, of finished requests, each counted once",
+        NEXT_TOKEN_BUCKETS,
+    ),
+    MetricSpec(
+        "toolkit_icl_seconds",
+        "histogram",
+        "Gaps between the chunks of finished streams",
+        NEXT_TOKEN_BUCKETS,
+    ),
 )

@@ -267,6 +267,8 @@ class Answer:
         self._interval_ns = interval_ns
         self._due_ns = 0  # when the next chunk may be sent; the first may be sent at once
         self._tokens = 0  # output tokens of the request so far
+        self._sent_ns: int | None = None
+        self.gaps_ns: list[int] = []  # between the chunks that were sent
         # Text and ids that have not been sent.
         self._text: list[str] = [request.prompt] if request.include_prompt else []
         self._ids: list[int] = []
@@ -287,6 +289,9 @@ class Answer:
             response.update(self._ending(event))
         self._text, self._ids = [], []
         self._due_ns = now_ns + self._interval_ns
+        if self._sent_ns is not None:
+            self.gaps_ns.append(now_ns - self._sent_ns)
+        self._sent_ns = now_ns
         return response
 
     def _wants(self, name: str) -> bool:

@@ -3,9 +3,9 @@ responses out.
 
 Pure: the runtime's objects are read by attribute. In addition to the template's outputs there are
 token ids, counts and acceptance. The runtime's own acceptance counters are zeros up to 1.2
-(TRT#17082), so acceptance comes from `avg_decoded_tokens_per_iter`: the first token comes from
-prefill, and every later iteration is a verify step. The runtime does not report how many tokens
-were drafted, so that number is left out, not guessed (TRT#14724).
+(TRT#17082), so accepted tokens come from `avg_decoded_tokens_per_iter`: the first token comes from
+prefill, and every later iteration is a verify step. The number of drafted tokens is the runtime's
+own where it is above zero; elsewhere it is left out, not guessed (TRT#14724).
 
 Log-probabilities are the target's own, before temperature and filters, also for accepted drafts.
 The runtime returns the likeliest tokens at every position; a greedy text chose the first of them.
@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.errors import RequestError
 from toolkit.facts.triton_tensors import LLMAPI
-from toolkit.interfaces import Sampling
+from toolkit.interfaces import RequestStats, Sampling
 from toolkit.triton.tensors.contract import (
     INPUTS,
     LOG_PROB_INPUTS,
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 SHARED_INPUTS = (
+    "timeout_ms",
     "return_token_ids",
     "return_num_input_tokens",
     "return_num_output_tokens",
@@ -120,17 +121,27 @@ def sampling_arguments(
 class Responses:
     """Makes the responses of one request from the runtime's outputs, which grow. A chunk holds only
     what is new.
+
+    arrival_ns: when the request arrived. interval_ns: the least time between two chunks of a
+    stream, except before the last. Tokens in between come with the next chunk.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, arrival_ns: int, interval_ns: int) -> None:
         self._request = request
-        self._sent_chars = self._sent_tokens = 0
+        self._arrival_ns = arrival_ns
+        self._interval_ns = interval_ns
+        self._sent_chars = self._sent_tokens = self._tokens = 0
+        self._sent_ns: int | None = None  # when the last chunk was sent
+        self._first_token_ns: int | None = None
+        self._last_token_ns: int | None = None
+        self.gaps_ns: list[int] = []  # between the chunks that were sent
 
-    def of(self, output: Any, *, final: bool) -> dict[str, list[Any]] | None:
+    def of(self, output: Any, now_ns: int, *, final: bool) -> dict[str, list[Any]] | None:
         """Name -> values of the response after this output; None if there is nothing to send."""
         completion = output.outputs[0]
         text, ids = completion.text, list(completion.token_ids)
-        if not final and not (self._request.streaming and len(text) > self._sent_chars):
+        self._see(len(ids), now_ns)
+        if not final and not (len(text) > self._sent_chars and self._is_due(now_ns)):
             return None
         prompt = self._request.prompt if self._request.include_prompt else ""
         response: dict[str, list[Any]] = {"text_output": [prompt + text[self._sent_chars :]]}
@@ -139,9 +150,46 @@ class Responses:
         if self._wants("return_num_output_tokens"):
             response["num_output_tokens"] = [len(ids)]
         self._sent_chars, self._sent_tokens = len(text), len(ids)
+        if self._sent_ns is not None:
+            self.gaps_ns.append(now_ns - self._sent_ns)
+        self._sent_ns = now_ns
         if final:
             response.update(self._ending(output, completion, len(ids)))
         return response
+
+    def stats(self, output: Any | None) -> RequestStats:
+        """What metrics count of this request. output: the runtime's last one, None if there was
+        none. A request that is not streamed has no time of its first token.
+        """
+        prompt_tokens = steps = drafted = 0
+        if output is not None:
+            prompt_tokens = len(output.prompt_token_ids)
+            steps = _steps_of(output, self._tokens) or 0
+            drafted = _drafted(output.outputs[0]) or 0
+        return RequestStats(
+            prompt_tokens=prompt_tokens,
+            output_tokens=self._tokens,
+            verify_steps=steps,
+            drafted=drafted,
+            accepted=self._tokens - 1 - steps if steps else 0,
+            drafted_by_position=(),
+            accepted_by_position=(),
+            arrival_ns=self._arrival_ns,
+            first_scheduled_ns=None,
+            first_token_ns=self._first_token_ns if self._request.streaming else None,
+            last_token_ns=self._last_token_ns,
+            draft_ns=0,
+            verify_ns=0,
+            host_ns=0,
+        )
+
+    def _see(self, tokens: int, now_ns: int) -> None:
+        if tokens > self._tokens:
+            self._first_token_ns = self._first_token_ns or now_ns
+            self._tokens, self._last_token_ns = tokens, now_ns
+
+    def _is_due(self, now_ns: int) -> bool:
+        return self._sent_ns is None or now_ns >= self._sent_ns + self._interval_ns
 
     def _wants(self, name: str) -> bool:
         return name in self._request.returns
@@ -160,14 +208,37 @@ class Responses:
             )
         if self._wants("return_num_input_tokens"):
             ending["num_input_tokens"] = [len(output.prompt_token_ids)]
-        steps = verify_steps(tokens, getattr(output, "avg_decoded_tokens_per_iter", None))
+        steps = _steps_of(output, tokens)
         if self._wants("return_speculation_stats") and steps is not None:
             ending["verify_steps"] = [steps]
         if self._wants(PERFORMANCE_REQUEST):
             ending.update(_figures(getattr(completion, "request_perf_metrics", None)))
-            if steps is not None:
-                ending["total_accepted_draft_tokens"] = [tokens - 1 - steps]
+            ending.update(_acceptance(steps, tokens, _drafted(completion)))
         return ending
+
+
+def _steps_of(output: Any, tokens: int) -> int | None:
+    return verify_steps(tokens, getattr(output, "avg_decoded_tokens_per_iter", None))
+
+
+def _drafted(completion: Any) -> int | None:
+    """The drafted tokens of a request that was asked for its performance; None if the runtime does
+    not tell: a version that does not count them says 0.
+    """
+    metrics = getattr(completion, "request_perf_metrics", None)
+    counted = getattr(metrics, "speculative_decoding", None)
+    return getattr(counted, "total_draft_tokens", 0) or None
+
+
+def _acceptance(steps: int | None, tokens: int, drafted: int | None) -> dict[str, list[Any]]:
+    figures: dict[str, list[Any]] = {}
+    if steps is not None:
+        figures["total_accepted_draft_tokens"] = [tokens - 1 - steps]
+    if drafted is not None:
+        figures["total_draft_tokens"] = [drafted]
+    if steps is not None and drafted is not None:
+        figures["acceptance_rate"] = [(tokens - 1 - steps) / drafted]
+    return figures
 
 
 def verify_steps(tokens: int, average: float | None) -> int | None:

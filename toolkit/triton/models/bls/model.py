@@ -29,7 +29,7 @@ os.environ.pop("LD_LIBRARY_PATH", None)
 import json
 
 from toolkit.errors import RequestError
-from toolkit.interfaces import TokenEvent
+from toolkit.interfaces import RequestStats, TokenEvent
 from toolkit.speculative.bls_loop import DraftFailed, Drafts, Part, Rounds, Settings
 from toolkit.speculative.limits import check_prompt_length, check_total_length
 from toolkit.speculative.text import TextStream
@@ -98,9 +98,14 @@ class TritonPythonModel:
             self._serve(request)
 
     def _refuse(
-        self, sender: Any, outcome: RequestOutcome, message: str, stats: Any = None
+        self,
+        sender: Any,
+        outcome: RequestOutcome,
+        message: str,
+        stats: RequestStats | None = None,
+        gaps_ns: Sequence[int] = (),
     ) -> None:
-        self._metrics.finished(outcome, stats)
+        self._metrics.finished(outcome, stats, gaps_ns)
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
@@ -185,7 +190,7 @@ class TritonPythonModel:
                     "cancelled": "cancelled by the client",
                 }
                 message = messages[event.finish_reason]
-                self._refuse(sender, event.finish_reason, message, event.stats)
+                self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps_ns)
                 return
             self._send(sender, answer, event, rounds, engines)
 
@@ -212,10 +217,11 @@ class TritonPythonModel:
             return
         if failure is not None:
             pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
-        self._metrics.finished(event.finish_reason, event.stats)
         sender.send(
             pb_utils.InferenceResponse(tensors), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
+        # Afterwards, since a long stream has many gaps to count.
+        self._metrics.finished(event.finish_reason, event.stats, answer.gaps_ns)
 
     def _prepare(self, request: BlsRequest, arrays: dict[str, Any]) -> Prepared:
         inputs = preprocessing_inputs(request, arrays)

@@ -237,7 +237,7 @@ class TritonPythonModel:
             self._runtime.cancel(job.id)
             outcome, response = "error", _error("error", str(error) or repr(error))
         self._close(job, response)
-        self._metrics.note(outcome, event.stats)
+        self._metrics.note(outcome, event.stats, job.answer.gaps_ns)
 
     def _response(self, job: Job, event: TokenEvent) -> Any:
         if event.finish_reason in ("stop", "length", None):

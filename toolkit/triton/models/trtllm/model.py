@@ -1,17 +1,24 @@
-"""TensorRT-LLM's `LLM` with the tensors of its `llmapi` template, plus token ids, counts and
-acceptance, which TensorRT-LLM's own model leaves out.
+"""TensorRT-LLM's `LLM` with the tensors of its `llmapi` template, plus token ids, counts,
+acceptance and deadlines, which TensorRT-LLM's own model leaves out.
 
-`execute` checks a request and hands it to an event loop in a thread of its own. The runtime's
-outputs arrive in that loop and are sent from it.
+Threads: Triton calls `execute`, which checks a request and hands it to an event loop in a thread of
+its own. The runtime's outputs arrive in that loop and are sent from it, and only the loop touches
+the open requests. Another thread updates the metrics.
+
+The runtime queues what does not fit into its batch, without a limit. So requests are counted here:
+with max_batch_size and max_queue_size requests open, the next one is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
-from concurrent.futures import Future
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +28,8 @@ import yaml
 
 from toolkit.engines.trtllm.speculative_config import with_speculative_config
 from toolkit.errors import RequestError
-from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, traceback_of
+from toolkit.triton.tensors.backend import ERROR_CODES, Metrics, folder_of, traceback_of
+from toolkit.triton.tensors.contract import MODEL
 from toolkit.triton.tensors.requests import Limits, Request, parse
 from toolkit.triton.tensors.trtllm_tensors import (
     REQUEST_FORMAT,
@@ -32,6 +40,48 @@ from toolkit.triton.tensors.trtllm_tensors import (
 from toolkit.words import RequestOutcome
 
 CLIENT_CHECK_INTERVAL_S = 0.1  # between two checks whether the client is gone
+METRICS_INTERVAL_S = 0.1
+DEFAULT_MAX_BATCH_SIZE = 2048  # of LLM()
+UNTOLD = ("toolkit_draft_tokens", "toolkit_accepted_draft_tokens", "toolkit_verify_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class OurSettings:
+    """The section `toolkit` of model.yaml. A model.yaml of TensorRT-LLM's own has none: then there
+    are no limits. log_probs: how many per token this version returns. ignored: what a request may
+    not set, since this version ignores it.
+    """
+
+    default_max_tokens: int = 128
+    log_probs: int = 0
+    ignored: Sequence[str] = ()
+    max_queue_size: float = math.inf
+    request_timeout_s: float | None = None
+    stream_interval_ms: float = 0.0
+
+
+@dataclass(eq=False)
+class Job:
+    """One open request. `sender` must not be used after the last response, since Triton has freed
+    it by then. ended: why it ends before the runtime is done, and the message to its client.
+    """
+
+    request: Request
+    name: str  # the client's request id, possibly empty
+    sender: Any
+    arrival_ns: int
+    timeout_ms: int | None
+    responses: Responses
+    task: asyncio.Task[None] | None = None
+    output: Any = None  # the runtime's latest
+    ended: tuple[RequestOutcome, str] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        if self.timeout_ms is None:
+            return math.inf
+        return self.timeout_ms / 1e3 - (time.monotonic_ns() - self.arrival_ns) / 1e9
 
 
 class TritonPythonModel:
@@ -45,7 +95,7 @@ class TritonPythonModel:
         path = os.environ.get("LLM_CONFIG_PATH") or str(folder_of(args) / "model.yaml")
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         triton = settings.pop("triton_config", {})
-        our_settings = settings.pop("toolkit", {})
+        self._settings = OurSettings(**settings.pop("toolkit", {}))
         decoupled = bool(
             json.loads(args["model_config"])
             .get("model_transaction_policy", {})
@@ -57,22 +107,26 @@ class TritonPythonModel:
                 " to the same value"
             )
         self._limits = Limits(decoupled=decoupled, max_draft_len=0)
-        self._max_tokens = int(our_settings.get("default_max_tokens", 128))
-        self._log_probs = int(our_settings.get("log_probs", 0))
-        self._ignored = tuple(our_settings.get("ignored", ()))
+        self._slots = int(settings.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE))
         self._types = {
             name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
         }
         self._parameters = SamplingParams
-        self._running: dict[str, Any] = {}
+        self._jobs: set[Job] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="requests")
-        self._thread.start()
+        self._stop = threading.Event()
+        self._metrics = Metrics(pb_utils, MODEL, untold=UNTOLD)
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="requests"),
+            threading.Thread(target=self._publish, name="metrics"),
+        ]
         self._llm = LLM(**with_speculative_config(settings, llm_args), **_session())
+        for thread in self._threads:
+            thread.start()
 
     def execute(self, requests: list[Any]) -> None:
         for triton_request in requests:
-            sender = triton_request.get_response_sender()
+            sender, arrival_ns = triton_request.get_response_sender(), time.monotonic_ns()
             try:
                 # tolist copies, because the memory belongs to Triton after execute returns.
                 tensors = {
@@ -81,81 +135,142 @@ class TritonPythonModel:
                 }
                 parameters = json.loads(triton_request.parameters() or "{}")
                 request = parse(tensors, parameters, self._limits, REQUEST_FORMAT)
-                name = triton_request.request_id()
-                if request.cancels:
-                    self._cancel(name)
-                    sender.send(
-                        pb_utils.InferenceResponse([self._tensor("text_output", [""])]),
-                        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-                    )
-                    continue
-                task = asyncio.run_coroutine_threadsafe(
-                    self._serve(request, name, sender), self._loop
-                )
-                task.add_done_callback(_log_failure)
+                name = triton_request.request_id() or str(parameters.get("id", ""))
+                job = self._job(request, name, sender, arrival_ns)
+                begin = self._cancel if request.cancels else self._begin
+                self._loop.call_soon_threadsafe(begin, job)
             except RequestError as error:
                 self._refuse(sender, "refused", str(error))
 
     def finalize(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
 
-    def _refuse(self, sender: Any, outcome: RequestOutcome, message: str) -> None:
+    def _job(self, request: Request, name: str, sender: Any, arrival_ns: int) -> Job:
+        timeout_ms, timeout_s = request.timeout_ms, self._settings.request_timeout_s
+        if timeout_ms is None and timeout_s is not None:
+            timeout_ms = round(1000 * timeout_s)
+        interval_ns = round(1e6 * self._settings.stream_interval_ms)
+        responses = Responses(request, arrival_ns, interval_ns)
+        return Job(request, name, sender, arrival_ns, timeout_ms, responses)
+
+    def _refuse(
+        self, sender: Any, outcome: RequestOutcome, message: str, job: Job | None = None
+    ) -> None:
+        """Answer with an error. job: if the runtime has worked on the request."""
+        if job is None:
+            self._metrics.note(outcome)
+        else:
+            self._metrics.note(outcome, job.responses.stats(job.output), job.responses.gaps_ns)
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
         sender.send(
             pb_utils.InferenceResponse(error=error),
             flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
         )
 
-    def _cancel(self, name: str) -> None:
-        if name not in self._running:
-            raise RequestError(
-                f"stop: no request with id {name!r} is running",
-                hint="Send the id of the request to cancel.",
-            )
-        self._loop.call_soon_threadsafe(self._running[name].abort)
+    # The metrics' thread.
+
+    def _publish(self) -> None:
+        while not self._stop.wait(METRICS_INTERVAL_S):
+            requests = len(self._jobs)
+            active = min(requests, self._slots)
+            self._metrics.publish(active, requests - active)
+        self._metrics.publish(0, 0)
 
     # The event loop's thread.
 
-    async def _serve(self, request: Request, name: str, sender: Any) -> None:
+    def _begin(self, job: Job) -> None:
+        room = self._slots + self._settings.max_queue_size
+        if len(self._jobs) >= room:
+            self._refuse(
+                job.sender,
+                "overloaded",
+                f"{len(self._jobs)} requests are open, {self._slots} of them may run and"
+                f" {self._settings.max_queue_size} may wait",
+            )
+            return
+        self._jobs.add(job)
+        job.task = self._loop.create_task(self._serve(job))
+        job.task.add_done_callback(_log_failure)
+
+    def _cancel(self, asking: Job) -> None:
+        """Answer a `stop` request: cancel every open request with this id."""
+        jobs = [job for job in self._jobs if job.name and job.name == asking.name]
+        for job in jobs:
+            job.ended = ("cancelled", "cancelled by the client")
+        if jobs:
+            asking.sender.send(
+                pb_utils.InferenceResponse([self._tensor("text_output", [""])]),
+                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+        else:
+            what = f"stop: no request with id {asking.name!r} is running"
+            error = RequestError(what, hint="Send the id of the request to cancel.")
+            self._refuse(asking.sender, "refused", str(error))
+
+    async def _end_all(self) -> None:
+        jobs = list(self._jobs)
+        for job in jobs:
+            job.ended = ("error", "the server is stopping")
+        await asyncio.gather(*(job.task for job in jobs if job.task), return_exceptions=True)
+
+    async def _serve(self, job: Job) -> None:
+        settings = self._settings
         try:
             parameters = self._parameters(
-                **sampling_arguments(request, self._max_tokens, self._log_probs, self._ignored)
+                **sampling_arguments(
+                    job.request, settings.default_max_tokens, settings.log_probs, settings.ignored
+                )
             )
             stream = self._llm.generate_async(
-                request.prompt, sampling_params=parameters, streaming=request.streaming
+                job.request.prompt, sampling_params=parameters, streaming=job.request.streaming
             )
         except Exception as error:  # the runtime refused the request
-            self._refuse(sender, "refused", str(error) or repr(error))
+            self._jobs.discard(job)
+            self._refuse(job.sender, "refused", str(error) or repr(error))
             return
-        if name:
-            self._running[name] = stream
-        watcher = asyncio.ensure_future(_watch(stream, sender))
+        answering = asyncio.ensure_future(self._answer(job, stream))
         try:
-            await self._answer(request, stream, sender)
+            await _until_ended(answering, job)
+            if job.ended is not None:
+                stream.abort()
+                self._refuse(job.sender, *job.ended, job)
+            else:
+                answering.result()
         except Exception as error:
             pb_utils.Logger.log_error(traceback_of(error))
-            self._refuse(sender, "error", str(error) or repr(error))
+            self._refuse(job.sender, "error", str(error) or repr(error), job)
         finally:
-            watcher.cancel()
-            self._running.pop(name, None)
+            self._jobs.discard(job)
 
-    async def _answer(self, request: Request, stream: Any, sender: Any) -> None:
-        responses, last = Responses(request), None
-        if request.streaming:
-            async for last in stream:
-                values = None if last.finished else responses.of(last, final=False)
-                if values is not None:
-                    sender.send(self._response(values))
+    async def _answer(self, job: Job, stream: Any) -> None:
+        """Send the answer as it comes, unless the job was ended. Raises what the runtime raises."""
+        if job.request.streaming:
+            async for job.output in stream:
+                if not job.output.finished and job.ended is None:
+                    values = job.responses.of(job.output, time.monotonic_ns(), final=False)
+                    if values is not None:
+                        job.sender.send(self._response(values))
         else:
-            last = await stream.aresult()
-        if last is None or getattr(last, "aborted", lambda: False)():
-            self._refuse(sender, "cancelled", "cancelled by the client")
+            job.output = await stream.aresult()
+        if job.output is None or getattr(job.output, "aborted", lambda: False)():
+            job.ended = job.ended or ("cancelled", "cancelled by the runtime")
+        if job.ended is not None:
             return
-        values = responses.of(last, final=True)
-        sender.send(
+        self._jobs.discard(job)  # now nobody ends it any more
+        values = job.responses.of(job.output, time.monotonic_ns(), final=True)
+        job.sender.send(
             self._response(values or {}), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
+        reason = job.output.outputs[0].finish_reason
+        self._metrics.note(
+            "length" if reason == "length" else "stop",
+            job.responses.stats(job.output),
+            job.responses.gaps_ns,
         )
 
     def _response(self, values: dict[str, list[Any]]) -> Any:
@@ -196,13 +311,27 @@ def _is_worker() -> bool:
     return True
 
 
-async def _watch(stream: Any, sender: Any) -> None:
-    while not sender.is_cancelled():
-        await asyncio.sleep(CLIENT_CHECK_INTERVAL_S)
-    stream.abort()
+async def _until_ended(answering: asyncio.Future[None], job: Job) -> None:
+    """Wait until the request is answered, or has to end before: its deadline has passed, its client
+    is gone, or somebody else ended it. Then `job.ended` says so.
+    """
+    while not answering.done():
+        if job.ended is None and job.left_s <= 0:
+            job.ended = ("deadline", _deadline_message(job))
+        elif job.ended is None and job.sender.is_cancelled():
+            job.ended = ("cancelled", "cancelled by the client")
+        if job.ended is not None:
+            answering.cancel()
+            return
+        await asyncio.wait([answering], timeout=min(CLIENT_CHECK_INTERVAL_S, job.left_s))
 
 
-def _log_failure(task: Future[None]) -> None:
+def _deadline_message(job: Job) -> str:
+    tokens = 0 if job.output is None else len(job.output.outputs[0].token_ids)
+    return f"deadline of {job.timeout_ms} ms passed after {tokens} tokens; timeout_ms sets another"
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
         pb_utils.Logger.log_error(traceback_of(error))

@@ -1,0 +1,56 @@
+"""Rules about the `triton` section: a key that the packaged repository cannot carry is refused.
+
+Those of the kind vllm are in `vllm.py`.
+"""
+
+from __future__ import annotations
+
+from toolkit.config.schema import TritonConfig
+from toolkit.plan.rules.findings import Check, Findings, refuse
+from toolkit.plan.subject import Subject
+
+__all__ = ["CHECKS"]
+
+# What a key sets in our model.py, and what stands in its place in the container's.
+WITHOUT_EFFECT = {
+    "max_queue_size": "the runtime queues requests itself, without a limit",
+    "default_max_tokens": "a request without max_tokens gets the default of SamplingParams",
+    "request_timeout_s": "the container's model.py ends no request by time",
+    "stream_interval_ms": "the container's model.py sends one chunk per step",
+}
+
+
+def _model_py(subject: Subject) -> Findings:
+    stated, defaults = subject.config.triton, TritonConfig()
+    if stated.model_py == defaults.model_py or subject.vllm is not None:
+        return
+    if subject.pytorch_flow is None:
+        yield refuse(
+            "triton.model_py",
+            f"kind {subject.config.engine.kind} is served by the toolkit's own models; only"
+            " trtllm_pytorch has a model.py in NVIDIA's container",
+            "remove this line",
+        )
+        return
+    for key, instead in WITHOUT_EFFECT.items():
+        if getattr(stated, key) != getattr(defaults, key):
+            what = f"with model_py container there is no such setting: {instead}"
+            yield refuse(f"triton.{key}", what, "remove this line, or set model_py: ours")
+
+
+def _on_draft_failure(subject: Subject) -> Findings:
+    stated = subject.config.triton
+    is_default = stated.on_draft_failure == TritonConfig().on_draft_failure
+    if is_default or subject.vllm is not None or subject.config.capabilities.layout == "bls":
+        return
+    yield refuse(
+        "triton.on_draft_failure",
+        "in layout llmapi target and draft run in one process, so they fail together",
+        "remove this line",
+    )
+
+
+CHECKS: dict[str, Check] = {
+    "toolkit-model-py": _model_py,
+    "toolkit-draft-failure": _on_draft_failure,
+}
