@@ -406,7 +406,7 @@ def test_the_program_measures_both_arms(
     low, high = figures["speedup_interval"]
     assert 0 < low <= figures["speedup"] <= high
     asked = [{tensor.name for tensor in request.inputs} for request in service.requests]
-    assert ["num_draft_tokens" in names for names in asked[2:]] == [True, False, True, False]
+    assert ["num_draft_tokens" in names for names in asked[4:]] == [True, False, True, False]
     assert client_module.main(arguments) == 0
     table = capsys.readouterr().out
     assert "tokens_per_s" in table
@@ -418,6 +418,72 @@ def test_the_program_measures_both_arms(
     )
     assert client_module.main(["--url", "127.0.0.1:9", *arguments[2:]]) == 3
     assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gate", "code", "said"),
+    [
+        ("e2e_p50<=60000", 0, "PASS"),
+        ("e2e_p50<=0.0001", 1, "FAIL"),
+        ("tokens_per_s>=1e9", 2, None),
+        ("tokens_per_s>=1000000000", 1, "FAIL"),
+        ("acceptance_rate>=0.7", 0, "PASS"),  # 3 of 4
+        ("ttft_p99<=60000", 4, "INCONCLUSIVE"),  # of 20 samples
+        ("speed>=1000", 1, "FAIL"),
+        ("speed>=0.000001", 0, "PASS"),
+    ],
+)
+def test_limits_decide_the_exit_code(
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gate: str,
+    code: int,
+    said: str | None,
+) -> None:
+    client, _ = serve(*STREAM)
+    (tmp_path / "p.txt").write_text("".join(f"{n}\n" for n in range(10)))
+    arguments = ["--url", client.url, "--prompts", str(tmp_path / "p.txt"), "--rounds", "2"]
+    if said is None:
+        with pytest.raises(SystemExit) as ended:
+            client_module.main([*arguments, "--gate", gate])
+        assert ended.value.code == code
+        assert "NAME<=NUMBER" in capsys.readouterr().err
+        return
+    assert client_module.main([*arguments, "--gate", gate]) == code
+    assert re.search(rf"^{said} +{gate[:7]}", capsys.readouterr().out, re.M)
+
+
+def test_a_model_that_does_not_stream_is_timed_by_whole_answers(
+    serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = answer(text_output=["abc"], output_ids=[1, 2, 3], num_output_tokens=[3], **STATISTICS)
+    client, _ = serve(whole, config=model_config.build(decoupled=False))
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    arguments = ["--url", client.url, "--prompts", str(tmp_path / "p.txt"), "--rounds", "1"]
+    assert client_module.main([*arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["speculative"]
+    assert figures["ttft_p50_ms"] is figures["tpot_p50_ms"] is None
+    assert figures["e2e_p50_ms"] > 0 and figures["output_tokens"] == 6
+    assert client_module.main([*arguments, "--gate", "ttft_p50<=1000"]) == 1
+    assert "only whole answers are timed" in capsys.readouterr().out
+
+
+def test_saved_runs_of_other_requests_are_not_compared(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    client, _ = serve(*STREAM)
+    files = []
+    for number, tokens in enumerate(("3", "4")):
+        (tmp_path / "p.txt").write_text("a\n")
+        files.append(str(tmp_path / f"{number}.json"))
+        arguments = ["--url", client.url, "--prompts", str(tmp_path / "p.txt"), "--rounds", "1"]
+        client_module.main([*arguments, "--max-tokens", tokens, "--save", files[-1]])
+    with pytest.raises(SystemExit, match="measured with other max_tokens"):
+        client_module.main(["--compare", *files])
+    (tmp_path / "p.txt").write_text("{}")
+    with pytest.raises(SystemExit, match="is not a run saved with --save"):
+        client_module.main(["--compare", files[0], str(tmp_path / "p.txt")])
 
 
 def timed(tokens: int, ns: int, *, ended: bool = True) -> RequestTiming:

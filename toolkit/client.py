@@ -6,7 +6,7 @@ measures latency.
         for chunk in client.stream("def read_config(path):", temperature=0.8, seed=1):
             print(chunk.text, end="", flush=True)
 
-    python validate_latency.py --url localhost:8001 --prompts prompts.jsonl
+    python validate_latency.py --url localhost:8001 --prompts prompts.jsonl --gate "ttft_p90<=200"
 
 This file imports nothing of the toolkit, because it is shipped alone, as `validate_latency.py`
 beside a repository. It needs `tritonclient[grpc]` and numpy. It asks the server which tensors the
@@ -23,10 +23,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import re
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +161,7 @@ class Statistics:
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
+    reused_blocks: int | None = None  # KV-cache blocks of the prompt that an earlier one left
     log_probs: tuple[float, ...] | None = None  # of the token itself
     next_best: tuple[int, ...] | None = None  # the likeliest of the other tokens
     next_best_log_probs: tuple[float, ...] | None = None
@@ -400,7 +403,7 @@ class Client:
         The results are in the order of the prompts.
         """
         all_options = dataclasses.replace(options or Options(), **overrides)
-        self._model_interface()  # ask for it now, so that no request is timed with it
+        self.interface()  # ask for it now, so that no request is timed with it
         if concurrency == 1:
             return [self._time(prompt, all_options) for prompt in prompts]
         with ThreadPoolExecutor(concurrency) as pool:
@@ -410,7 +413,8 @@ class Client:
         sent_ns = time.monotonic_ns()
         return timing(prompt, list(self._call(prompt, options, "", streaming=True)), sent_ns)
 
-    def _model_interface(self) -> ModelInterface:
+    def interface(self) -> ModelInterface:
+        """What the served model is like. Asks once. Raises RequestRefused, ServerUnavailable."""
         if self._interface is None:
             try:
                 model = self.model or MODELS[0 if self._is_ready(MODELS[0]) else -1]
@@ -425,7 +429,7 @@ class Client:
     def _call(
         self, prompt: str, options: Options, request_id: str, *, streaming: bool
     ) -> Iterator[Chunk]:
-        interface = self._model_interface()
+        interface = self.interface()
         request = interface.request(
             self.model or MODELS[-1], prompt, options, request_id, streaming=streaming
         )
@@ -481,12 +485,14 @@ class ModelInterface:
     """The interface of the served model.
 
     inputs: Triton's type of every input, by name. cumulative: whether a chunk repeats the text
-    before it. batched: whether tensors begin with a batch dimension of 1.
+    before it. batched: whether tensors begin with a batch dimension of 1. streams: whether it
+    answers in chunks; if not, a request that asks for them is refused.
     """
 
     inputs: dict[str, str]
     cumulative: bool
     batched: bool = False
+    streams: bool = True
 
     @classmethod
     def of(cls, config: Any) -> ModelInterface:
@@ -501,7 +507,8 @@ class ModelInterface:
             cumulative = config.parameters["stream_text"].string_value != "delta"
         else:
             cumulative = config.parameters["accumulate_tokens"].string_value.lower() == "true"
-        return cls(inputs, cumulative, config.max_batch_size > 0)
+        streams = bool(config.model_transaction_policy.decoupled)
+        return cls(inputs, cumulative, config.max_batch_size > 0, streams)
 
     def values(self, prompt: str, options: Options, *, streaming: bool) -> dict[str, Any]:
         """The inputs of a request, by the model's names for them.
@@ -626,6 +633,8 @@ def read_statistics(values: dict[str, list[Any]]) -> Statistics:
         first_scheduled_ns=_count(values, "first_scheduled_time_ns"),
         first_token_ns=_count(values, "first_token_time_ns"),
         last_token_ns=_count(values, "last_token_time_ns"),
+        # Not the figure of the layout bls, whose every step finds the text before it.
+        reused_blocks=_count(values, "kv_cache_reused_block"),
         log_probs=_numbers(values, "output_log_probs"),
         next_best=_counts(values, "next_best_ids"),
         next_best_log_probs=_numbers(values, "next_best_log_probs"),
@@ -653,41 +662,68 @@ def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | Non
 
 # The program.
 
+PERCENTILES = (50, 90, 99)
+ARMS = ("plain", "speculative")
+GATE = re.compile(r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+)\s*$")
+PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 4}
+ONE_ARM = (
+    "A request cannot switch speculation off here, so this is one arm. To compare, name a second"
+    " server with --baseline, or --save a run of each and --compare them."
+)
 
-def summarise(timings: Sequence[RequestTiming]) -> dict[str, float | None]:
-    """The figures of requests that ran one at a time: output tokens per second of request time,
-    percentiles in ms, acceptance.
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Measured requests of one arm: rounds[round][prompt]. setting: what both arms of a comparison
+    have to share. streamed: whether chunks were seen; if not, only whole answers were timed.
     """
 
-    def percentile(
-        values: Sequence[int], q: float, weights: Sequence[int] | None = None
-    ) -> float | None:
-        if not values:
-            return None
-        expanded = np.repeat(values, weights) if weights is not None else np.asarray(values)
-        return float(np.percentile(expanded, q)) / 1e6
+    rounds: list[list[RequestTiming]]
+    setting: dict[str, Any]
+    streamed: bool
 
-    done = [timing for timing in timings if _is_counted(timing)]
+    @property
+    def timings(self) -> list[RequestTiming]:
+        return [timing for row in self.rounds for timing in row]
+
+
+def summarise(timings: Sequence[RequestTiming], *, streamed: bool = True) -> dict[str, Any]:
+    """The figures of requests that ran one at a time: output tokens per second of request time,
+    percentiles in ms, acceptance. A figure that the server does not give is None.
+
+    `too_few` names the percentiles that have fewer than 10 samples beyond them.
+    """
+    done = [timing for timing in timings if timing.chunks and timing.finish_reason is not None]
     itl = [sample for timing in done for sample in timing.itl]
-    samples: dict[str, tuple[list[int], list[int] | None]] = {
-        "ttft": ([t.ttft_ns for t in done if t.ttft_ns is not None], None),
-        "tpot": ([t.tpot_ns for t in done if t.tpot_ns is not None], None),
-        "itl": ([gap for gap, _ in itl], [tokens for _, tokens in itl]),
-        "icl": ([gap for t in done for gap in t.icl_ns], None),
-        "e2e": ([t.e2e_ns for t in done if t.e2e_ns is not None], None),
-    }
-    tokens, elapsed = sum(t.output_tokens or 0 for t in done), sum(t.e2e_ns or 0 for t in done)
+    whole = [t.e2e_ns for t in done if t.e2e_ns is not None]
+    samples: dict[str, list[int]] = {name: [] for name in ("ttft", "tpot", "itl", "icl")}
+    if streamed:
+        samples = {
+            "ttft": [t.ttft_ns for t in done if t.ttft_ns is not None],
+            "tpot": [t.tpot_ns for t in done if t.tpot_ns is not None],
+            "itl": [gap for gap, tokens in itl for _ in range(tokens)],
+            "icl": [gap for t in done for gap in t.icl_ns],
+        }
+    counted = [t for t in done if _is_counted(t)]
+    tokens = sum(t.output_tokens or 0 for t in counted)
+    elapsed = sum(t.e2e_ns or 0 for t in counted)
     drafted, accepted = (
         sum(getattr(t.statistics, name) or 0 for t in done) for name in ("drafted", "accepted")
     )
     steps = sum(t.statistics.verify_steps or 0 for t in done)
-    figures: dict[str, float | None] = {"requests": len(done), "output_tokens": tokens}
+    figures: dict[str, Any] = {"requests": len(done), "output_tokens": tokens}
     figures["tokens_per_s"] = tokens / elapsed * 1e9 if elapsed else None
-    for name, (values, weights) in samples.items():
-        for q in (50, 90):
-            figures[f"{name}_p{q}_ms"] = percentile(values, q, weights)
+    too_few: list[str] = []
+    for name, values in {**samples, "e2e": whole}.items():
+        for q in PERCENTILES:
+            key = f"{name}_p{q}_ms"
+            figures[key] = float(np.percentile(values, q)) / 1e6 if values else None
+            if values and len(values) * (100 - q) < 1000:
+                too_few.append(key)
     figures["acceptance_rate"] = accepted / drafted if drafted else None
     figures["acceptance_length"] = 1 + accepted / steps if steps else None
+    figures["too_few"] = too_few
     return figures
 
 
@@ -764,14 +800,196 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def save_run(run: Run, path: Path) -> None:
+    """Raises SystemExit with a message if the file cannot be written."""
+    try:
+        path.write_text(json.dumps(dataclasses.asdict(run)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_run(path: Path) -> Run:
+    """Raises SystemExit with a message if the file is not a run that `save_run` wrote."""
+
+    def timing_of(row: dict[str, Any]) -> RequestTiming:
+        statistics: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row["statistics"].items()
+        }
+        chunks = tuple((at_ns, tokens) for at_ns, tokens in row["chunks"])
+        fields = {"chunks": chunks, "token_ids": (), "statistics": Statistics(**statistics)}
+        return RequestTiming(**{**row, **fields})
+
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        rounds = [[timing_of(timing) for timing in row] for row in saved["rounds"]]
+        return Run(rounds, dict(saved["setting"]), bool(saved["streamed"]))
+    except OSError as error:
+        raise SystemExit(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"{path}: is not a run saved with --save ({error!r})") from error
+
+
+Ask = Callable[[str], RequestTiming]
+
+
+def asker(client: Client, options: Options) -> Ask:
+    """Sends a prompt and times its answer, in chunks if the model streams."""
+
+    def whole(prompt: str) -> RequestTiming:
+        sent_ns = time.monotonic_ns()
+        answer = client.generate(prompt, options)
+        chunks = ((time.monotonic_ns(), answer.statistics.output_tokens),)
+        return RequestTiming(
+            prompt=prompt,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            sent_ns=sent_ns,
+            chunks=chunks,
+            statistics=answer.statistics,
+        )
+
+    if not client.interface().streams:
+        return whole
+    return lambda prompt: client.measure([prompt], options)[0]
+
+
+def measure_arms(
+    arms: Mapping[str, Ask], prompts: Sequence[str], rounds: int, setting: dict[str, Any]
+) -> dict[str, Run]:
+    """Send every prompt to every arm, round after round. The arms take turns in going first."""
+    timings: dict[str, list[list[RequestTiming]]] = {arm: [] for arm in arms}
+    for ask in arms.values():
+        for prompt in prompts[:2]:
+            ask(prompt)
+    for number in range(rounds):
+        for rows in timings.values():
+            rows.append([])
+        for prompt in prompts:
+            for arm in list(arms)[:: 1 if number % 2 == 0 else -1]:
+                timings[arm][-1].append(arms[arm](prompt))
+    return {arm: Run(rows, setting, streamed=True) for arm, rows in timings.items()}
+
+
+def measured(args: argparse.Namespace) -> dict[str, Run]:
+    """The runs by arm: both arms where there are two, else `served`. Raises ClientError."""
+    prompts = read_prompts(args.prompts)[: args.max_prompts]
+    options = Options(max_tokens=args.max_tokens, temperature=args.temperature)
+    setting = {
+        "prompts": prompts,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "rounds": args.rounds,
+    }
+    with Client(args.url, model=args.model) as client:
+        streamed = client.interface().streams
+        served = asker(client, options)
+        if args.baseline is not None:
+            with Client(args.baseline, model=args.model) as plain:
+                streamed = streamed and plain.interface().streams
+                arms = {"plain": asker(plain, options), "speculative": served}
+                runs = measure_arms(arms, prompts, args.rounds, setting)
+        elif args.save is None and "num_draft_tokens" in client.interface().inputs:
+            plainly = asker(client, dataclasses.replace(options, num_draft_tokens=0))
+            arms = {"plain": plainly, "speculative": served}
+            runs = measure_arms(arms, prompts, args.rounds, setting)
+        else:
+            runs = measure_arms({"served": served}, prompts, args.rounds, setting)
+    return {arm: dataclasses.replace(run, streamed=streamed) for arm, run in runs.items()}
+
+
+def compared(files: Sequence[Path]) -> dict[str, Run]:
+    """The runs of two files as arms. Raises SystemExit if they cannot be compared."""
+    runs = dict(zip(ARMS, map(read_run, files), strict=True))
+    plain, speculative = runs.values()
+    for name, value in plain.setting.items():
+        if speculative.setting.get(name) != value:
+            raise SystemExit(f"{files[1]}: measured with other {name} than {files[0]}")
+    return runs
+
+
+def judged(
+    gates: Sequence[tuple[str, str, float]],
+    figures: Mapping[str, Any],
+    ratio: tuple[float, float, float] | None,
+) -> list[tuple[str, str]]:
+    """(outcome, why) of every limit: PASS, FAIL or INCONCLUSIVE. figures: of the last arm."""
+    results = []
+    for name, sign, limit in gates:
+        low = high = figures.get(key := _figure_name(name))
+        what = "not measured"
+        if name == "speed" and ratio is not None:
+            what, low, high = f"{ratio[0]:.2f}x, {ratio[1]:.2f} to {ratio[2]:.2f}", *ratio[1:]
+        elif low is not None:
+            what = f"{low:.3f}".rstrip("0").rstrip(".")
+        if low is None or high is None:
+            result = FAIL
+        elif key in figures["too_few"]:
+            result, what = INCONCLUSIVE, f"{what}, of too few requests: raise --rounds"
+        else:
+            ends = (low >= limit, high >= limit) if sign == ">=" else (low <= limit, high <= limit)
+            result = PASS if all(ends) else FAIL if not any(ends) else INCONCLUSIVE
+        results.append((result, f"{name}{sign}{limit:g}: {what}"))
+    return results
+
+
+def _figure_name(gate: str) -> str:
+    """The figure that a limit is about; limits are spelled as those of `toolkit bench`."""
+    name = "tokens_per_s" if gate == "throughput" else gate
+    return f"{name}_ms" if re.fullmatch(r"[a-z0-9]+_p\d+", name) else name
+
+
+def parse_gate(text: str) -> tuple[str, str, float]:
+    known = [f"{name}_p{q}" for name in ("ttft", "tpot", "itl", "icl", "e2e") for q in PERCENTILES]
+    known += ["tokens_per_s", "acceptance_rate", "acceptance_length", "speed"]
+    match = GATE.match(text)
+    if match is None or match["name"] not in known or math.isnan(_number(match["limit"])):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME<=NUMBER or NAME>=NUMBER with one of: {', '.join(known)}"
+        )
+    return match["name"], match["sign"], float(match["limit"])
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(
-            "Measure a served model: speculative and plain decoding in turn, one request at a time."
+            "Measure a served model, one request at a time: speculative and plain decoding in turn"
+            " where a request can switch speculation off, else with a second server or a second"
+            " run. Exit codes: 0 every limit is met, 1 one is missed, 2 wrong arguments, 3 the"
+            " server failed, 4 too little was measured to say."
         )
     )
     parser.add_argument(
         "--url", default="localhost:8001", help="host:port of Triton's gRPC endpoint"
+    )
+    parser.add_argument(
+        "--baseline", metavar="URL", help="a second endpoint, which decodes plainly"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="measure what --url serves, and save the run"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("PLAIN", "SPECULATIVE"),
+        help="compare two saved runs; measures nothing",
+    )
+    parser.add_argument(
+        "--gate",
+        type=parse_gate,
+        action="append",
+        default=[],
+        metavar="LIMIT",
+        help="a limit to meet, in ms: ttft_p90<=200, speed>=1.2, tokens_per_s>=100; repeatable",
     )
     parser.add_argument(
         "--model", help="default: tensorrt_llm_bls if the server has it, else tensorrt_llm"
@@ -779,60 +997,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompts",
         type=Path,
-        required=True,
         help="JSON Lines with a `prompt` per line, or plain text with a prompt per line",
     )
     parser.add_argument("--max-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(arguments)
-    prompts = read_prompts(args.prompts)[: args.max_prompts]
-    rounds: dict[str, list[list[RequestTiming]]] = {"plain": [], "speculative": []}
-    num_draft_tokens = {"plain": 0, "speculative": None}
+    if (args.prompts is None) == (args.compare is None):
+        parser.error("give either --prompts, to measure, or --compare")
+    if args.baseline is not None and args.save is not None:
+        parser.error("--save keeps one arm, and --baseline measures two")
+    return args
+
+
+def print_table(runs: Mapping[str, Run], figures: Mapping[str, Mapping[str, Any]]) -> None:
+    print(" " * 20 + "".join(f"{arm:>15}" for arm in runs))
+    marks = False
+    for name in next(iter(figures.values())):
+        if name == "too_few":
+            continue
+        line = f"{name:20}"
+        for arm in runs:
+            value, is_few = figures[arm][name], name in figures[arm]["too_few"]
+            shown = "-" if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
+            line += f"{shown:>14}{'*' if is_few else ' '}"
+            marks = marks or is_few
+        print(line.rstrip())
+    if marks:
+        print("* fewer than 10 samples are beyond it: raise --rounds or --max-prompts")
+    if not all(run.streamed for run in runs.values()):
+        print("The model does not stream (triton.decoupled: false): only whole answers are timed.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed(arguments)
     try:
-        with Client(args.url, model=args.model) as client:
-            options = Options(max_tokens=args.max_tokens, temperature=args.temperature)
-            client.measure(prompts[:2], options)
-            for number in range(args.rounds):
-                for timings in rounds.values():
-                    timings.append([])
-                for prompt in prompts:
-                    # The arms take turns in going first.
-                    for arm in list(rounds)[:: 1 if number % 2 == 0 else -1]:
-                        rounds[arm][-1] += client.measure(
-                            [prompt], options, num_draft_tokens=num_draft_tokens[arm]
-                        )
+        runs = compared(args.compare) if args.compare is not None else measured(args)
     except ClientError as error:
         print(error, file=sys.stderr)
         return 3
-    figures = {
-        arm: summarise([timing for row in timings for timing in row])
-        for arm, timings in rounds.items()
-    }
-    ratio = speedup(rounds["plain"], rounds["speculative"])
+    if args.save is not None:
+        save_run(runs["served"], args.save)
+    figures = {arm: summarise(run.timings, streamed=run.streamed) for arm, run in runs.items()}
+    has_two = set(runs) == set(ARMS)
+    ratio = speedup(runs["plain"].rounds, runs["speculative"].rounds) if has_two else None
+    gates = judged(args.gate, list(figures.values())[-1], ratio)
+    outcomes = [result for result, _ in gates]
+    verdict = FAIL if FAIL in outcomes else INCONCLUSIVE if INCONCLUSIVE in outcomes else PASS
     if args.json:
         estimate, interval = (None, None) if ratio is None else (ratio[0], ratio[1:])
-        print(json.dumps({**figures, "speedup": estimate, "speedup_interval": interval}))
-        return 0
-    print(f"{'':20}{'plain':>14}{'speculative':>14}")
-    for name in figures["plain"]:
-        cells = [
-            (
-                "-"
-                if (value := figures[arm][name]) is None
-                else f"{value:,.3f}".rstrip("0").rstrip(".")
-            )
-            for arm in rounds
-        ]
-        print(f"{name:20}{cells[0]:>14}{cells[1]:>14}")
-    sample = f"over {len(prompts)} prompts x {args.rounds} rounds, one request at a time"
-    if ratio is None:
-        print("no speedup: one arm has no output")
-    else:
+        speed = {"speedup": estimate, "speedup_interval": interval} if has_two else {}
+        print(json.dumps({**figures, **speed, "gates": [f"{a} {b}" for a, b in gates]}))
+        return EXIT_CODES[verdict]
+    print_table(runs, figures)
+    setting = next(iter(runs.values())).setting
+    sample = (
+        f"over {len(setting['prompts'])} prompts x {setting['rounds']} rounds, one request at a"
+        " time"
+    )
+    if ratio is not None:
         print(f"speedup {ratio[0]:.2f}x, 95% interval {ratio[1]:.2f} to {ratio[2]:.2f}, {sample}")
-    return 0
+    elif has_two:
+        print("no speedup: one arm has no output, or its tokens are not counted")
+    elif args.save is None:
+        print(ONE_ARM)
+    if args.compare is not None:
+        print("The arms ran one after the other: a drift of the machine is in the ratio.")
+    for result, why in gates:
+        print(f"{result:13}{why}")
+    return EXIT_CODES[verdict]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import yaml
 from tritonclient.grpc import model_config_pb2 as pb
 
 from tests.support.trtllm_packages import ARGS, engine, llmapi
+from toolkit import client as client_module
 from toolkit.client import Client, RequestRefused
 from toolkit.config.schema import TritonConfig
 from toolkit.errors import RequestError, StageError
@@ -70,6 +71,8 @@ def test_the_llmapi_repository_is_the_template_s(
         is decoupled
     )
     assert {key: settings[key] for key in ARGS} == ARGS
+    plain = yaml.safe_load((record.path / "tensorrt_llm/1/plain.yaml").read_text())
+    assert plain == {key: settings[key] for key in settings if key != "speculative_config"}
     assert (
         ("toolkit" in settings)
         is (record.path / "tensorrt_llm/1/model.py").is_file()
@@ -115,8 +118,14 @@ def test_the_readme_names_every_tensor_and_launch_file(tmp_path: Path, layout: s
     assert call is not None and call[2] == record.model
     assert set(json.loads(call[1])) <= {tensor.name for tensor in config.input}
     assert all(f"| `{metric.name}` | {metric.kind} |" in text for metric in METRICS)
-    # With `llmapi` a request cannot ask for plain decoding.
-    assert ("--prompts" in text) is (layout == "bls")
+    # With `llmapi` a request cannot ask for plain decoding, but a start can.
+    assert ("docker-run.sh --plain" in text) is (layout == "llmapi")
+    assert ('if [ "$1" = --plain ]' in (record.path / "launch.sh").read_text()) is (
+        layout == "llmapi"
+    )
+    assert (record.path / "docker-run.sh").read_text().rstrip().endswith('"$@"') is (
+        layout == "llmapi"
+    )
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
@@ -468,6 +477,38 @@ def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> 
             with pytest.raises(RequestRefused, match="cancelled by the client"):
                 future.result()
     wait_for(cancelled, before + 2)
+
+
+def test_the_packaged_check_compares_a_run_and_a_plain_restart(
+    server: TritonServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the README says: measured, started again as launch.sh --plain does, measured, compared."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} x"}) + "\n" for n in range(4)))
+    options = ["--prompts", str(prompts), "--rounds", "2", "--max-tokens", "10"]
+    files = {name: str(tmp_path / f"{name}.json") for name in ("speculative", "plain")}
+    check = client_module.main
+    assert check(["--url", server.grpc_url, *options]) == 0
+    assert "--baseline" in capsys.readouterr().out
+    assert check(["--url", server.grpc_url, *options, "--save", files["speculative"]]) == 0
+    monkeypatch.setenv(
+        "LLM_CONFIG_PATH", str(server.repository / "tensorrt_llm" / "1" / "plain.yaml")
+    )
+    with TritonServer(server.repository) as plain:
+        assert check(["--url", plain.grpc_url, *options, "--save", files["plain"]]) == 0
+        both = ["--url", server.grpc_url, "--baseline", plain.grpc_url, *options, "--json"]
+        capsys.readouterr()
+        assert check(both) == 0
+    # Ten tokens: a prefill and 9 decode steps, or a prefill and 3 verify steps of the same time.
+    assert 1.5 < json.loads(capsys.readouterr().out)["speedup"] < 3.0
+    compare = ["--compare", files["plain"], files["speculative"]]
+    assert check([*compare, "--gate", "speed>=1.5", "--gate", "e2e_p50<=5000"]) == 0
+    table = capsys.readouterr().out
+    assert "p99" in table and "PASS         speed>=1.5" in table
+    assert check([*compare, "--gate", "speed>=9"]) == 1
 
 
 def test_refusals_reach_the_client_and_the_server_goes_on(client: Client) -> None:

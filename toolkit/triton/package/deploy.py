@@ -29,7 +29,7 @@ from typing import Any
 
 from toolkit.facts.versions import SERVING_IMAGE, VERSIONS
 from toolkit.templates import render_template
-from toolkit.triton.package.layout_trtllm import REPOSITORY
+from toolkit.triton.package.layout_trtllm import PLAIN_YAML, REPOSITORY
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, MODEL
 from toolkit.words import Layout, ModelPy
 
@@ -104,6 +104,11 @@ class Deployment:
     def entry_model(self) -> str:
         """The model that clients call."""
         return BLS_MODEL if self.layout == "bls" else MODEL
+
+    @property
+    def has_plain_arm(self) -> bool:
+        """Whether launch.sh serves the target alone if asked, since no request can."""
+        return self.layout == "llmapi" and self.speculates
 
     @property
     def engine_count(self) -> int:
@@ -197,6 +202,7 @@ def launch_script(deployment: Deployment) -> str:
         command=command,
         ranks=ranks,
         model=MODEL,
+        plain_yaml=f"{REPOSITORY}/{MODEL}/1/{PLAIN_YAML}",
         container_model=CONTAINER_MODEL_FOLDER,
         writable=WRITABLE_REPOSITORY,
         first_slots=deployment.ranks_per_node + orchestrators,

@@ -12,8 +12,9 @@ the backend spawns the ranks. On several nodes mpirun starts them, and the confi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.config.schema import TritonConfig
 from toolkit.facts.versions import NEW_NAMES, VERSIONS
@@ -21,12 +22,29 @@ from toolkit.triton.package.layout_bls import Bls, EngineModel, settings_of
 from toolkit.triton.tensors import contract
 from toolkit.words import AcceptanceChoice, LogProbSource
 
-__all__ = ["ENGINES", "REPOSITORY", "Engines", "bls_of_engines", "ranks_of"]
+__all__ = [
+    "ENGINES",
+    "PLAIN_YAML",
+    "REPOSITORY",
+    "SPECULATION_ARGUMENTS",
+    "Engines",
+    "bls_of_engines",
+    "plain_arguments",
+    "ranks_of",
+]
 
 REPOSITORY = "/models"  # where the container mounts the repository
 # For the PyTorch flow, where one model runs both engines.
 ENGINES = f"{REPOSITORY}/{contract.MODEL}/1/engines"
+# Its arguments of LLM() that only speculation needs. The plain arm runs without them.
+SPECULATION_ARGUMENTS = ("speculative_config", "disable_overlap_scheduler")
+PLAIN_YAML = "plain.yaml"  # beside model.yaml, for the plain arm
 DRAFT_SHARE = 0.1  # of the memory for KV caches
+
+
+def plain_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments of LLM(), without speculation."""
+    return {name: value for name, value in settings.items() if name not in SPECULATION_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ def write_readme(
         has_draft_len=any(tensor.name == "num_draft_tokens" for tensor in config.input),
         inputs=[_row(tensor) for tensor in config.input],
         outputs=[_row(tensor) for tensor in config.output],
+        # --plain reaches launch.sh from docker-run.sh, and on several nodes it is called itself.
+        starter="docker-run.sh" if (folder / "docker-run.sh").is_file() else "launch.sh",
         metrics=METRICS if deployment.model_py == "ours" else (),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -18,7 +18,12 @@ from toolkit.facts.support import LOG_PROBS
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.build import CompiledEngine, TensorRtLlmBuild, TritonRepository
 from toolkit.triton.package import deploy, layout_bls, model_config
-from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines
+from toolkit.triton.package.layout_trtllm import (
+    PLAIN_YAML,
+    Engines,
+    bls_of_engines,
+    plain_arguments,
+)
 from toolkit.triton.package.readme_trtllm import write_readme
 from toolkit.triton.package.repository import link_tree, write_client
 from toolkit.triton.tensors.contract import DRAFT_MODEL, MODEL
@@ -101,6 +106,9 @@ def package_llmapi(
         out_dir / MODEL / "config.pbtxt",
     )
     _write_yaml(model_yaml(llm_args, triton, build.version), version / "model.yaml")
+    if "speculative_config" in llm_args:
+        plain = model_yaml(plain_arguments(llm_args), triton, build.version)
+        _write_yaml(plain, version / PLAIN_YAML)
     if is_ours:
         layout_bls.write_model("trtllm", version)
     for engine in [target, draft] if draft is not None else [target]:

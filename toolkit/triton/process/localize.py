@@ -15,14 +15,11 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.triton.package import model_config
-from toolkit.triton.package.layout_trtllm import REPOSITORY
+from toolkit.triton.package.layout_trtllm import PLAIN_YAML, REPOSITORY, plain_arguments
 from toolkit.triton.package.layout_vllm import MODEL_JSON, SPECULATION
 from toolkit.triton.package.serve_vllm import checked_args
 
 __all__ = ["local_args", "render_here"]
-
-# Arguments of LLM() that only speculation needs.
-SPECULATION_ARGUMENTS = ("speculative_config", "disable_overlap_scheduler")
 
 
 def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Path:
@@ -40,7 +37,7 @@ def render_here(packaged: Path, folder: Path, *, speculates: bool = True) -> Pat
         for entry in sorted((config_file.parent / "1").iterdir()):
             if entry.name == "model.yaml":
                 _write_settings(entry, version / entry.name, folder, speculates)
-            else:
+            elif entry.name != PLAIN_YAML:  # the container's paths; speculates decides here
                 (version / entry.name).symlink_to(entry.resolve())
     return folder
 
@@ -70,9 +67,7 @@ def _write_settings(source: Path, destination: Path, folder: Path, speculates: b
 
     settings = yaml.safe_load(source.read_text(encoding="utf-8"))
     if not speculates:
-        settings = {
-            name: value for name, value in settings.items() if name not in SPECULATION_ARGUMENTS
-        }
+        settings = plain_arguments(settings)
     destination.write_text(
         yaml.safe_dump(_with_local_paths(settings, folder), sort_keys=False), encoding="utf-8"
     )
