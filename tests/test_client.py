@@ -163,6 +163,31 @@ def test_a_request_holds_what_was_asked_and_nothing_else(serve: Callable[..., An
     assert sent["num_draft_tokens"] == np.int32(0).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("options", "top_p"),
+    [
+        ({"temperature": 0.8}, 1.0),
+        ({"temperature": 0.8, "top_k": 0}, 1.0),
+        ({"temperature": 0.8, "top_k": 5}, None),
+        ({"temperature": 0.8, "top_p": 0.9}, 0.9),
+        ({"temperature": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_temperature_alone_samples_from_all_tokens(
+    serve: Callable[..., Any], options: dict[str, Any], top_p: float | None
+) -> None:
+    """TensorRT-LLM's engines would be greedy without top_k and top_p."""
+    client, service = serve(*STREAM)
+    list(client.stream("x", **options))
+    (request,) = service.requests
+    sent = dict(
+        zip([tensor.name for tensor in request.inputs], request.raw_input_contents, strict=True)
+    )
+    expected = None if top_p is None else np.float32(top_p).tobytes()
+    assert sent.get("sampling_param_top_p") == expected
+
+
 def test_chunks_arrive_with_tokens_and_statistics_at_the_end(serve: Callable[..., Any]) -> None:
     client, _ = serve(*STREAM)
     chunks = list(client.stream("x"))

@@ -527,6 +527,12 @@ class ModelInterface:
                     f"the served model has no input {tensor!r}, so {option} cannot be set"
                 )
             values[name] = value
+        # TensorRT-LLM's engines are greedy at any temperature without top_k and top_p. A top_p of 1
+        # keeps all tokens.
+        is_unfiltered = not options.top_k and options.top_p is None
+        top_p_name = self._name_of(TENSORS["top_p"])
+        if (options.temperature or 0.0) > 0.0 and is_unfiltered and top_p_name is not None:
+            values[top_p_name] = 1.0
         return values | {
             name: True for tensor in ALWAYS if (name := self._name_of(tensor)) is not None
         }

@@ -95,6 +95,7 @@ class GenerationRequest:
     deadline_ns: monotonic time.
     cumulative_logprob: sum the log-probabilities of the output tokens, which costs a pass over the
     vocabulary per token.
+    running_stats: every event has the statistics so far, not only the last one.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class GenerationRequest:
     acceptance: RequestAcceptance | None = None
     deadline_ns: int | None = None
     cumulative_logprob: bool = False
+    running_stats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ class TokenEvent:
     text may lag behind token_ids: a partial UTF-8 character, or a possible beginning of a stop
     word, is held back until it is decided. Only the last event of a request has finish_reason:
     "stop" (EOS or stop word), "length", "cancelled", "deadline" or "error". Then stop_reason is the
-    stop word that ended the text, if one did, and stats are complete; before, stats are None.
+    stop word that ended the text, if one did, and stats are complete. Before, stats are None, or
+    those so far if the request has running_stats.
     """
 
     request_id: str

@@ -194,3 +194,18 @@ def test_an_engine_that_returns_too_many_tokens_is_a_fault() -> None:
 
     with pytest.raises(RequestError, match="returned 30 tokens"):
         serve(Talkative([97] * 20, [97] * 20))
+
+
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_running_statistics_grow_from_event_to_event(draft_len: int) -> None:
+    target = [97, 98, 99] * 4
+    events, _ = serve(Scripted(target, target), draft_len=draft_len, running_stats=True)
+    tokens = 0
+    for event in events:
+        tokens += len(event.token_ids)
+        assert event.stats is not None
+        assert event.stats.output_tokens == tokens
+    assert len(events) > 1
+    without, _ = serve(Scripted(target, target), draft_len=draft_len)
+    assert [event.stats for event in without[:-1]] == [None] * (len(without) - 1)
+    assert stats(without) == stats(events)

@@ -360,3 +360,15 @@ def test_verify_only_drafts_and_verifies_and_accepts_nothing(kind: str) -> None:
     assert ids_of(outcomes) == ids_of(plain)
     assert all(outcome.stats.drafted > 0 and outcome.stats.accepted == 0 for outcome in outcomes)
     assert all(outcome.stats.verify_steps == len(outcome.ids) - 1 for outcome in outcomes)
+
+
+def test_running_statistics_grow_from_event_to_event() -> None:
+    runtime = make_runtime(TableEngine(3, vocab_size=VOCAB), TableEngine(3, vocab_size=VOCAB))
+    events = serve_one(runtime, make_request(PROMPTS[3], 12, running_stats=True)).events
+    tokens = 0
+    for event in events:
+        tokens += len(event.token_ids)
+        assert event.stats is not None
+        assert event.stats.output_tokens == tokens
+    assert len(events) > 1
+    assert tokens == 12

@@ -339,7 +339,7 @@ def test_log_probabilities_add_up(tiny_bls_server: TritonServer) -> None:
             Options(max_tokens=1, num_draft_tokens=MAX_DRAFT_LEN + 1),
             f"num_draft_tokens is {MAX_DRAFT_LEN + 1}",
         ),
-        ("x", Options(max_tokens=1, top_p=0.0), "top_p is 0"),
+        ("x", Options(max_tokens=1, top_p=1.5), "top_p is 1.5"),
         ("x", Options(max_tokens=3, acceptance="hope"), "acceptance is 'hope'"),
     ],
 )

@@ -34,6 +34,7 @@ from toolkit.triton.tensors.contract import METRICS
 
 PROMPTS = tuple(f"def f{number}(x): return {'x' * (number % 7)}" for number in range(40))
 LONG = MAX_SEQ_LEN - 40
+CANCELLED = 499  # Triton's HTTP status for this code
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(
             Options(num_draft_tokens=MAX_DRAFT_LEN + 1),
             f"num_draft_tokens is {MAX_DRAFT_LEN + 1}",
         ),
-        ("x", Options(top_p=0.0), "sampling_param_top_p is 0"),
+        ("x", Options(top_p=-0.5), "sampling_param_top_p is -0.5"),
         ("x", Options(acceptance="hope"), "acceptance is 'hope'"),
         ("x", Options(stop=("",)), "empty stop word"),
     ],
@@ -340,14 +341,17 @@ def test_a_request_is_cancelled_by_its_id(
 ) -> None:
     chunks = client.stream(endless, max_tokens=LONG, request_id="the one")
     next(chunks)
-    body = {"id": "the one", "text_input": "x", "stop": True}
+    body = {"id": "the one", "text_input": "", "stop": True}
     status, text = post(tiny_server, "generate", body)
-    assert status == 200, text
+    assert status == CANCELLED, text
     with pytest.raises(RequestRefused, match="cancelled by the client"):
         list(chunks)
     status, text = post(tiny_server, "generate", {**body, "id": "nobody"})
-    assert status == 400
+    assert status == CANCELLED
     assert "no request with id 'nobody' is running" in text
+    status, text = post(tiny_server, "generate", {"text_input": "", "stop": True})
+    assert status == 400
+    assert "stop came without a request id" in text
 
 
 def test_a_killed_client_frees_its_slot(tiny_server: TritonServer, endless: str) -> None:

@@ -18,7 +18,8 @@ keeps the template's placeholder, ${key}, which the backend reads as unset.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from toolkit.facts.source import Confidence
@@ -26,12 +27,15 @@ from toolkit.facts.source import Confidence
 __all__ = [
     "BLS",
     "ENGINE",
+    "ENSEMBLE",
+    "ENSEMBLE_STEPS",
     "LLMAPI",
     "LOGITS_DATATYPES",
     "POSTPROCESSING",
     "PREPROCESSING",
     "ModelFacts",
     "ParameterFact",
+    "StepFacts",
     "TensorFact",
 ]
 
@@ -419,6 +423,122 @@ BLS = ModelFacts(
         ParameterFact("multimodal_encoders_name", key="multimodal_encoders_name"),
         ParameterFact("target_model_config_api_url", type="url", in_template=False, confidence="C"),
         ParameterFact("draft_model_config_api_url", type="url", in_template=False, confidence="C"),
+    ),
+)
+
+# The plain path. Its tensors are those of BLS but for drafts and images, and it has no parameters.
+# (TRT triton_backend/all_models/inflight_batcher_llm/ensemble/config.pbtxt, 2a9abd95)
+NOT_IN_ENSEMBLE = (
+    "num_draft_tokens",
+    "use_draft_logits",
+    "image_input",
+    "image_bytes_input",
+    "image_url_input",
+    "video_bytes_input",
+)
+RAGGED_IN_ENSEMBLE = ("guided_decoding_guide_type", "guided_decoding_guide")
+ENSEMBLE = ModelFacts(
+    inputs=tuple(
+        replace(fact, scalar=False, ragged=fact.ragged or fact.name in RAGGED_IN_ENSEMBLE)
+        for fact in BLS.inputs
+        if fact.name not in NOT_IN_ENSEMBLE
+    ),
+    outputs=BLS.outputs,
+    parameters=(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """One step of the ensemble. inputs, outputs: name in the step's model -> name in the ensemble;
+    those that begin with an underscore are not the ensemble's own.
+    """
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+ENSEMBLE_STEPS = (
+    StepFacts(
+        "preprocessing",
+        {
+            "QUERY": "text_input",
+            "DECODER_QUERY": "decoder_text_input",
+            "REQUEST_OUTPUT_LEN": "max_tokens",
+            "BAD_WORDS_DICT": "bad_words",
+            "STOP_WORDS_DICT": "stop_words",
+            "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+            "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+            "END_ID": "end_id",
+            "PAD_ID": "pad_id",
+            "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+        },
+        {
+            "REQUEST_INPUT_LEN": "_REQUEST_INPUT_LEN",
+            "INPUT_ID": "_INPUT_ID",
+            "REQUEST_DECODER_INPUT_LEN": "_REQUEST_DECODER_INPUT_LEN",
+            "DECODER_INPUT_ID": "_DECODER_INPUT_ID",
+            "REQUEST_OUTPUT_LEN": "_REQUEST_OUTPUT_LEN",
+            "STOP_WORDS_IDS": "_STOP_WORDS_IDS",
+            "BAD_WORDS_IDS": "_BAD_WORDS_IDS",
+            "EMBEDDING_BIAS": "_EMBEDDING_BIAS",
+            "OUT_END_ID": "_PREPROCESSOR_END_ID",
+            "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID",
+            "OUT_PROMPT_TABLE_EXTRA_IDS": "_OUT_PROMPT_TABLE_EXTRA_IDS",
+        },
+    ),
+    StepFacts(
+        "tensorrt_llm",
+        {
+            "input_ids": "_INPUT_ID",
+            "decoder_input_ids": "_DECODER_INPUT_ID",
+            "input_lengths": "_REQUEST_INPUT_LEN",
+            "decoder_input_lengths": "_REQUEST_DECODER_INPUT_LEN",
+            "exclude_input_in_output": "exclude_input_in_output",
+            "request_output_len": "_REQUEST_OUTPUT_LEN",
+            "end_id": "_PREPROCESSOR_END_ID",
+            "pad_id": "_PREPROCESSOR_PAD_ID",
+            "embedding_bias": "_EMBEDDING_BIAS",
+            "runtime_top_k": "top_k",
+            "runtime_top_p": "top_p",
+            "temperature": "temperature",
+            "len_penalty": "length_penalty",
+            "repetition_penalty": "repetition_penalty",
+            "min_tokens": "min_tokens",
+            "presence_penalty": "presence_penalty",
+            "frequency_penalty": "frequency_penalty",
+            "seed": "seed",
+            "return_log_probs": "return_log_probs",
+            "return_context_logits": "return_context_logits",
+            "return_generation_logits": "return_generation_logits",
+            "return_perf_metrics": "return_perf_metrics",
+            "return_num_input_tokens": "return_num_input_tokens",
+            "return_num_output_tokens": "return_num_output_tokens",
+            "num_return_sequences": "num_return_sequences",
+            "beam_width": "beam_width",
+            "streaming": "stream",
+            "prompt_embedding_table": "prompt_embedding_table",
+            "prompt_vocab_size": "prompt_vocab_size",
+            "stop_words_list": "_STOP_WORDS_IDS",
+            "bad_words_list": "_BAD_WORDS_IDS",
+            "prompt_table_extra_ids": "_OUT_PROMPT_TABLE_EXTRA_IDS",
+            "lora_task_id": "lora_task_id",
+            "lora_weights": "lora_weights",
+            "lora_config": "lora_config",
+            "guided_decoding_guide_type": "guided_decoding_guide_type",
+            "guided_decoding_guide": "guided_decoding_guide",
+        },
+        {
+            "output_ids": "_TOKENS_BATCH",
+            "sequence_length": "_SEQUENCE_LENGTH",
+            **{fact.name: fact.name for fact in (*SCORE_OUTPUTS, *USAGE_OUTPUTS)},
+        },
+    ),
+    StepFacts(
+        "postprocessing",
+        {"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH"},
+        {"OUTPUT": "text_output"},
     ),
 )
 

@@ -98,6 +98,7 @@ class Settings:
     # Drafts are verified and none is accepted: this tests the target's verify call.
     verify_only: bool = False
     log_probs: bool = False
+    running_stats: bool = False  # every event has the statistics so far
 
 
 class Rounds:
@@ -213,7 +214,8 @@ class Rounds:
             self._tally.add_logprob(value)
         self.next_best += part.next_best[: len(new)]
         if reason is None:
-            return TokenEvent(settings.request_id, tuple(new), text)
+            running_stats = self._tally.stats() if settings.running_stats else None
+            return TokenEvent(settings.request_id, tuple(new), text, stats=running_stats)
         rest, reason = last_text(self._text, reason)
         stop_reason, stats = self._text.stopped_by, self._tally.stats()
         text += rest

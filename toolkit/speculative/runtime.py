@@ -382,8 +382,9 @@ class SpeculativeRuntime:
         """Send an event to the client. The slot is freed before the last event, so a client that
         reacts to it finds room.
         """
-        if sequence.finish_reason is not None:
+        if sequence.finish_reason is not None or sequence.request.running_stats:
             event = dataclasses.replace(event, stats=sequence.tally.stats())
+        if sequence.finish_reason is not None:
             self._release(sequence, event)
         self._tell(sequence, event)
 

@@ -201,6 +201,21 @@ def test_readme_names_every_tensor_and_metric(
     assert all(f"| `{spec.name}` |" in readme for spec in (*INPUTS, *OUTPUTS, *METRICS))
 
 
+def test_readme_of_the_bls_layout_has_types_and_no_placeholders(
+    engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
+) -> None:
+    for engine in engines:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (engine.path / name).write_text("{}")
+    config = TritonConfig(layout="bls")
+    record = package(*engines, SpeculationConfig(), config, None, tmp_path / "out")
+    readme = (record.path / "README.md").read_text()
+    assert "${" not in readme
+    assert "| `generation_logits` | FP32 |" in readme
+    assert "| `acceptance` | STRING | rule at temperature > 0" in readme
+    assert "`ensemble`" in readme
+
+
 def test_latency_script_needs_nothing_of_the_toolkit(
     engines: tuple[CompiledEngine, CompiledEngine], tmp_path: Path
 ) -> None:

@@ -12,7 +12,14 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from tests.support.checkpoints import write_byte_tokenizer
 from toolkit.config.schema import TritonConfig
-from toolkit.facts.triton_tensors import BLS, ENGINE, POSTPROCESSING, PREPROCESSING, ModelFacts
+from toolkit.facts.triton_tensors import (
+    BLS,
+    ENGINE,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    ModelFacts,
+)
 from toolkit.triton.package import model_config
 from toolkit.triton.package.layout_bls import model_configs, write_models
 from toolkit.triton.package.layout_trtllm import Engines, bls_of_engines, ranks_of
@@ -24,6 +31,7 @@ FACTS = {
     "tensorrt_llm": ENGINE,
     "tensorrt_llm_draft": ENGINE,
     "tensorrt_llm_bls": BLS,
+    "ensemble": ENSEMBLE,
 }
 TYPES = {
     "${logits_datatype}": "TYPE_FP32",
@@ -111,6 +119,40 @@ def test_every_tensor_and_parameter_is_the_template_s(tmp_path: Path, tp_size: i
         assert configs[name].max_batch_size == 16
         assert not configs[name].model_transaction_policy.decoupled
         assert list(configs[name].dynamic_batching.preferred_batch_size) == [16]
+
+
+@pytest.mark.parametrize("version", ["0.21", "1.2.1"])
+def test_the_ensemble_passes_every_tensor_on_under_a_name_that_its_step_has(
+    tmp_path: Path, version: str
+) -> None:
+    """TensorRT-LLM's triton_backend/all_models/inflight_batcher_llm/ensemble/config.pbtxt."""
+    configs = rendered(engines(version=version), tmp_path)
+    config = configs["ensemble"]
+    assert (config.platform, config.backend, config.max_batch_size) == ("ensemble", "", 16)
+    assert len(config.input) == 36
+    types = {tensor.name: tensor.data_type for tensor in config.input}
+    known = dict(types)
+    for step in config.ensemble_scheduling.step:
+        inputs = {tensor.name: tensor for tensor in configs[step.model_name].input}
+        outputs = {tensor.name: tensor for tensor in configs[step.model_name].output}
+        for tensor, name in step.input_map.items():
+            assert inputs[tensor].data_type == known[name], (step.model_name, tensor)
+            assert inputs[tensor].optional or name not in types or not is_optional(config, name)
+        known |= {name: outputs[tensor].data_type for tensor, name in step.output_map.items()}
+    assert [step.model_name for step in config.ensemble_scheduling.step] == [
+        "preprocessing",
+        "tensorrt_llm",
+        "postprocessing",
+    ]
+    assert {tensor.name for tensor in config.output} <= set(known)
+    used = {name for step in config.ensemble_scheduling.step for name in step.input_map.values()}
+    assert set(types) <= used  # nothing that a client sends is dropped
+    old_names = {"min_length", "random_seed"}
+    assert old_names <= set(types) if version == "0.21" else not old_names & set(types)
+
+
+def is_optional(config: Any, name: str) -> bool:
+    return any(tensor.optional for tensor in config.input if tensor.name == name)
 
 
 def test_the_fractions_of_both_engines_add_up_to_the_configured_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -306,6 +307,15 @@ def test_chunks_hold_what_is_new(client: Client) -> None:
     assert sum((chunk.token_ids for chunk in chunks), ()) == tuple(range(100, 110))
 
 
+def test_a_client_of_the_template_gets_a_reason_with_every_chunk(server: TritonServer) -> None:
+    body = {"text_input": "a prompt", "sampling_param_max_tokens": 10, "streaming": True}
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate_stream"
+    data = json.dumps({**body, "return_finish_reason": True}).encode()
+    lines = urllib.request.urlopen(url, data=data, timeout=30).read().decode().splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert [event["finish_reason"] for event in events] == ["None", "None", "None", "length"]
+
+
 def test_the_prompt_comes_first_unless_it_is_left_out(server: TritonServer) -> None:
     body = {"text_input": "a prompt ", "sampling_param_max_tokens": 2}
     url = f"http://{server.http_url}/v2/models/tensorrt_llm/generate"
@@ -472,7 +482,11 @@ def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> 
             pool.submit(client.generate, "x", max_tokens=10, request_id="mine") for _ in range(2)
         ]
         wait_for(counted(narrow, "toolkit_active_requests"), 2)
-        urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30).read()
+        with pytest.raises(
+            urllib.error.HTTPError
+        ) as stopped:  # as TensorRT-LLM's own model answers
+            urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
+        assert stopped.value.code == 499
         for future in running:
             with pytest.raises(RequestRefused, match="cancelled by the client"):
                 future.result()
@@ -514,8 +528,8 @@ def test_the_packaged_check_compares_a_run_and_a_plain_restart(
 def test_refusals_reach_the_client_and_the_server_goes_on(client: Client) -> None:
     with pytest.raises(RequestRefused, match="the runtime refuses this prompt"):
         client.generate("refuse me")
-    with pytest.raises(RequestRefused, match="sampling_param_top_p is 0"):
-        client.generate("x", top_p=0.0)
+    with pytest.raises(RequestRefused, match=r"sampling_param_top_p is -0\.5"):
+        client.generate("x", top_p=-0.5)
     with pytest.raises(RequestRefused, match="has no input 'num_draft_tokens'"):
         client.generate("x", num_draft_tokens=2)
     chunks = client.stream("x", max_tokens=10)

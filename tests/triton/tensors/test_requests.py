@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -80,11 +81,17 @@ def test_every_option_is_read() -> None:
         ({"sampling_param_top_k": 5}, 1.0),
         ({"sampling_param_top_p": 0.5}, 1.0),
         ({"sampling_param_temperature": 0}, 0.0),
+        ({"sampling_param_temperature": 1.0, "sampling_param_top_k": 0}, 1.0),
+        ({"sampling_param_temperature": 1.0, "sampling_param_top_p": 0.0}, 0.0),
+        ({"sampling_param_top_k": 5, "sampling_param_top_p": 0.0}, 0.0),
     ],
 )
 def test_absent_temperature_means_greedy_unless_a_filter_is_given(
     tensors: dict[str, Any], temperature: float
 ) -> None:
+    """And top_p 0 means greedy at any temperature: `SamplingParams.params_imply_greedy_decoding` in
+    TensorRT-LLM's tensorrt_llm/sampling_params.py.
+    """
     assert parsed(**tensors).sampling.temperature == temperature
 
 
@@ -110,7 +117,7 @@ def test_absent_temperature_means_greedy_unless_a_filter_is_given(
             "temperature is nan; it has to be a finite number of at least 0.0",
         ),
         ({"sampling_param_temperature": -1.0}, "sampling_param_temperature is -1.0"),
-        ({"sampling_param_top_p": 0.0}, "sampling_param_top_p is 0"),
+        ({"sampling_param_top_p": -0.1}, "sampling_param_top_p is -0.1"),
         ({"sampling_param_top_p": 1.5}, "sampling_param_top_p is 1.5"),
         ({"sampling_param_top_k": -1}, "sampling_param_top_k is -1"),
         (
@@ -155,6 +162,15 @@ def test_parameters_of_triton_itself_are_accepted() -> None:
         ).prompt
         == "x"
     )
+
+
+def test_a_stop_is_read_before_its_empty_prompt() -> None:
+    """prepare_stop_signals and the parameter `Streaming` of TensorRT-LLM's
+    triton_backend/tools/llmapi_client.py.
+    """
+    tensors = {"text_input": [b""], "stop": [True]}
+    assert parse(tensors, {"Streaming": False}, LIMITS).cancels
+    assert not parsed(stop=False).cancels
 
 
 def test_drafting_without_a_draft_model_is_refused_and_plain_decoding_is_not() -> None:
@@ -240,13 +256,52 @@ def test_statistics_come_with_the_last_response_when_asked_for() -> None:
     assert (last["draft_time_ns"], last["verify_time_ns"], last["host_time_ns"]) == ([5], [6], [7])
 
 
-def test_the_acceptance_rate_is_left_out_if_nothing_was_drafted() -> None:
-    import dataclasses
+def test_every_chunk_has_reasons_and_figures_as_of_that_chunk() -> None:
+    """`_create_response` of TensorRT-LLM's triton_backend/all_models/llmapi/tensorrt_llm/1/model.py
+    makes all responses alike, and its end_to_end_test.py asserts that each has a finish_reason.
+    """
+    request = parsed(
+        streaming=True,
+        return_finish_reason=True,
+        return_stop_reason=True,
+        sampling_param_return_perf_metrics=True,
+    )
+    assert request.repeats_figures
+    first_stats = dataclasses.replace(STATS, verify_steps=0, drafted=0, accepted=0)
+    answer = Answer(request)
+    first = answer.add(TokenEvent("1", (5,), "a", stats=first_stats), 0)
+    last = answer.add(events()[-1], 0)
+    assert first is not None
+    assert last is not None
+    assert (first["finish_reason"], first["stop_reason"]) == (["None"], ["None"])
+    assert (first["acceptance_rate"], first["total_draft_tokens"]) == ([0.0], [0])
+    assert (last["finish_reason"], last["stop_reason"]) == (["stop"], ["d"])
+    assert (last["acceptance_rate"], last["total_draft_tokens"]) == ([0.25], [8])
+    assert set(first) == set(last)
+
+
+def test_our_clients_get_them_with_the_last_chunk_alone() -> None:
+    request = parsed(
+        streaming=True,
+        return_finish_reason=True,
+        sampling_param_return_perf_metrics=True,
+        return_speculation_stats=True,
+    )
+    assert not request.repeats_figures
+    answer = Answer(request)
+    assert answer.add(TokenEvent("1", (5,), "a"), 0) == {"text_output": ["a"]}
+    last = answer.add(events()[-1], 0)
+    assert last is not None
+    assert last["finish_reason"] == ["stop"]
+    assert last["verify_steps"] == [2]
+
+
+def test_the_acceptance_rate_is_zero_if_nothing_was_drafted() -> None:
 
     stats = dataclasses.replace(STATS, drafted=0, accepted=0)
     last = Answer(parsed(sampling_param_return_perf_metrics=True)).add(
         TokenEvent("1", (1,), "a", finish_reason="stop", stats=stats), 0
     )
     assert last is not None
-    assert "acceptance_rate" not in last
+    assert last["acceptance_rate"] == [0.0]
     assert last["total_draft_tokens"] == [0]

@@ -1,5 +1,5 @@
-"""The `bls` layout: preprocessing, two engine models, postprocessing, and the BLS model that
-clients call.
+"""The `bls` layout: preprocessing, two engine models, postprocessing, the BLS model that clients
+call, and the ensemble, which is the same without drafts.
 
 Tensors and parameters are those of TensorRT-LLM's `inflight_batcher_llm` templates
 (`toolkit.facts.triton_tensors`), so TensorRT-LLM's clients work. The three models around the
@@ -20,6 +20,8 @@ from toolkit.config.schema import TritonConfig
 from toolkit.facts.triton_tensors import (
     BLS,
     ENGINE,
+    ENSEMBLE,
+    ENSEMBLE_STEPS,
     LOGITS_DATATYPES,
     POSTPROCESSING,
     PREPROCESSING,
@@ -41,6 +43,7 @@ PLACEHOLDER_TYPES = {
 }
 
 TritonBackend: TypeAlias = Literal["tensorrtllm", "python"]
+EndToken: TypeAlias = Literal["returned", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,15 @@ def settings_of(
     acceptance: AcceptanceChoice,
     seeds: SeedScope,
     log_probs: LogProbSource,
+    end_token: EndToken,
     vocab_size: int | None = None,
 ) -> dict[str, str]:
-    """Our parameters of the BLS model. For seeds and log_probs see `toolkit.triton.tensors.bls`."""
+    """Our parameters of the BLS model. For seeds and log_probs see `toolkit.triton.tensors.bls`.
+    end_token: whether the engines can return the token that ended a text.
+    """
     return {
         "log_probs": log_probs,
+        "end_token": end_token,
         **({} if vocab_size is None else {"vocab_size": str(vocab_size)}),
         "max_input_len": str(max_input_len),
         "max_seq_len": str(max_seq_len),
@@ -178,6 +185,10 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             backend=bls.draft.backend,
             names=bls.names,
         )
+    for name in {contract.MODEL, contract.DRAFT_MODEL} & set(configs):
+        configs[name].model_transaction_policy.decoupled = False
+        if configs[name].backend == "python":
+            _add_tensors(configs[name], contract.ENGINE_INPUTS)
     instances = {
         contract.PREPROCESSING: bls.preprocessing_instances,
         contract.POSTPROCESSING: bls.postprocessing_instances,
@@ -190,8 +201,6 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             config.dynamic_batching.preferred_batch_size.append(bls.max_batch_size)
             config.dynamic_batching.max_queue_delay_microseconds = bls.max_queue_delay_microseconds
             config.dynamic_batching.default_queue_policy.max_queue_size = bls.max_queue_size
-    for name in {contract.MODEL, contract.DRAFT_MODEL} & set(configs):
-        configs[name].model_transaction_policy.decoupled = False
     bls_config = configs[contract.BLS_MODEL]
     bls_config.model_transaction_policy.decoupled = bls.decoupled
     # Triton's queue refuses requests that are too many. With 1 it never batches two of them.
@@ -199,8 +208,27 @@ def model_configs(bls: Bls) -> dict[str, Any]:
     queue_policy = bls_config.dynamic_batching.default_queue_policy
     queue_policy.max_queue_size = bls.bls_queue_size
     queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)
-    _add_our_tensors(bls_config)
+    _add_tensors(bls_config, contract.BLS_INPUTS, contract.BLS_OUTPUTS)
+    configs[contract.ENSEMBLE] = _ensemble(bls, types)
     return configs
+
+
+def _ensemble(bls: Bls, types: Mapping[str, str]) -> Any:
+    """Triton itself passes the tensors from step to step, so it takes no settings of ours. It does
+    not stream, because the engines are not decoupled.
+    """
+    config = _config(contract.ENSEMBLE, ENSEMBLE, {}, {}, types=types, names=bls.names)
+    config.backend, config.platform = "", "ensemble"
+    config.max_batch_size = bls.max_batch_size
+    for facts in ENSEMBLE_STEPS:
+        step = config.ensemble_scheduling.step.add(model_name=facts.model, model_version=-1)
+        is_engine = facts.model == contract.MODEL
+        for tensor, name in facts.inputs.items():
+            own = bls.names.get(tensor, tensor) if is_engine else tensor
+            step.input_map[own] = bls.names.get(name, name)
+        for tensor, name in facts.outputs.items():
+            step.output_map[tensor] = name
+    return config
 
 
 def _config(
@@ -249,14 +277,18 @@ def _config(
     return config
 
 
-def _add_our_tensors(config: Any) -> None:
+def _add_tensors(
+    config: Any,
+    inputs: Sequence[contract.TensorSpec],
+    outputs: Sequence[contract.TensorSpec] = (),
+) -> None:
     from tritonclient.grpc import model_config_pb2 as pb
 
-    for spec in contract.BLS_INPUTS:
+    for spec in inputs:
         config.input.add(
             name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims, optional=True
         )
-    for spec in contract.BLS_OUTPUTS:
+    for spec in outputs:
         config.output.add(name=spec.name, data_type=pb.DataType.Value(spec.dtype), dims=spec.dims)
 
 

@@ -116,6 +116,7 @@ def bls_of_engines(engines: Engines, triton: TritonConfig, end_ids: Sequence[int
             acceptance=acceptance,
             seeds="call",
             log_probs=log_probs,
+            end_token="hidden",
             vocab_size=engines.vocab_size,
         ),
     )

@@ -1,37 +1,23 @@
 """Writes the README.md of a repository for TensorRT-LLM's containers: how to start it, how to call
 it, and its tensors.
 
-The README is made from the folder itself, so it names nothing that the repository does not have.
-The tables of tensors come from the configuration that Triton reads, and a launch file is named only
-if it was written.
+The README is made from the folder itself, so it names nothing that the repository does not have: a
+launch file is named only if it was written.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from toolkit.records.build import CompiledEngine
 from toolkit.templates import render_template
 from toolkit.triton.package import model_config
 from toolkit.triton.package.deploy import PORTS, Deployment
 from toolkit.triton.package.layout_trtllm import REPOSITORY
-from toolkit.triton.tensors.contract import (
-    BLS_INPUTS,
-    BLS_OUTPUTS,
-    INPUTS,
-    LOG_PROB_INPUTS,
-    LOG_PROB_OUTPUTS,
-    METRICS,
-    OUTPUTS,
-)
+from toolkit.triton.package.tensor_rows import tensor_rows
+from toolkit.triton.tensors.contract import METRICS
 
 __all__ = ["write_readme"]
-
-MEANINGS = {
-    spec.name: spec.meaning
-    for spec in (*INPUTS, *OUTPUTS, *LOG_PROB_INPUTS, *LOG_PROB_OUTPUTS, *BLS_INPUTS, *BLS_OUTPUTS)
-}
 
 
 def write_readme(
@@ -65,8 +51,8 @@ def write_readme(
         ports=PORTS,
         tokens_tensor=tokens_tensor,
         has_draft_len=any(tensor.name == "num_draft_tokens" for tensor in config.input),
-        inputs=[_row(tensor) for tensor in config.input],
-        outputs=[_row(tensor) for tensor in config.output],
+        inputs=tensor_rows(config.input),
+        outputs=tensor_rows(config.output),
         # --plain reaches launch.sh from docker-run.sh, and on several nodes it is called itself.
         starter="docker-run.sh" if (folder / "docker-run.sh").is_file() else "launch.sh",
         metrics=METRICS if deployment.model_py == "ours" else (),
@@ -99,10 +85,3 @@ def _not_executed(*engines: CompiledEngine | None) -> list[str]:
         if engine is not None and engine.tensorrt_llm is not None
     ]
     return list(dict.fromkeys(item for build in built for item in build.not_executed))
-
-
-def _row(tensor: Any) -> str:
-    from tritonclient.grpc import model_config_pb2 as pb
-
-    dtype = pb.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    return f"| `{tensor.name}` | {dtype} | {MEANINGS.get(tensor.name, '').replace('|', 'or')} |"

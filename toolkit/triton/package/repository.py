@@ -5,7 +5,7 @@
             FOLDER/tensorrt_llm/1/model.py  model.yaml      our Python model and its settings
             FOLDER/tensorrt_llm/1/engines/{target,draft}    the engines
     bls     FOLDER/tensorrt_llm{,_draft}/1/model.py engine  one engine each
-            FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls}
+            FOLDER/{preprocessing,postprocessing,tensorrt_llm_bls,ensemble}
     both    FOLDER/README.md  launch.sh  validate_latency.py
 
 Triton looks only at the subfolders of a repository, so files beside the models do not disturb it.
@@ -17,29 +17,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import client
 from toolkit.config.schema import SpeculationConfig, TritonConfig
 from toolkit.errors import StageError
-from toolkit.facts.triton_tensors import BLS
 from toolkit.pipeline.files import store_error
 from toolkit.records.build import CompiledEngine
 from toolkit.templates import render_template
 from toolkit.triton.package import layout_bls, model_config
+from toolkit.triton.package.tensor_rows import tensor_rows
 from toolkit.triton.tensors.contract import (
-    BLS_INPUTS,
     BLS_MODEL,
-    BLS_OUTPUTS,
     DRAFT_MODEL,
-    INPUTS,
+    ENSEMBLE,
     METRICS,
     MODEL,
-    OUTPUTS,
     PACKAGE_VERSION,
-    TensorSpec,
 )
 
 __all__ = ["bls_of", "link_tree", "model_settings", "write_client", "write_repository"]
@@ -133,6 +129,7 @@ def bls_of(
             acceptance=speculation.acceptance,
             seeds="request",
             log_probs="logits",
+            end_token="returned",
         ),
     )
 
@@ -163,7 +160,7 @@ def write_repository(
         )
         (folder / "launch.sh").chmod(0o755)
         (folder / "README.md").write_text(
-            _readme(target, draft, speculation, triton), encoding="utf-8"
+            _readme(target, draft, speculation, triton, folder), encoding="utf-8"
         )
     except OSError as error:
         what = f"cannot write the model repository: {error.strerror or error}"
@@ -230,7 +227,9 @@ def _readme(
     draft: CompiledEngine | None,
     speculation: SpeculationConfig,
     triton: TritonConfig,
+    folder: Path,
 ) -> str:
+    """folder: the repository, complete but for this file."""
     pair = f"target {target.quant_algo or target.dtype}"
     if draft is not None:
         pair += (
@@ -241,12 +240,11 @@ def _readme(
         pair += f", prompt lookup, up to {speculation.max_draft_len} draft tokens per step"
     if triton.layout == "bls":
         interface = (
-            f"Clients call the model `{BLS_MODEL}`. Its tensors are those of TensorRT-LLM's"
-            " `inflight_batcher_llm` templates."
+            f"Clients call the model `{BLS_MODEL}`, or `{ENSEMBLE}`, which decodes without drafts"
+            " and does not stream. The tensors are those of TensorRT-LLM's `inflight_batcher_llm`"
+            " templates."
         )
         model, prompt_tensor, tokens_tensor = BLS_MODEL, "exclude_input_in_output", "max_tokens"
-        inputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.inputs), *_rows(BLS_INPUTS)]
-        outputs = [*(_row(fact.name, fact.dtype, "") for fact in BLS.outputs), *_rows(BLS_OUTPUTS)]
     else:
         interface = (
             f"Clients call the model `{MODEL}`. Its tensors are those of TensorRT-LLM's `llmapi`"
@@ -254,7 +252,7 @@ def _readme(
         )
         model, prompt_tensor = MODEL, "sampling_param_exclude_input_from_output"
         tokens_tensor = "sampling_param_max_tokens"
-        inputs, outputs = _rows(INPUTS), _rows(OUTPUTS)
+    config = model_config.read(folder / model / "config.pbtxt")
     return render_template(
         __file__,
         "readme_torch.md.j2",
@@ -269,15 +267,7 @@ def _readme(
         model=model,
         prompt_tensor=prompt_tensor,
         tokens_tensor=tokens_tensor,
-        inputs=inputs,
-        outputs=outputs,
+        inputs=tensor_rows(config.input),
+        outputs=tensor_rows(config.output),
         metrics=METRICS,
     )
-
-
-def _rows(specs: Iterable[TensorSpec]) -> list[str]:
-    return [_row(spec.name, spec.dtype, spec.meaning) for spec in specs]
-
-
-def _row(name: str, dtype: str, meaning: str) -> str:
-    return f"| `{name}` | {dtype.removeprefix('TYPE_')} | {meaning.replace('|', 'or')} |"

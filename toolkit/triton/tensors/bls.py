@@ -16,6 +16,9 @@ How tokens are chosen at temperature > 0:
 Log-probabilities come from the target's logits (log_probs = "logits") or from the engine's own
 tensor ("engine").
 
+A request is greedy as TensorRT-LLM's engines read it (`engine_sampling`), and then the engines get
+top_k 1, which is greedy for all of them.
+
 Some backends restart their random numbers with every call (seeds = "call"). They get another seed
 with every call, since with the same seed all rounds of a request would draw the same numbers.
 """
@@ -122,7 +125,7 @@ def parse_bls(
     deployment's rule at temperature > 0. fresh_seed: the seed if the request states none. Raises
     RequestError.
     """
-    request_format = RequestFormat(inputs, "", TENSOR_NAMES)
+    request_format = RequestFormat(inputs, "", TENSOR_NAMES, engine_sampling=True)
     for name, reason in NOT_SERVED.items():
         if name in arrays:
             raise RequestError(f"{name}: {reason}")
@@ -231,13 +234,15 @@ def engine_inputs(
     draft_logits: Any = None,
     whole: bool = False,
     log_probs: LogProbSource = "engine",
+    has_end_token: bool = False,
 ) -> dict[str, Array]:
     """The tensors of one engine call for `count` tokens that follow `ids`, with a batch dimension
     of 1.
 
     role: draft | target. seeds: request (the engine keys its noise by seed and position) | call.
     whole: the call may run to the end of the request, so the engine gets its stop words. log_probs:
-    logits | engine, where log-probabilities come from if they are requested.
+    logits | engine, where log-probabilities come from if they are requested. has_end_token: the
+    engines can return the token that ended the text.
     """
     made = len(ids) - len(prepared.ids)
     tensors: dict[str, Array] = {
@@ -249,6 +254,8 @@ def engine_inputs(
     }
     if prepared.end_ids:
         tensors["end_id"] = np.array([[prepared.end_ids[0]]], dtype=np.int32)
+    if has_end_token:
+        tensors["return_end_token"] = np.array([[True]])
     stops: list[tuple[int, ...]] = [(token,) for token in prepared.end_ids[1:]]
     stops += list(prepared.stop_words) if whole else []
     if stops:
@@ -316,7 +323,6 @@ def _sampling_tensors(
     tensors["temperature"] = np.array([[sampling.temperature]], dtype=np.float32)
     if sampling.top_k:
         tensors["runtime_top_k"] = np.array([[sampling.top_k]], dtype=np.int32)
-    # TensorRT-LLM decodes greedily if it gets neither top_k nor top_p.
     if sampling.top_p < 1.0 or not sampling.top_k:
         tensors["runtime_top_p"] = np.array([[sampling.top_p]], dtype=np.float32)
     has_own_seed = role == "draft" and request.rule in ("rejection", "sample_match")
@@ -369,23 +375,27 @@ class BlsAnswer(Answer):
         if self._accumulate and self._request.streaming:
             self._whole += response["text_output"][0]
             response["text_output"] = [self._whole]
-        if event.finish_reason is None:
-            return response
-        last = {
+        response = {
             name: values for name, values in response.items() if not name.startswith("kv_cache_")
         }
-        if "cumulative_logprob" in last:
-            last["cum_log_probs"] = last.pop("cumulative_logprob")
-            last["output_log_probs"] = list(log_probs)
+        is_last = event.finish_reason is not None
+        if PERFORMANCE_REQUEST in self._request.returns and (
+            is_last or self._request.repeats_figures
+        ):
+            response.update({name: [value] for name, value in target_figures.items()})
+        cumulative_log_prob = response.pop("cumulative_logprob", None)
+        if not is_last:
+            return response
+        if cumulative_log_prob is not None:
+            response["cum_log_probs"] = cumulative_log_prob
+            response["output_log_probs"] = list(log_probs)
             if len(next_best) == len(log_probs):
-                last["next_best_ids"] = [token for token, _ in next_best]
-                last["next_best_log_probs"] = [value for _, value in next_best]
-        if PERFORMANCE_REQUEST in self._request.returns:
-            last.update({name: [value] for name, value in target_figures.items()})
+                response["next_best_ids"] = [token for token, _ in next_best]
+                response["next_best_log_probs"] = [value for _, value in next_best]
         if failure is not None:
-            last["draft_failure"] = [failure]
-        last["batch_index"] = last["sequence_index"] = [0]
-        return last
+            response["draft_failure"] = [failure]
+        response["batch_index"] = response["sequence_index"] = [0]
+        return response
 
 
 def shaped(name: str, values: Iterable[Any], dtype: Any) -> Array:

@@ -14,8 +14,11 @@ What a response holds:
   STREAM_TEXT_PARAMETER in config.pbtxt.
 - not streaming: exactly one response with the whole text. The prompt comes before it unless
   sampling_param_exclude_input_from_output is true (false when absent, as in TensorRT-LLM).
-- `output_ids` never holds the prompt. Statistics come with the last response only. A value that
-  does not exist (the acceptance rate of a request that drafted nothing) is left out, not sent as 0.
+- `output_ids` never holds the prompt.
+- Reasons and figures come with every chunk, as of that chunk, as from TensorRT-LLM's models: a
+  reason is the text None until there is one, and acceptance_rate is 0.0 if nothing was drafted. To
+  a request with return_speculation_stats, which only our clients send, they come with the last
+  chunk alone.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ __all__ = [
     "BLS_MODEL",
     "BLS_OUTPUTS",
     "DRAFT_MODEL",
+    "ENGINE_INPUTS",
+    "ENSEMBLE",
     "INPUTS",
     "LOG_PROB_INPUTS",
     "LOG_PROB_OUTPUTS",
@@ -57,6 +62,7 @@ MODEL = "tensorrt_llm"  # the model that clients call, as in TensorRT-LLM's temp
 # is the target.
 BLS_MODEL = "tensorrt_llm_bls"
 DRAFT_MODEL = "tensorrt_llm_draft"
+ENSEMBLE = "ensemble"  # without drafts: preprocessing, target, postprocessing
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
 VLLM_MODEL = "vllm_model"  # as in the samples of Triton's vLLM backend
@@ -124,7 +130,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "sampling_param_top_p",
         "TYPE_FP32",
         ONE_VALUE,
-        "keep the most likely tokens up to this total probability, in (0, 1]",
+        "keep the most likely tokens up to this total probability, in [0, 1]; 0: greedy",
     ),
     TensorSpec(
         "sampling_param_frequency_penalty",
@@ -172,19 +178,20 @@ INPUTS: tuple[TensorSpec, ...] = (
         "return_finish_reason",
         "TYPE_BOOL",
         ONE_VALUE,
-        "return finish_reason with the last response",
+        "return finish_reason",
     ),
-    TensorSpec(
-        "return_stop_reason", "TYPE_BOOL", ONE_VALUE, "return stop_reason with the last response"
-    ),
+    TensorSpec("return_stop_reason", "TYPE_BOOL", ONE_VALUE, "return stop_reason"),
     TensorSpec(
         "return_cumulative_logprob",
         "TYPE_BOOL",
         ONE_VALUE,
-        "return cumulative_logprob with the last response",
+        "return cumulative_logprob",
     ),
     TensorSpec(
-        "stop", "TYPE_BOOL", ONE_VALUE, "cancel the running request that has this request's id"
+        "stop",
+        "TYPE_BOOL",
+        ONE_VALUE,
+        "cancel the running request that has this request's id; the prompt may be empty",
     ),
     TensorSpec(
         "num_draft_tokens",
@@ -213,7 +220,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "return_num_input_tokens",
         "TYPE_BOOL",
         ONE_VALUE,
-        "return num_input_tokens with the last response",
+        "return num_input_tokens",
         ours=True,
     ),
     TensorSpec(
@@ -223,7 +230,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "return_speculation_stats",
         "TYPE_BOOL",
         ONE_VALUE,
-        "return verify_steps and the outputs listed after it",
+        "return verify_steps and the outputs listed after it, all figures with the last response",
         ours=True,
     ),
 )
@@ -234,7 +241,10 @@ INPUTS: tuple[TensorSpec, ...] = (
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", ANY_LENGTH, "the text, or its new part"),
     TensorSpec(
-        "finish_reason", "TYPE_STRING", ANY_LENGTH, "stop (end token or stop word) | length"
+        "finish_reason",
+        "TYPE_STRING",
+        ANY_LENGTH,
+        "stop (end token or stop word) | length; the text None before",
     ),
     TensorSpec(
         "stop_reason",
@@ -267,7 +277,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
         "acceptance_rate",
         "TYPE_FP32",
         ANY_LENGTH,
-        "accepted / drafted tokens; left out when nothing was drafted",
+        "accepted / drafted tokens; 0.0 when nothing was drafted",
     ),
     TensorSpec("total_accepted_draft_tokens", "TYPE_INT32", ANY_LENGTH, "accepted draft tokens"),
     TensorSpec("total_draft_tokens", "TYPE_INT32", ANY_LENGTH, "drafted tokens"),
@@ -350,6 +360,18 @@ LOG_PROB_OUTPUTS: tuple[TensorSpec, ...] = (
         ours=True,
     ),
     *NEXT_BEST,
+)
+
+# Of the embedded engine as one of the two engine models of the bls layout. TensorRT-LLM's engines
+# never return the end token; our BLS model counts it where the engine can tell it.
+ENGINE_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec(
+        "return_end_token",
+        "TYPE_BOOL",
+        ONE_VALUE,
+        "output_ids then hold the end token too",
+        ours=True,
+    ),
 )
 
 # Tensors that our BLS model has in addition to TensorRT-LLM's (`toolkit.facts.triton_tensors`).

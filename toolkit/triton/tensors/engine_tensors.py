@@ -3,7 +3,8 @@ call, and the call's outputs become arrays.
 
 Tensors mean what they mean in TensorRT-LLM, with two exceptions: a KV-cache block is one token
 here, and draft_logits make the target judge by speculative sampling. A request for something that
-the embedded engine cannot do is refused by name.
+the embedded engine cannot do is refused by name. What TensorRT-LLM's own BLS and ensemble send with
+every request is not such a thing, as long as it says nothing (`_is_neutral`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 
 from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, Sampling
+from toolkit.triton.tensors.engine_sampling import read_sampling
 from toolkit.triton.tensors.word_lists import unpack
+from toolkit.words import FinishReason
 
-__all__ = ["EngineRequest", "arrays_of", "parse_engine"]
+__all__ = ["EngineRequest", "arrays_of", "parse_engine", "visible_tokens"]
 
 Array = NDArray[Any]
 SERVED_TENSORS = {
@@ -44,6 +47,7 @@ SERVED_TENSORS = {
     "return_perf_metrics",
     "return_num_input_tokens",
     "return_num_output_tokens",
+    "return_end_token",
     "exclude_input_in_output",
     "stop",
     "streaming",
@@ -59,6 +63,9 @@ NEUTRAL_VALUES = {
     "return_context_logits": (False,),
     "runtime_top_p_min": (0.0,),
     "runtime_top_p_decay": (1.0,),
+    "embedding_bias": (0.0,),
+    "prompt_table_extra_ids": (0,),
+    "decoder_input_lengths": (1,),
 }
 
 
@@ -84,12 +91,8 @@ class EngineRequest:
 
 def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineRequest:
     """Check one request of batch 1. Raises RequestError."""
-    for name, array in arrays.items():
-        is_neutral = name in NEUTRAL_VALUES and all(
-            value in NEUTRAL_VALUES[name] for value in array.reshape(-1).tolist()
-        )
-        is_empty = array.size == 0 or (name.endswith("_words_list") and not unpack(_rows(array)))
-        if name not in SERVED_TENSORS and not is_neutral and not is_empty:
+    for name in arrays:
+        if name not in SERVED_TENSORS and not _is_neutral(name, arrays):
             raise RequestError(f"{name} is not served by the embedded engine", hint="Leave it out.")
     if _single_value(arrays, "stop", False):
         return EngineRequest((), 0, cancels=True)
@@ -131,14 +134,23 @@ def parse_engine(arrays: Mapping[str, Array], *, decoupled: bool) -> EngineReque
     )
 
 
+def _is_neutral(name: str, arrays: Mapping[str, Array]) -> bool:
+    """Whether a tensor that is not served changes nothing."""
+    values = arrays[name].reshape(-1).tolist()
+    if name == "decoder_input_ids":
+        # What preprocessing returns without a DECODER_QUERY: one pad_id. A decoder-only engine does
+        # not read it (TRT triton_backend/inflight_batcher_llm/src/utils.cc).
+        pad_ids = arrays["pad_id"].reshape(-1).tolist() if "pad_id" in arrays else []
+        return not values or values == pad_ids
+    if name.endswith("_words_list"):
+        return not values or not unpack(_rows(arrays[name]))
+    return all(value in NEUTRAL_VALUES.get(name, ()) for value in values)
+
+
 def _sampling(arrays: Mapping[str, Array]) -> Sampling:
-    """The sampling of a request. As in TensorRT-LLM, it is greedy if top_k is 1, if temperature is
-    0, or if nothing is stated, and a top_p of 0 or less is off.
-    """
     top_k = int(_single_value(arrays, "runtime_top_k", 0))
     top_p = float(_single_value(arrays, "runtime_top_p", 0.0))
-    stated = any(name in arrays for name in ("runtime_top_k", "runtime_top_p", "temperature"))
-    temperature = float(_single_value(arrays, "temperature", 1.0)) if stated and top_k != 1 else 0.0
+    temperature = float(_single_value(arrays, "temperature", 1.0))
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise RequestError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
     if top_k < 0 or not top_p <= 1.0:
@@ -146,11 +158,12 @@ def _sampling(arrays: Mapping[str, Array]) -> Sampling:
             f"runtime_top_k is {top_k} and runtime_top_p {top_p}; runtime_top_k has to be 0 (off)"
             " or more, and runtime_top_p at most 1"
         )
+    temperature, top_p = read_sampling(temperature, top_k, top_p)
     seed = int(_single_value(arrays, "seed", 0)) if "seed" in arrays else None
     return Sampling(
         temperature=temperature,
         top_k=top_k,
-        top_p=top_p if top_p > 0.0 else 1.0,
+        top_p=top_p,
         frequency_penalty=_penalty(arrays, "frequency_penalty"),
         presence_penalty=_penalty(arrays, "presence_penalty"),
         seed=seed,
@@ -162,6 +175,17 @@ def _penalty(arrays: Mapping[str, Array], name: str) -> float:
     if not abs(value) <= MAX_PENALTY:
         raise RequestError(f"{name} is {value}; it has to be from {-MAX_PENALTY} to {MAX_PENALTY}")
     return value
+
+
+def visible_tokens(
+    request: EngineRequest, ids: Sequence[int], finish_reason: FinishReason | None
+) -> int:
+    """How many of the tokens that a step added belong in output_ids. The end token does not, in
+    TensorRT-LLM: its clients end their loops when a call adds nothing
+    (e2e_grpc_speculative_decoding_client.py). Our BLS model asks for it by return_end_token.
+    """
+    ended = finish_reason == "stop" and bool(ids) and ids[-1] in request.end_ids
+    return len(ids) - (ended and "return_end_token" not in request.returns)
 
 
 def arrays_of(
@@ -185,7 +209,7 @@ def arrays_of(
     if "return_log_probs" in request.returns:
         arrays["output_log_probs"] = np.array([[list(log_probs)]], dtype=np.float32)
         arrays["cum_log_probs"] = np.array([[sum(log_probs)]], dtype=np.float32)
-    if "return_generation_logits" in request.returns:
+    if "return_generation_logits" in request.returns and logits:
         arrays["generation_logits"] = np.stack(logits)[None, None].astype(np.float32)
     for name, value in figures.items():
         if value is not None:
@@ -216,7 +240,9 @@ def _ids(arrays: Mapping[str, Array], name: str) -> tuple[int, ...]:
         return ()
     if array.ndim > 1 and array.shape[0] != 1:
         raise RequestError(
-            f"{name} holds {array.shape[0]} sequences", hint="Send one sequence per request."
+            f"{name} holds {array.shape[0]} sequences, and this engine, which is not decoupled,"
+            " takes one",
+            hint="Send one sequence per request.",
         )
     return tuple(int(token) for token in array.reshape(-1))
 

@@ -20,6 +20,16 @@ from toolkit.triton.tensors.word_lists import pack
 __all__ = ["Encoder", "Preprocessor"]
 
 Array = NDArray[Any]
+# Outputs whose rows have the same length for every prompt.
+SAME_LENGTH = (
+    "REQUEST_INPUT_LEN",
+    "DECODER_INPUT_ID",
+    "REQUEST_DECODER_INPUT_LEN",
+    "EMBEDDING_BIAS",
+    "REQUEST_OUTPUT_LEN",
+    "OUT_END_ID",
+    "OUT_PAD_ID",
+)
 MULTIMODAL = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "DECODER_QUERY")
 
 
@@ -42,59 +52,78 @@ class Preprocessor:
         self._add_special_tokens = add_special_tokens
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The output arrays for one request. Raises RequestError for more than one prompt, text
-        that is not UTF-8, or inputs that are not served.
+        """The output arrays for one request, with a row for every row of QUERY [batch, 1]. Shorter
+        prompts are padded on the right, as in TensorRT-LLM. Raises RequestError for several prompts
+        in a row, text that is not UTF-8, or inputs that are not served.
         """
         for name in MULTIMODAL:
             if name in arrays:
                 raise RequestError(f"{name} is not served: only text can be sent")
-        (prompt,) = self._texts(arrays, "QUERY") if arrays["QUERY"].size == 1 else (None,)
-        if prompt is None:
+        query = arrays["QUERY"]
+        batch = len(query)
+        if query.size != batch:
             raise RequestError(
-                f"QUERY takes one prompt, and {arrays['QUERY'].size} were sent",
-                hint="Send one request per prompt.",
+                f"QUERY takes one prompt per row, and {batch} rows hold {query.size}",
+                hint="Its shape is [batch, 1].",
             )
+        rows = [
+            self._row({name: array.reshape(batch, -1)[index] for name, array in arrays.items()})
+            for index in range(batch)
+        ]
+        pads = [int(row["OUT_PAD_ID"][0]) for row in rows]
+        return {
+            "INPUT_ID": _ints(_padded([row["INPUT_ID"].tolist() for row in rows], pads)),
+            "BAD_WORDS_IDS": _padded_words([row["BAD_WORDS_IDS"].tolist() for row in rows]),
+            "STOP_WORDS_IDS": _padded_words([row["STOP_WORDS_IDS"].tolist() for row in rows]),
+            **{name: np.stack([row[name] for row in rows]) for name in SAME_LENGTH},
+        }
+
+    def _row(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs for one prompt, without the batch dimension. arrays: its own inputs, flat."""
+        (prompt,) = self._texts(arrays, "QUERY")
         ids = self._encoder.encode(prompt, special_tokens=self._add_special_tokens)
         if not ids:
             raise RequestError("the prompt has no tokens", hint="Send at least one character.")
         end = self._end_ids[0] if self._end_ids else -1
         if "END_ID" in arrays:
-            end = int(arrays["END_ID"].reshape(-1)[0])
-        pad = int(arrays["PAD_ID"].reshape(-1)[0]) if "PAD_ID" in arrays else end
+            end = int(arrays["END_ID"][0])
+        pad = int(arrays["PAD_ID"][0]) if "PAD_ID" in arrays else end
         return {
-            "INPUT_ID": _ints([ids]),
-            "REQUEST_INPUT_LEN": _ints([[len(ids)]]),
-            "DECODER_INPUT_ID": _ints([[pad]]),
-            "REQUEST_DECODER_INPUT_LEN": _ints([[1]]),
-            "BAD_WORDS_IDS": _ints([pack(self._words(arrays, "BAD_WORDS_DICT"))]),
-            "STOP_WORDS_IDS": _ints([pack(self._words(arrays, "STOP_WORDS_DICT"))]),
+            "INPUT_ID": _ints(ids),
+            "REQUEST_INPUT_LEN": _ints([len(ids)]),
+            "DECODER_INPUT_ID": _ints([pad]),
+            "REQUEST_DECODER_INPUT_LEN": _ints([1]),
+            "BAD_WORDS_IDS": _ints(pack(self._words(arrays, "BAD_WORDS_DICT"))),
+            "STOP_WORDS_IDS": _ints(pack(self._words(arrays, "STOP_WORDS_DICT"))),
             "EMBEDDING_BIAS": self._bias(arrays),
-            "REQUEST_OUTPUT_LEN": _ints(arrays["REQUEST_OUTPUT_LEN"].reshape(1, -1)),
-            "OUT_END_ID": _ints([[end]]),
-            "OUT_PAD_ID": _ints([[pad]]),
+            "REQUEST_OUTPUT_LEN": _ints(arrays["REQUEST_OUTPUT_LEN"]),
+            "OUT_END_ID": _ints([end]),
+            "OUT_PAD_ID": _ints([pad]),
         }
 
     def _words(self, arrays: Mapping[str, Array], name: str) -> list[list[int]]:
-        words = [
-            self._encoder.encode(word, special_tokens=False) for word in self._texts(arrays, name)
+        """The ids of each word. Clients send an empty word to mean no word."""
+        return [
+            self._encoder.encode(word, special_tokens=False)
+            for word in self._texts(arrays, name)
+            if word
         ]
-        return [ids for ids in words if ids]
 
     def _bias(self, arrays: Mapping[str, Array]) -> Array:
-        """[1, vocab]: for each token, the sum of the weights of the words that contain it. [1, 0]
-        if no words are biased.
+        """[vocab]: for each token, the sum of the weights of the words that contain it. [0] if the
+        request has no biased words.
         """
-        words = self._words(arrays, "EMBEDDING_BIAS_WORDS")
+        words = self._texts(arrays, "EMBEDDING_BIAS_WORDS")
         if not words:
-            return np.zeros((1, 0), dtype=np.float32)
-        weights = arrays.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0)).reshape(-1)
+            return np.zeros(0, dtype=np.float32)
+        weights = arrays.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0))
         if len(weights) != len(words):
             raise RequestError(
                 f"{len(words)} EMBEDDING_BIAS_WORDS came with {len(weights)} EMBEDDING_BIAS_WEIGHTS"
             )
-        bias = np.zeros((1, self._encoder.vocab_size), dtype=np.float32)
-        for ids, weight in zip(words, weights, strict=True):
-            bias[0, ids] += weight
+        bias = np.zeros(self._encoder.vocab_size, dtype=np.float32)
+        for word, weight in zip(words, weights, strict=True):
+            bias[self._encoder.encode(word, special_tokens=False)] += weight
         return bias
 
     @staticmethod
@@ -110,5 +139,18 @@ class Preprocessor:
         return texts
 
 
-def _ints(rows: Any) -> Array:
-    return np.asarray(rows, dtype=np.int32)
+def _ints(values: Any) -> Array:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _padded(rows: Sequence[Sequence[int]], fills: Sequence[int]) -> list[list[int]]:
+    """The rows, made as long as the longest, each with its own fill."""
+    longest = max(map(len, rows))
+    return [[*row, *[fill] * (longest - len(row))] for row, fill in zip(rows, fills, strict=True)]
+
+
+def _padded_words(lists: Sequence[Sequence[Sequence[int]]]) -> Array:
+    """[lists, 2, longest]: packed words, continued with no words."""
+    ids, ends = zip(*lists, strict=True)
+    count = len(lists)
+    return _ints([_padded(ids, [0] * count), _padded(ends, [-1] * count)]).swapaxes(0, 1)

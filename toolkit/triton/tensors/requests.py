@@ -17,6 +17,7 @@ from typing import Any, cast
 from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
+from toolkit.triton.tensors.engine_sampling import read_sampling
 from toolkit.words import RequestAcceptance
 
 __all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
@@ -26,12 +27,14 @@ __all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
 class RequestFormat:
     """How a layout names the tensors of a request. inputs: tensor name -> whether it holds a single
     value. prefix: what the names of sampling parameters begin with. names: option -> tensor name,
-    for options whose tensor has another name.
+    for options whose tensor has another name. engine_sampling: temperature, top_k and top_p mean
+    what they mean to TensorRT-LLM's engines, else what they mean to its `SamplingParams`.
     """
 
     inputs: Mapping[str, bool]
     prefix: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    engine_sampling: bool = False
 
     def tensor_name(self, option: str) -> str:
         """The name of the tensor for an option: temperature, max_tokens, streaming..."""
@@ -51,9 +54,11 @@ ACCEPTANCE: tuple[RequestAcceptance, ...] = (
     "sample_match",
     "verify_only",
 )
-# Parameters that Triton itself adds to a request. `id` is the request's id, which HTTP's generate
-# puts there.
-TRITON_PARAMETERS = (
+# Parameters that say nothing about the text. Triton itself adds most of them; `id` is the request's
+# id, which HTTP's generate puts there. `Streaming` is sent by TensorRT-LLM's clients
+# (tools/llmapi_client.py), and read by none of its models.
+IGNORED_PARAMETERS = (
+    "Streaming",
     "id",
     "sequence_id",
     "sequence_start",
@@ -90,6 +95,18 @@ class Request:
     returns: frozenset[str] = frozenset()
     cancels: bool = False  # the request does not run: it cancels the one with the same id
 
+    @property
+    def repeats_figures(self) -> bool:
+        """Whether every chunk of a stream has the reasons and figures that were requested, as
+        TensorRT-LLM's clients expect, or only the last one.
+
+        The last alone for those who request return_speculation_stats, as our clients do: a dozen
+        tensors more in every chunk would slow down the stream that they measure.
+        """
+        return (
+            self.streaming and bool(self.returns) and "return_speculation_stats" not in self.returns
+        )
+
 
 def parse(
     tensors: Mapping[str, list[Any]],
@@ -103,7 +120,7 @@ def parse(
     beside the tensors; over HTTP it makes every name that the model does not know a parameter.
     """
     for name in parameters:
-        if name not in TRITON_PARAMETERS and not name.startswith("triton_"):
+        if name not in IGNORED_PARAMETERS and not name.startswith("triton_"):
             raise _unknown_input(name, request_format)
     for name in tensors:
         if name not in request_format.inputs:
@@ -114,6 +131,9 @@ def parse(
     values = {name: rows[0] for name, rows in tensors.items() if request_format.inputs[name]}
     # The prompt is a single value in one format and a list of one in the other. _prompt reads both.
     values.pop("text_input", None)
+    # Before anything else is read: clients send a `stop` with an empty prompt.
+    if values.get("stop"):
+        return Request(prompt="", cancels=True)
     streaming_name = request_format.tensor_name("streaming")
     streaming = bool(values.get(streaming_name, False))
     if streaming and not limits.decoupled:
@@ -139,7 +159,6 @@ def parse(
             not streaming and not values.get(request_format.tensor_name("exclude_input"), False)
         ),
         returns=frozenset(name for name, value in values.items() if "return_" in name and value),
-        cancels=bool(values.get("stop", False)),
     )
 
 
@@ -192,9 +211,10 @@ def _sampling(values: Mapping[str, Any], request_format: RequestFormat) -> Sampl
         name = request_format.tensor_name(option)
         value = float(values.get(name, default))
         if not (math.isfinite(value) and low <= value <= high):
-            bounds = f"at least {low}"
-            if math.isfinite(high):
-                bounds += f" and at most {high}"
+            limits = (("at least", low), ("at most", high))
+            bounds = " and ".join(
+                f"{word} {limit}" for word, limit in limits if math.isfinite(limit)
+            )
             raise RequestError(f"{name} is {value}; it has to be a finite number of {bounds}")
         return value
 
@@ -202,16 +222,16 @@ def _sampling(values: Mapping[str, Any], request_format: RequestFormat) -> Sampl
     top_k = int(values.get(top_k_name, 0))
     if top_k < 0:
         raise RequestError(f"{top_k_name} is {top_k}; it has to be 0 (off) or more")
-    top_p = number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0.0:
-        raise RequestError(
-            f"{top_p_name} is 0, which leaves no token",
-            hint="For greedy decoding send temperature 0.",
-        )
-    has_filter = top_k_name in values or top_p_name in values
-    default_temperature = 1.0 if has_filter else 0.0
+    is_filtered = top_k_name in values or top_p_name in values
+    temperature = number("temperature", 1.0 if is_filtered else 0.0, 0.0)
+    if request_format.engine_sampling:
+        temperature, top_p = read_sampling(temperature, top_k, number("top_p", 0.0, -math.inf, 1.0))
+    else:
+        top_p = number("top_p", 1.0, 0.0, 1.0)
+        if top_p == 0.0:  # TRT sampling_params.py, params_imply_greedy_decoding
+            temperature, top_p = 0.0, 1.0
     return Sampling(
-        temperature=number("temperature", default_temperature, 0.0),
+        temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         frequency_penalty=number("frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
@@ -285,8 +305,8 @@ class Answer:
             response["output_ids"] = self._ids
         if self._wants("return_num_output_tokens"):
             response["num_output_tokens"] = [self._tokens]
-        if event.finish_reason is not None:
-            response.update(self._ending(event))
+        if event.finish_reason is not None or self._request.repeats_figures:
+            response.update(self._figures(event))
         self._text, self._ids = [], []
         self._due_ns = now_ns + self._interval_ns
         if self._sent_ns is not None:
@@ -297,14 +317,15 @@ class Answer:
     def _wants(self, name: str) -> bool:
         return name in self._request.returns
 
-    def _ending(self, event: TokenEvent) -> dict[str, list[Any]]:
-        ending: dict[str, list[Any]] = {}
+    def _figures(self, event: TokenEvent) -> dict[str, list[Any]]:
+        """Reasons and figures as of this event. A reason is the text None until there is one."""
+        figures: dict[str, list[Any]] = {}
         if self._wants("return_finish_reason"):
-            ending["finish_reason"] = [event.finish_reason]
+            figures["finish_reason"] = [str(event.finish_reason)]
         if self._wants("return_stop_reason"):
-            ending["stop_reason"] = [str(event.stop_reason)]
+            figures["stop_reason"] = [str(event.stop_reason)]
         if event.stats is None:
-            return ending
+            return figures
         stats = event.stats
         if self._wants("return_cumulative_logprob"):
             if stats.cumulative_logprob is None:
@@ -312,14 +333,14 @@ class Answer:
                     "return_cumulative_logprob was requested, but the runtime kept no"
                     " log-probabilities"
                 )
-            ending["cumulative_logprob"] = [stats.cumulative_logprob]
+            figures["cumulative_logprob"] = [stats.cumulative_logprob]
         if self._wants("return_num_input_tokens"):
-            ending["num_input_tokens"] = [stats.prompt_tokens]
+            figures["num_input_tokens"] = [stats.prompt_tokens]
         if self._wants("sampling_param_return_perf_metrics"):
-            ending.update(_performance(stats))
+            figures.update(_performance(stats))
         if self._wants("return_speculation_stats"):
-            ending.update(_speculation(stats))
-        return ending
+            figures.update(_speculation(stats))
+        return figures
 
 
 def _performance(stats: RequestStats) -> dict[str, list[Any]]:
@@ -333,7 +354,7 @@ def _performance(stats: RequestStats) -> dict[str, list[Any]]:
         "first_scheduled_time_ns": stats.first_scheduled_ns,
         "first_token_time_ns": stats.first_token_ns,
         "last_token_time_ns": stats.last_token_ns,
-        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_rate": stats.acceptance_rate or 0.0,
         "total_accepted_draft_tokens": stats.accepted,
         "total_draft_tokens": stats.drafted,
     }

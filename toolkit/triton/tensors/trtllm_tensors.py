@@ -155,6 +155,8 @@ class Responses:
         self._sent_ns = now_ns
         if final:
             response.update(self._ending(output, completion, len(ids)))
+        elif self._request.repeats_figures:
+            response.update(self._reasons(completion))
         return response
 
     def stats(self, output: Any | None) -> RequestStats:
@@ -194,12 +196,17 @@ class Responses:
     def _wants(self, name: str) -> bool:
         return name in self._request.returns
 
-    def _ending(self, output: Any, completion: Any, tokens: int) -> dict[str, list[Any]]:
-        ending: dict[str, list[Any]] = {}
+    def _reasons(self, completion: Any) -> dict[str, list[Any]]:
+        """Why the text ended, as far as it was requested; the text None while it goes on."""
+        reasons: dict[str, list[Any]] = {}
         if self._wants("return_finish_reason"):
-            ending["finish_reason"] = [str(completion.finish_reason)]
+            reasons["finish_reason"] = [str(completion.finish_reason)]
         if self._wants("return_stop_reason"):
-            ending["stop_reason"] = [str(completion.stop_reason)]
+            reasons["stop_reason"] = [str(completion.stop_reason)]
+        return reasons
+
+    def _ending(self, output: Any, completion: Any, tokens: int) -> dict[str, list[Any]]:
+        ending = self._reasons(completion)
         if self._wants("return_cumulative_logprob"):
             ending["cumulative_logprob"] = [completion.cumulative_logprob]
         if self._wants(LOG_PROBS_REQUEST):

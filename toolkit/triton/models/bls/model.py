@@ -172,6 +172,7 @@ class TritonPythonModel:
                 on_draft_failure=own_parameters.get("on_draft_failure", "error"),
                 verify_only=request.rule == "verify_only",
                 log_probs=request.log_probs,
+                running_stats=request.request.repeats_figures,
             ),
             engines,
             TextStream(PostProcessing(), prepared.ids, request.request.stop),
@@ -261,6 +262,7 @@ class EngineModels:
         self._draft = parameters.get("tensorrt_llm_draft_model_name")
         self._seeds = cast(SeedScope, parameters.get("seeds", "request"))
         self._log_probs = cast(LogProbSource, parameters.get("log_probs", "engine"))
+        self._has_end_token = parameters.get("end_token", "hidden") == "returned"
         self._vocab_size = int(parameters["vocab_size"]) if "vocab_size" in parameters else None
         # Tensors that the engine's version names differently.
         self._names = {
@@ -276,7 +278,13 @@ class EngineModels:
         if self._draft is None:
             raise DraftFailed("this deployment has no draft model", hint="Send num_draft_tokens 0.")
         tensors = engine_inputs(
-            self._request, self._prepared, ids, count, role="draft", seeds=self._seeds
+            self._request,
+            self._prepared,
+            ids,
+            count,
+            role="draft",
+            seeds=self._seeds,
+            has_end_token=self._has_end_token,
         )
         wanted = [
             "output_ids",
@@ -324,8 +332,17 @@ class EngineModels:
             call_tokens = min(count, fitting, MAX_CALL_TOKENS)
 
     def _call_target(self, ids: Sequence[int], count: int, **options: Any) -> Part:
-        options = {**options, "seeds": self._seeds, "log_probs": self._log_probs}
-        tensors = engine_inputs(self._request, self._prepared, ids, count, role="target", **options)
+        tensors = engine_inputs(
+            self._request,
+            self._prepared,
+            ids,
+            count,
+            role="target",
+            seeds=self._seeds,
+            log_probs=self._log_probs,
+            has_end_token=self._has_end_token,
+            **options,
+        )
         wanted = ["output_ids", "sequence_length"]
         wanted += ["output_log_probs"] if "return_log_probs" in tensors else []
         wanted += ["generation_logits"] if "return_generation_logits" in tensors else []

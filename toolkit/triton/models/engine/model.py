@@ -23,7 +23,12 @@ try:
     from toolkit.errors import RequestError, ToolkitError
     from toolkit.speculative.executor import Call, Executor, Output
     from toolkit.triton.tensors.backend import ERROR_CODES, folder_of, parameters_of, traceback_of
-    from toolkit.triton.tensors.engine_tensors import EngineRequest, arrays_of, parse_engine
+    from toolkit.triton.tensors.engine_tensors import (
+        EngineRequest,
+        arrays_of,
+        parse_engine,
+        visible_tokens,
+    )
     from toolkit.words import RequestOutcome
 except ImportError as error:
     import sys
@@ -101,6 +106,10 @@ class TritonPythonModel:
         arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in triton_request.inputs()}
         request, name = parse_engine(arrays, decoupled=self._decoupled), triton_request.request_id()
         if request.cancels:
+            if not name:
+                raise RequestError(
+                    "stop came without a request id", hint="Send the id of the request to cancel."
+                )
             if name in self._call_ids:
                 self._executor.cancel(self._call_ids[name])
             sender.send(
@@ -143,10 +152,11 @@ class TritonPythonModel:
             job.first_token_ns = time.monotonic_ns()
             pairs = zip(output.ids, job.request.drafts, strict=False)
             job.accepted = sum(token == draft for token, draft in pairs)
-        job.output_tokens += len(output.ids)
-        job.ids += output.ids
-        job.log_probs += output.log_probs
-        job.logits += output.logits
+        count = visible_tokens(job.request, output.ids, output.finish_reason)
+        job.output_tokens += count
+        job.ids += output.ids[:count]
+        job.log_probs += output.log_probs[:count]
+        job.logits += output.logits[:count]
         if output.finish_reason is None:
             if job.request.streaming:
                 job.sender.send(self._response(job, {}))
@@ -185,7 +195,7 @@ def _figures(job: Job, output: Output) -> dict[str, int | float | None]:
             "first_scheduled_time_ns": output.first_scheduled_ns,
             "first_token_time_ns": job.first_token_ns,
             "last_token_time_ns": time.monotonic_ns(),
-            "acceptance_rate": job.accepted / drafted if drafted else None,
+            "acceptance_rate": job.accepted / drafted if drafted else 0.0,
             "total_accepted_draft_tokens": job.accepted,
             "total_draft_tokens": drafted,
         }

@@ -142,7 +142,11 @@ class TritonPythonModel:
             request = parse(tensors, parameters, self._limits)
             name = triton_request.request_id() or str(parameters.get("id", ""))
             if request.cancels:
-                sender.send(self._cancel(name), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                message = self._cancel(name)
+                sender.send(
+                    _error("cancelled", message),
+                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                )
             else:
                 self._submit(request, name, sender, arrival_ns)
         except QueueFull as error:
@@ -176,6 +180,7 @@ class TritonPythonModel:
             acceptance=request.acceptance,
             deadline_ns=arrival_ns + timeout_ms * 1_000_000,
             cumulative_logprob="return_cumulative_logprob" in request.returns,
+            running_stats=request.repeats_figures,
         )
         try:
             self._runtime.submit(generation, lambda event: self._deliver(job, event))
@@ -189,18 +194,20 @@ class TritonPythonModel:
         with self._jobs_lock:
             self._jobs.pop(job.id, None)
 
-    def _cancel(self, name: str) -> Any:
-        """Answer a `stop` request: cancel every running request with this id."""
-        with self._jobs_lock:
-            jobs = [job for job in self._jobs.values() if name and job.name == name]
-        if not jobs:
+    def _cancel(self, name: str) -> str:
+        """Cancel every running request with this id. Returns what the `stop` request is answered.
+        As in TensorRT-LLM (triton_backend/tools/tests/test_llmapi_cancel.py) that is an error with
+        the code CANCELLED, also if the request is over or was never there.
+        """
+        if not name:
             raise RequestError(
-                f"stop: no request with id {name!r} is running",
-                hint="Send the id of the request to cancel.",
+                "stop came without a request id", hint="Send the id of the request to cancel."
             )
+        with self._jobs_lock:
+            jobs = [job for job in self._jobs.values() if job.name == name]
         for job in jobs:
             self._runtime.cancel(job.id)
-        return pb_utils.InferenceResponse([_tensor("text_output", [""])])
+        return "cancelled by the client" if jobs else f"no request with id {name!r} is running"
 
     # The runtime's thread.
 

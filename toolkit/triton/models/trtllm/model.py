@@ -166,11 +166,7 @@ class TritonPythonModel:
             self._metrics.note(outcome)
         else:
             self._metrics.note(outcome, job.responses.stats(job.output), job.responses.gaps_ns)
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
-        sender.send(
-            pb_utils.InferenceResponse(error=error),
-            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-        )
+        _send_error(sender, outcome, message)
 
     # The metrics' thread.
 
@@ -198,19 +194,22 @@ class TritonPythonModel:
         job.task.add_done_callback(_log_failure)
 
     def _cancel(self, asking: Job) -> None:
-        """Answer a `stop` request: cancel every open request with this id."""
-        jobs = [job for job in self._jobs if job.name and job.name == asking.name]
+        """Cancel every open request with the id of this `stop` request, which is answered with the
+        code CANCELLED, also if the request is over: as TensorRT-LLM's own model does.
+        """
+        if not asking.name:
+            error = RequestError(
+                "stop came without a request id", hint="Send the id of the request to cancel."
+            )
+            self._refuse(asking.sender, "refused", str(error))
+            return
+        jobs = [job for job in self._jobs if job.name == asking.name]
         for job in jobs:
             job.ended = ("cancelled", "cancelled by the client")
-        if jobs:
-            asking.sender.send(
-                pb_utils.InferenceResponse([self._tensor("text_output", [""])]),
-                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-            )
-        else:
-            what = f"stop: no request with id {asking.name!r} is running"
-            error = RequestError(what, hint="Send the id of the request to cancel.")
-            self._refuse(asking.sender, "refused", str(error))
+        said = "cancelled by the client"
+        if not jobs:
+            said = f"no request with id {asking.name!r} is running"
+        _send_error(asking.sender, "cancelled", said)
 
     async def _end_all(self) -> None:
         jobs = list(self._jobs)
@@ -281,6 +280,14 @@ class TritonPythonModel:
     def _tensor(self, name: str, values: list[Any]) -> Any:
         data = [value.encode("utf-8") if isinstance(value, str) else value for value in values]
         return pb_utils.Tensor(name, np.array(data, dtype=self._types[name]))
+
+
+def _send_error(sender: Any, outcome: RequestOutcome, message: str) -> None:
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, ERROR_CODES[outcome]))
+    sender.send(
+        pb_utils.InferenceResponse(error=error),
+        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    )
 
 
 def _session() -> dict[str, Any]:
