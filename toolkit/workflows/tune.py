@@ -249,7 +249,9 @@ def tune_grid(
     return done.record, workplace.grid(config.name)
 
 
-def _check_grid_fits(config: DeploymentConfig, pairs: Sequence[tuple[str, str]]) -> None:
+def _check_grid_fits(
+    config: DeploymentConfig, pairs: Sequence[tuple[QuantAlgo, QuantAlgo]]
+) -> None:
     """Raises UsageError if this machine cannot hold what the grid holds at once: the unquantized
     target, with which all are compared, one other target, and a draft of every precision.
     """
@@ -274,7 +276,9 @@ def _check_grid_fits(config: DeploymentConfig, pairs: Sequence[tuple[str, str]])
     check_fits_here(_of_precisions(config, "NO_QUANT", "NO_QUANT"), more)
 
 
-def _pairs_of(config: DeploymentConfig) -> tuple[list[tuple[str, str]], list[str]]:
+def _pairs_of(
+    config: DeploymentConfig,
+) -> tuple[list[tuple[QuantAlgo, QuantAlgo]], list[str]]:
     """The precisions of (target, draft) that the plan allows, and sentences about the others.
 
     Raises PlanError if the unquantized pair, with which all are compared, is refused because of its
@@ -286,7 +290,7 @@ def _pairs_of(config: DeploymentConfig) -> tuple[list[tuple[str, str]], list[str
     raise_refused(
         config.name, [judgement for judgement in reference if ".quantization" in judgement.path]
     )
-    possible: list[tuple[str, str]] = []
+    possible: list[tuple[QuantAlgo, QuantAlgo]] = []
     left_out: dict[str, set[str]] = {}  # reason -> the precisions that it rules out
     for target, draft in itertools.product(typing.get_args(QuantAlgo), repeat=2):
         refused = [

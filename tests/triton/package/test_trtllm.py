@@ -482,9 +482,7 @@ def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> 
             pool.submit(client.generate, "x", max_tokens=10, request_id="mine") for _ in range(2)
         ]
         wait_for(counted(narrow, "toolkit_active_requests"), 2)
-        with pytest.raises(
-            urllib.error.HTTPError
-        ) as stopped:  # as TensorRT-LLM's own model answers
+        with pytest.raises(urllib.error.HTTPError) as stopped:
             urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
         assert stopped.value.code == 499
         for future in running:
