@@ -54,7 +54,7 @@ def report(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the last report in full, or open it in a browser; or verify what is deployed."""
+    """Print or open the last report, or verify what is deployed."""
     if verify:
         _verify(config, overrides, as_json=as_json)
         return

@@ -17,12 +17,8 @@ from toolkit.records.advice import Advice, Grid
 from toolkit.records.plan import MemoryItem
 from toolkit.words import QuantAlgo, Role
 from toolkit.workflows.build import build
-from toolkit.workflows.deployment import (
-    check_fits_here,
-    embedded,
-    embedded_twin,
-    sampled_rule,
-)
+from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
+from toolkit.workflows.fits_here import check_fits_here
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.report import publish_report

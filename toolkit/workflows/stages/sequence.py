@@ -26,13 +26,8 @@ from toolkit.pipeline.stage import Done, Finished, Stage
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
-from toolkit.workflows.deployment import (
-    check_fits_here,
-    embedded,
-    embedded_twin,
-    refuse_head,
-    sampled_rule,
-)
+from toolkit.workflows.deployment import embedded, embedded_twin, refuse_head, sampled_rule
+from toolkit.workflows.fits_here import check_fits_here
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.serve_vllm import check_vllm

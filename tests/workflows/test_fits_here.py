@@ -7,7 +7,8 @@ import pytest
 from tests.support.deployments import config_of
 from toolkit.errors import UsageError
 from toolkit.records.plan import MemoryItem
-from toolkit.workflows.deployment import check_fits_here, embedded, embedded_twin
+from toolkit.workflows.deployment import embedded, embedded_twin
+from toolkit.workflows.fits_here import check_fits_here
 
 GIB = 1 << 30
 
@@ -22,8 +23,8 @@ def test_the_twin_computes_in_the_width_that_serves(kind: str, dtype: str) -> No
 def test_models_that_do_not_fit_this_machine_are_refused_with_figures() -> None:
     with pytest.raises(UsageError) as refusal:
         check_fits_here(config_of("pytorch"), host_bytes=64 * GIB)
-    assert "target weights 72.66 GB" in refusal.value.what
-    assert "has 68.72 GB" in refusal.value.what
+    assert "target weights 72.7 GB" in refusal.value.what
+    assert "has 68.7 GB" in refusal.value.what
     assert "speculation.max_draft_len" in str(refusal.value.hint)
     check_fits_here(config_of("pytorch"), host_bytes=96 * GIB)
 
