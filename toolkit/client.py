@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import re
 import struct
 import sys
@@ -670,7 +669,7 @@ def _numbers(values: dict[str, list[Any]], name: str) -> tuple[float, ...] | Non
 
 PERCENTILES = (50, 90, 99)
 ARMS = ("plain", "speculative")
-GATE = re.compile(r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>[0-9.]+)\s*$")
+GATE = re.compile(r"^\s*(?P<name>[a-z0-9_]+)\s*(?P<sign><=|>=)\s*(?P<limit>\d+(?:\.\d+)?)\s*$")
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 4}
 ONE_ARM = (
@@ -934,34 +933,42 @@ def judged(
         elif key in figures["too_few"]:
             result, what = INCONCLUSIVE, f"{what}, of too few requests: raise --rounds"
         else:
-            ends = (low >= limit, high >= limit) if sign == ">=" else (low <= limit, high <= limit)
-            result = PASS if all(ends) else FAIL if not any(ends) else INCONCLUSIVE
+            result = _outcome([_meets(end, sign, limit) for end in (low, high)])
         results.append((result, f"{name}{sign}{limit:g}: {what}"))
     return results
 
 
+def _meets(value: float, sign: str, limit: float) -> bool:
+    return value >= limit if sign == ">=" else value <= limit
+
+
+def _outcome(ends: Sequence[bool]) -> str:
+    """Of an interval whose ends meet the limit or not."""
+    if all(ends):
+        return PASS
+    return INCONCLUSIVE if any(ends) else FAIL
+
+
+def _verdict(outcomes: Sequence[str]) -> str:
+    if FAIL in outcomes:
+        return FAIL
+    return INCONCLUSIVE if INCONCLUSIVE in outcomes else PASS
+
+
 def _figure_name(gate: str) -> str:
     """The figure that a limit is about; limits are spelled as those of `toolkit bench`."""
-    name = "tokens_per_s" if gate == "throughput" else gate
-    return f"{name}_ms" if re.fullmatch(r"[a-z0-9]+_p\d+", name) else name
+    return f"{gate}_ms" if re.fullmatch(r"[a-z0-9]+_p\d+", gate) else gate
 
 
 def parse_gate(text: str) -> tuple[str, str, float]:
     known = [f"{name}_p{q}" for name in ("ttft", "tpot", "itl", "icl", "e2e") for q in PERCENTILES]
     known += ["tokens_per_s", "acceptance_rate", "acceptance_length", "speed"]
     match = GATE.match(text)
-    if match is None or match["name"] not in known or math.isnan(_number(match["limit"])):
+    if match is None or match["name"] not in known:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME<=NUMBER or NAME>=NUMBER with one of: {', '.join(known)}"
         )
     return match["name"], match["sign"], float(match["limit"])
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -1050,8 +1057,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_two = set(runs) == set(ARMS)
     ratio = speedup(runs["plain"].rounds, runs["speculative"].rounds) if has_two else None
     gates = judged(args.gate, list(figures.values())[-1], ratio)
-    outcomes = [result for result, _ in gates]
-    verdict = FAIL if FAIL in outcomes else INCONCLUSIVE if INCONCLUSIVE in outcomes else PASS
+    verdict = _verdict([result for result, _ in gates])
     if args.json:
         estimate, interval = (None, None) if ratio is None else (ratio[0], ratio[1:])
         speed = {"speedup": estimate, "speedup_interval": interval} if has_two else {}

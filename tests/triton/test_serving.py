@@ -209,7 +209,12 @@ def test_metrics_add_up_to_the_statistics_of_the_requests(
     with pytest.raises(RequestRefused):
         client.generate("x", max_tokens=0)
     after = settled(tiny_server)
-    assert {spec.name for spec in METRICS} <= {name.split(":")[0] for name in after}
+    names = {f"{spec.name}_count" if spec.buckets else spec.name for spec in METRICS}
+    assert names <= {name.split(":")[0] for name in after}
+    for name, requests in (("ttft", 5), ("tpot", sum(one.output_tokens > 1 for one in done))):
+        count, total = (f"toolkit_{name}_seconds_{part}" for part in ("count", "sum"))
+        assert after[count] - before[count] == requests
+        assert after[total] > before[total]
     for metric, field in (
         ("toolkit_draft_tokens", "drafted"),
         ("toolkit_accepted_draft_tokens", "accepted"),
