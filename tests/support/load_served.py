@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import yaml
@@ -28,6 +29,7 @@ backend: Any = ModuleType("triton_python_backend_utils")
 backend.TritonModelException = RuntimeError
 backend.triton_string_to_numpy = lambda name: np.object_
 backend.Logger = SimpleNamespace(log_error=print)
+backend.MetricFamily = MagicMock()  # what is counted is tested in a real tritonserver
 sys.modules[backend.__name__] = backend
 
 
@@ -57,6 +59,7 @@ def load(repository: Path) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location(f"served_{repository.name}", version / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as Python's import does; dataclasses look there
     spec.loader.exec_module(module)
     model = module.TritonPythonModel()
     config = model_config.read(version.parent / "config.pbtxt")

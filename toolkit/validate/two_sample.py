@@ -43,7 +43,8 @@ CONTROL = 144
 COMPARABLE = 6
 TESTS = 2
 MARGIN = 1.1  # how many more texts are drawn than the last look asked for
-LOOK = 1000  # permutations that tell whether the texts so far are enough
+LOOK = 2000  # permutations that tell whether the texts so far are enough
+SURE = 0.95  # of the effect: what so few permutations say may be that far off
 
 
 @dataclass
@@ -132,10 +133,10 @@ def _texts_needed(
         power=gates.power,
         permutations=LOOK,
     ).detectable
-    if detectable is None or detectable <= gates.effect:
+    if detectable is None or detectable <= SURE * gates.effect:
         return rounds
     # Twice as many at most: more texts also share more beginnings.
-    growth = min(2.0, MARGIN * (detectable / gates.effect) ** 2)
+    growth = min(2.0, MARGIN * (detectable / (SURE * gates.effect)) ** 2)
     return min(MOST, math.ceil(growth * rounds))
 
 

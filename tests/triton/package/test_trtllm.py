@@ -4,6 +4,7 @@ stand-in for TensorRT-LLM's `LLM`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -342,19 +343,32 @@ def wait_for(what: Callable[[], float], value: float) -> None:
     assert what() == value
 
 
+@contextlib.contextmanager
+def slow_steps(environment: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers that start meanwhile take 0.2 s for a step."""
+    environment.setenv("TENSORRT_LLM_STAND_IN_STEP_S", "0.2")
+    yield
+    environment.delenv("TENSORRT_LLM_STAND_IN_STEP_S")
+
+
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Two requests run and one may wait; a step takes long."""
     repository = with_standin(
         llmapi(
             tmp_path_factory.mktemp("narrow"),
-            args={"max_batch_size": 2, "step_s": 0.2},
+            args={"max_batch_size": 2},
             max_queue_size=1,
             request_timeout_s=60.0,
             stream_interval_ms=500.0,
         )
     )
-    with TritonServer(repository) as server, Client(server.grpc_url, timeout_s=30) as client:
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        slow_steps(environment),
+        TritonServer(repository) as server,
+        Client(server.grpc_url, timeout_s=30) as client,
+    ):
         client.generate("x", max_tokens=1)  # Triton opens its page after it is ready
         yield server
 
@@ -395,9 +409,12 @@ def test_a_deadline_ends_the_request_in_the_runtime_too(
         wait_for(counted(narrow, "toolkit_active_requests"), 0)
 
 
-def test_the_packaged_deadline_holds_for_requests_without_one(tmp_path: Path) -> None:
-    settings = llmapi(tmp_path, request_timeout_s=0.25, args={"step_s": 0.2})
+def test_the_packaged_deadline_holds_for_requests_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = llmapi(tmp_path, request_timeout_s=0.25)
     with (
+        slow_steps(monkeypatch),
         TritonServer(with_standin(settings)) as server,
         Client(server.grpc_url, timeout_s=30) as client,
         pytest.raises(RequestRefused, match="deadline of 250 ms passed"),
@@ -484,7 +501,7 @@ def test_a_stop_request_ends_every_request_with_its_id(narrow: TritonServer) -> 
         wait_for(counted(narrow, "toolkit_active_requests"), 2)
         with pytest.raises(urllib.error.HTTPError) as stopped:
             urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30)
-        assert stopped.value.code == 499
+        assert json.loads(stopped.value.read())["error"] == "cancelled by the client"
         for future in running:
             with pytest.raises(RequestRefused, match="cancelled by the client"):
                 future.result()

@@ -100,6 +100,11 @@ class VllmDeployment:
         return self.speculates and bool(VLLM_VERSIONS[self.version].request_metrics)
 
     @property
+    def has_plain_arm(self) -> bool:
+        """Triton's backend serves one set of arguments; launch_vllm.sh has --plain."""
+        return False
+
+    @property
     def entry_model(self) -> str:
         """The model that clients of Triton call."""
         return VLLM_MODEL

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,8 @@ SURE = 6.0  # the logit of the right word; others have less than 1
 TIED, ASTRAY = "tied:", "astray:"
 TIE, RIVAL = 4, FIRST + WORDS.index("vier")
 MARGIN, ROUNDING = 0.01, 0.02  # logits
+# The time of a step, so long that a busy machine adds little to it.
+STEP_S = float(os.environ.get("TENSORRT_LLM_STAND_IN_STEP_S", "0.01"))
 ENGINE_SEED = 42
 
 
@@ -236,7 +239,7 @@ class Toy:
     def __init__(
         self,
         draft_len: int,
-        step_s: float = 0.01,  # so long that a busy machine adds little to it
+        step_s: float = STEP_S,
         fault: str | None = None,
         *,
         samples: bool = True,
