@@ -10,7 +10,6 @@ tensorrtllm_backend (`pip3 install` into the system's Python; from 26.03 on a PA
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -117,9 +116,11 @@ def _site(python: Path) -> Path:
 
 def _link_pip(site: Path) -> None:
     site.mkdir(parents=True, exist_ok=True)
-    pip = importlib.util.find_spec("pip")
-    assert pip is not None and pip.origin is not None, "the tests need pip in their environment"
-    (site / "pip").symlink_to(Path(pip.origin).parent)
+    # Not asked of importlib: setuptools watches for pip there, and warns of an imported distutils.
+    packages = [Path(folder) / "pip" for folder in sys.path]
+    pip = next((folder for folder in packages if (folder / "__init__.py").is_file()), None)
+    assert pip is not None, "the tests need pip in their environment"
+    (site / "pip").symlink_to(pip)
 
 
 def files_of(name: str, version: str, requires: Iterable[str] = ()) -> dict[str, str]:

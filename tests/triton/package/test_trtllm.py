@@ -46,6 +46,8 @@ from toolkit.triton.tensors.trtllm_tensors import (
     verify_steps,
 )
 
+STEP_VARIABLE = "TENSORRT_LLM_STAND_IN_STEP_S"  # seconds, of servers that start
+
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("model_py", ["ours", "container"])
@@ -343,14 +345,6 @@ def wait_for(what: Callable[[], float], value: float) -> None:
     assert what() == value
 
 
-@contextlib.contextmanager
-def slow_steps(environment: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers that start meanwhile take 0.2 s for a step."""
-    environment.setenv("TENSORRT_LLM_STAND_IN_STEP_S", "0.2")
-    yield
-    environment.delenv("TENSORRT_LLM_STAND_IN_STEP_S")
-
-
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Two requests run and one may wait; a step takes long."""
@@ -363,12 +357,11 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
             stream_interval_ms=500.0,
         )
     )
-    with (
-        pytest.MonkeyPatch.context() as environment,
-        slow_steps(environment),
-        TritonServer(repository) as server,
-        Client(server.grpc_url, timeout_s=30) as client,
-    ):
+    with contextlib.ExitStack() as running:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(STEP_VARIABLE, "0.2")
+            server = running.enter_context(TritonServer(repository))
+        client = running.enter_context(Client(server.grpc_url, timeout_s=30))
         client.generate("x", max_tokens=1)  # Triton opens its page after it is ready
         yield server
 
@@ -413,8 +406,8 @@ def test_the_packaged_deadline_holds_for_requests_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = llmapi(tmp_path, request_timeout_s=0.25)
+    monkeypatch.setenv(STEP_VARIABLE, "0.2")
     with (
-        slow_steps(monkeypatch),
         TritonServer(with_standin(settings)) as server,
         Client(server.grpc_url, timeout_s=30) as client,
         pytest.raises(RequestRefused, match="deadline of 250 ms passed"),
