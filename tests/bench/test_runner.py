@@ -4,12 +4,14 @@ that fail.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,22 @@ def test_two_endpoints_are_measured_in_turns(stub: StubServer, prompts: Path) ->
     assert (
         found.points[0].ratios[0].estimate is not None and found.points[0].ratios[0].estimate > 1.5
     )
+
+
+def test_the_other_server_is_kept_from_computing_while_one_is_measured(
+    stub: StubServer, prompts: Path
+) -> None:
+    sent: list[tuple[str, int]] = []
+
+    @contextlib.contextmanager
+    def alone(arm: str) -> Iterator[None]:
+        before = len(stub.log())
+        yield
+        sent.append((arm, len(stub.log()) - before))
+
+    arms = {arm: partial(alone, arm) for arm in ("baseline", "served")}
+    run(stub, prompts, baseline=stub.http, rounds=1, max_rounds=1, alone=arms)
+    assert sorted(sent) == [("baseline", 1)] * COUNT + [("served", 1)] * COUNT
 
 
 def test_saved_runs_are_read_back_equal_and_compared(

@@ -53,6 +53,16 @@ def fake_python(folder: Path) -> Path:
     return program
 
 
+def are_stopped(*pids: int, within_s: float = 5.0) -> bool:
+    """Whether all of them stop; a signal takes a moment."""
+    deadline = time.monotonic() + within_s
+    states: set[str] = set()
+    while states != {"T"} and time.monotonic() < deadline:
+        texts = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+        states = {text.rsplit(")", 1)[1].split()[0] for text in texts}
+    return states == {"T"}
+
+
 class Letters:
     """A model that knows four letters, whose probabilities depend on the two tokens before. It
     speculates with a draft that is right two times in three.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.cli import write_config
-from tests.support.vllm_program import fake_python
+from tests.support.vllm_program import are_stopped, fake_python
 from toolkit.bench.counters import read_counters
 from toolkit.client import RequestRefused, ServerUnavailable
 from toolkit.config.load import load_config
@@ -93,6 +93,9 @@ def test_arms_are_served_beside_each_other_and_their_counters_added(
         assert servers.counters()[name] - before[name] == 3
         assert servers.address.protocol == "openai-completions"
         assert servers.plain_address is not None
+        with servers.alone["served"]():
+            assert are_stopped(servers.running["plain"].pid)
+            assert not are_stopped(servers.server.pid, within_s=0.1)
         # One request of each start, then one to the plain server and two to the other.
         plain, served = servers.plain_address.metrics_url, servers.address.metrics_url
         assert (read_counters(plain)[name], read_counters(served)[name]) == (2, 3)

@@ -7,12 +7,12 @@ toolkit.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -36,7 +36,9 @@ METRICS_PORTS = {8000: 8002, 8001: 8002}  # Triton's usual ports: HTTP or gRPC -
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of `toolkit bench`. gates and goodput are text that has not been parsed yet."""
+    """The options of `toolkit bench`. gates and goodput are text that has not been parsed yet.
+    alone: `Arm.alone` of the arms `baseline` and `served`, if these are servers of ours.
+    """
 
     prompts: Path
     protocol: Literal["auto", WireProtocol] = "auto"
@@ -59,6 +61,7 @@ class BenchOptions:
     metrics_url: str | None = None
     api_key: str | None = None
     seed: int = 0
+    alone: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
 
 
 def bench(
@@ -92,7 +95,7 @@ def check(url: str | None, options: BenchOptions) -> Plan:
     return _plan(options)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _many_files() -> Iterator[None]:
     """Raise the soft limit of open files to the hard limit inside. Every HTTP connection is an open
     file, and the usual soft limit is 1024.
@@ -118,11 +121,12 @@ def sweep(
     protocol: WireProtocol = "triton-grpc",
     baseline: str | None = None,
     metrics_url: str | None = None,
+    alone: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> BenchRun:
     """Measure a deployment at each concurrency, next to its own plain decoding if asked: 2 rounds,
     and a third if those are not precise enough. baseline: the URL of a second server that decodes
-    plainly.
+    plainly. alone: as in BenchOptions.
     """
     options = BenchOptions(
         prompts=prompts,
@@ -138,6 +142,7 @@ def sweep(
         precision=0.1,
         metrics_url=metrics_url,
         seed=seed,
+        alone=alone or {},
     )
     return bench(url, options, progress=progress)
 
@@ -250,7 +255,10 @@ def _arms(transports: list[Transport], options: BenchOptions) -> list[Arm]:
 
     served = Options(max_tokens=options.max_tokens, temperature=options.temperature)
     if options.baseline is not None:
-        return [Arm("baseline", transports[0], served), Arm("served", transports[1], served)]
+        return [
+            Arm(name, transport, served, alone=options.alone.get(name, nullcontext))
+            for name, transport in zip(("baseline", "served"), transports, strict=True)
+        ]
     if not options.against_plain:
         return [Arm("served", transports[0], served)]
     plain = Options(

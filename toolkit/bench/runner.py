@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -80,13 +81,15 @@ class Arm:
     """Requests with these options to this endpoint, which are measured together.
 
     counters: reads the counters of its server, name -> value; None: they are not read. Arms with
-    the same function share a server.
+    the same function share a server. alone: keeps the other arms' servers from computing while
+    requests of this one run.
     """
 
     name: str
     transport: Transport
     options: Options
     counters: Callable[[], Mapping[str, float]] | None = None
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 Arrivals: TypeAlias = Literal["poisson", "constant", "trace"]
@@ -333,12 +336,13 @@ class _Runner:
             self._progress(done, self._expected(), f"measuring, {level}")
 
         due: list[int | None] = [None] * len(requests)
-        if load.concurrency is not None:
-            exchanges = await run_closed(arm.transport, requests, load.concurrency, count_one)
-        else:
-            schedule = load.schedule(len(requests), self.plan.seed + where[1])
-            exchanges, times = await run_open(arm.transport, requests, schedule, count_one)
-            due = list(times)
+        with arm.alone():
+            if load.concurrency is not None:
+                exchanges = await run_closed(arm.transport, requests, load.concurrency, count_one)
+            else:
+                schedule = load.schedule(len(requests), self.plan.seed + where[1])
+                exchanges, times = await run_open(arm.transport, requests, schedule, count_one)
+                due = list(times)
         answers = [
             self._read(arm, *where, index, prompt, exchange, due_ns)
             for (index, prompt), exchange, due_ns in zip(prompts, exchanges, due, strict=True)

@@ -354,6 +354,7 @@ def _bench_deployment(
             "protocol": address.protocol,
             "against_plain": plain == "by request",
             "baseline": options["baseline"] if beside is None else beside.url,
+            "alone": {} if beside is None else servers.alone,
         }
         return _bench_endpoint(address.url, {**options, **served})
 

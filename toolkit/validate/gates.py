@@ -237,7 +237,7 @@ def distribution_gate(distribution: Distribution) -> Gate:
         )
     blind = [test.name for test in distribution.tests if not test.control_rejected]
     if blind or not distribution.enough:
-        why = f"too few to detect a total variation of {distribution.effect:g}, in the time allowed"
+        why = f"too few to detect a total variation of {distribution.effect:g}"
         if blind:
             why = f"the control of {', '.join(blind)} was not rejected: that test has shown nothing"
         advice = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -264,6 +264,11 @@ class Servers:
     @property
     def plain_address(self) -> None:
         """No plain arm runs beside: the same server decodes plainly, or is started again."""
+
+    @property
+    def alone(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """No other server runs that could be paused."""
+        return {}
 
     def start(self, arm: str) -> Client:
         """Stop the running server, serve this arm, and return its client. Raises ServerError."""

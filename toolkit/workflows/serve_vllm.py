@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,11 @@ class VllmServers:
         speculative = self._start(SERVED, self.log_path, self.triton)
         draft_len = self.config.speculation.longest_draft
         return Routed(plain, speculative, draft_len, self._alone)
+
+    @property
+    def alone(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """For `toolkit.bench`: pauses the server that an arm of a run does not measure."""
+        return {"baseline": partial(self._alone, PLAIN), "served": partial(self._alone, SERVED)}
 
     @contextmanager
     def _alone(self, arm: str) -> Iterator[None]:

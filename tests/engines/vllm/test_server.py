@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_program import fake_python
+from tests.support.vllm_program import are_stopped, fake_python
 from toolkit.client import ServerUnavailable
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.vllm.server import VllmServer, server_command
@@ -108,16 +108,6 @@ def test_the_plugins_of_the_engine_directory_are_found_by_vllm(
         with VllmServer(python, args, "tiny", log_path=log):
             (line,) = re.findall(r"^path \S+?:(\S*)$", log.read_text(), re.MULTILINE)
         assert line == (f"{tmp_path}/target/vllm_plugins" if brings_plugins else "")
-
-
-def are_stopped(*pids: int) -> bool:
-    """Whether all of them stop; a signal takes a moment."""
-    deadline = time.monotonic() + 5
-    states: set[str] = set()
-    while states != {"T"} and time.monotonic() < deadline:
-        texts = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
-        states = {text.rsplit(")", 1)[1].split()[0] for text in texts}
-    return states == {"T"}
 
 
 def test_a_paused_server_has_no_processor_and_goes_on_later(tmp_path: Path, own_tmp: Path) -> None:

@@ -278,9 +278,8 @@ def engine_inputs(
     if drafts:
         tensors["draft_input_ids"] = np.array([drafts], dtype=np.int32)
         if draft_logits is not None:
-            tensors["draft_logits"] = np.asarray(draft_logits)[
-                None
-            ]  # in the type that they came in
+            # The backend takes them only in the type of the draft's own logits.
+            tensors["draft_logits"] = np.asarray(draft_logits)[None]
     if request.log_probs:
         name = "return_generation_logits" if log_probs == "logits" else "return_log_probs"
         tensors[name] = np.array([[True]])

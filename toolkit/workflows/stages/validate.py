@@ -240,6 +240,7 @@ def _sweep(
         max_tokens=validation.max_tokens,
         seed=validation.seed,
         metrics_url=None if plain is not None else served.metrics_url,
+        alone=servers.alone,
         progress=progress,
     )
 
