@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from dataclasses import replace
 
@@ -254,6 +255,29 @@ def test_concurrent_requests_keep_the_order_of_their_prompts() -> None:
     with vllm_stub(Script(delay_s=0.01)) as url, OpenAiClient(url, MODEL) as client:
         timings = client.measure(["a", "b", "c", "d"], concurrency=4)
     assert [timing.prompt for timing in timings] == ["a", "b", "c", "d"]
+
+
+def test_concurrent_requests_wait_until_all_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads may start slowly; a request that is over before the next is sent ran alone."""
+    start = threading.Thread.start
+    began: list[threading.Thread] = []
+    sent_after: list[int] = []
+
+    def slow_start(thread: threading.Thread) -> None:
+        time.sleep(0.02)
+        start(thread)
+        began.append(thread)
+
+    def timed(self: OpenAiClient, prompt: str, options: object) -> str:
+        sent_after.append(len(began))
+        return prompt
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    monkeypatch.setattr(OpenAiClient, "_time", timed)
+    client = OpenAiClient("127.0.0.1:1", MODEL)
+    assert [*client.measure(["a", "b", "c"], concurrency=3)] == ["a", "b", "c"]
+    assert min(sent_after) >= 2  # the last one counts itself only after it has started
+    assert [*client.measure(["a", "b"], concurrency=8)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1", "127.0.0.1:http", "127.0.0.1:70000"])

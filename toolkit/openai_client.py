@@ -29,6 +29,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import TracebackType
 from typing import Any
 
@@ -164,12 +165,16 @@ class OpenAiClient:
     ) -> list[RequestTiming]:
         """Stream and time every prompt, `concurrency` at a time in a closed loop.
 
-        The results are in the order of the prompts.
+        The results are in the order of the prompts. The first `concurrency` of them are sent at
+        once: on a machine that the server keeps busy, starting a thread takes as long as a short
+        request.
         """
         all_options = dataclasses.replace(options or Options(), **overrides)
-        if concurrency == 1:
+        prompts = list(prompts)
+        workers = min(concurrency, len(prompts))
+        if workers <= 1:
             return [self._time(prompt, all_options) for prompt in prompts]
-        with ThreadPoolExecutor(concurrency) as pool:
+        with ThreadPoolExecutor(workers, initializer=Barrier(workers).wait) as pool:
             return list(pool.map(lambda prompt: self._time(prompt, all_options), prompts))
 
     def _time(self, prompt: str, options: Options) -> RequestTiming:

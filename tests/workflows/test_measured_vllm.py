@@ -18,13 +18,13 @@ from tests.support.vllm_program import DRAFTED_TOKEN_S, STEP_S, TIMED, fake_pyth
 from toolkit.client import RequestTiming, Statistics
 from toolkit.config.load import load_config
 from toolkit.config.schema import CalibrationConfig, DeploymentConfig
-from toolkit.errors import BackendUnavailable, ServerError, UsageError
+from toolkit.errors import BackendUnavailable, ServerError, StageError, UsageError
 from toolkit.pipeline.stage import key_of
 from toolkit.pipeline.store import Store
 from toolkit.workflows import measured_vllm
 from toolkit.workflows.build import build
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.measured_vllm import wave_of
+from toolkit.workflows.measured_vllm import wave_of, waves_of
 from toolkit.workflows.stages.sequence import stages_of
 from toolkit.workflows.tune import tune, tune_grid
 
@@ -102,6 +102,24 @@ def test_drafted_steps_are_counted_by_the_server_and_steps_without_drafts_by_chu
     assert wave_of([timing([0, 10, 20, 30, 40], drafted=8, steps=1)]) == (10e6, 2.0)
     # Plain steps have one token each, however they arrive.
     assert wave_of([timing([0, 10, 30], tokens=2)]) == (7.5e6, 0.0)
+
+
+def test_a_wave_that_did_not_run_together_is_sent_again_with_longer_texts() -> None:
+    asked: list[int] = []
+
+    class Staggered:
+        def measure(self, prompts: list[str], **options: Any) -> list[RequestTiming]:
+            asked.append(options["max_tokens"])
+            together = len(prompts) == 1 or options["max_tokens"] >= 96
+            apart_ms = 0 if together else 500
+            return [timing([apart_ms * index, 900 + index]) for index in range(len(prompts))]
+
+    client: Any = Staggered()
+    times = waves_of(client, PROMPTS, [1, 2], [0.0], [24, 48, 96])
+    assert set(times[0.0].steps) == {1, 2}
+    assert asked[2:6] == [24, 24, 48, 96]
+    with pytest.raises(StageError, match="2 requests of 48 tokens did not run"):
+        waves_of(client, PROMPTS, [1, 2], [0.0], [24, 48])
 
 
 @pytest.mark.slow

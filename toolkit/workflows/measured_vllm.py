@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from toolkit.client import RequestTiming
     from toolkit.openai_client import OpenAiClient
 
-__all__ = ["VllmCosts", "wave_of"]
+__all__ = ["VllmCosts", "wave_of", "waves_of"]
 
 ROUNDS = 6  # waves of every batch size and temperature on each server
-ATTEMPTS = 3  # to let the requests of a wave run at the same time
+ATTEMPTS = 4  # to let the requests of a wave run at the same time, each with twice the tokens
 MIN_TOKENS = 48  # of a request, so that a step that accepts all drafts happens a few times
 
 
@@ -128,13 +128,14 @@ class VllmCosts:
         temperatures = (0.0, config.validation.temperature)
         batches = batch_sizes(config.engine.max_batch_size)
         room = config.engine.max_seq_len - max(tokens for _, tokens in prompts)
-        max_tokens = min(max(config.validation.max_tokens, MIN_TOKENS), room)
+        fewest = max(config.validation.max_tokens, MIN_TOKENS)
+        lengths = [min(fewest * 2**attempt, room) for attempt in range(ATTEMPTS)]
         texts = [text for text, _ in prompts]
         server = vllm_server(config, args, config.triton.on_free_ports, progress=progress)
         with server, server.client(ignore_eos=True) as client:
             try:
                 progress(0, None, doing)
-                return _waves(client, texts, batches, temperatures, max_tokens)
+                return waves_of(client, texts, batches, temperatures, lengths)
             except ClientError as error:
                 server.check(wait_s=GONE_S)
                 raise StageError("tune", f"{doing}: a request failed: {error}") from error
@@ -175,15 +176,17 @@ def _arguments(
     return {**placed, "enable_prefix_caching": False}
 
 
-def _waves(
+def waves_of(
     client: OpenAiClient,
     prompts: Sequence[str],
     batches: Sequence[int],
     temperatures: Sequence[float],
-    max_tokens: int,
+    lengths: Sequence[int],
 ) -> dict[float, ServedTimes]:
     """Send ROUNDS waves of every batch size at every temperature, after one wave of each size that
     does not count.
+
+    lengths: tokens of a request, at the first attempt and at those after it.
     """
     import numpy as np
 
@@ -192,28 +195,28 @@ def _waves(
     waves: dict[tuple[float, int], list[tuple[float, float]]] = {}
     first_token_ns: dict[float, list[int]] = {temperature: [] for temperature in temperatures}
 
-    def send(number: int, batch: int, temperature: float) -> list[RequestTiming]:
+    def send(number: int, batch: int, temperature: float, max_tokens: int) -> list[RequestTiming]:
         chosen = [prompts[(number * batch + index) % len(prompts)] for index in range(batch)]
         return client.measure(
             chosen, concurrency=batch, max_tokens=max_tokens, temperature=temperature
         )
 
     for batch in batches:
-        send(0, batch, 0.0)
+        send(0, batch, 0.0, lengths[0])
     for number in range(ROUNDS):
         for temperature in temperatures:
             for batch in batches:
-                for _ in range(ATTEMPTS):
-                    timings = send(number, batch, temperature)
+                for max_tokens in lengths:
+                    timings = send(number, batch, temperature, max_tokens)
                     wave = wave_of(timings)
                     if wave is not None:
                         break
                 else:
                     raise StageError(
                         "tune",
-                        f"{batch} requests of {max_tokens} tokens did not run at the same time for"
+                        f"{batch} requests of {lengths[-1]} tokens did not run at the same time for"
                         " a single step",
-                        hint="Raise validation.max_tokens, or lower engine.max_batch_size.",
+                        hint="Lower engine.max_batch_size, or measure while nothing else runs.",
                     )
                 waves.setdefault((temperature, batch), []).append(wave)
                 if batch == 1 and timings[0].ttft_ns is not None:
