@@ -9,7 +9,7 @@ import json
 import queue
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +436,154 @@ def ids_of(client: triton_grpc.InferenceServerClient, word: str) -> list[int]:
     prepared = infer(client, "preprocessing", upstream.preprocessing_inputs([word], 1))
     ids: list[int] = prepared.as_numpy("INPUT_ID")[0].tolist()
     return ids[1:]
+
+
+def bls_batch(prompts: Sequence[str], **more: Any) -> dict[str, Any]:
+    return {
+        "text_input": np.array([[prompt] for prompt in prompts]).astype(object),
+        "max_tokens": int32(*[[TOKENS]] * len(prompts)),
+        **more,
+    }
+
+
+def each(value: Any, count: int) -> Any:
+    """A tensor [count, 1] with one value."""
+    return np.array([[value]] * count)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bls_answers_several_prompts_under_their_batch_index(
+    tiny_bls_server: TritonServer, client: Client, streaming: bool
+) -> None:
+    """lib/decode.py, decode: without drafts a batch goes to the engine, whose every response has
+    the batch_index of its prompt (src/model_instance_state.cc, fillTritonResponse).
+    """
+    prompts = PROMPTS[:3]
+    tokens = [TOKENS, 1, 9]
+    tensors = bls_batch(
+        prompts,
+        max_tokens=int32(*[[count] for count in tokens]),
+        stream=each(streaming, 3),
+        exclude_input_in_output=each(True, 3),
+        return_log_probs=each(True, 3),
+        stop_words=np.array([["", ""], ["no such word", ""], ["", ""]]).astype(object),
+    )
+    names = ["text_output", "batch_index", "sequence_index", "output_log_probs"]
+    results = list(upstream.streamed(tiny_bls_server.grpc_url, "tensorrt_llm_bls", tensors, names))
+    texts = dict.fromkeys(range(3), "")
+    for result in results:
+        assert result.as_numpy("sequence_index").tolist() == [[0]]
+        texts[int(result.as_numpy("batch_index")[0][0])] += result.as_numpy("text_output")[
+            0
+        ].decode()
+    assert texts == {
+        index: greedy(client, prompt, tokens[index]) for index, prompt in enumerate(prompts)
+    }
+    assert len(results) > 3 if streaming else len(results) == 3
+    if not streaming:
+        sizes = [result.as_numpy("output_log_probs").shape for result in results]
+        assert sizes == [(1, 1, count) for count in tokens]
+
+
+def test_a_prompt_of_a_batch_ends_at_its_own_stop_word(
+    tiny_bls_server: TritonServer, client: Client
+) -> None:
+    """tensorrt_llm_bls/1/model.py, check_stop_words: the words of a prompt's own row."""
+    prompts = PROMPTS[:2]
+    texts = [greedy(client, prompt) for prompt in prompts]
+    word = texts[1][3:6]
+    tensors = bls_batch(
+        prompts,
+        stop_words=np.array([[""], [word]]).astype(object),
+        exclude_input_in_output=each(True, 2),
+    )
+    first, second = upstream.streamed(
+        tiny_bls_server.grpc_url, "tensorrt_llm_bls", tensors, ["text_output"]
+    )
+    assert first.as_numpy("text_output")[0].decode() == texts[0]
+    assert second.as_numpy("text_output")[0].decode() == texts[1][: texts[1].index(word)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "message"),
+    [
+        (PROMPTS[:2], {"num_draft_tokens": each(2, 2).astype(np.int32)}, "speculation takes one"),
+        (("x", ""), {}, "text_input is empty"),
+        (("x",) * 5, {}, "batch-size must be <= 4"),  # Triton's own words
+    ],
+)
+def test_a_batch_that_cannot_be_served_is_refused_as_a_whole(
+    tiny_bls_server: TritonServer,
+    prompts: Sequence[str],
+    more: dict[str, Any],
+    message: str,
+) -> None:
+    """lib/decode.py, decode: "speculative decoding is not supported with batch size > 1"."""
+    tensors = bls_batch(prompts, **more)
+    with pytest.raises(InferenceServerException, match=message):
+        list(
+            upstream.streamed(
+                tiny_bls_server.grpc_url, "tensorrt_llm_bls", tensors, ["text_output"]
+            )
+        )
+
+
+def test_a_batch_without_drafts_may_say_so(tiny_bls_server: TritonServer) -> None:
+    tensors = bls_batch(PROMPTS[:2], num_draft_tokens=int32([0], [0]))
+    results = upstream.streamed(
+        tiny_bls_server.grpc_url, "tensorrt_llm_bls", tensors, ["text_output"]
+    )
+    assert len(list(results)) == 2
+
+
+def test_requests_that_wait_are_not_put_into_one_batch(tiny_bls_server: TritonServer) -> None:
+    """One BLS instance serves one request at a time; a second one must stay in Triton's queue."""
+    with triton_grpc.InferenceServerClient(tiny_bls_server.grpc_url) as client:
+        before = client.get_inference_statistics("tensorrt_llm_bls").model_stats[0]
+        done: queue.Queue[Any] = queue.Queue()
+        client.start_stream(callback=lambda result, error: done.put(error or result))
+        for prompt in PROMPTS * 3:
+            client.async_stream_infer(
+                "tensorrt_llm_bls", upstream.tensor_inputs(bls_batch([prompt]))
+            )
+        client.stop_stream()
+        after = client.get_inference_statistics("tensorrt_llm_bls").model_stats[0]
+    assert after.inference_count - before.inference_count == len(PROMPTS) * 3
+    assert after.execution_count - before.execution_count == len(PROMPTS) * 3
+
+
+def test_a_batch_for_a_bls_that_is_not_decoupled_is_refused(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """tensorrt_llm_bls/1/model.py, execute: it ends in an assertion, since there are as many
+    responses as prompts.
+    """
+    repository = package_pair(tiny_pair, tmp_path, layout="bls", decoupled=False)
+    with (
+        TritonServer(repository.path) as server,
+        triton_grpc.InferenceServerClient(server.grpc_url) as client,
+    ):
+        with pytest.raises(InferenceServerException, match=r"2 prompts, .*not decoupled"):
+            infer(client, "tensorrt_llm_bls", bls_batch(PROMPTS[:2]))
+        assert infer(client, "tensorrt_llm_bls", bls_batch(PROMPTS[:1])).as_numpy("text_output")
+
+
+@pytest.mark.parametrize("prompts", [["ab", "cd"]])
+def test_llmapi_takes_one_prompt(tiny_server: TritonServer, prompts: list[str]) -> None:
+    """llmapi/tensorrt_llm/1/model.py, _convert_request: a one-dimensional text_input, of which it
+    reads the first prompt. Here the others are not dropped in silence.
+    """
+    tensors = {**upstream.llmapi("", 3), "text_input": np.array(prompts, dtype=object)}
+    with pytest.raises(InferenceServerException, match="one prompt, and 2 were sent"):
+        list(upstream.streamed(tiny_server.grpc_url, "tensorrt_llm", tensors, ["text_output"]))
+
+
+def test_an_ensemble_over_an_engine_that_is_not_decoupled_takes_one_prompt(
+    raw: triton_grpc.InferenceServerClient,
+) -> None:
+    """Its engine refuses, as in the next test."""
+    with pytest.raises(InferenceServerException, match=r"2 sequences, .*not decoupled"):
+        infer(raw, "ensemble", bls_batch(PROMPTS[:2]))
 
 
 def test_an_engine_that_is_not_decoupled_takes_one_sequence(

@@ -212,7 +212,8 @@ def test_an_old_version_has_its_own_names(tmp_path: Path) -> None:
 def test_bls_streams_and_queues_as_configured(tmp_path: Path) -> None:
     front = rendered(engines(), tmp_path, decoupled=False, max_queue_size=9)["tensorrt_llm_bls"]
     assert not front.model_transaction_policy.decoupled
-    assert front.max_batch_size == 1
+    assert front.max_batch_size == 16
+    assert list(front.dynamic_batching.preferred_batch_size) == [1]
     assert front.instance_group[0].count == 16
     assert front.dynamic_batching.default_queue_policy.max_queue_size == 9
     assert rendered(engines(), tmp_path)["tensorrt_llm_bls"].model_transaction_policy.decoupled

@@ -203,8 +203,9 @@ def model_configs(bls: Bls) -> dict[str, Any]:
             config.dynamic_batching.default_queue_policy.max_queue_size = bls.max_queue_size
     bls_config = configs[contract.BLS_MODEL]
     bls_config.model_transaction_policy.decoupled = bls.decoupled
-    # Triton's queue refuses requests that are too many. With 1 it never batches two of them.
-    bls_config.max_batch_size = 1
+    # Triton's queue refuses requests that are too many. It never batches two of them: each reaches
+    # the preferred size (triton-inference-server/core, src/dynamic_batch_scheduler.cc).
+    bls_config.dynamic_batching.preferred_batch_size.append(1)
     queue_policy = bls_config.dynamic_batching.default_queue_policy
     queue_policy.max_queue_size = bls.bls_queue_size
     queue_policy.default_timeout_microseconds = int(1e6 * bls.request_timeout_s)

@@ -46,6 +46,7 @@ __all__ = [
     "engine_inputs",
     "parse_bls",
     "preprocessing_inputs",
+    "split_prompts",
     "token_log_probs",
 ]
 
@@ -110,6 +111,30 @@ class Prepared:
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: Array | None = None
     bias: Array | None = None
+
+
+def split_prompts(arrays: Mapping[str, Array], *, decoupled: bool) -> list[dict[str, Array]]:
+    """The arrays of each prompt of a request, with a batch dimension of 1. Raises RequestError.
+
+    TensorRT-LLM takes several prompts where the model is decoupled and nothing is drafted
+    (TRT triton_backend/all_models/inflight_batcher_llm/tensorrt_llm_bls/1/lib/decode.py, decode;
+    model.py fails where it has more responses than requests).
+    """
+    batch = len(arrays["text_input"])
+    if batch > 1 and not decoupled:
+        raise RequestError(
+            f"text_input holds {batch} prompts, and this repository, which is not decoupled, takes"
+            " one",
+            hint="Send one request per prompt, or package again with triton.decoupled: true.",
+        )
+    if batch > 1 and any(arrays.get("num_draft_tokens", np.zeros(1)).reshape(-1) > 0):
+        raise RequestError(
+            f"num_draft_tokens was sent with {batch} prompts; speculation takes one per request",
+            hint="Send one request per prompt, or leave num_draft_tokens out to decode plainly.",
+        )
+    return [
+        {name: array[index : index + 1] for name, array in arrays.items()} for index in range(batch)
+    ]
 
 
 def parse_bls(
@@ -344,14 +369,23 @@ def _row(array: Array) -> Array:
 
 
 class BlsAnswer(Answer):
-    """Makes the responses of one request, with the names of BLS. accumulate: every chunk repeats
-    the text before it.
+    """Makes the responses of one prompt, with the names of BLS. accumulate: every chunk repeats
+    the text before it. batch_index: the prompt's place in its request; None if it is the only one,
+    and then only the last response says so.
     """
 
-    def __init__(self, request: BlsRequest, interval_ns: int, *, accumulate: bool) -> None:
+    def __init__(
+        self,
+        request: BlsRequest,
+        interval_ns: int,
+        *,
+        accumulate: bool,
+        batch_index: int | None = None,
+    ) -> None:
         super().__init__(request.request, interval_ns)
         self._log_probs = request.log_probs
         self._accumulate = accumulate
+        self._batch_index = batch_index
         self._whole = ""
 
     def respond(
@@ -383,6 +417,9 @@ class BlsAnswer(Answer):
         ):
             response.update({name: [value] for name, value in target_figures.items()})
         cumulative_log_prob = response.pop("cumulative_logprob", None)
+        if is_last or self._batch_index is not None:
+            response["batch_index"] = [self._batch_index or 0]
+            response["sequence_index"] = [0]
         if not is_last:
             return response
         if cumulative_log_prob is not None:
@@ -393,7 +430,6 @@ class BlsAnswer(Answer):
                 response["next_best_log_probs"] = [value for _, value in next_best]
         if failure is not None:
             response["draft_failure"] = [failure]
-        response["batch_index"] = response["sequence_index"] = [0]
         return response
 
 

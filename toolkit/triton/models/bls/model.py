@@ -1,7 +1,7 @@
 """The model that clients of the `bls` layout call: preprocessing, rounds of draft and target,
 postprocessing.
 
-It serves one request at a time, in `execute`, and makes only calls that are answered once, because
+It serves one prompt at a time, in `execute`, and makes only calls that are answered once, because
 Triton's Python backend does these reliably. (Under load with Triton 2.51, decoupled calls damaged
 the memory of this process, and so did calls from threads of our own.) Many requests run at once
 because there are many instances, as many as the target has slots. Triton queues the other requests.
@@ -9,11 +9,12 @@ Plain decoding streams by short calls, each of which continues the one before.
 
 `toolkit.speculative.bls_loop` decides what a round means, and `toolkit.triton.tensors.bls` what the
 tensors mean. This file is only Triton's side, and does not depend on the backend that serves the
-engines.
+engines. The prompts of one request are served one after the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import time
@@ -42,6 +43,7 @@ from toolkit.triton.tensors.bls import (
     parse_bls,
     preprocessing_inputs,
     shaped,
+    split_prompts,
     token_log_probs,
 )
 from toolkit.triton.tensors.contract import PACKAGE_VERSION
@@ -136,17 +138,54 @@ class TritonPythonModel:
         sender: Any,
         arrival_ns: int,
     ) -> None:
-        own_parameters = self._parameters
+        prompts = split_prompts(arrays, decoupled=self._decoupled)
+        is_batch = len(prompts) > 1
+        limits = dataclasses.replace(self._limits, max_draft_len=0) if is_batch else self._limits
+        # All are checked before the first is answered.
+        checked = [self._check(prompt, parameters, limits) for prompt in prompts]
+        for index, (request, prepared) in enumerate(checked):
+            answer = BlsAnswer(
+                request,
+                int(1e6 * float(self._parameters["stream_interval_ms"])),
+                accumulate=self._accumulate,
+                batch_index=index if is_batch else None,
+            )
+            is_last = index == len(checked) - 1
+            if not self._generate(
+                request_id, request, prepared, answer, sender, arrival_ns, is_last=is_last
+            ):
+                return
+
+    def _check(
+        self, arrays: dict[str, Any], parameters: dict[str, Any], limits: Limits
+    ) -> tuple[BlsRequest, Prepared]:
         request = parse_bls(
             arrays,
             parameters,
-            self._limits,
+            limits,
             self._inputs,
-            acceptance=cast(AcceptanceChoice, own_parameters.get("acceptance", "auto")),
+            acceptance=cast(AcceptanceChoice, self._parameters.get("acceptance", "auto")),
             fresh_seed=random.SystemRandom().getrandbits(63),
         )
         prepared = self._prepare(request, arrays)
         self._check_lengths(request, prepared)
+        return request, prepared
+
+    def _generate(
+        self,
+        request_id: str,
+        request: BlsRequest,
+        prepared: Prepared,
+        answer: BlsAnswer,
+        sender: Any,
+        arrival_ns: int,
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Answer one prompt. is_last: of its request. Returns whether it was answered; if not, the
+        request was refused.
+        """
+        own_parameters = self._parameters
         last_check_ns = arrival_ns
 
         def cancelled() -> bool:
@@ -178,8 +217,6 @@ class TritonPythonModel:
             TextStream(PostProcessing(), prepared.ids, request.request.stop),
             cancelled=cancelled,
         )
-        interval_ns = int(1e6 * float(own_parameters["stream_interval_ms"]))
-        answer = BlsAnswer(request, interval_ns, accumulate=self._accumulate)
         for event in rounds:
             if event.finish_reason in ("deadline", "cancelled"):
                 tokens = 0 if event.stats is None else event.stats.output_tokens
@@ -192,8 +229,9 @@ class TritonPythonModel:
                 }
                 message = messages[event.finish_reason]
                 self._refuse(sender, event.finish_reason, message, event.stats, answer.gaps_ns)
-                return
-            self._send(sender, answer, event, rounds, engines)
+                return False
+            self._send(sender, answer, event, rounds, engines, is_last=is_last)
+        return True
 
     def _send(
         self,
@@ -202,6 +240,8 @@ class TritonPythonModel:
         event: TokenEvent,
         rounds: Rounds,
         engines: EngineModels,
+        *,
+        is_last: bool,
     ) -> None:
         failure = None if rounds.draft_failure is None else str(rounds.draft_failure)
         values = answer.respond(
@@ -218,9 +258,8 @@ class TritonPythonModel:
             return
         if failure is not None:
             pb_utils.Logger.log_warn(f"decoded without drafts, since the draft failed: {failure}")
-        sender.send(
-            pb_utils.InferenceResponse(tensors), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+        sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
         # Afterwards, since a long stream has many gaps to count.
         self._metrics.finished(event.finish_reason, event.stats, answer.gaps_ns)
 
