@@ -27,6 +27,8 @@ from toolkit.client import Client, RequestRefused, ServerUnavailable
 from toolkit.errors import ServerError
 from toolkit.process.workspace import Workspace, sweep
 from toolkit.records.build import TritonRepository
+from toolkit.templates import render_template
+from toolkit.triton.package import repository as package
 from toolkit.triton.process.server import (
     TritonServer,
     find_server,
@@ -90,6 +92,86 @@ def test_launch_script_serves(tiny_repository: TritonRepository, tmp_path: Path)
         assert len(list(tmp.iterdir())) == 1  # its workspace is in use
     assert process.returncode == 0
     assert not list(tmp.iterdir())
+
+
+FAKE_SERVER = """#!/bin/sh
+echo start >> {starts}
+if [ $(wc -l < {starts}) -gt {deaths} ]; then echo "served with $*"; exit 7; fi
+{before}
+echo "terminate called after throwing an instance of '{exception}'" >&2
+exit 134
+"""
+LOCK_EXCEPTION = "boost::interprocess::lock_exception"
+READY = 'echo "I1122 http_server.cc:4725] Started HTTPService at 127.0.0.1:8000" >&2'
+
+
+@pytest.mark.parametrize(
+    ("exception", "before", "deaths", "starts", "code"),
+    [
+        (LOCK_EXCEPTION, "", 1, 2, 7),
+        (LOCK_EXCEPTION, "", 2, 2, 134),
+        (LOCK_EXCEPTION, READY, 1, 1, 134),
+        ("std::bad_alloc", "", 1, 1, 134),
+    ],
+)
+def test_launch_script_starts_a_server_once_more_that_met_a_lock_exception_at_start(
+    tmp_path: Path, exception: str, before: str, deaths: int, starts: int, code: int
+) -> None:
+    counted, own_tmp, program = (tmp_path / name for name in ("starts", "tmp", "bin/tritonserver"))
+    own_tmp.mkdir()
+    program.parent.mkdir()
+    program.write_text(
+        FAKE_SERVER.format(starts=counted, deaths=deaths, before=before, exception=exception)
+    )
+    program.chmod(0o755)
+    model = tmp_path / "repository" / "tensorrt_llm"
+    model.mkdir(parents=True)
+    (model / "config.pbtxt").write_text('name: "tensorrt_llm"')
+    launch = model.parent / "launch.sh"
+    launch.write_text(render_template(package.__file__, "launch_torch.sh.j2"))
+    launch.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "TMPDIR": str(own_tmp),
+    }
+    done = subprocess.run(
+        [str(launch), "--http-port=1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert len(counted.read_text().splitlines()) == starts
+    assert done.stderr.count("is started once more, after a lock exception") == starts - 1
+    assert exception in done.stderr
+    assert ("--http-port=1" in done.stdout) is (code == 7)
+    assert not list(own_tmp.iterdir())
+
+
+def test_a_server_that_is_asked_to_end_at_start_is_not_started_again(tmp_path: Path) -> None:
+    program, counted = tmp_path / "bin" / "tritonserver", tmp_path / "starts"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\necho start >> {counted}\necho {LOCK_EXCEPTION} >&2\nexec sleep 60\n"
+    )
+    program.chmod(0o755)
+    model = tmp_path / "repository" / "tensorrt_llm"
+    model.mkdir(parents=True)
+    (model / "config.pbtxt").write_text('name: "tensorrt_llm"')
+    command = [sys.executable, "-m", "toolkit.triton.launch", str(model.parent)]
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    with running(command, tmp_path / "log", env=environment) as process:
+        deadline = time.monotonic() + 30
+        while LOCK_EXCEPTION not in (tmp_path / "log").read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    assert counted.read_text().splitlines() == ["start"]
 
 
 def test_bare_tritonserver_serves_in_the_right_environment(

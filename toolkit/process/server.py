@@ -20,6 +20,7 @@ from toolkit.process import supervise
 from toolkit.process.workspace import Workspace
 
 __all__ = [
+    "LOCK_EXCEPTION",
     "LOG_TAIL_LINES",
     "PORT_ATTEMPTS",
     "ServerProcess",

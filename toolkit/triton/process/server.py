@@ -39,6 +39,7 @@ from toolkit.triton.package import model_config
 from toolkit.triton.tensors.contract import BLS_MODEL, DRAFT_MODEL, PACKAGE_VERSION
 
 __all__ = [
+    "STARTED_AGAIN",
     "Launch",
     "ServerInstall",
     "TritonServer",
