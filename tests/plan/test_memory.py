@@ -37,6 +37,7 @@ PUBLISHED = {
     "Qwen/Qwen3-0.6B": 0.6,
     "mistralai/Mistral-Large-Instruct-2407": 123.0,
     "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
+    "naver-hyperclovax/HyperCLOVAX-SEED-Text-Instruct-0.5B": 0.57,
 }
 
 

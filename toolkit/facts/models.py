@@ -72,6 +72,10 @@ def _mistral(*sizes: int) -> dict[str, Any]:
     return _model("MistralForCausalLM", 32768, sizes, 32768, **rest)
 
 
+def _hyperclova_seed(*sizes: int, length: int) -> dict[str, Any]:
+    return _model("LlamaForCausalLM", 110592, sizes, length, tie_word_embeddings=True)
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 80, 64, 8, 128, 28672, factor=8.0),
     "meta-llama/Llama-3.1-405B-Instruct": _llama3(16384, 126, 128, 8, 128, 53248, factor=8.0),
@@ -90,6 +94,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 128, 3072, tied=True),
     "mistralai/Mistral-Large-Instruct-2407": _mistral(12288, 88, 96, 8, 128, 28672),
     "mistralai/Mistral-7B-Instruct-v0.3": _mistral(4096, 32, 32, 8, 128, 14336),
+    "naver-hyperclovax/HyperCLOVAX-SEED-Text-Instruct-1.5B": _hyperclova_seed(
+        2048, 24, 16, 8, 128, 7168, length=16384
+    ),
+    "naver-hyperclovax/HyperCLOVAX-SEED-Text-Instruct-0.5B": _hyperclova_seed(
+        1024, 24, 16, 8, 128, 4096, length=4096
+    ),
 }
 SOURCES = {
     "meta-llama": Source(
@@ -98,5 +108,12 @@ SOURCES = {
     "Qwen": Source("config.json of the model on huggingface.co", "B"),
     "mistralai": Source(
         "config.json of the model on huggingface.co, as first published (32768 positions)", "B"
+    ),
+    "naver-hyperclovax": Source(
+        "neither config.json was read. Both: tagged llama on huggingface.co, contexts of 16k and 4k"
+        " on their cards. 0.5B: modules that transformers prints (LlamaForCausalLM, embeddings"
+        " 110592 x 1024, 24 layers, 2048 rows of q, 1024 of k and v, 4096 of the MLP), which give"
+        " the card's 0.57 B; 16 heads of 128 are inferred. 1.5B: sizes inferred, which give 1.59 B",
+        "I",
     ),
 }
