@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.pipeline.texts import read_texts
+from toolkit.pipeline.texts import read_labels, read_texts
 
 
 def written(tmp_path: Path, *lines: str) -> Path:
@@ -83,3 +83,17 @@ def test_an_empty_file_is_refused(content: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_texts(tmp_path / "a.jsonl", "text")
+
+
+def test_a_label_that_no_report_can_hold_is_refused(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, '{"prompt": "a", "domain": "code"}', '{"prompt": "b", "domain": "\\ud800"}'
+    )
+    assert read_labels(file, "domain", "all", limit=1) == ["code"]
+    with pytest.raises(UsageError, match="line 2 has in `domain` half of a surrogate pair"):
+        read_labels(file, "domain", "all")
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        read_texts(tmp_path, "text")

@@ -4,6 +4,7 @@ same rule for a valid line.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,11 +57,7 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
                 hint="remove the line, or give it text",
             )
         if not _is_unicode(text):
-            raise UsageError(
-                f"line {number} has half of a surrogate pair, which is not a character",
-                where=where,
-                hint="write a character beyond U+FFFF as it is, or with both halves of its pair",
-            )
+            raise _half_character(file, number, "has")
         texts.append(text)
         if len(texts) == limit:
             break
@@ -70,9 +67,17 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
 
 
 def read_labels(file: Path, key: str, otherwise: str, limit: int | None = None) -> list[str]:
-    """The text under `key` of each line that read_texts takes; `otherwise` if there is none."""
-    rows = [json.loads(line) for _, line in _lines(file)][:limit]
-    return [row[key] if isinstance(row.get(key), str) else otherwise for row in rows]
+    """The text under `key` of each line that read_texts takes; `otherwise` if there is none. Raises
+    UsageError with the number of the line if a label is not Unicode, since no report could hold it.
+    """
+    labels = []
+    for number, line in itertools.islice(_lines(file), limit):
+        label = json.loads(line).get(key)
+        label = label if isinstance(label, str) else otherwise
+        if not _is_unicode(label):
+            raise _half_character(file, number, f"has in `{key}`")
+        labels.append(label)
+    return labels
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -96,6 +101,14 @@ def _described(row: Any) -> str:
     if isinstance(row, dict):
         return f"an object with {', '.join(map(repr, row)) or 'no keys'}"
     return type(row).__name__
+
+
+def _half_character(file: Path, number: int, has: str) -> UsageError:
+    return UsageError(
+        f"line {number} {has} half of a surrogate pair, which is not a character",
+        where=f"{file}:{number}",
+        hint="write a character beyond U+FFFF as it is, or with both halves of its pair",
+    )
 
 
 def _is_unicode(text: str) -> bool:
