@@ -204,6 +204,31 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_a_draft_to_compare_is_looked_for_at_once(tmp_path: Path) -> None:
+    config = CONFIGS / "quickstart.yaml"
+    done = toolkit_here("tune", str(config), "--draft", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("--draft nowhere holds no checkpoint")
+
+
+@pytest.mark.parametrize("until", ["compile", "package", "validate"])
+def test_a_python_without_vllm_ends_a_build_before_anything_runs(
+    until: str, tmp_path: Path
+) -> None:
+    shutil.copytree(CONFIGS / "quickstart", tmp_path / "quickstart")
+    shutil.copy(CONFIGS / "quickstart-vllm.yaml", tmp_path)
+    done = toolkit_here(
+        *("build", "quickstart-vllm.yaml", "--until", until),
+        *("--set", f"engine.python={sys.executable}"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    first, hint = done.stderr.splitlines()[:2]
+    assert first.startswith(f"engine.python: {sys.executable} has no vLLM")
+    assert "make vllm" in hint
+    assert "started" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("where", ["http://localhost:8001/v2", "tcp://localhost:8001"])
 def test_an_endpoint_that_cannot_be_one_is_refused(where: str, tmp_path: Path) -> None:
     done = toolkit_here("generate", where, "hello", cwd=tmp_path)

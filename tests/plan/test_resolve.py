@@ -303,7 +303,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "ignored-sampling", "no-log-probs", "mixed-precision-pair", "batch-fits", "spec-extends-seq-len", "spec-raises-num-tokens",
         "draft-target-overlap", "attention-backend", "fused-mlp-scope", "fp8-fmha-needs-fp8-kv",
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
-        "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
+        "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device",
     }  # fmt: skip
@@ -323,6 +323,7 @@ def test_every_rule_has_its_code_under_its_id() -> None:
         "memory",
         "batch-fits",
         "shape-needed",
+        "checkpoint-files",
         "toolkit-texts",
         "toolkit-calibration-text",
         "vllm-environment",

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.deployments import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT
 from toolkit.config.load import load_config
 from toolkit.config.schema import TensorRtLlmConfig, TorchEngineConfig
-from toolkit.errors import UsageError
+from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.models import CONFIGS
 from toolkit.plan.make import gpu_from_user, make_plan
@@ -129,3 +130,11 @@ def test_an_unknown_gpu_gets_a_suggestion() -> None:
     with pytest.raises(UsageError, match="known: A100-40GB") as caught:
         gpu_from_user("MI300X")
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_checkpoint_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="bytes long, but its header asks for"):
+        suggest(folder, None, None, folder=tmp_path)

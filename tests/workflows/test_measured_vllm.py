@@ -207,7 +207,7 @@ def test_without_vllm_nothing_is_built(vllm_pair: tuple[Path, Path], tmp_path: P
     store = Store(workplace.store)
     with pytest.raises(BackendUnavailable, match="none does not exist"):
         tune(config, workplace, Silent(), store)
-    with pytest.raises(BackendUnavailable, match="none does not exist"):
+    with pytest.raises(UsageError, match=r"engine\.python: .*none does not exist"):
         build(automatic(config), workplace, Silent(), store)
     assert store.last(config.name) == {}
 

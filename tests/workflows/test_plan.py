@@ -23,7 +23,8 @@ from tests.support.trtllm import place_with_builder, write_trtllm_checkpoint
 from toolkit.config.load import load_config, moved
 from toolkit.config.schema import DeploymentConfig, QuantizationConfig
 from toolkit.engines.spec import engine_spec
-from toolkit.errors import UsageError
+from toolkit.engines.vllm.environment import default_python
+from toolkit.errors import ConfigError, UsageError
 from toolkit.pipeline.machine import gpus
 from toolkit.plan.pytorch_flow import yaml_text
 from toolkit.records.codec import from_json, to_json
@@ -443,6 +444,47 @@ def test_a_machine_without_vllm_is_told_how_to_get_it_and_refuses_nothing(tmp_pa
     assert plan.possible and plan.runs
     [serve] = [run for run in plan.runs if run.stage == "serve"]
     assert serve.command is not None and str(tmp_path / "nowhere/bin/python") in serve.command
+
+
+def test_the_python_that_is_printed_is_the_one_that_will_run(tmp_path: Path) -> None:
+    """That of `make vllm`, wherever the command is given; also before it is made."""
+    [serve] = [run for run in planned(quickstart_under_vllm(tmp_path)).runs if run.stage == "serve"]
+    assert serve.command is not None
+    [python] = [word for word in serve.command if word.endswith("/bin/python")]
+    assert python == str(default_python()) and Path(python).is_absolute()
+
+
+def test_no_python_at_all_is_an_error_in_the_yaml(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)engine.python: the path is empty.*that make vllm creates"
+    ):
+        quickstart_under_vllm(tmp_path, python="")
+
+
+def test_weights_that_are_cut_off_are_refused_by_name(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_pair[1], draft)
+    config = load_config(write_config(tmp_path, (tiny_pair[0], draft)))
+    assert planned(config).possible
+    weights = draft / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    plan = planned(config)
+    [judgement] = [item for item in plan.judgements if item.rule == "checkpoint-files"]
+    assert (judgement.severity, judgement.path) == ("refused", "draft.checkpoint")
+    assert str(weights) in judgement.what and "bytes long, but its header" in judgement.what
+    assert not plan.possible
+
+
+def test_a_folder_in_place_of_prompts_is_refused(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = load_config(write_config(tmp_path, tiny_pair))
+    validation = config.validation.model_copy(update={"prompts": tmp_path})
+    plan = planned(config.model_copy(update={"validation": validation}))
+    [judgement] = [item for item in plan.judgements if item.path == "validation.prompts"]
+    assert judgement.severity == "refused" and "Is a directory" in judgement.what
 
 
 @pytest.mark.skipif(bool(gpus()), reason="this machine has a GPU")

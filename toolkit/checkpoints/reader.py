@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TensorInfo",
     "check_against_shape",
+    "check_files",
     "read_file",
     "read_header",
     "read_index",
@@ -103,6 +104,14 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
             f"{missing[0]} is listed, but is in no shard ({len(missing)} missing)", where=index_file
         )
     return tensors
+
+
+def check_files(directory: Path) -> None:
+    """Raise CheckpointError if the safetensors files of a folder are damaged or incomplete, as
+    `read_index`. A folder without any, such as one with a config.json alone, is not judged.
+    """
+    if any(directory.glob("*.safetensors*")):
+        read_index(directory)
 
 
 def _without_weights(directory: Path) -> CheckpointError:

@@ -93,6 +93,12 @@ def tune_command(
             "--measure runs on this machine, and --gpu names another one",
             hint="Leave one of them out.",
         )
+    for folder in drafts or ():
+        if not (folder / "config.json").is_file():
+            raise UsageError(
+                f"--draft {folder} holds no checkpoint (config.json)",
+                hint="Name a folder in Hugging Face format.",
+            )
     loaded, workplace = load(config, overrides), here()
     with located_plan_errors(config, overrides), displayed() as display:
         store = Store(workplace.store, rehash=rehash, notice=display.notice)

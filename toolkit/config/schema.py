@@ -366,6 +366,16 @@ class VllmConfig(EngineLengths):
     # Whether servers on a CPU load our correction of vLLM issue 55005, where the version needs it.
     correct_sampling: bool = True
 
+    @field_validator("python", mode="before")
+    @classmethod
+    def _python_is_named(cls, python: Any) -> Any:
+        if python == "":
+            raise ValueError(
+                "the path is empty; name the Python of an environment that has vLLM, or remove this"
+                " line for the one that make vllm creates"
+            )
+        return python
+
     @property
     def version(self) -> str:
         return self.vllm

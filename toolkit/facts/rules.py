@@ -369,6 +369,7 @@ RULES: dict[str, tuple[str, Source]] = {
         "only in layout bls the draft is a process of its own, which may fail alone",
         OWN,
     ),
+    "checkpoint-files": ("a damaged file cannot be quantized", OWN),
     "toolkit-texts": ("calibration and validation read files of texts", OWN),
     "toolkit-calibration-text": (
         "activation scales are made of the values that calibration text has shown",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.reader import check_files
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import DeploymentConfig
 from toolkit.errors import UsageError
@@ -69,8 +70,12 @@ def suggest(
     will be written. file_name: the YAML's name, whose stem becomes the deployment's name; None to
     name both after the target.
 
-    Raises UsageError if no attempt can work, with the refusals of the last one.
+    Raises UsageError if no attempt can work, with the refusals of the last one, and CheckpointError
+    for a damaged checkpoint.
     """
+    for checkpoint in (target, draft):
+        if checkpoint is not None and checkpoint.is_dir():
+            check_files(checkpoint)
     plan: Plan | None = None
     fallback: Suggestion | None = None  # it can work, but does not hold a full batch
     name = _name(Path(file_name).stem if file_name is not None else target.name.lower())

@@ -9,6 +9,7 @@ from pathlib import Path
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.errors import BackendUnavailable, UsageError
+from toolkit.pipeline.machine import gpus
 from toolkit.pipeline.run import Explanation, Observer, explain, run_stages, upto
 from toolkit.pipeline.stage import Done, Stage
 from toolkit.pipeline.store import Store
@@ -80,6 +81,8 @@ def build(
     """
     if stages is None:
         plan = plan or possible_plan(config)
+        if until in ("compile", "package", "validate"):
+            _check_vllm_python(config)
         if until == "validate":
             check_servable(config, here or Machine())  # before hours of downloads and quantizing
         stages = upto(stages_of(config, workplace, store.memo, plan=plan), until)
@@ -104,6 +107,22 @@ def build(
     return Built(
         finished, tuple(published), changed, tuple(_outdated(config, workplace, store, finished))
     )
+
+
+def _check_vllm_python(config: DeploymentConfig) -> None:
+    """Raise UsageError if the YAML names a Python for vLLM on this machine that cannot be used,
+    before anything is quantized for it.
+    """
+    from toolkit.engines.vllm.environment import find_environment
+
+    engine = config.vllm_engine
+    is_elsewhere = config.hardware.gpu != "auto" and not gpus()
+    if engine is None or engine.python is None or is_elsewhere:
+        return
+    try:
+        find_environment(engine.python)
+    except BackendUnavailable as error:
+        raise UsageError(f"engine.python: {error.fault}", hint=error.hint) from error
 
 
 def explain_build(

@@ -36,7 +36,6 @@ RELATIVE_FOLDERS = Workplace(Path())
 HOW_TO_ENTER_CONTAINER = (
     'docs/tensorrt_llm.md, "Inside NVIDIA\'s container", tells how the toolkit gets there'
 )
-DEFAULT_VLLM_PYTHON = Path(".venv-vllm/bin/python")  # what `make vllm` creates
 SAME_VOCAB_RULE = "same-vocab"  # the shapes alone can judge only a part of it
 
 
@@ -48,10 +47,12 @@ def plan_of(config: DeploymentConfig, which: Callable[[str], str | None] = shuti
     from toolkit.plan.make import make_plan
     from toolkit.plan.resolve import by_severity
 
-    plan, pair, text = make_plan(config), _judge_pair(config), _calibration_text(config)
+    plan, text, weights = make_plan(config), _calibration_text(config), list(_judge_weights(config))
+    pair = [] if weights else _judge_pair(config)  # which reads them too
     judgements = by_severity(
         *_without_replaced(plan.judgements, pair),
         *pair,
+        *weights,
         *_judge_texts(config),
         *_judge_calibration_text(config, text),
         *_judge_environment(config),
@@ -137,6 +138,22 @@ def _judge_pair(config: DeploymentConfig) -> list[Judgement]:
     ]
 
 
+def _judge_weights(config: DeploymentConfig) -> Iterator[Judgement]:
+    """Refuse weights that are here and damaged: a file that is cut off, or a shard that is missing.
+    Only headers are read.
+    """
+    from toolkit.checkpoints.reader import check_files
+
+    for role, model in config.models.items():
+        if model.hub_id is not None:
+            continue
+        try:
+            check_files(model.checkpoint)
+        except CheckpointError as error:
+            what = error.what if error.where is None else f"{error.where}: {error.what}"
+            yield Judgement("checkpoint-files", "refused", f"{role}.checkpoint", what, error.hint)
+
+
 def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
     """Warn about files of prompts and calibration text that are missing, and refuse unusable ones.
 
@@ -162,7 +179,7 @@ def _judge_texts(config: DeploymentConfig) -> Iterator[Judgement]:
         checks.append(("calibration", "text", files, partial(split_texts, calibration)))
     for where, key, paths, read in checks:
         missing = [
-            (path, file) for path, file in paths.items() if file is not None and not file.is_file()
+            (path, file) for path, file in paths.items() if file is not None and not file.exists()
         ]
         for path, file in missing:
             hint = f"write JSON Lines with a `{key}` per line before `toolkit build`"
@@ -380,13 +397,14 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
         resolved,
         without_speculation,
     )
+    from toolkit.engines.vllm.environment import default_python
     from toolkit.engines.vllm.sampling_plugin import FOLDER
     from toolkit.engines.vllm.server import server_command
     from toolkit.triton.package.deploy_vllm import VllmDeployment
 
     spec, quantization = engine_spec(config, "target"), config.target.quantization
     assert spec.vllm is not None  # since its kind is vllm
-    folder, python = RELATIVE_FOLDERS.engines(config.name), engine.python or DEFAULT_VLLM_PYTHON
+    folder, python = RELATIVE_FOLDERS.engines(config.name), engine.python or default_python()
     args = resolved(
         engine_args(spec, spec.vllm, quantization.kv_cache_quant_algo),
         folder / "target",

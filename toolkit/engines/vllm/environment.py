@@ -21,7 +21,7 @@ from toolkit.engines.vllm import probe
 from toolkit.errors import BackendUnavailable
 from toolkit.words import Device
 
-__all__ = ["VllmEnvironment", "find_environment", "is_same_version"]
+__all__ = ["VllmEnvironment", "default_python", "find_environment", "is_same_version"]
 
 FOLDER = ".venv-vllm"
 STAMP = ".installed"  # in the folder, when `make vllm` is done
@@ -66,7 +66,10 @@ def find_environment(python: Path | None = None, *, version: str | None = None) 
     is none (its `fault` is None), or if what is there cannot be used.
     """
     is_default = python is None
-    python = python or _default_python()
+    python = python or default_python()
+    if is_default and not python.parents[1].is_dir():
+        hint = f"{MAKE}, or name the Python that has it: engine.python"
+        raise BackendUnavailable("vLLM", hint=hint)
     install = _how_to_install(python, is_default)
     _check_program(python, install)
     environment = _environment(python, _probe(python, install), install)
@@ -84,19 +87,20 @@ def is_same_version(installed: str, asked: str) -> bool:
     return installed.partition("+")[0] == asked.partition("+")[0]
 
 
-def _default_python() -> Path:
-    """The Python of `.venv-vllm` beside this environment, else of the one in the checkout."""
-    folders = [Path(sys.prefix).parent / FOLDER, CHECKOUT / FOLDER]
-    for folder in folders:
-        if folder.is_dir():
-            return folder / "bin" / "python"
-    hint = f"{MAKE}, or name the Python that has it: engine.python"
-    raise BackendUnavailable("vLLM", hint=hint)
+def default_python() -> Path:
+    """The Python of `.venv-vllm` beside this environment, else in the checkout, where `make vllm`
+    creates it.
+    """
+    beside, in_checkout = Path(sys.prefix).parent / FOLDER, CHECKOUT / FOLDER
+    return (beside if beside.is_dir() else in_checkout) / "bin" / "python"
 
 
 def _how_to_install(python: Path, is_default: bool) -> str:
     if not is_default:
-        return "name the Python of an environment that has vLLM: engine.python"
+        return (
+            f"name the Python of an environment that has vLLM: engine.python; or remove that key,"
+            f" and {MAKE}"
+        )
     folder = python.parents[1]
     return f"rm -r {folder}, then {MAKE}" if (folder / STAMP).exists() else MAKE
 
