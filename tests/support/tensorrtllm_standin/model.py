@@ -5,6 +5,8 @@ It checks what the real one checks, from its sources and not from our models:
 
 - The engine folder holds what `trtllm-build` leaves (`rank{N}.engine` per rank), of one version.
 - A response holds `output_ids` and `sequence_length`; who does not request both gets an error.
+- A request holds one sequence, since no packaged engine is decoupled (triton_backend/
+  inflight_batcher_llm/src/utils.cc, createRequestsFromInputTensors, B).
 - Logits have the engine's own type (`pretrained_config.logits_dtype`). If config.pbtxt states
   another one, the response fails (triton_backend/inflight_batcher_llm/src/
   model_instance_state.cc, fillTritonResponse, B).
@@ -69,6 +71,11 @@ class TritonPythonModel:
         prompt = inputs["input_ids"]
         if prompt.ndim != 2:
             raise RuntimeError("Expected inputTokens tensors to have 2 dimensions")
+        if len(prompt) > 1:
+            raise RuntimeError(
+                "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction"
+                " policy"
+            )
         ids, count = prompt[0].tolist(), int(single(inputs, "request_output_len"))
         if len(ids) + count > self.built["max_seq_len"]:
             raise RuntimeError("the sequence is longer than max_seq_len")
