@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml
 
 # vLLM for CPUs in an environment of its own, since its transformers is newer than ModelOpt allows. Where there are GPUs, install
 # vLLM as its own documentation says, and name that environment's Python in the YAML: engine.python.
-vllm: $(VLLM_STAMP)
+vllm: $(STAMP) $(VLLM_STAMP)
 
 # Three of its dependencies are removed again: they are not built for the CPU build of torch, and break vLLM's import.
 $(VLLM_STAMP): $(VLLM_REQUIREMENTS)

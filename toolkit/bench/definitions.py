@@ -35,7 +35,8 @@ _TABLE = (
         formula="tokens_per_s(speculative) / tokens_per_s(plain)",
         numerator="tokens_per_s of the speculative arm",
         denominator=(
-            "tokens_per_s of the plain arm: the same server, engine and prompts with draft length 0"
+            "tokens_per_s of the plain arm: the same engine and prompts with draft length 0, by the"
+            " same server, or by a second one where no request can turn speculation off"
         ),
         note=(
             f"pairs run back to back in random order; {CONFIDENCE:.0%} bootstrap interval over"
@@ -184,8 +185,8 @@ _TABLE = (
         better="lower",
         formula="prompts that diverge / prompts",
         numerator=(
-            "prompts whose speculative text differs from the plain one in any round, at any draft"
-            " length, or when no draft token is accepted"
+            "prompts whose speculative text differs from the plain one in any round; where a request"
+            " can ask for it, also at other draft lengths and when no draft token is accepted"
         ),
         denominator="prompts compared",
         note=(

@@ -853,7 +853,15 @@ class OpenAiTransport(_EventTransport):
         asked = {
             name: value for name, value in dataclasses.asdict(options).items() if value is not None
         }
-        if unknown := sorted(set(asked) - set(self.NAMES)):
+        unknown = sorted(set(asked) - set(self.NAMES))
+        if "num_draft_tokens" in unknown:
+            raise UsageError(
+                "no request to an OpenAI endpoint turns speculation off, so one endpoint is not"
+                " compared with its own plain decoding (--against-plain, --draft-len)",
+                where=self.address,
+                hint="Start a server without speculation, and name it: --baseline URL.",
+            )
+        if unknown:
             raise UsageError(
                 f"OpenAI's protocol has no {unknown[0]}",
                 where=self.address,

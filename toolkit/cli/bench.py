@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -332,6 +333,7 @@ def _bench_deployment(
     """Package the deployment if needed, serve it on free ports, and measure it. against_plain None:
     plain decoding too, where it can be served at the same time.
     """
+    from toolkit.cli.progress import displayed
     from toolkit.workflows.bench import check_measurable, plain_for_bench, unmeasured_plain
     from toolkit.workflows.serve import serve
 
@@ -343,10 +345,16 @@ def _bench_deployment(
         say(unmeasured_plain(config))
     _check(None, {**options, "against_plain": plain is not None})
     say(f"starting {config.capabilities.server} on {repository}")
-    with serve(config, repository, plain=plain or "by request", cache=here().vllm_cache) as (
-        _,
-        servers,
-    ):
+    with contextlib.ExitStack() as running:
+        with displayed() as display:
+            starting = serve(
+                config,
+                repository,
+                plain=plain or "by request",
+                cache=here().vllm_cache,
+                progress=display.started("serve"),
+            )
+            _, servers = running.enter_context(starting)
         address, beside = servers.address, servers.plain_address
         served = {
             "model": options["model"] or address.model,

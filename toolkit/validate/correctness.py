@@ -320,13 +320,15 @@ def not_measured(
     """Name what cannot be measured at this endpoint, and why. None of it has a gate, so none of it
     can pass.
     """
-    foreign = "the engine runs in its server alone, which gives no logits"
     if references.engine is None:
-        yield Finding(
-            "not measured",
-            "note",
-            f"whether plain texts are the engine's own (agreement_engine): {foreign}",
-        )
+        unknown = ["plain texts are the engine's own (agreement_engine)"]
+        if max_draft_len > 0:
+            unknown += [
+                "the draft proposes what its engine would propose (draft)",
+                "temperature, top-k, top-p and seeds are respected",
+            ]
+        reason = "the engine runs in its server alone, which gives no logits"
+        yield Finding("not measured", "note", f"whether {', whether '.join(unknown)}: {reason}")
     if can.reuses_prefixes:
         detail = (
             "time to the first token of new prompts: the server keeps KV blocks"
@@ -336,17 +338,6 @@ def not_measured(
         yield Finding("not measured", "note", detail)
     if max_draft_len == 0:
         return
-    if references.engine is None:
-        yield Finding(
-            "not measured",
-            "note",
-            f"whether the draft proposes what its engine would propose (draft): {foreign}",
-        )
-        yield Finding(
-            "not measured",
-            "note",
-            f"whether temperature, top-k, top-p and seeds are respected: {foreign}",
-        )
     if references.engine is None and can.log_probs == 0:
         yield Finding("not measured", "note", NO_LOG_PROBS)
     if not can.has_verify_only:

@@ -190,7 +190,7 @@ def _merged_scales(subject: Subject) -> Findings:
 
 def _fp8_dtype(subject: Subject) -> Findings:
     engine = subject.vllm
-    if engine is None:
+    if engine is None or subject.serving_gpu is None:  # on a CPU no dtype helps
         return
     for role, _ in models_with_algo(subject, "FP8"):
         dtype: str = engine.dtype
