@@ -194,7 +194,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch", {"hardware__count": 4}, "toolkit-one-device", "one device", "remove"),
     # memory
     ("pytorch", {**both(NONE), **gpu("H100")},
-     "memory", "do not fit H100", "tp_size: 2 or quant_algo: FP8 or hardware.gpu: H200"),
+     "memory", "do not fit H100", "tp_size: 2 and hardware.count: 2, or quant_algo: FP8, or"),
     ("pytorch", gpu("L40S"), "memory", "do not fit L40S", "tp_size: 2"),
     ("engine", gpu("L4"), "memory", "GB", "tp_size"),
     ("pytorch", {**PLAIN, "engine__max_seq_len": 40000, **algo("FP8"), **gpu("H100")},

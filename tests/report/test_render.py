@@ -447,7 +447,7 @@ def test_notes_are_remarks_and_no_steps(passing: ValidationReport) -> None:
     )
     report = replace(passing, findings=found)
     assert next_steps(report)[0].startswith("Nothing needs fixing")
-    assert "- Drift: it <drifts>\n- Not measured: a; b\n" in printed(report)
+    assert "- Drift: it <drifts>\n- Not measured: a\n- Not measured: b\n" in printed(report)
     assert "**Remarks**\n\n- Drift: it \\<drifts\\>\n" in render_markdown(report)
     assert "<h2>Remarks</h2>" in render_html(report) and "it &lt;drifts&gt;" in render_html(report)
 

@@ -185,8 +185,9 @@ _TABLE = (
         better="lower",
         formula="prompts that diverge / prompts",
         numerator=(
-            "prompts whose speculative text differs from the plain one in any round; where a request"
-            " can ask for it, also at other draft lengths and when no draft token is accepted"
+            "prompts whose speculative text differs from the plain one in any round; where a"
+            " request can ask for it, also at other draft lengths and when no draft token is"
+            " accepted"
         ),
         denominator="prompts compared",
         note=(

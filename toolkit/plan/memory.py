@@ -569,7 +569,8 @@ def _share_of_gpu(subject: Subject) -> str:
     if subject.vllm is None or subject.gpu is None:
         return ""
     share = subject.vllm.gpu_memory_utilization
-    return f", of which gpu_memory_utilization {share:g} is {_gb(int(subject.gpu.memory_bytes * share))}"
+    taken = _gb(int(share * subject.gpu.memory_bytes))
+    return f", of which gpu_memory_utilization {share:g} is {taken}"
 
 
 def _would_fit(subject: Subject, host_bytes: int) -> str:

@@ -400,11 +400,14 @@ def _vllm_runs(config: DeploymentConfig, engine: VllmConfig) -> Iterator[Planned
     from toolkit.engines.vllm.environment import default_python
     from toolkit.engines.vllm.sampling_plugin import FOLDER
     from toolkit.engines.vllm.server import server_command
+    from toolkit.pipeline.machine import gpus
     from toolkit.triton.package.deploy_vllm import VllmDeployment
 
     spec, quantization = engine_spec(config, "target"), config.target.quantization
     assert spec.vllm is not None  # since its kind is vllm
     folder, python = RELATIVE_FOLDERS.engines(config.name), engine.python or default_python()
+    if engine.python is None and spec.device != "cpu" and not gpus():
+        python = Path("PYTHON")  # of the other machine, which is not known yet
     args = resolved(
         engine_args(spec, spec.vllm, quantization.kv_cache_quant_algo),
         folder / "target",

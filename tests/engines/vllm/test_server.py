@@ -18,7 +18,7 @@ import pytest
 from tests.support.vllm_program import are_stopped, fake_python
 from toolkit.client import ServerUnavailable
 from toolkit.config.schema import TritonConfig
-from toolkit.engines.vllm.server import VllmServer, server_command
+from toolkit.engines.vllm.server import VllmServer, plugins_of, preloaded, server_command
 from toolkit.errors import ServerError
 from toolkit.process.server import GRACE_S
 
@@ -99,15 +99,37 @@ def test_server_answers_and_leaves_nothing(tmp_path: Path, own_tmp: Path) -> Non
 def test_the_plugins_of_the_engine_directory_are_found_by_vllm(
     tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the folder's name holds, which PYTHONPATH would split at a colon."""
     monkeypatch.setenv("PYTHONPATH", "/of/another/python")
-    args = {**ARGS, "model": str(tmp_path / "target")}
+    args = {**ARGS, "model": str(tmp_path / "a:target")}
     for brings_plugins in (False, True):
         if brings_plugins:
-            (tmp_path / "target" / "vllm_plugins").mkdir(parents=True)
+            (tmp_path / "a:target" / "vllm_plugins" / "inside").mkdir(parents=True)
         python, log = fake_python(tmp_path / "bin"), tmp_path / "server.log"
         with VllmServer(python, args, "tiny", log_path=log):
             (line,) = re.findall(r"^path \S+?:(\S*)$", log.read_text(), re.MULTILINE)
-        assert line == (f"{tmp_path}/target/vllm_plugins" if brings_plugins else "")
+            assert (line != "") == brings_plugins
+            assert not brings_plugins or (Path(line) / "inside").is_dir()
+    assert (tmp_path / "a:target" / "vllm_plugins" / "inside").is_dir()  # the link alone is removed
+
+
+def test_a_choice_of_plugins_does_not_leave_out_the_engine_s(tmp_path: Path) -> None:
+    (tmp_path / "vllm_plugins").mkdir()
+    for chosen, expected in (("", "toolkit_vllm_sampling"), ("one", "one,toolkit_vllm_sampling")):
+        workspace = tmp_path / f"workspace-{chosen}"
+        workspace.mkdir()
+        variables = plugins_of(tmp_path, {"VLLM_PLUGINS": chosen}, workspace)
+        assert variables["VLLM_PLUGINS"] == expected
+    assert plugins_of(tmp_path / "no", {"VLLM_PLUGINS": ""}, tmp_path) == {}
+
+
+def test_openmp_is_preloaded_from_a_folder_whatever_its_name(tmp_path: Path) -> None:
+    python, openmp = tmp_path / "v v" / "bin" / "python", tmp_path / "v v" / "lib" / "libiomp5.so"
+    openmp.parent.mkdir(parents=True)
+    openmp.touch()
+    preload = preloaded(python, {"LD_PRELOAD": "/lib/other.so"}, tmp_path)["LD_PRELOAD"].split(" ")
+    assert preload == [str(tmp_path / "libiomp5.so"), "/lib/other.so"]
+    assert Path(preload[0]).samefile(openmp)
 
 
 def test_a_paused_server_has_no_processor_and_goes_on_later(tmp_path: Path, own_tmp: Path) -> None:

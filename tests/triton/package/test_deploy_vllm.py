@@ -19,6 +19,7 @@ from tests.support.manifests import check_manifests, check_references, pods
 from tests.support.vllm_packages import ARGS, deployment, repository
 from toolkit.engines.vllm import arguments, server
 from toolkit.engines.vllm.arguments import command_flags
+from toolkit.engines.vllm.sampling_plugin import DISTRIBUTION
 from toolkit.errors import UsageError
 from toolkit.triton.package import serve_vllm
 from toolkit.triton.package.deploy_vllm import VllmDeployment
@@ -398,6 +399,10 @@ def test_the_server_gets_the_openmp_of_its_build(tmp_path: Path) -> None:
     openmp.parent.mkdir()
     openmp.touch()
     assert server_environment(python, {})["LD_PRELOAD"] == str(openmp)
+    spaced = tmp_path / "v v"
+    (spaced / "lib").mkdir(parents=True)
+    (spaced / "lib" / "libiomp5.so").touch()
+    assert "LD_PRELOAD" not in server_environment(spaced / "bin" / "python", {})
     assert server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"}).keys() >= {"HF_HUB_OFFLINE"}
     assert "OMP_WAIT_POLICY" not in server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"})
 
@@ -408,3 +413,8 @@ def test_the_server_finds_the_plugins_of_the_engine(tmp_path: Path) -> None:
     plugins.mkdir()
     assert plugin_path(tmp_path, {}) == {"PYTHONPATH": str(plugins)}
     assert plugin_path(tmp_path, {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": f"{plugins}:/mine"}
+    chosen = plugin_path(tmp_path, {"VLLM_PLUGINS": "one"})["VLLM_PLUGINS"]
+    assert chosen == f"one,{DISTRIBUTION}"
+    (tmp_path / "a:b" / "vllm_plugins").mkdir(parents=True)
+    with pytest.raises(ValueError, match="PYTHONPATH cannot name a path with ':'"):
+        plugin_path(tmp_path / "a:b", {})

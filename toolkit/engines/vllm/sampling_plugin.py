@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FOLDER", "plugin_files", "register"]
+__all__ = ["DISTRIBUTION", "FOLDER", "plugin_files", "register"]
 
 FOLDER = "vllm_plugins"  # in the engine directory; the server's PYTHONPATH names it
 DISTRIBUTION = "toolkit_vllm_sampling"

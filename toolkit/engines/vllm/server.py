@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.vllm.arguments import SPECULATION, command_flags
+from toolkit.engines.vllm.sampling_plugin import DISTRIBUTION
 from toolkit.engines.vllm.sampling_plugin import FOLDER as PLUGINS
 from toolkit.errors import ServerError
 from toolkit.interfaces import Progress
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from toolkit.openai_client import OpenAiClient
 
-__all__ = ["VllmServer", "server_command"]
+__all__ = ["VllmServer", "plugins_of", "preloaded", "server_command"]
 
 MODULE = "vllm.entrypoints.openai.api_server"
 PROBE = "Hello"  # one token after it shows that the engine answers
@@ -188,8 +189,8 @@ class VllmServer:
         return command, {
             **THREAD_POLICY,
             **inherited,
-            **_preloaded(self._python, inherited),
-            **_plugins(Path(self._args["model"])),
+            **preloaded(self._python, inherited, workspace.path),
+            **plugins_of(Path(self._args["model"]), inherited, workspace.path),
             **ENVIRONMENT,
             **self._variables,
             "PATH": os.pathsep.join([str(self._python.parent), inherited.get("PATH", os.defpath)]),
@@ -245,21 +246,37 @@ class VllmServer:
         self._server.stop()
 
 
-def _preloaded(python: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+def preloaded(python: Path, inherited: Mapping[str, str], workspace: Path) -> dict[str, str]:
     """Intel's OpenMP, which the build for CPUs brings and its installation guide preloads: vLLM
     warns that speculation is much slower without it (vllm/v1/worker/cpu_worker.py).
+
+    It is named through the workspace, since a space or a colon in its own path would end the name.
     """
     openmp = python.parents[1] / "lib" / "libiomp5.so"
     others = inherited.get("LD_PRELOAD", "")
     if not openmp.exists() or openmp.name in others:
         return {}
-    return {"LD_PRELOAD": " ".join(filter(None, [str(openmp), others]))}
+    linked = workspace / openmp.name
+    linked.symlink_to(openmp.absolute())
+    return {"LD_PRELOAD": " ".join(filter(None, [str(linked), others]))}
 
 
-def _plugins(model: Path) -> dict[str, str]:
-    """vLLM finds the plugins that the engine directory brings as packages of its Python."""
+def plugins_of(model: Path, inherited: Mapping[str, str], workspace: Path) -> dict[str, str]:
+    """vLLM finds the plugins that the engine directory brings as packages of its Python, and loads
+    those that VLLM_PLUGINS names, if it is set.
+
+    They are named through the workspace, since a colon in their own path would split the name.
+    """
     folder = model / PLUGINS
-    return {"PYTHONPATH": str(folder.absolute())} if folder.is_dir() else {}
+    if not folder.is_dir():
+        return {}
+    linked = workspace / PLUGINS
+    linked.symlink_to(folder.absolute())
+    variables = {"PYTHONPATH": str(linked)}
+    if "VLLM_PLUGINS" in inherited:
+        names = filter(None, inherited["VLLM_PLUGINS"].split(","))
+        variables["VLLM_PLUGINS"] = ",".join([*names, DISTRIBUTION])
+    return variables
 
 
 @contextlib.contextmanager

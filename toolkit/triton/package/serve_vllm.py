@@ -34,6 +34,7 @@ CONTAINER_FOLDER = "/models"
 MODEL_JSON = "vllm_model/1/model.json"
 SPECULATION = "speculative_config"
 PLUGINS = "vllm_plugins"  # in the target's folder
+PLUGIN = "toolkit_vllm_sampling"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 NUMA_NODES = Path("/sys/devices/system/node")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -100,17 +101,30 @@ def server_environment(python: Path, inherited: Mapping[str, str]) -> dict[str, 
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     openmp = python.parents[1] / "lib" / "libiomp5.so"
-    if openmp.exists():
+    if openmp.exists() and not set(str(openmp)) & set(" :"):  # which end a name in LD_PRELOAD
         variables["LD_PRELOAD"] = str(openmp)
     return {name: value for name, value in variables.items() if name not in inherited}
 
 
 def plugin_path(model: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH with the plugins for vLLM that the engine brings, if there are any."""
+    """PYTHONPATH with the plugins for vLLM that the engine brings, if there are any, and their name
+    in VLLM_PLUGINS if that is set: then vLLM loads no others. Raises ValueError for a folder that
+    PYTHONPATH cannot name.
+    """
     folder = model / PLUGINS
     if not folder.is_dir():
         return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), inherited.get("PYTHONPATH")]))}
+    if os.pathsep in str(folder):
+        raise ValueError(
+            f"PYTHONPATH cannot name a path with {os.pathsep!r}, and vLLM would sample wrongly"
+            f" without {folder}; move this folder"
+        )
+    found = os.pathsep.join(filter(None, [str(folder), inherited.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": found}
+    if "VLLM_PLUGINS" in inherited:
+        names = filter(None, inherited["VLLM_PLUGINS"].split(","))
+        variables["VLLM_PLUGINS"] = ",".join([*names, PLUGIN])
+    return variables
 
 
 def thread_binding(args: Mapping[str, Any], numa_nodes: Path = NUMA_NODES) -> dict[str, str]:
@@ -158,12 +172,12 @@ def main() -> None:
     try:
         command = server_command(repository, sys.argv[1:], sys.executable)
         args = checked_args(json.loads((repository / MODEL_JSON).read_text(encoding="utf-8")))
+        plugins = plugin_path(Path(_placed(args["model"], str(repository))), os.environ)
     except (OSError, ValueError) as error:
         sys.exit(f"{MODEL_JSON} cannot be used: {error}")
     # Of several nodes, this one has only a part of the ranks.
     binding = {} if "--nnodes" in command else thread_binding(args)
-    more = server_environment(Path(sys.executable), os.environ)
-    more |= plugin_path(Path(_placed(args["model"], str(repository))), os.environ)
+    more = {**server_environment(Path(sys.executable), os.environ), **plugins}
     os.execve(command[0], command, {**os.environ, **more, **binding})
 
 
