@@ -31,6 +31,7 @@ __all__ = [
     "eager_engine",
     "eager_runner",
     "open_checkpoint",
+    "prepare_weight",
 ]
 
 PREFILL_TOKENS = 64  # max tokens per sequence in one forward; a longer prompt comes in chunks
@@ -163,7 +164,7 @@ def eager_engine(
     compute, place = getattr(torch, dtype), torch.device(device)
     capacity = max_seq_len + max_step_tokens
     prepared = {
-        name: _prepare(name, tensor, compute, native_fp8).to(place)
+        name: prepare_weight(name, tensor, compute, native_fp8).to(place)
         for name, tensor in tensors.items()
     }
     cos, sin = rope_tables(shape, capacity)
@@ -212,7 +213,7 @@ def allocate_caches(
     ]
 
 
-def _prepare(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:
+def prepare_weight(name: str, tensor: Tensor, dtype: torch.dtype, native_fp8: bool) -> Tensor:
     """The tensor in the dtype in which it is computed: plain weights in the engine's dtype, INT8
     codes unchanged, FP8 codes as floats (which is exact) unless the device computes in FP8.
     """

@@ -30,7 +30,10 @@ __all__ = [
     "TorchOps",
     "Weights",
     "build",
+    "build_head",
+    "build_layer",
     "decode",
+    "logits_of",
     "rms_norm",
 ]
 
@@ -135,34 +138,47 @@ class Ops(ABC):
 
 def build(shape: ModelShape, tensors: dict[str, Tensor], tables: tuple[Tensor, Tensor]) -> Weights:
     """Arrange named tensors (see weights.py) as `Weights`."""
-
-    def linear(name: str) -> Linear:
-        scale, input_scale, pre_scale, bias = (
-            tensors.get(f"{name}.{part}") for part in ("scale", "input_scale", "pre_scale", "bias")
-        )
-        return Linear(tensors[f"{name}.weight"], scale, input_scale, pre_scale, bias)
-
-    def layer(i: int) -> Layer:
-        name = f"layers.{i}"
-        window = shape.sliding_window[i] if shape.sliding_window is not None else None
-        norms = (
-            tensors.get(f"{name}.{part}")
-            for part in ("q_norm.weight", "k_norm.weight", "k_scale", "v_scale")
-        )
-        attention = Attention(
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rms_norm_eps, window, *norms
-        )
-        qkv, o, gate_up, down = (
-            linear(f"{name}.{part}") for part in ("qkv", "o", "gate_up", "down")
-        )
-        before, after = (tensors[f"{name}.{part}.weight"] for part in ("input_norm", "post_norm"))
-        return Layer(before, after, qkv, o, gate_up, down, attention)
-
-    head = Linear(tensors["embed.weight"]) if shape.tie_word_embeddings else linear("lm_head")
-    layers = tuple(layer(i) for i in range(shape.num_layers))
+    layers = tuple(build_layer(shape, tensors, i) for i in range(shape.num_layers))
     return Weights(
-        tensors["embed.weight"], tensors["norm.weight"], head, layers, *tables, shape.rms_norm_eps
+        tensors["embed.weight"],
+        tensors["norm.weight"],
+        build_head(shape, tensors),
+        layers,
+        *tables,
+        shape.rms_norm_eps,
     )
+
+
+def build_head(shape: ModelShape, tensors: dict[str, Tensor]) -> Linear:
+    """The LM head; tied, it is the embedding."""
+    if shape.tie_word_embeddings:
+        return Linear(tensors["embed.weight"])
+    return _linear(tensors, "lm_head")
+
+
+def build_layer(shape: ModelShape, tensors: dict[str, Tensor], i: int) -> Layer:
+    """Arrange the named tensors of layer i."""
+    name = f"layers.{i}"
+    window = shape.sliding_window[i] if shape.sliding_window is not None else None
+    norms = (
+        tensors.get(f"{name}.{part}")
+        for part in ("q_norm.weight", "k_norm.weight", "k_scale", "v_scale")
+    )
+    attention = Attention(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rms_norm_eps, window, *norms
+    )
+    qkv, o, gate_up, down = (
+        _linear(tensors, f"{name}.{part}") for part in ("qkv", "o", "gate_up", "down")
+    )
+    before, after = (tensors[f"{name}.{part}.weight"] for part in ("input_norm", "post_norm"))
+    return Layer(before, after, qkv, o, gate_up, down, attention)
+
+
+def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
+    scale, input_scale, pre_scale, bias = (
+        tensors.get(f"{name}.{part}") for part in ("scale", "input_scale", "pre_scale", "bias")
+    )
+    return Linear(tensors[f"{name}.weight"], scale, input_scale, pre_scale, bias)
 
 
 def decode(
@@ -186,9 +202,16 @@ def decode(
     step = Step(slots, lengths, weights.cos, weights.sin)
     for layer, cache in zip(weights.layers, caches, strict=True):
         hidden = ops.feed_forward(ops.attend(hidden, layer, cache, step), layer)
-    hidden = rms_norm(hidden.index_select(1, columns), weights.norm, weights.eps)
-    logits = ops.linear(hidden, weights.lm_head)
-    return logits.to(_wide(dtype))
+    hidden = hidden.index_select(1, columns)
+    return logits_of(hidden, weights.norm, weights.lm_head, weights.eps, ops)
+
+
+def logits_of(hidden: Tensor, norm: Tensor, lm_head: Linear, eps: float, ops: Ops) -> Tensor:
+    """The logits [..., vocab] of the last layer's output [..., hidden]; float32, or float64 for
+    float64 input.
+    """
+    logits = ops.linear(rms_norm(hidden, norm, eps), lm_head)
+    return logits.to(_wide(hidden.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -25,7 +25,7 @@ from toolkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["fuse", "load_weights", "save_weights"]
+__all__ = ["fuse", "fuse_layer", "fuse_outside", "load_weights", "save_weights"]
 
 FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -39,38 +39,43 @@ def fuse(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Every tensor of the engine, in the dtypes of the checkpoint. Raises CheckpointError if parts
     cannot be fused.
     """
-    shape = checkpoint.shape
+    weights = fuse_outside(checkpoint)
+    for i in range(checkpoint.shape.num_layers):
+        weights |= fuse_layer(checkpoint, i)
+    return weights
+
+
+def fuse_outside(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors before and after the layers: embedding, last norm, LM head."""
     weights = {
         "embed.weight": checkpoint.tensor("model.embed_tokens.weight"),
         "norm.weight": checkpoint.tensor("model.norm.weight"),
     }
-    if not shape.tie_word_embeddings:
+    if not checkpoint.shape.tie_word_embeddings:
         weights |= _join("lm_head", [checkpoint.linear("lm_head")], checkpoint.path)
-    for i in range(shape.num_layers):
-        source, layer = f"model.layers.{i}", f"layers.{i}"
-        weights[f"{layer}.input_norm.weight"] = checkpoint.tensor(
-            f"{source}.input_layernorm.weight"
+    return weights
+
+
+def fuse_layer(checkpoint: Checkpoint, i: int) -> dict[str, Tensor]:
+    """The tensors of layer i. Raises CheckpointError if parts cannot be fused."""
+    source, layer = f"model.layers.{i}", f"layers.{i}"
+    weights = {
+        f"{layer}.input_norm.weight": checkpoint.tensor(f"{source}.input_layernorm.weight"),
+        f"{layer}.post_norm.weight": checkpoint.tensor(f"{source}.post_attention_layernorm.weight"),
+    }
+    if checkpoint.shape.qk_norm:
+        weights[f"{layer}.q_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.q_norm.weight")
+        weights[f"{layer}.k_norm.weight"] = checkpoint.tensor(f"{source}.self_attn.k_norm.weight")
+    for name, parts in FUSED.items():
+        weights |= _join(
+            f"{layer}.{name}",
+            [checkpoint.linear(f"{source}.{part}") for part in parts],
+            checkpoint.path,
         )
-        weights[f"{layer}.post_norm.weight"] = checkpoint.tensor(
-            f"{source}.post_attention_layernorm.weight"
-        )
-        if shape.qk_norm:
-            weights[f"{layer}.q_norm.weight"] = checkpoint.tensor(
-                f"{source}.self_attn.q_norm.weight"
-            )
-            weights[f"{layer}.k_norm.weight"] = checkpoint.tensor(
-                f"{source}.self_attn.k_norm.weight"
-            )
-        for name, parts in FUSED.items():
-            weights |= _join(
-                f"{layer}.{name}",
-                [checkpoint.linear(f"{source}.{part}") for part in parts],
-                checkpoint.path,
-            )
-        if checkpoint.quantization.kv_cache_quant_algo == "FP8":
-            key, value = checkpoint.kv_scales(i)
-            weights[f"{layer}.k_scale"] = torch.tensor(key)
-            weights[f"{layer}.v_scale"] = torch.tensor(value)
+    if checkpoint.quantization.kv_cache_quant_algo == "FP8":
+        key, value = checkpoint.kv_scales(i)
+        weights[f"{layer}.k_scale"] = torch.tensor(key)
+        weights[f"{layer}.v_scale"] = torch.tensor(value)
     return weights
 
 
@@ -96,7 +101,9 @@ def _join(name: str, parts: list[LinearTensors], where: Path) -> dict[str, Tenso
                 where=where,
                 hint="export with ModelOpt's export_hf_checkpoint, which makes them equal",
             )
-    joined = {f"{name}.weight": torch.cat([part.weight for part in parts])}
+    joined = {f"{name}.weight": first.weight}  # mapped from its file
+    if len(parts) > 1:
+        joined[f"{name}.weight"] = torch.cat([part.weight for part in parts])
     if first.weight_scale is not None:
         rows = [
             part.weight_scale.reshape(-1).expand(part.weight.shape[0])
