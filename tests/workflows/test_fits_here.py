@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.deployments import config_of
 from toolkit.errors import UsageError
 from toolkit.records.plan import MemoryItem
@@ -14,10 +17,27 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("pytorch", "bfloat16"), ("engine", "bfloat16"), ("vllm_cpu", "float32")]
+    ("kind", "keys", "dtype"),
+    [
+        ("pytorch", {}, "bfloat16"),
+        ("engine", {}, "bfloat16"),
+        ("vllm_cpu", {}, "bfloat16"),  # as the checkpoint
+        ("vllm_cpu", {"engine__dtype": "float16"}, "bfloat16"),
+        ("vllm_cpu", {"engine__dtype": "float32"}, "float32"),
+    ],
 )
-def test_the_twin_computes_in_the_width_that_serves(kind: str, dtype: str) -> None:
-    assert embedded(embedded_twin(config_of(kind))).dtype == dtype
+def test_the_twin_computes_in_the_width_that_serves(
+    kind: str, keys: dict[str, str], dtype: str
+) -> None:
+    assert embedded(embedded_twin(config_of(kind, **keys))).dtype == dtype
+
+
+def test_the_twin_of_a_float32_checkpoint_that_vllm_serves_computes_in_float32(
+    tmp_path: Path,
+) -> None:
+    model = {"checkpoint": str(write_checkpoint(tmp_path / "model", dtype="float32"))}
+    config = config_of("vllm_cpu", target=model, draft=model)
+    assert embedded(embedded_twin(config)).dtype == "float32"
 
 
 def test_models_that_do_not_fit_this_machine_are_refused_with_figures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.checkpoints.shape import read_shape
 from toolkit.config.schema import DeploymentConfig, SpeculationConfig, TorchEngineConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.stage import Finished
@@ -43,8 +44,9 @@ def embedded(config: DeploymentConfig) -> TorchEngineConfig:
 def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
     """The same models on the embedded engine, which shows what they say but not how fast.
 
-    Its sequences are long enough for the requests of the validation. What TensorRT-LLM does not
-    quantize it computes in 16 bits; so does the twin, which float32 would make twice as large.
+    Its sequences are long enough for the requests of the validation. Where the engine
+    that serves computes what is not quantized in 16 bits, it does so in BF16; float32 would make it
+    twice as large.
     """
     if config.capabilities.in_process:
         return config
@@ -53,9 +55,22 @@ def embedded_twin(config: DeploymentConfig) -> DeploymentConfig:
         max_batch_size=min(config.engine.max_batch_size, TWIN_MAX_BATCH_SIZE),
         max_input_len=longest,
         max_seq_len=min(config.engine.max_seq_len, longest + config.validation.max_tokens),
-        dtype="float32" if config.trtllm_engine is None else "bfloat16",
+        dtype="float32" if _computes_in_float32(config) else "bfloat16",
     )
     return config.model_copy(update={"engine": engine})
+
+
+def _computes_in_float32(config: DeploymentConfig) -> bool:
+    """Whether what is not quantized is served in float32. TensorRT-LLM computes it in 16 bits, vLLM
+    as it is told or as the checkpoint has it; a checkpoint that is not here yet is taken to have 16
+    bits.
+    """
+    engine, target = config.vllm_engine, config.target
+    if engine is None:
+        return False
+    if engine.dtype != "auto" or target.hub_id is not None:
+        return engine.dtype == "float32"
+    return read_shape(target.checkpoint).dtype == "float32"
 
 
 def refuse_head(config: DeploymentConfig) -> None:
