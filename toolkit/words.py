@@ -59,6 +59,7 @@ __all__ = [
     "SpecDtype",
     "SpeculationKind",
     "SpeedBound",
+    "TextSource",
     "Verdict",
     "VllmDtype",
     "WireProtocol",
@@ -116,6 +117,7 @@ KeyChangeStep: TypeAlias = Literal["changed", "removed", "elsewhere"]
 MemoryPlace: TypeAlias = Literal["each GPU", "the machine"]
 SpeedBound: TypeAlias = Literal["bandwidth", "arithmetic"]
 CostSource: TypeAlias = Literal["measured", "measured on the server", "predicted"]
+TextSource: TypeAlias = Literal["written by the target", "completions", "held-out text", "prompts"]
 DraftVerdict: TypeAlias = Literal["pays", "costs more than it saves", "makes no difference seen"]
 
 # What is measured and judged.

@@ -14,9 +14,9 @@ import pytest
 from tests.support.runtimes import CODEC
 from tests.support.step_engines import TableEngine
 from toolkit.advise.cost import StepTimes
-from toolkit.advise.grid import measure_grid, quality
+from toolkit.advise.grid import OpenTarget, measure_grid, quality
+from toolkit.advise.observe import teacher_forced
 from toolkit.advise.stage import Contender, Question
-from toolkit.interfaces import StepEngine
 from toolkit.records.advice import Grid
 from toolkit.records.codec import from_json, to_json
 from toolkit.workflows.measured_runtime import MeasuredRuntime
@@ -76,19 +76,18 @@ def grid() -> Grid:
     }
     drafts = {name: TableEngine(2, closeness=0.5 if name == "FP8" else 0.8) for name in DRAFT_MS}
 
-    def contenders(algo: str, target: StepEngine) -> list[Contender]:
-        contenders = []
+    def open_target(algo: str) -> OpenTarget:
+        target, contenders = targets[algo], []
         for name, draft in drafts.items():
             runtime = Scripted(target, draft, CODEC, eos_token_ids=())
             runtime.draft_ms = DRAFT_MS[name]
-            contenders.append(Contender(name, "draft_target", runtime, draft))
-        return contenders
+            contenders.append(Contender(name, "draft_target", runtime, teacher_forced(draft)))
+        return OpenTarget(teacher_forced(target), contenders)
 
     question = Question(PROMPTS, 32, None, "auto", max_draft_len=4, batches=(1,), rounds=1, steps=4)
     return measure_grid(
         list(targets),
-        targets.__getitem__,
-        contenders,
+        open_target,
         question,
         HELDOUT,
         max_kl=0.05,
@@ -98,35 +97,40 @@ def grid() -> Grid:
 
 
 def test_beside_the_unquantized_target_one_other_is_held_at_a_time() -> None:
-    held: weakref.WeakSet[TableEngine] = weakref.WeakSet()
-    most = 0
+    """And one draft at a time, if nothing has to be timed."""
+    held: dict[str, weakref.WeakSet[TableEngine]] = {
+        role: weakref.WeakSet() for role in ("target", "draft")
+    }
+    most = dict.fromkeys(held, 0)
 
-    def target_of(algo: str) -> TableEngine:
-        nonlocal most
-        engine = TableEngine(1, closeness=0.8)
-        held.add(engine)
-        most = max(most, len(held))
+    def load(role: str, seed: int) -> TableEngine:
+        engine = TableEngine(seed, closeness=0.8)
+        held[role].add(engine)
+        most[role] = max(most[role], len(held[role]))
         return engine
 
-    def contenders(algo: str, target: StepEngine) -> list[Contender]:
-        draft = TableEngine(2, closeness=0.8)
-        runtime = Scripted(target, draft, CODEC, eos_token_ids=())
-        runtime.draft_ms = 1.0
-        return [Contender("NO_QUANT", "draft_target", runtime, draft)]
+    def open_target(algo: str) -> OpenTarget:
+        target = load("target", 1)
+
+        def contender(name: str) -> Contender:
+            draft = load("draft", 2)
+            runtime = MeasuredRuntime(target, draft, CODEC, eos_token_ids=())
+            return Contender(name, "draft_target", runtime, teacher_forced(draft), lambda *_: 0.001)
+
+        return OpenTarget(teacher_forced(target), map(contender, DRAFT_MS))
 
     question = Question(PROMPTS, 8, None, "auto", max_draft_len=2, batches=(1,), rounds=1, steps=2)
     grid = measure_grid(
         ["NO_QUANT", "FP8", "W8A8_SQ_PER_CHANNEL", "W8A16"],
-        target_of,
-        contenders,
+        open_target,
         question,
         HELDOUT,
         max_kl=0.05,
         rounds=1,
         progress=lambda *_: None,
     )
-    assert len(grid.cells) == 4
-    assert most == 2
+    assert len(grid.cells) == 4 * len(DRAFT_MS)
+    assert most == {"target": 2, "draft": 1}
 
 
 def test_every_pair_has_a_cell_and_the_grid_survives_json(grid: Grid) -> None:
@@ -169,30 +173,31 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
     }
     drafts = {"NO_QUANT": TableEngine(2, closeness=0.8), "FP8": TableEngine(2, closeness=0.8)}
 
-    def contenders(algo: str, target: StepEngine) -> list[Contender]:
+    def open_target(algo: str) -> OpenTarget:
+        target = targets[algo]
+
         def forward_s(role: str, batch: int, tokens: int) -> float:
             return (
                 0.0 if tokens > 5 else 0.001 if role == "draft" else 0.010
             )  # a prompt is read in no time
 
-        if algo == "NO_QUANT":  # fits nowhere
-            return []
-        return [
+        contenders = [
             Contender(
                 name,
                 "draft_target",
                 Untimed(target, draft, CODEC, eos_token_ids=()),
-                draft,
+                teacher_forced(draft),
                 forward_s,
             )
             for name, draft in drafts.items()
+            if algo != "NO_QUANT"  # fits nowhere
         ]
+        return OpenTarget(teacher_forced(target), contenders)
 
     prompts = [("all", (*ids, 5, 6, 7)) for _, ids in PROMPTS]
     grid = measure_grid(
         list(targets),
-        targets.__getitem__,
-        contenders,
+        open_target,
         Question(prompts, 32, None, "auto", max_draft_len=4, batches=(1,)),
         HELDOUT,
         max_kl=0.05,
@@ -223,9 +228,10 @@ def test_a_grid_of_hardware_that_is_not_here_has_the_speeds_that_costs_and_accep
 
 def test_kl_and_perplexity_are_those_of_the_definition() -> None:
     source, other = TableEngine(1), TableEngine(5)
-    same = quality("NO_QUANT", source, source, HELDOUT)
+    model = teacher_forced(source)
+    same = quality("NO_QUANT", model, model, HELDOUT)
     assert same.kl.estimate == pytest.approx(0.0, abs=1e-12)
-    measured = quality("FP8", other, source, HELDOUT)
+    measured = quality("FP8", teacher_forced(other), model, HELDOUT)
     import torch
 
     divergence, surprise = [], []

@@ -16,7 +16,8 @@ from tests.support.runtimes import CODEC
 from tests.support.step_engines import TableEngine
 from toolkit.advise.choose import schedule_of
 from toolkit.advise.cost import StepTimes, batch_sizes
-from toolkit.advise.stage import Contender, Question, advise, decide
+from toolkit.advise.observe import Text, teacher_forced
+from toolkit.advise.stage import Contender, GivenTexts, Question, advise, decide
 from toolkit.interfaces import Sampling
 from toolkit.records.advice import Advice, Alpha, Candidate, SpeedupPrediction
 from toolkit.records.codec import from_json, to_json
@@ -64,11 +65,11 @@ def run(draft: TableEngine, kind: type[MeasuredRuntime] = Scripted, **changes: f
         setattr(runtime, name, value)
     question = Question(PROMPTS, 48, TEMPERATURE, "auto", max_draft_len=5, rounds=1, steps=4)
     contenders = [
-        Contender("model", "draft_target", runtime, draft),
+        Contender("model", "draft_target", runtime, teacher_forced(draft)),
         Contender("ngram", "ngram", runtime, None),
     ]
     return advise(
-        target,
+        teacher_forced(target),
         contenders,
         question,
         lookup=lambda: Lookup(3),
@@ -164,8 +165,8 @@ def test_a_random_draft_is_refused_with_the_break_even() -> None:
         PROMPTS[:12], 24, TEMPERATURE, "auto", max_draft_len=3, batches=(1, 2), rounds=2, steps=4
     )
     advice = advise(
-        target,
-        [Contender("random", "draft_target", runtime, draft)],
+        teacher_forced(target),
+        [Contender("random", "draft_target", runtime, teacher_forced(draft))],
         question,
         lookup=lambda: Lookup(3),
         probabilities=probabilities,
@@ -268,8 +269,8 @@ def test_measurements_stand_beside_predictions_where_they_are_asked_for() -> Non
         measured_rounds=1,
     )
     advice = advise(
-        target,
-        [Contender("model", "draft_target", runtime, draft)],
+        teacher_forced(target),
+        [Contender("model", "draft_target", runtime, teacher_forced(draft))],
         question,
         lookup=lambda: Lookup(3),
         probabilities=probabilities,
@@ -298,9 +299,9 @@ def test_predicted_costs_are_said_to_be_predicted_and_need_no_timing() -> None:
     target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
     runtime = Untimed(target, draft, CODEC, eos_token_ids=())
     advice = advise(
-        target,
+        teacher_forced(target),
         [
-            Contender("model", "draft_target", runtime, draft, forward_s),
+            Contender("model", "draft_target", runtime, teacher_forced(draft), forward_s),
             Contender("ngram", "ngram", runtime, None, forward_s),
         ],
         Question(PROMPTS[:12], 24, None, "auto", max_draft_len=3, batches=(1, 4)),
@@ -327,3 +328,77 @@ def test_the_advice_agrees_with_the_interval_that_it_prints(good: Advice) -> Non
         schedule_of(replace(best, low=0.99, predictions=slower(best, 0.5)), (1, 2))[0].draft_len
         == 0
     )
+
+
+# Texts that take the place of those that the target would write.
+
+
+def on_texts(texts: Sequence[Text], temperature: float | None = TEMPERATURE) -> Advice:
+    """The advice on given texts, with nothing in memory that could write or be timed."""
+    target, draft = TableEngine(1, closeness=0.8), TableEngine(2, closeness=0.8)
+
+    def forward_s(role: str, batch: int, tokens: int) -> float:
+        return 0.001 if role == "draft" else 0.010
+
+    return advise(
+        teacher_forced(target),
+        [Contender("model", "draft_target", None, teacher_forced(draft), forward_s)],
+        Question(
+            [(text.domain, text.prompt) for text in texts],
+            48,
+            temperature,
+            "rejection",
+            max_draft_len=5,
+            batches=(1,),
+            given=GivenTexts(texts, "completions"),
+        ),
+        lookup=lambda: Lookup(3),
+        probabilities=probabilities,
+        progress=lambda *_: None,
+    )
+
+
+def test_on_the_targets_own_greedy_texts_greedy_acceptance_is_exact(good: Advice) -> None:
+    """Every count of the replay, at every length, is that of the advisor whose target writes."""
+    runtime = MeasuredRuntime(TableEngine(1, closeness=0.8), None, CODEC, eos_token_ids=())
+    outputs = runtime.write([ids for _, ids in PROMPTS], 48, 0.0)
+    texts = [
+        Text(domain, ids, output, 48)
+        for (domain, ids), output in zip(PROMPTS, outputs, strict=True)
+    ]
+    given = on_texts(texts)
+    assert (given.texts_are, given.first_choices) == ("completions", 1.0)
+    assert (good.texts_are, good.first_choices) == ("written by the target", None)
+    assert of(given, "greedy") == of(good, "greedy")
+    lengths = [
+        {
+            prediction.draft_len: prediction.acceptance_length
+            for prediction in advice.candidates[-1].predictions
+            if (prediction.mode, prediction.batch) == ("greedy", 1)
+        }
+        for advice in (given, replace(good, candidates=good.candidates[:1]))
+    ]
+    assert lengths[0] == lengths[1]
+    assert from_json(Advice, to_json(given)) == given
+
+
+def test_on_other_texts_alpha_is_the_overlap_of_the_distributions_there() -> None:
+    """Of greedy decoding, that of the first choices; and the advice says how foreign they are."""
+    generator = np.random.default_rng(3)
+    texts = [
+        Text("all", ids, tuple(generator.integers(0, 40, 20).tolist()), 48) for _, ids in PROMPTS
+    ]
+    given = on_texts(texts)
+    overlaps, agreements, own = [], [], []
+    for text in texts:
+        p_logits, q_logits = (
+            np.concatenate(list(teacher_forced(TableEngine(seed, closeness=0.8))(text)))
+            for seed in (1, 2)
+        )
+        overlaps += np.minimum(probabilities(p_logits), probabilities(q_logits)).sum(-1).tolist()
+        agreements += (p_logits.argmax(-1) == q_logits.argmax(-1)).tolist()
+        own += (p_logits.argmax(-1) == text.output[1:]).tolist()
+    assert of(given, "rejection").estimate == pytest.approx(np.mean(overlaps))
+    assert of(given, "greedy").estimate == pytest.approx(np.mean(agreements))
+    assert given.first_choices == pytest.approx(np.mean(own))
+    assert given.first_choices < 0.2

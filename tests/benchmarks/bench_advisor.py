@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from toolkit.advise.choose import best_length
+from toolkit.advise.observe import teacher_forced
 from toolkit.advise.stage import Contender, Question, advise
 from toolkit.advise.sweep import sweep
 from toolkit.engines.registry import loader
@@ -99,8 +100,8 @@ def ask(
     target: StepEngine, draft: StepEngine, runtime: MeasuredRuntime, question: Question
 ) -> Advice:
     return advise(
-        target,
-        [Contender("draft", "draft_target", runtime, draft)],
+        teacher_forced(target),
+        [Contender("draft", "draft_target", runtime, teacher_forced(draft))],
         question,
         lookup=lambda: Lookup(4),
         probabilities=lambda logits: logits,

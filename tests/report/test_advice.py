@@ -162,6 +162,29 @@ def test_costs_of_a_server_are_not_said_to_be_of_this_process(
     assert any(line.startswith("  greedy: ") for line in lines)
 
 
+def test_acceptance_on_other_texts_is_called_an_approximation(
+    advice: Advice, advised: ValidationReport
+) -> None:
+    assert not any("teacher forcing" in line for line in printed(advice))
+    for share, claim in (
+        (0.43, "43.0% of whose tokens are the target's first choice: an approximation"),
+        (1.0, "100.0% of whose tokens are the target's first choice: exact for greedy decoding"),
+    ):
+        foreign = replace(advice, texts_are="held-out text", first_choices=share)
+        assert claim in " ".join(" ".join(printed(foreign)).split())
+        tables = outlook_tables(replace(advised, advice=foreign))
+        assert any(claim in (table.note or "") for table in tables)
+    assert advised.grid is not None
+    grid = replace(advised.grid, texts_are="completions")
+    console = Console(file=io.StringIO(), width=300)
+    print_grid(grid, console)
+    assert isinstance(console.file, io.StringIO)
+    claim = "on the completions of validation.prompts: an approximation"
+    assert claim in console.file.getvalue()
+    tables = outlook_tables(replace(advised, grid=grid))
+    assert any(claim in (table.note or "") for table in tables)
+
+
 def test_what_was_served_leads_where_the_prediction_is_not_decided(
     advice: Advice, advised: ValidationReport
 ) -> None:

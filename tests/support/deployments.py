@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import DeploymentConfig
+import yaml
+
+from tests.support.cli import write_config
+from toolkit.config.load import load_config
+from toolkit.config.schema import CalibrationConfig, DeploymentConfig
 from toolkit.plan.make import subject_of
 from toolkit.plan.subject import Subject
 
@@ -66,3 +72,32 @@ def config_of(kind: str, **keys: Any) -> DeploymentConfig:
 
 def subject(kind: str, **keys: Any) -> Subject:
     return subject_of(config_of(kind, **keys))[0]
+
+
+def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> DeploymentConfig:
+    """The tiny pair in TensorRT-LLM's PyTorch flow, unquantized."""
+    data = yaml.safe_load(write_config(folder, pair).read_text())
+    for role in ("target", "draft"):
+        data[role].pop("quantization", None)
+    data["engine"] = {
+        "kind": "trtllm_pytorch",
+        "max_batch_size": 64,
+        "max_input_len": 40,
+        "max_seq_len": 64,
+    }
+    data["triton"], data["hardware"] = {"layout": "llmapi"}, hardware
+    file = folder / "tensorrt_llm.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return load_config(file, ["validation.max_prompts=4", "validation.max_tokens=12"])
+
+
+def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
+    """The deployment with 40 lines of calibration text, the last four of them held out."""
+    file = folder / "calibration.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(40)
+        )
+    )
+    calibration = CalibrationConfig(dataset=file, calib_size=8, calib_max_seq_length=32)
+    return config.model_copy(update={"calibration": calibration})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import yaml
 
 from tests.support.cli import write_config
-from tests.support.deployments import config_of
+from tests.support.deployments import calibrated, config_of, for_tensorrt_llm
 from tests.support.reports import keep
 from tests.support.stages import Silent
 from toolkit.config.load import load_config
-from toolkit.config.schema import CalibrationConfig, DeploymentConfig, QuantizationConfig
+from toolkit.config.schema import QuantizationConfig
 from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.records.advice import ScheduleStep
@@ -126,23 +125,6 @@ def test_prompt_lookup_with_a_schedule_is_built_and_packaged(
     assert again.stages["compile/target"].reused
 
 
-def for_tensorrt_llm(pair: tuple[Path, Path], folder: Path, **hardware: Any) -> DeploymentConfig:
-    """The tiny pair in TensorRT-LLM's PyTorch flow, unquantized."""
-    data = yaml.safe_load(write_config(folder, pair).read_text())
-    for role in ("target", "draft"):
-        data[role].pop("quantization", None)
-    data["engine"] = {
-        "kind": "trtllm_pytorch",
-        "max_batch_size": 64,
-        "max_input_len": 40,
-        "max_seq_len": 64,
-    }
-    data["triton"], data["hardware"] = {"layout": "llmapi"}, hardware
-    file = folder / "tensorrt_llm.yaml"
-    file.write_text(yaml.safe_dump(data))
-    return load_config(file, SMALL[:2])
-
-
 @pytest.mark.slow
 def test_what_tensorrt_llm_serves_is_advised_from_its_checkpoints_and_a_predicted_gpu(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,17 +206,6 @@ def test_auto_for_tensorrt_llm_is_found_before_its_engines_are_made(
         == 3
     )
     assert settings["speculative_config"]["draft_len_schedule"] == {1: 3, 4: 1}
-
-
-def calibrated(config: DeploymentConfig, folder: Path) -> DeploymentConfig:
-    file = folder / "calibration.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(40)
-        )
-    )
-    calibration = CalibrationConfig(dataset=file, calib_size=8, calib_max_seq_length=32)
-    return config.model_copy(update={"calibration": calibration})
 
 
 @pytest.mark.slow

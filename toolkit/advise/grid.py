@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,15 +25,23 @@ from numpy.typing import NDArray
 
 from toolkit.advise.choose import Mode, text_times
 from toolkit.advise.cost import MEASURED
-from toolkit.advise.observe import Text, teacher_forced
-from toolkit.advise.stage import Contender, Question, predict_contender, write_texts
-from toolkit.interfaces import Progress, StepEngine
+from toolkit.advise.observe import LogitsOf, Text
+from toolkit.advise.stage import Contender, Question, Texts, predict_contender, texts_of
+from toolkit.interfaces import Progress
 from toolkit.records.advice import Alpha, Candidate, DraftCost, Grid, GridCell, TargetQuality
 from toolkit.records.measured import Interval
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
 from toolkit.words import DraftVerdict, QuantAlgo
 
-__all__ = ["UNQUANTIZED", "Cell", "best_cell", "draft_cost", "measure_grid", "quality"]
+__all__ = [
+    "UNQUANTIZED",
+    "Cell",
+    "OpenTarget",
+    "best_cell",
+    "draft_cost",
+    "measure_grid",
+    "quality",
+]
 
 Floats = NDArray[np.float64]
 
@@ -54,10 +62,20 @@ class Cell:
     tokens: Floats  # [prompts]
 
 
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """A target in one precision, and a contender for each draft that is tried with it, named by the
+    draft's quant_algo; none if the target only serves as reference. If costs are predicted, a
+    contender is dropped before the next is taken, so that one draft is held at a time.
+    """
+
+    target: LogitsOf
+    contenders: Iterable[Contender]
+
+
 def measure_grid(
     algos: Sequence[QuantAlgo],
-    target_of: Callable[[QuantAlgo], StepEngine],
-    contenders: Callable[[QuantAlgo, StepEngine], Sequence[Contender]],
+    open_target: Callable[[QuantAlgo], OpenTarget],
     question: Question,
     heldout: Sequence[Sequence[int]],
     *,
@@ -69,33 +87,27 @@ def measure_grid(
 ) -> Grid:
     """Fill the grid with greedy decoding, one request at a time.
 
-    algos: of the targets, the unquantized one included. target_of: loads the engine of one; beside
-    the unquantized engine, one is held at a time. contenders: for a target's quant_algo and
-    engine, one contender per draft, named by the draft's quant_algo; none if the target only serves
-    as reference. max_kl: the limit that a target has to keep to be chosen as the
-    best. costs_are: in words, where the costs come from. left_out: in words, the precisions that
-    cannot be served.
+    algos: of the targets, the unquantized one included. open_target: beside the unquantized target,
+    which all are compared with, one is held at a time. max_kl: the limit that a target has to keep
+    to be chosen as the best. costs_are: in words, where the costs come from. left_out: in words,
+    the precisions that cannot be served.
     """
     qualities: dict[str, TargetQuality] = {}
     cells: dict[tuple[str, str], Cell] = {}
     costs: list[DraftCost] = []
-    reference = target_of(UNQUANTIZED)
+    reference = open_target(UNQUANTIZED)
 
     def measure(number: int, algo: QuantAlgo) -> dict[str, Cell]:
-        """The cells of one target, whose engine is let go at the end."""
-        target = reference if algo == UNQUANTIZED else target_of(algo)
+        """The cells of one target, which is let go at the end."""
+        opened = reference if algo == UNQUANTIZED else open_target(algo)
         progress(number, len(algos), f"target {algo}: KL and perplexity")
-        qualities[algo] = quality(algo, target, reference, heldout)
-        drafts = contenders(algo, target)
-        if not drafts:
-            return {}
+        qualities[algo] = quality(algo, opened.target, reference.target, heldout)
         progress(number, len(algos), f"target {algo}: acceptance and cost of every draft")
-        advised = _advise_all(target, drafts, question)
-        if any(draft.forward_s is None for draft in drafts):
-            progress(number, len(algos), f"target {algo}: speed of every draft")
-            candidates = {name: candidate for name, (candidate, _) in advised.items()}
-            return _run(drafts, candidates, question, rounds)
-        return {name: _predicted(candidate, mode) for name, (candidate, mode) in advised.items()}
+        predicted, timed = _advise_all(opened, question)
+        if not timed:
+            return predicted
+        progress(number, len(algos), f"target {algo}: speed of every draft")
+        return _run(timed, question, rounds)
 
     for number, algo in enumerate(algos):
         cell_of = measure(number, algo)
@@ -117,11 +129,12 @@ def measure_grid(
         max_kl=max_kl,
         prompts=len(question.prompts),
         confidence=CONFIDENCE,
+        texts_are="written by the target" if question.given is None else question.given.source,
     )
 
 
 def quality(
-    algo: QuantAlgo, target: StepEngine, source: StepEngine, texts: Sequence[Sequence[int]]
+    algo: QuantAlgo, target: LogitsOf, source: LogitsOf, texts: Sequence[Sequence[int]]
 ) -> TargetQuality:
     """KL(unquantized || quantized) in nats per token, and perplexity, which is exp of the mean
     negative log-likelihood. The intervals come from resampling texts.
@@ -130,8 +143,8 @@ def quality(
     for ids in texts:
         text = Text("", tuple(ids[:1]), tuple(ids[1:]), len(ids))
         kl_sum, nll_sum, place = 0.0, 0.0, 1
-        # If source and target are the same engine, one pass serves both.
-        passes = [teacher_forced(engine, text) for engine in dict.fromkeys((source, target))]
+        # If source and target are the same model, one pass serves both.
+        passes = [model(text) for model in dict.fromkeys((source, target))]
         for source_rows, *other_rows in zip(*passes, strict=True):
             rows = other_rows[0] if other_rows else source_rows
             source_log, target_log = _log_softmax(source_rows), _log_softmax(rows)
@@ -184,9 +197,11 @@ def best_cell(
 
 
 def _advise_all(
-    target: StepEngine, drafts: Sequence[Contender], question: Question
-) -> dict[str, tuple[Candidate, Mode]]:
-    """The candidate of every draft under greedy decoding, and the observations behind it."""
+    opened: OpenTarget, question: Question
+) -> tuple[dict[str, Cell], list[tuple[Contender, Candidate]]]:
+    """Observe every draft under greedy decoding: (the cells whose speeds are predicted, the
+    contenders that have to be timed).
+    """
 
     def no_lookup() -> Any:
         raise AssertionError("the grid compares draft models")
@@ -194,13 +209,21 @@ def _advise_all(
     def silent(done: int, total: int | None, what: str) -> None:
         pass
 
-    texts, advised = write_texts(drafts[0].runtime, question, silent), {}
-    for draft in drafts:
+    texts: Texts = {}
+    predicted: dict[str, Cell] = {}
+    timed: list[tuple[Contender, Candidate]] = []
+    for draft in opened.contenders:
+        texts = texts or texts_of(draft, question, silent)
         candidate, (greedy,) = predict_contender(
-            target, draft, question, texts, (1,), no_lookup, lambda logits: logits, silent
+            opened.target, draft, question, texts, (1,), no_lookup, lambda logits: logits, silent
         )
-        advised[draft.name] = candidate, greedy
-    return advised
+        if draft.forward_s is None:
+            timed.append((draft, candidate))
+        else:
+            predicted[draft.name] = _predicted(candidate, greedy)
+        del draft
+        gc.collect()  # the next draft is loaded when this one is gone
+    return predicted, timed
 
 
 def _predicted(candidate: Candidate, mode: Mode) -> Cell:
@@ -210,35 +233,36 @@ def _predicted(candidate: Candidate, mode: Mode) -> Cell:
 
 
 def _run(
-    drafts: Sequence[Contender],
-    candidates: Mapping[str, Candidate],
-    question: Question,
-    rounds: int,
+    timed: Sequence[tuple[Contender, Candidate]], question: Question, rounds: int
 ) -> dict[str, Cell]:
     """Time every draft at its best length, and plain decoding.
 
     For each prompt they run one after another in random order, so slow moments affect all alike.
     """
     prompts = [ids for _, ids in question.prompts]
-    arms = [None, *drafts]
-    spent = {arm and arm.name: np.zeros((rounds, len(prompts))) for arm in arms}
+    runtime_of = {draft.name: draft.runtime for draft, _ in timed}
+    length_of = {draft.name: candidate.draft_len for draft, candidate in timed}
+    arms = [None, *runtime_of]
+    plain = timed[0][0].runtime
+    assert plain is not None  # what is timed is in memory
+    spent = {arm: np.zeros((rounds, len(prompts))) for arm in arms}
     shuffle = random.Random(0).shuffle
     for number, (index, prompt) in itertools.product(range(rounds), enumerate(prompts)):
         shuffle(arms)
         for arm in arms:
-            length = 0 if arm is None else candidates[arm.name].draft_len
-            runtime = (arm or drafts[0]).runtime
-            nanoseconds = runtime.serve_ns(
+            length = 0 if arm is None else length_of[arm]
+            runtime = plain if arm is None else runtime_of[arm]
+            assert runtime is not None
+            spent[arm][number, index] = runtime.serve_ns(
                 "draft_target", [prompt], length, question.max_tokens, 0.0, batch=1
             )
-            spent[arm and arm.name][number, index] = nanoseconds
     tokens = np.array(
-        [len(output) for output in drafts[0].runtime.write(prompts, question.max_tokens, 0.0)],
+        [len(output) for output in plain.write(prompts, question.max_tokens, 0.0)],
         dtype=np.float64,
     )
     return {
-        draft.name: Cell(candidates[draft.name], spent[draft.name], spent[None], tokens)
-        for draft in drafts
+        draft.name: Cell(candidate, spent[draft.name], spent[None], tokens)
+        for draft, candidate in timed
     }
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
+import numpy as np
+
 from toolkit.advise.acceptance import RULES, Drafted
 from toolkit.advise.choose import Mode, predict_candidate, schedule_of
 from toolkit.advise.cost import (
@@ -22,35 +24,48 @@ from toolkit.advise.cost import (
     predict_costs,
 )
 from toolkit.advise.observe import (
+    LogitsOf,
     Lookup,
     Probabilities,
     Text,
+    first_choices,
+    foreign_greedy_drafts,
+    foreign_sampled_drafts,
     greedy_drafts,
     lookup_drafts,
     sampled_drafts,
 )
 from toolkit.advise.sweep import RunningRuntime, sweep
-from toolkit.interfaces import Progress, StepEngine
+from toolkit.interfaces import Progress
 from toolkit.records.advice import Advice, Candidate, ScheduleStep, SpeedupPrediction
 from toolkit.resampling import CONFIDENCE, bootstrap_ratio_of_sums
-from toolkit.words import AlphaRule, CostSource, DecodingMode, DeployedRule, Drafter, Role
+from toolkit.words import (
+    AlphaRule,
+    CostSource,
+    DecodingMode,
+    DeployedRule,
+    Drafter,
+    Role,
+    TextSource,
+)
 
 __all__ = [
     "MAX_DRAFT_LEN",
     "VERSION",
     "Contender",
+    "GivenTexts",
     "Question",
     "Texts",
     "advise",
     "decide",
     "of_medium_length",
     "predict_contender",
-    "write_texts",
+    "texts_of",
 ]
 
 Item = TypeVar("Item")
 
-VERSION = 5
+VERSION = 6
 MAX_DRAFT_LEN = 8  # the longest that is tried if the YAML says `auto`
 
 
@@ -62,22 +77,30 @@ class AdvisedRuntime(ServingRuntime, RunningRuntime, Protocol):
 class Contender:
     """A way to draft: with a draft model, or by prompt lookup.
 
-    runtime: serves the target with this way. draft: the draft's engine; None for prompt lookup.
-    Steps are timed on the runtime, unless their costs come from elsewhere. forward_s: seconds of a
-    forward by role, batch size and tokens, for hardware that is not here. served: temperature ->
-    the costs that were timed on the server of another engine.
+    runtime: serves the target with this way; None if the models are not in memory. draft: the draft
+    model; None for prompt lookup. Steps are timed on the runtime, unless their costs come from
+    elsewhere. forward_s: seconds of a forward by role, batch size and tokens, for hardware that is
+    not here. served: temperature -> the costs that were timed on the server of another engine.
     """
 
     name: str
     drafter: Drafter
-    runtime: AdvisedRuntime
-    draft: StepEngine | None
+    runtime: AdvisedRuntime | None
+    draft: LogitsOf | None
     forward_s: Callable[[Role, int, int], float] | None = None
     served: Mapping[float, StepCosts] | None = None
 
 
 Texts = Mapping[DecodingMode, Sequence[Text]]
-"""The texts that the target wrote: mode -> one text per prompt."""
+"""The texts on which acceptance is observed: mode -> one text per prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTexts:
+    """Texts that take the place of those that the target would write, and what they are."""
+
+    texts: Sequence[Text]
+    source: TextSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +108,7 @@ class Question:
     """What to decide, and how much to measure.
 
     prompts: (domain, token ids) of every prompt. temperature: None for greedy decoding alone.
+    given: a text for each prompt; None if the target writes them in every mode.
     """
 
     prompts: Sequence[tuple[str, tuple[int, ...]]]
@@ -97,10 +121,11 @@ class Question:
     steps: int = 8
     # Rounds of really speculating with the best candidate, one request at a time; 0 for none.
     measured_rounds: int = 0
+    given: GivenTexts | None = None
 
 
 def advise(
-    target: StepEngine,
+    target: LogitsOf,
     contenders: Sequence[Contender],
     question: Question,
     *,
@@ -114,8 +139,8 @@ def advise(
     distribution from which the runtime samples at question.temperature.
     """
     started = time.monotonic()
-    batches = tuple(question.batches or batch_sizes(contenders[0].runtime.max_batch_size))
-    texts = write_texts(contenders[0].runtime, question, progress)
+    batches = tuple(question.batches or batch_sizes(_runtime(contenders[0]).max_batch_size))
+    texts, given = texts_of(contenders[0], question, progress), question.given
     candidates: list[Candidate] = []
     sources: list[CostSource] = []
     for contender in contenders:
@@ -139,11 +164,26 @@ def advise(
         prompts=len(question.prompts),
         tokens=sum(len(text.output) for mode_texts in texts.values() for text in mode_texts),
         seconds=time.monotonic() - started,
+        texts_are="written by the target" if given is None else given.source,
+        first_choices=None if given is None else _first_choices(target, given.texts),
     )
 
 
-def write_texts(runtime: ServingRuntime, question: Question, progress: Progress) -> Texts:
-    """Let the target write a text after every prompt, in every mode, without speculation."""
+def _first_choices(target: LogitsOf, texts: Sequence[Text]) -> float:
+    """The share of the output tokens, but the first of each text, that are the target's first
+    choice.
+    """
+    chosen = [first_choices(target, text) == np.array(text.output[1:]) for text in texts]
+    return float(np.concatenate(chosen).mean())
+
+
+def texts_of(contender: Contender, question: Question, progress: Progress) -> Texts:
+    """The given texts; or let the target write a text after every prompt, in every mode, without
+    speculation.
+    """
+    if question.given is not None:
+        return dict.fromkeys(_temperatures(question), question.given.texts)
+    runtime = _runtime(contender)
     prompts = [ids for _, ids in question.prompts]
     texts: dict[DecodingMode, list[Text]] = {}
     for mode, temperature in _temperatures(question).items():
@@ -156,8 +196,13 @@ def write_texts(runtime: ServingRuntime, question: Question, progress: Progress)
     return texts
 
 
+def _runtime(contender: Contender) -> AdvisedRuntime:
+    assert contender.runtime is not None, "texts and costs come from elsewhere without a runtime"
+    return contender.runtime
+
+
 def predict_contender(
-    target: StepEngine,
+    target: LogitsOf,
     contender: Contender,
     question: Question,
     texts: Texts,
@@ -170,9 +215,7 @@ def predict_contender(
     modes = []
     for mode, temperature in _temperatures(question).items():
         progress(0, None, f"{contender.name}: {mode} acceptance")
-        rules = _observe(
-            target, contender, texts[mode], question.max_draft_len, mode, lookup, probabilities
-        )
+        rules = _observe(target, contender, texts[mode], question, mode, lookup, probabilities)
         if contender.served is None:
             activity = "timing" if contender.forward_s is None else "predicting the cost of"
             progress(0, None, f"{contender.name}: {activity} {mode} steps")
@@ -203,7 +246,7 @@ def _measured(candidate: Candidate, contender: Contender, question: Question) ->
     prompts = [ids for _, ids in question.prompts]
     for mode, temperature in _temperatures(question).items():
         times = sweep(
-            contender.runtime,
+            _runtime(contender),
             contender.drafter,
             prompts,
             draft_lens=range(question.max_draft_len + 1),
@@ -236,6 +279,8 @@ def decide(
     prompts: int,
     tokens: int,
     seconds: float,
+    texts_are: TextSource = "written by the target",
+    first_choices: float | None = None,
 ) -> Advice:
     """Decide for the best candidate's draft lengths, or against speculation.
 
@@ -281,6 +326,8 @@ def decide(
         confidence=CONFIDENCE,
         seconds=seconds,
         candidates=tuple(candidates),
+        texts_are=texts_are,
+        first_choices=first_choices,
     )
 
 
@@ -289,10 +336,10 @@ def _length_at(schedule: Sequence[ScheduleStep], batch: int) -> int:
 
 
 def _observe(
-    target: StepEngine,
+    target: LogitsOf,
     contender: Contender,
     texts: Sequence[Text],
-    width: int,
+    question: Question,
     mode: DecodingMode,
     lookup: Callable[[], Lookup],
     probabilities: Probabilities,
@@ -300,6 +347,7 @@ def _observe(
     """The drafts of every text under every rule of the mode."""
     drafts_by_rule: dict[AlphaRule, list[Drafted]] = {}
     rules: Mapping[AlphaRule, Drafted]
+    width, is_foreign = question.max_draft_len, question.given is not None
     for text in texts:
         if contender.draft is None and mode == "greedy":
             rules = {"greedy": lookup_drafts(lookup(), text, width)}
@@ -307,6 +355,10 @@ def _observe(
             # Under every rule, a looked-up token is accepted with its probability under the target.
             drafted = lookup_drafts(lookup(), text, width, target, probabilities)
             rules = dict.fromkeys(RULES[1:], drafted)
+        elif is_foreign and mode == "greedy":
+            rules = {"greedy": foreign_greedy_drafts(target, contender.draft, text, width)}
+        elif is_foreign:
+            rules = foreign_sampled_drafts(target, contender.draft, text, width, probabilities)
         elif mode == "greedy":
             rules = {"greedy": greedy_drafts(contender.draft, text, width)}
         else:
@@ -345,7 +397,7 @@ def _costs(
         )
     middle = of_medium_length(texts, lambda text: len(text.prompt))
     return measure_costs(
-        contender.runtime,
+        _runtime(contender),
         contender.drafter,
         [[*text.prompt, *text.output[: len(text.output) // 2]] for text in middle],
         [text.prompt for text in middle],

@@ -58,6 +58,16 @@ def tune_command(
             show_default=False,
         ),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help=(
+                "Measure acceptance on given texts, reading the models layer by layer, even if both"
+                " fit into memory."
+            ),
+        ),
+    ] = False,
     grid: Annotated[
         bool,
         typer.Option(
@@ -93,6 +103,11 @@ def tune_command(
             "--measure runs on this machine, and --gpu names another one",
             hint="Leave one of them out.",
         )
+    if stream and measure:
+        raise UsageError(
+            "--measure runs the models, and --stream has none in memory",
+            hint="Leave one of them out.",
+        )
     for folder in drafts or ():
         if not (folder / "config.json").is_file():
             raise UsageError(
@@ -104,7 +119,9 @@ def tune_command(
         store = Store(workplace.store, rehash=rehash, notice=display.notice)
         result: Advice | Grid
         if grid:
-            result, folder = tune_grid(loaded, workplace, display, store, gpu=gpu, fresh=fresh)
+            result, folder = tune_grid(
+                loaded, workplace, display, store, gpu=gpu, stream=stream, fresh=fresh
+            )
         else:
             result, folder = tune(
                 loaded,
@@ -114,6 +131,7 @@ def tune_command(
                 drafts=drafts or (),
                 measured_rounds=measure,
                 gpu=gpu,
+                stream=stream,
                 fresh=fresh,
             )
     if as_json:

@@ -16,6 +16,7 @@ from toolkit.words import (
     DraftVerdict,
     QuantAlgo,
     SpeculationKind,
+    TextSource,
 )
 
 __all__ = [
@@ -138,6 +139,10 @@ class Advice:
     schedule: draft lengths by batch size; they begin with max_draft_len at batch 1 and never grow.
     max_concurrency: the most concurrent requests at which speculation pays; None: it pays at every
     size tried.
+
+    texts_are: the texts on which acceptance was measured. first_choices: if the target did not
+    write them for this, the share of their tokens that are its first choice; greedy acceptance is
+    exact if all are.
     """
 
     speculate: bool
@@ -157,6 +162,8 @@ class Advice:
     confidence: float
     seconds: float
     candidates: tuple[Candidate, ...]
+    texts_are: TextSource = "written by the target"
+    first_choices: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +215,8 @@ class Grid:
 
     costs_are: measured, or predicted for a named GPU. In the second case speeds and speed-ups are
     predicted too, and their intervals cover acceptance alone. left_out: pairs that the deployment
-    cannot have, and why. targets includes the unquantized one even if it is left out.
+    cannot have, and why. targets includes the unquantized one even if it is left out. texts_are: as
+    in Advice.
     """
 
     cells: tuple[GridCell, ...]
@@ -219,3 +227,4 @@ class Grid:
     max_kl: float
     prompts: int
     confidence: float
+    texts_are: TextSource = "written by the target"

@@ -10,11 +10,20 @@ from toolkit.config.schema import SpeculationConfig
 from toolkit.records.advice import Advice, Candidate, Grid, SpeedupPrediction
 from toolkit.records.measured import Interval
 from toolkit.records.report import ValidationReport
+from toolkit.words import TextSource
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["against_present", "at_once", "deployed", "print_advice", "print_grid", "yaml_of"]
+__all__ = [
+    "against_present",
+    "at_once",
+    "deployed",
+    "print_advice",
+    "print_grid",
+    "teacher_forcing_note",
+    "yaml_of",
+]
 
 DASH = "-"
 # Advice.costs_are if the costs were timed on this machine: on the runtime, or on a server.
@@ -40,6 +49,31 @@ def yaml_of(advice: Advice, *, schedule: bool = True, max_concurrency: bool = Tr
     elif max_concurrency and advice.max_concurrency is not None:
         lines.append(f"  max_concurrency: {advice.max_concurrency}")
     return "\n".join(lines)
+
+
+def teacher_forcing_note(texts_are: TextSource, first_choices: float | None = None) -> str | None:
+    """What acceptance is worth that was measured on texts which the target did not write for it;
+    None if it wrote them. first_choices: as in Advice.
+    """
+    if texts_are == "written by the target":
+        return None
+    texts = {
+        "completions": "the completions of validation.prompts",
+        "held-out text": "held-out text",
+        "prompts": "the prompts themselves",
+    }[texts_are]
+    share = ""
+    if first_choices is not None:
+        share = f", {first_choices:.1%} of whose tokens are the target's first choice"
+    if first_choices == 1.0:
+        return (
+            f"acceptance by teacher forcing on {texts}{share}: exact for greedy decoding, and an"
+            " approximation for sampling, whose texts differ"
+        )
+    return (
+        f"acceptance by teacher forcing on {texts}{share}: an approximation, exact for greedy"
+        " decoding only where the target itself wrote the texts"
+    )
 
 
 def print_grid(grid: Grid, console: Console) -> None:
@@ -119,6 +153,9 @@ def print_grid(grid: Grid, console: Console) -> None:
         + (", for acceptance alone" if speeds else ""),
         style="dim",
     )
+    note = teacher_forcing_note(grid.texts_are)
+    if note is not None:
+        console.print(Text(note), highlight=False)
     for line in grid.left_out:
         console.print(Text(f"left out: {line}"), highlight=False)
 
@@ -167,6 +204,7 @@ def print_advice(
     own = None if present is None else _own(advice, present, own_draft)
     for line in (
         None if present is None else against_present(advice, present, own),
+        teacher_forcing_note(advice.texts_are, advice.first_choices),
         *_trust(advice, present, own, served),
     ):
         if line is not None:

@@ -11,8 +11,8 @@ from toolkit.records.advice import Advice, Candidate, Grid, SpeedupPrediction
 from toolkit.records.bench import BenchPoint
 from toolkit.records.measured import Interval, Ratio, Speedup
 from toolkit.records.report import ValidationReport
-from toolkit.report.advice import MEASURED, at_once, deployed
-from toolkit.report.cells import DASH, Table, interval, number, size
+from toolkit.report.advice import MEASURED, at_once, deployed, teacher_forcing_note
+from toolkit.report.cells import DASH, Table, capital, interval, number, size
 from toolkit.report.expected import deployed_draft_len, measured_here, measured_peak
 
 __all__ = ["outlook_tables"]
@@ -59,6 +59,8 @@ def _ways(advice: Advice) -> Table:
     if advice.max_concurrency is not None:
         note += f" It pays up to {at_once(advice.max_concurrency)}."
     note += f" Costs are {advice.costs_are}; {advice.prompts} prompts, {advice.tokens:,} tokens."
+    basis = teacher_forcing_note(advice.texts_are, advice.first_choices)
+    note += "" if basis is None else f" {capital(basis)}."
     break_even = METRICS["break_even"].title
     columns = (
         "drafts",
@@ -202,6 +204,8 @@ def _cells(grid: Grid) -> Table:
     )
     if grid.costs_are != MEASURED:
         note += f" Speeds and speed-ups are {grid.costs_are}; the intervals cover acceptance alone."
+    basis = teacher_forcing_note(grid.texts_are)
+    note += "" if basis is None else f" {capital(basis)}."
     note += "".join(f" Left out: {line}." for line in grid.left_out)
     if not any(cell.best for cell in grid.cells):
         note = f"No target stays within KL {grid.max_kl:g}. {note}"

@@ -6,6 +6,7 @@ import itertools
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig
 from toolkit.errors import UsageError
@@ -18,14 +19,13 @@ from toolkit.records.plan import MemoryItem
 from toolkit.words import QuantAlgo, Role
 from toolkit.workflows.build import build
 from toolkit.workflows.deployment import embedded, embedded_twin, sampled_rule
-from toolkit.workflows.fits_here import check_fits_here
+from toolkit.workflows.fits_here import must_stream
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.serve_vllm import check_vllm
 from toolkit.workflows.stages.sequence import (
     TWIN,
-    advised_stages,
     embedded_stages,
     is_measured_on_server,
     methods_of_yaml,
@@ -46,6 +46,7 @@ def tune(
     drafts: Sequence[Path] = (),
     measured_rounds: int = 0,
     gpu: str | None = None,
+    stream: bool = False,
     fresh: bool = False,
 ) -> tuple[Advice, Path]:
     """Build the missing engines, measure every drafting method, and publish the advice: (the
@@ -58,35 +59,40 @@ def tune(
     TensorRT-LLM and vLLM run only in their servers. For them, acceptance is measured on the
     embedded engine with the same quantized checkpoints, and costs are predicted: for `gpu`, or for
     the GPU that the YAML names or this machine has. vLLM without a GPU is measured in its own
-    server.
+    server. Models that do not fit this machine are streamed over given texts
+    (`toolkit.workflows.measured_streamed`); stream: even where they fit.
     """
     predicted_gpu = _gpu_of_costs(config, gpu, measured_rounds)
-    served_drafts: dict[str, Done] = {}
-    if not config.capabilities.in_process:
-        check_fits_here(config)  # before anything is downloaded
-        engines = _run(
-            advised_stages(config, workplace, store.memo), store, f"{config.name}.advised", observer
+    if stream and config.capabilities.in_process and predicted_gpu is None:
+        raise UsageError(
+            "--stream has no model in memory whose steps could be timed",
+            hint="Give --gpu H200, for which costs are predicted, or leave --stream out.",
         )
+    if not config.capabilities.in_process:
+        must_stream(config)  # raises, before anything is downloaded, if not even a layer fits
+    served_drafts: dict[str, Done] = {}
+    with_drafts = [_with_draft(config, checkpoint) for checkpoint in drafts]
+    fetched = config  # the names in the advice stay those of the YAML
+    if stream or not config.capabilities.in_process:
+        fetched = ready(config, download=True).config
+        streamed = stream or any(map(must_stream, (fetched, *with_drafts)))
+        stages = embedded_stages(fetched, workplace, store.memo, streamed=streamed)
+        engines = _run(stages, store, f"{config.name}.advised", observer)
+    else:
+        streamed = False
+        engines = build(config, workplace, observer, store, until="compile").stages
+    made_by: Literal["compile", "quantize"] = "quantize" if streamed else "compile"
+    checkpoints = None
+    if not config.capabilities.in_process:
         checkpoints = {role: engines[f"quantize/{role}"] for role in config.models}
         if config.draft is not None:
             served_drafts[config.draft.checkpoint.name] = checkpoints["draft"]
-    else:
-        checkpoints = None
-        engines = build(config, workplace, observer, store, until="compile").stages
-    methods = [*methods_of_yaml(config)(engines)]
-    for number, checkpoint in enumerate(drafts, start=1):
-        model = (config.draft or config.target).model_copy(
-            update={"checkpoint": checkpoint.resolve()}
-        )
-        speculation = config.speculation.model_copy(update={"kind": "draft_target"})
-        with_draft = config.model_copy(update={"draft": model, "speculation": speculation})
-        built = _run(
-            advised_stages(with_draft, workplace, store.memo),
-            store,
-            f"{config.name}.draft-{number}",
-            observer,
-        )
-        methods.append((checkpoint.name, "draft_target", built["compile/draft"]))
+    methods = [*methods_of_yaml(config, made_by)(engines)]
+    for number, (checkpoint, with_draft) in enumerate(zip(drafts, with_drafts, strict=True), 1):
+        with_draft = ready(with_draft, download=True).config
+        stages = embedded_stages(with_draft, workplace, store.memo, streamed=streamed)
+        built = _run(stages, store, f"{config.name}.draft-{number}", observer)
+        methods.append((checkpoint.name, "draft_target", built[f"{made_by}/draft"]))
         served_drafts[checkpoint.name] = built["quantize/draft"]
     if config.capabilities.has_ngram and not config.speculation.has_ngram:
         methods.append(("ngram", "ngram", None))
@@ -96,15 +102,16 @@ def tune(
         served = VllmCosts(config, lambda finished: target, lambda finished: served_drafts)
     stage = tune_stage(
         config,
-        embedded(embedded_twin(config)),
+        embedded(embedded_twin(fetched)),
         store.memo,
         lambda finished: methods,
         rule=sampled_rule(config),
-        target=engines["compile/target"],
+        target=engines[f"{made_by}/target"],
         checkpoints=None if checkpoints is None else lambda finished: checkpoints,
         measured_rounds=measured_rounds,
         gpu=predicted_gpu,
         served=served,
+        streamed=streamed,
     )
     ((_, done),) = run_stages(
         [stage], store, config.name, observer, fresh=["tune"] if fresh else []
@@ -112,6 +119,13 @@ def tune(
     store.publish({"": done.entry}, workplace.advice(config.name))
     publish_report(store, config.name, workplace.report(config.name), observer)
     return done.record, workplace.advice(config.name)
+
+
+def _with_draft(config: DeploymentConfig, checkpoint: Path) -> DeploymentConfig:
+    """The deployment with another draft, quantized like its own."""
+    model = (config.draft or config.target).model_copy(update={"checkpoint": checkpoint.resolve()})
+    speculation = config.speculation.model_copy(update={"kind": "draft_target"})
+    return config.model_copy(update={"draft": model, "speculation": speculation})
 
 
 def _run(stages: Sequence[Stage], store: Store, name: str, observer: Observer) -> dict[str, Done]:
@@ -171,14 +185,16 @@ def tune_grid(
     store: Store,
     *,
     gpu: str | None = None,
+    stream: bool = False,
     fresh: bool = False,
 ) -> tuple[Grid, Path]:
     """Quantize and compile both models in every precision, measure every pair of them, and publish
     the grid: (the grid, its folder).
 
     Pairs that the plan refuses are left out. Speeds are measured, or predicted as `tune` predicts
-    costs; of engines that run only in their server, they are predicted. Raises UsageError without a
-    draft or calibration text, and what the stages raise.
+    costs; of engines that run only in their server, they are predicted. Models that do not fit this
+    machine are streamed, and then speeds are predicted; stream: even where they fit. Raises
+    UsageError without a draft or calibration text, and what the stages raise.
     """
     from toolkit.quantize.calibrate import split_texts
 
@@ -207,7 +223,12 @@ def tune_grid(
         )
     config = ready(config, download=True).config
     pairs, left_out = _pairs_of(config)
-    _check_grid_fits(config, pairs)
+    streamed = stream or _must_stream_grid(config, pairs, is_timed=predicted_gpu is None)
+    if streamed and predicted_gpu is None:
+        raise UsageError(
+            "streamed models are not in memory, so their pairs cannot be run",
+            hint="Give --gpu H200, for which speeds are predicted.",
+        )
     precisions = {
         role: {"NO_QUANT", *(pair[index] for pair in pairs)}
         for index, role in enumerate(config.models)
@@ -220,11 +241,10 @@ def tune_grid(
             continue
         algos = [algo if role in roles else "NO_QUANT" for role in precisions]
         pair = _of_precisions(config, *algos)
-        built = _run(
-            embedded_stages(pair, workplace, store.memo), store, f"{config.name}.{algo}", observer
-        )
+        stages = embedded_stages(pair, workplace, store.memo, streamed=streamed)
+        built = _run(stages, store, f"{config.name}.{algo}", observer)
         for role in roles:
-            engines[role][algo] = built[f"compile/{role}"]
+            engines[role][algo] = built[f"{'quantize' if streamed else 'compile'}/{role}"]
             checkpoints[role][algo] = built[f"quantize/{role}"]
     stage = grid_stage(
         config,
@@ -236,6 +256,7 @@ def tune_grid(
         left_out=left_out,
         checkpoints=None if config.capabilities.in_process else checkpoints,
         gpu=predicted_gpu,
+        streamed=streamed,
     )
     ((_, done),) = run_stages(
         [stage], store, config.name, observer, fresh=["grid"] if fresh else []
@@ -245,18 +266,20 @@ def tune_grid(
     return done.record, workplace.grid(config.name)
 
 
-def _check_grid_fits(
-    config: DeploymentConfig, pairs: Sequence[tuple[QuantAlgo, QuantAlgo]]
-) -> None:
-    """Raises UsageError if this machine cannot hold what the grid holds at once: the unquantized
-    target, with which all are compared, one other target, and a draft of every precision.
+def _must_stream_grid(
+    config: DeploymentConfig, pairs: Sequence[tuple[QuantAlgo, QuantAlgo]], *, is_timed: bool
+) -> bool:
+    """Whether this machine cannot hold what the grid holds at once: the unquantized target, with
+    which all are compared, one other target, and a draft; of every precision, if pairs are timed.
+
+    Raises UsageError if it cannot even hold a layer.
     """
     from toolkit.plan.make import subject_of
     from toolkit.plan.memory import weight_bytes
 
     shapes = subject_of(config)[0].shapes
     if set(shapes) != set(config.models):
-        return
+        return False
     dtype = embedded(embedded_twin(config)).dtype
     sizes = {
         role: {
@@ -265,11 +288,10 @@ def _check_grid_fits(
         }
         for index, role in enumerate(config.models)
     }
-    more = [
-        MemoryItem("a second target", max(sizes["target"].values(), default=0), "quantized"),
-        MemoryItem("more drafts", sum(sizes["draft"].values()), "of every precision"),
-    ]
-    check_fits_here(_of_precisions(config, "NO_QUANT", "NO_QUANT"), more)
+    more = [MemoryItem("a second target", max(sizes["target"].values(), default=0), "quantized")]
+    if is_timed:
+        more.append(MemoryItem("more drafts", sum(sizes["draft"].values()), "of every precision"))
+    return must_stream(_of_precisions(config, "NO_QUANT", "NO_QUANT"), more)
 
 
 def _pairs_of(

@@ -6,6 +6,8 @@ The engines of TensorRT-LLM have a fixed draft length, so `auto` is decided befo
 compiled, with embedded engines in their place:
 
     ... -> advised/{target,draft} -> tune -> compile/{target,draft} -> package -> validate
+
+Where they do not fit into memory, `tune` streams the quantized checkpoints instead.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from toolkit.config.schema import DeploymentConfig, ModelConfig
 from toolkit.engines.spec import engine_spec
@@ -27,7 +30,7 @@ from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
 from toolkit.workflows.deployment import embedded, embedded_twin, refuse_head, sampled_rule
-from toolkit.workflows.fits_here import check_fits_here
+from toolkit.workflows.fits_here import must_stream
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.measured_vllm import VllmCosts
 from toolkit.workflows.serve_vllm import check_vllm
@@ -43,7 +46,6 @@ __all__ = [
     "REAL_KINDS",
     "TWIN",
     "Ready",
-    "advised_stages",
     "embedded_stages",
     "is_measured_on_server",
     "methods_of_yaml",
@@ -75,7 +77,7 @@ def stages_of(
     that cannot work, UsageError for calibration or prompt files that cannot be used.
     """
     if config.speculation.is_measured and not config.capabilities.in_process:
-        check_fits_here(config)  # before anything is downloaded
+        must_stream(config)  # raises, before anything is downloaded, if not even a layer fits
     prepared = ready(config, download=download, plan=plan)
     config, roles = prepared.config, tuple(prepared.config.models)
     engines = [compile_stage(config, role, workplace) for role in roles]
@@ -102,8 +104,9 @@ def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMem
 
     if not config.speculation.is_measured:
         return []
-    rule, methods, roles = sampled_rule(config), methods_of_yaml(config), tuple(config.models)
+    rule, roles = sampled_rule(config), tuple(config.models)
     if config.capabilities.in_process:
+        methods = methods_of_yaml(config, "compile")
         return [tune_stage(config, embedded(config), memo, methods, rule=rule)]
 
     def quantized(finished: Finished) -> dict[Role, Done]:
@@ -118,9 +121,21 @@ def _tune_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMem
     if is_measured_on_server(config):
         check_vllm(config)
         served, gpu = VllmCosts(config, lambda finished: finished["quantize/target"], drafts), None
+    refuse_head(config)
+    streamed = must_stream(config)
     tune = tune_stage(
-        config, engine, memo, methods, rule=rule, checkpoints=quantized, gpu=gpu, served=served
+        config,
+        engine,
+        memo,
+        methods_of_yaml(config, "quantize" if streamed else "compile"),
+        rule=rule,
+        checkpoints=quantized,
+        gpu=gpu,
+        served=served,
+        streamed=streamed,
     )
+    if streamed:
+        return [tune]
     tune = replace(tune, needs=(*tune.needs, *(f"quantize/{role}" for role in roles)))
     return [*_twins(config, workplace), _renamed(tune, _advised_name)]
 
@@ -135,13 +150,9 @@ def is_measured_on_server(config: DeploymentConfig) -> bool:
 
 
 def _twins(config: DeploymentConfig, workplace: Workplace) -> list[Stage]:
-    """The stages that compile the models for the embedded engine.
-
-    They are named `advised/ROLE` if the deployment has engines of another kind. Raises UsageError
-    if the draft is a head, or if this machine cannot hold both models.
+    """The stages that compile the models for the embedded engine. They are named `advised/ROLE` if
+    the deployment has engines of another kind.
     """
-    refuse_head(config)
-    check_fits_here(config)
     stages = [compile_stage(embedded_twin(config), role, workplace) for role in config.models]
     if config.capabilities.in_process:
         return stages
@@ -152,27 +163,22 @@ def _advised_name(name: str) -> str:
     return name.replace("compile/", TWIN)
 
 
-def advised_stages(config: DeploymentConfig, workplace: Workplace, memo: DigestMemo) -> list[Stage]:
-    """The stages up to engines that run in this process, whatever kind serves the deployment.
-
-    They quantize the models as the deployment does, and compile them for the embedded engine.
-    Raises what `stages_of` raises.
-    """
-    return embedded_stages(ready(config, download=True).config, workplace, memo)
-
-
 def embedded_stages(
-    config: DeploymentConfig, workplace: Workplace, memo: DigestMemo
+    config: DeploymentConfig, workplace: Workplace, memo: DigestMemo, *, streamed: bool = False
 ) -> list[Stage]:
-    """The stages of `advised_stages`, for a deployment that is `ready` already.
+    """The stages up to engines that run in this process, whatever kind serves the deployment. They
+    quantize the models as the deployment does, and compile them for the embedded engine.
 
-    Its models may have another precision, even one that the serving engine refuses.
+    config: `ready`; its models may have another precision, even one that the serving engine
+    refuses. streamed: up to the checkpoints alone, which are streamed. Raises UsageError if the
+    draft is a head.
     """
-    return [
+    refuse_head(config)
+    quantized = [
         pair_stage(config, memo),
         *(quantize_stage(config, role, memo) for role in config.models),
-        *_twins(config, workplace),
     ]
+    return quantized if streamed else [*quantized, *_twins(config, workplace)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +366,12 @@ def _check_inputs(config: DeploymentConfig) -> None:
         split_texts(config.calibration)
 
 
-def methods_of_yaml(config: DeploymentConfig) -> Callable[[Finished], list[DraftingMethod]]:
+def methods_of_yaml(
+    config: DeploymentConfig, made_by: Literal["compile", "quantize"]
+) -> Callable[[Finished], list[DraftingMethod]]:
     """A function of the finished stages that lists the YAML's own drafting method.
 
-    The list is empty without speculation.
+    made_by: the stage whose draft is tried. The list is empty without speculation.
     """
 
     def methods(finished: Finished) -> list[DraftingMethod]:
@@ -371,6 +379,6 @@ def methods_of_yaml(config: DeploymentConfig) -> Callable[[Finished], list[Draft
             return [("ngram", "ngram", None)]
         if config.draft is None:
             return []
-        return [(config.draft.checkpoint.name, "draft_target", finished["compile/draft"])]
+        return [(config.draft.checkpoint.name, "draft_target", finished[f"{made_by}/draft"])]
 
     return methods

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from toolkit.config.schema import (
     AUTO_MAX_DRAFT_LEN,
@@ -17,18 +17,28 @@ from toolkit.config.schema import (
     TorchEngineConfig,
 )
 from toolkit.facts.gpus import Gpu
-from toolkit.interfaces import Progress, StepEngine
+from toolkit.interfaces import Progress
 from toolkit.pipeline.hashing import DigestMemo, digest_file, digest_value
 from toolkit.pipeline.machine import machine
 from toolkit.pipeline.sources import digest_sources
-from toolkit.pipeline.stage import Done, Finished, Stage
+from toolkit.pipeline.stage import Done, Finished, Stage, resume_folder
 from toolkit.records.advice import Advice, Grid
-from toolkit.records.build import CompiledEngine
+from toolkit.records.build import QuantizedCheckpoint
 from toolkit.records.codec import from_json, to_json
 from toolkit.words import DeployedRule, Drafter, QuantAlgo, Role
+from toolkit.workflows.advised_models import (
+    Model,
+    load_models,
+    load_targets,
+    stream_models,
+    stream_targets,
+)
 
 if TYPE_CHECKING:
     from toolkit.advise.cost import StepCosts
+    from toolkit.advise.grid import OpenTarget
+    from toolkit.advise.stage import Contender, GivenTexts
+    from toolkit.checkpoints.shape import ModelShape
     from toolkit.speculative.text import TextCodec
 
 __all__ = ["CostsOnServer", "DraftingMethod", "grid_stage", "tune_stage"]
@@ -36,7 +46,9 @@ __all__ = ["CostsOnServer", "DraftingMethod", "grid_stage", "tune_stage"]
 GRID_ROUNDS = 2  # how often every cell of the grid is run
 
 DraftingMethod = tuple[str, Drafter, Done | None]
-"""(name, drafter, compiled draft); the drafter "ngram" has no compiled draft."""
+"""(name, drafter, draft); the drafter "ngram" has no draft. The draft is compiled, or a quantized
+checkpoint that is streamed.
+"""
 
 
 class CostsOnServer(Protocol):
@@ -73,6 +85,7 @@ def tune_stage(
     measured_rounds: int = 0,
     gpu: Gpu | None = None,
     served: CostsOnServer | None = None,
+    streamed: bool = False,
 ) -> Stage:
     """The `tune` stage.
 
@@ -82,23 +95,26 @@ def tune_stage(
     role -> the checkpoint of the engine, if the deployment has engines of another kind.
     measured_rounds: how many rounds run every draft length, to check the predictions; 0 for none.
     gpu: the GPU whose costs are predicted; None if costs are measured here. served: measures them
-    on the server that will serve; None if the embedded engine does.
+    on the server that will serve; None if the embedded engine does. streamed: the models are read
+    layer by layer instead of being run; target and drafts are then quantized checkpoints instead of
+    engines.
     """
     from toolkit.advise import stage
 
     validation, speculation = config.validation, config.speculation
+    made_by = "quantize" if streamed else "compile"
     needs: tuple[str, ...] = ()
     if target is None:
-        needs = tuple(f"compile/{role}" for role in config.models)
+        needs = tuple(f"{made_by}/{role}" for role in config.models)
 
     def target_of(finished: Finished) -> Done:
-        return target or finished["compile/target"]
+        return target or finished[f"{made_by}/target"]
 
     def parts(finished: Finished) -> Mapping[str, Any]:
         drafts = {
             name: None if done is None else done.entry.digest for name, _, done in methods(finished)
         }
-        inputs = {
+        inputs: dict[str, Any] = {
             "target": target_of(finished).entry.digest,
             "drafts": drafts,
             "prompts": digest_file(validation.prompts, memo),
@@ -110,8 +126,11 @@ def tune_stage(
             }
         if served is not None:
             inputs["served"] = served.parts(finished)
+        if streamed:
+            inputs["texts"] = _heldout_digests(config, memo)
         return {
             "config": {
+                **({"streamed": _limits(engine)} if streamed else {}),
                 "rule": rule,
                 "batch_size": config.engine.max_batch_size,
                 "max_draft_len": max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN),
@@ -140,6 +159,7 @@ def tune_stage(
             measured_rounds,
             gpu,
             None if served is None else partial(served.measure, finished),
+            resume_folder(out_dir) if streamed else None,
             progress,
         )
         (out_dir / "advice.json").write_text(
@@ -150,88 +170,97 @@ def tune_stage(
     return Stage("tune", stage.VERSION, Advice, needs, parts, run)
 
 
+def _limits(engine: TorchEngineConfig) -> dict[str, Any]:
+    """What of the engine decides a streamed pass: which texts are taken, and the arithmetic."""
+    return engine.model_dump(include={"max_input_len", "max_seq_len", "dtype", "device"})
+
+
+def _heldout_digests(config: DeploymentConfig, memo: DigestMemo) -> list[str]:
+    """The digests of the files that held-out texts come from."""
+    calibration = config.calibration
+    files = [] if calibration is None else [calibration.dataset, calibration.heldout]
+    return [digest_file(file, memo) for file in files if file is not None]
+
+
 def _advise(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
-    compiled: CompiledEngine,
-    engines: Sequence[tuple[str, Drafter, CompiledEngine | None]],
+    target: Model,
+    methods: Sequence[tuple[str, Drafter, Model | None]],
     rule: DeployedRule,
     measured_rounds: int,
     gpu: Gpu | None,
     measure_served: Callable[..., Mapping[str, Mapping[float, StepCosts]]] | None,
+    streamed: Path | None,
     progress: Progress,
 ) -> Advice:
-    """Load the engines into this process, and let the advisor measure them.
+    """Load the models into this process, or stream them, and let the advisor measure them.
 
-    measure_served: CostsOnServer.measure. It runs first, with the machine to itself.
+    measure_served: CostsOnServer.measure. It runs first, with the machine to itself. streamed: the
+    folder that keeps what a streamed pass has finished; None loads the models.
     """
     from toolkit.advise.cost import batch_sizes
     from toolkit.advise.stage import Contender, Question, advise, of_medium_length
-    from toolkit.engines.registry import loader
-    from toolkit.inprocess import eos_token_ids
     from toolkit.interfaces import Sampling
     from toolkit.speculative.drafters import Lookup
     from toolkit.speculative.sampling import weights
     from toolkit.speculative.text import TextCodec
-    from toolkit.workflows.measured_runtime import MeasuredRuntime
 
     started = time.monotonic()
-    validation, speculation, target_dir = config.validation, config.speculation, compiled.path
-    codec = TextCodec.from_file(target_dir / "tokenizer.json")
+    validation, speculation = config.validation, config.speculation
+    codec = TextCodec.from_file(target.path / "tokenizer.json")
     prompts = _prompts(config, engine, codec)
     longest = max(speculation.longest_draft, AUTO_MAX_DRAFT_LEN)
     served: Mapping[str, Mapping[float, StepCosts]] = {}
     if measure_served is not None:
         sent = of_medium_length(prompts, lambda prompt: len(prompt[2]))
         served = measure_served(
-            [(name, drafter) for name, drafter, _ in engines],
+            [(name, drafter) for name, drafter, _ in methods],
             [(text, len(ids)) for _, text, ids in sent],
             longest,
             progress,
         )
-    measured_s = time.monotonic() - started
-    target = loader("torch").load(target_dir, threads=engine.threads)
     sampling = Sampling(temperature=validation.temperature)
 
     def probabilities(logits: Any) -> Any:
         rows = weights(logits, sampling)
         return rows / rows.sum(axis=-1, keepdims=True)
 
-    def contender(name: str, drafter: Drafter, draft_engine: CompiledEngine | None) -> Contender:
-        draft = forward_s = None
-        if draft_engine is not None:
-            draft = loader("torch").load(draft_engine.path, threads=engine.threads)
-        if gpu is not None:
-            ranks = ranks_of(config)
-            forward_s = _roofline(gpu, ranks, compiled, draft_engine, engine.max_input_len)
-        runtime = MeasuredRuntime(
-            target,
-            draft,
-            codec,
-            eos_token_ids=eos_token_ids(target_dir),
-            acceptance="auto" if rule == "sample_match_greedy_draft" else rule,
-            ngram_size=speculation.max_matching_ngram_size,
-        )
-        return Contender(name, drafter, runtime, draft, forward_s, served.get(name))
+    if streamed is None:
+        models = load_models(config, engine, target, codec, rule)
+    else:
+        models = stream_models(config, engine, target, codec, streamed, progress)
 
+    def contender(name: str, drafter: Drafter, draft: Model | None) -> Contender:
+        logits_of, runtime = models.draft(draft)
+        forward_s = None
+        if gpu is not None:
+            forward_s = _roofline(gpu, ranks_of(config), target, draft, engine.max_input_len)
+        return Contender(name, drafter, runtime, logits_of, forward_s, served.get(name))
+
+    given = models.given
+    read_prompts = [(label, ids) for label, _, ids in prompts]
+    if given is not None:
+        read_prompts = [(text.domain, text.prompt) for text in given.texts]
     question = Question(
-        prompts=[(label, ids) for label, _, ids in prompts],
+        prompts=read_prompts,
         max_tokens=validation.max_tokens,
         temperature=validation.temperature,
         acceptance=rule,
         batches=batch_sizes(config.engine.max_batch_size),
         max_draft_len=longest,
         measured_rounds=measured_rounds,
+        given=given,
     )
     advice = advise(
-        target,
-        [contender(*method) for method in engines],
+        models.target,
+        [contender(*method) for method in methods],
         question,
         lookup=lambda: Lookup(speculation.max_matching_ngram_size),
         probabilities=probabilities,
         progress=progress,
     )
-    return replace(advice, seconds=advice.seconds + measured_s)
+    return replace(advice, seconds=time.monotonic() - started)
 
 
 def ranks_of(config: DeploymentConfig) -> int:
@@ -240,31 +269,34 @@ def ranks_of(config: DeploymentConfig) -> int:
 
 
 def _roofline(
-    gpu: Gpu, gpus: int, target: CompiledEngine, draft: CompiledEngine | None, context: int
+    gpu: Gpu, gpus: int, target: Model, draft: Model | None, context: int
 ) -> Callable[[Role, int, int], float]:
     """A function (role, batch, tokens) -> the least seconds of a forward pass on `gpus` GPUs.
 
     It is the larger of the time to read the bytes and the time for the arithmetic.
     """
-    from toolkit.checkpoints.shape import ModelShape, read_json
     from toolkit.plan.predict import forward_seconds
 
-    engines: dict[Role, CompiledEngine | None] = {"target": target, "draft": draft}
-    shapes = {
-        role: from_json(ModelShape, read_json(compiled.path / "config.json")["toolkit"]["shape"])
-        for role, compiled in engines.items()
-        if compiled is not None
-    }
+    models: dict[Role, Model | None] = {"target": target, "draft": draft}
+    shapes = {role: _shape(model) for role, model in models.items() if model is not None}
 
     def forward_s(role: Role, batch: int, tokens: int) -> float:
-        compiled = engines[role]
-        assert compiled is not None  # prompt lookup runs no draft
-        algo, kv_algo = compiled.quant_algo or "NO_QUANT", compiled.kv_cache_quant_algo
+        model = models[role]
+        assert model is not None  # prompt lookup runs no draft
+        algo, kv_algo = model.quant_algo or "NO_QUANT", model.kv_cache_quant_algo
         return forward_seconds(
             shapes[role], algo, kv_algo, gpu, batch=batch, tokens=tokens, context=context, gpus=gpus
         )[0]
 
     return forward_s
+
+
+def _shape(model: Model) -> ModelShape:
+    from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
+
+    if isinstance(model, QuantizedCheckpoint):
+        return read_shape(model.path)
+    return from_json(ModelShape, read_json(model.path / "config.json")["toolkit"]["shape"])
 
 
 def _prompts(
@@ -294,14 +326,16 @@ def grid_stage(
     left_out: Sequence[str] = (),
     checkpoints: Mapping[Role, Mapping[QuantAlgo, Done]] | None = None,
     gpu: Gpu | None = None,
+    streamed: bool = False,
 ) -> Stage:
     """The `grid` stage.
 
     engine: the embedded engine that runs the models here, whatever kind serves them. engines: role
-    -> quant_algo -> the model compiled in that precision. checkpoints: role -> quant_algo -> the
-    checkpoint of that engine, if the deployment has engines of another kind. pairs: the precisions
-    of (target, draft) to compare. left_out: sentences about the other pairs. gpu: as in
-    `tune_stage`.
+    -> quant_algo -> the model compiled in that precision, or its checkpoint if it is streamed.
+    checkpoints: role -> quant_algo -> the checkpoint of that engine, if the deployment has engines
+    of another kind. pairs: the precisions of (target, draft) to compare. left_out: sentences about
+    the other pairs. gpu, streamed: as in `tune_stage`; what is streamed is not timed, so it needs a
+    gpu.
     """
     from toolkit.advise import stage
 
@@ -316,6 +350,7 @@ def grid_stage(
     def parts(finished: Finished) -> Mapping[str, Any]:
         return {
             "config": {
+                **({"streamed": _limits(engine)} if streamed else {}),
                 "max_kl": validation.quality.max_kl,
                 "threads": engine.threads,
                 "pairs": sorted(pairs),
@@ -339,7 +374,8 @@ def grid_stage(
             role: {algo: done.record for algo, done in by_algo.items()}
             for role, by_algo in engines.items()
         }
-        grid = _grid(config, engine, compiled, heldout, pairs, left_out, gpu, progress)
+        folder = resume_folder(out_dir) if streamed else None
+        grid = _grid(config, engine, compiled, heldout, pairs, left_out, gpu, folder, progress)
         (out_dir / "grid.json").write_text(json.dumps(to_json(grid), indent=1), encoding="utf-8")
         return grid
 
@@ -349,70 +385,69 @@ def grid_stage(
 def _grid(
     config: DeploymentConfig,
     engine: TorchEngineConfig,
-    compiled: Mapping[Role, Mapping[QuantAlgo, CompiledEngine]],
+    models: Mapping[Role, Mapping[QuantAlgo, Model]],
     heldout: Sequence[str],
     pairs: Collection[tuple[str, str]],
     left_out: Sequence[str],
     gpu: Gpu | None,
+    streamed: Path | None,
     progress: Progress,
 ) -> Grid:
-    """Measure every pair of precisions in this process. It holds the unquantized target, one other
-    target at a time, and all drafts.
+    """Measure every pair of precisions in this process.
+
+    streamed: as in `_advise`.
     """
     from toolkit.advise.cost import MEASURED, PREDICTED
     from toolkit.advise.grid import UNQUANTIZED, measure_grid
-    from toolkit.advise.stage import Contender, Question
-    from toolkit.engines.registry import loader
-    from toolkit.inprocess import eos_token_ids
+    from toolkit.advise.stage import Question
     from toolkit.speculative.text import TextCodec
-    from toolkit.workflows.measured_runtime import MeasuredRuntime
 
-    load = loader("torch").load
-
-    def target_of(algo: QuantAlgo) -> StepEngine:
-        return load(compiled["target"][algo].path, threads=engine.threads)
-
-    drafts = {
-        algo: load(draft.path, threads=engine.threads) for algo, draft in compiled["draft"].items()
-    }
-    unquantized, ranks = compiled["target"][UNQUANTIZED].path, ranks_of(config)
-    codec = TextCodec.from_file(unquantized / "tokenizer.json")
-
-    def contenders(algo: QuantAlgo, target: StepEngine) -> list[Contender]:
-        return [contender(algo, target, name) for name in drafts if (algo, name) in pairs]
-
-    def contender(algo: QuantAlgo, target: StepEngine, name: QuantAlgo) -> Contender:
-        runtime = MeasuredRuntime(
-            target, drafts[name], codec, eos_token_ids=eos_token_ids(unquantized)
+    ranks = ranks_of(config)
+    codec = TextCodec.from_file(models["target"][UNQUANTIZED].path / "tokenizer.json")
+    judged: Sequence[Sequence[int]] = [
+        ids
+        for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout)
+        if len(ids) > 2
+    ]
+    given: GivenTexts | None = None
+    if streamed is None:
+        prompts = [(label, ids) for label, _, ids in _prompts(config, engine, codec)]
+        open_target = load_targets(engine, models, pairs, codec, predicted=gpu is not None)
+    else:
+        given, judged, open_target = stream_targets(
+            config, engine, models, pairs, codec, judged, streamed, progress
         )
-        forward_s = None
-        if gpu is not None:
-            pair = compiled["target"][algo], compiled["draft"][name]
-            forward_s = _roofline(gpu, ranks, *pair, engine.max_input_len)
-        return Contender(name, "draft_target", runtime, drafts[name], forward_s)
+        prompts = [(text.domain, text.prompt) for text in given.texts]
 
+    def with_costs(algo: QuantAlgo) -> OpenTarget:
+        """The target, with contenders whose costs are predicted if a GPU is named."""
+        opened = open_target(algo)
+        if gpu is None:
+            return opened
+        return replace(opened, contenders=map(partial(predicted, algo), opened.contenders))
+
+    def predicted(algo: QuantAlgo, contender: Contender) -> Contender:
+        assert gpu is not None
+        pair = models["target"][algo], models["draft"][cast("QuantAlgo", contender.name)]
+        return replace(contender, forward_s=_roofline(gpu, ranks, *pair, engine.max_input_len))
+
+    costs_are = MEASURED
+    if gpu is not None:
+        costs_are = f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}"
     question = Question(
-        prompts=[(label, ids) for label, _, ids in _prompts(config, engine, codec)],
+        prompts=prompts,
         max_tokens=config.validation.max_tokens,
         temperature=None,
         acceptance="auto",
         batches=(1,),
         rounds=2,
+        given=given,
     )
-    texts = [
-        ids
-        for ids in (codec.encode(text)[: engine.max_seq_len] for text in heldout)
-        if len(ids) > 2
-    ]
-    costs_are = MEASURED
-    if gpu is not None:
-        costs_are = f"{PREDICTED} for {gpu.name if ranks == 1 else f'{ranks} x {gpu.name}'}"
     return measure_grid(
-        list(compiled["target"]),
-        target_of,
-        contenders,
+        list(models["target"]),
+        with_costs,
         question,
-        texts,
+        judged,
         max_kl=config.validation.quality.max_kl,
         rounds=GRID_ROUNDS,
         progress=progress,
