@@ -36,12 +36,25 @@ class LLM(Toy):
         ]
         if missing := [folder for folder in here if not Path(folder).is_dir()]:
             raise FileNotFoundError(f"no checkpoint at {missing}")
+        is_in_target = getattr(speculative, "is_one_model", False)  # a head, or MTP layers
         super().__init__(
             0 if speculative is None else DRAFT_LEN,
-            samples=not RELEASE.has_mixed_sampler or args.enable_mixed_sampler,
+            samples=_samples(args) if not is_in_target else _samples_with_head(speculative),
+            one_model=RELEASE.one_model or is_in_target,
         )
         self.args = args
         if not RELEASE.is_pytorch:
             print("stand-in LLM: compiles an engine", flush=True)
         kind = "plain" if speculative is None else "speculative"
         print(f"stand-in LLM: {kind}", flush=True)
+
+
+def _samples(args: Any) -> bool:
+    """Whether requests without a head are sampled at all."""
+    return bool(not RELEASE.has_mixed_sampler or args.enable_mixed_sampler)
+
+
+def _samples_with_head(speculative: Any) -> bool:
+    return RELEASE.head_sampling == "requests" or (
+        RELEASE.head_sampling == "option" and speculative.allow_advanced_sampling
+    )

@@ -37,6 +37,9 @@ class Release:
     (_torch/speculative/interface.py) includes draft models, pull request 7651.
     has_mixed_sampler: TorchSampler samples only with enable_mixed_sampler, and else takes the
     likeliest token (_torch/pyexecutor/sampler.py of mid 2025).
+    head_sampling: how a request is sampled under a head or MTP layers in one model with the target.
+    `greedy`: its worker takes the likeliest token; `option`: unless allow_advanced_sampling is set
+    (pull request 9885, December 2025); `requests`: as each asks (pull request 14745). (C)
     has_seeds: pull requests 17172 and 17599 (C). Before, one generator per engine, always seeded
     alike. counts_drafts: pull request 17082 (C). Before, zeros.
     log_probs: how many per token at most (pull request 7756).
@@ -51,6 +54,7 @@ class Release:
     one_model: bool = False
     overlaps_draft_models: bool = False
     has_mixed_sampler: bool = False
+    head_sampling: Literal["greedy", "option", "requests"] = "greedy"
     has_seeds: bool = False
     counts_drafts: bool = False
     log_probs: int = 1
@@ -59,10 +63,24 @@ class Release:
 V0_21 = Release("0.21.0", is_strict=False, is_pytorch=False)
 V1_0 = Release("1.0.0", has_mixed_sampler=True)
 V1_1 = replace(V1_0, name="1.1.0", has_mixed_sampler=False, eagle_sets_attributes=True)
-V1_2_0 = replace(V1_1, name="1.2.0", schedule="lower", overlaps_draft_models=True, log_probs=2)
+V1_2_0 = replace(
+    V1_1,
+    name="1.2.0",
+    schedule="lower",
+    overlaps_draft_models=True,
+    head_sampling="option",
+    log_probs=2,
+)
 V1_2_1 = replace(V1_2_0, name="1.2.1", eagle_sets_attributes=False)
 V1_3_EARLY = replace(V1_2_1, name="1.3.0rc20", decoding_type="literal")
-V1_3_LATE = replace(V1_3_EARLY, name="1.3.0rc28", schedule="upper", one_model=True, log_probs=0)
+V1_3_LATE = replace(
+    V1_3_EARLY,
+    name="1.3.0rc28",
+    schedule="upper",
+    one_model=True,
+    head_sampling="requests",
+    log_probs=0,
+)
 V1_4 = replace(V1_3_LATE, name="1.4.0rc1", has_seeds=True, counts_drafts=True)
 RELEASES = {
     release.name: release

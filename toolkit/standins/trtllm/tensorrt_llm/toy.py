@@ -116,13 +116,14 @@ class Output:
         step_s: float,
         fault: str | None,
         chance: random.Random,
+        most_log_probs: int,
     ) -> None:
         self._draft_len, self._params = draft_len, params
         self._step_s = step_s
         self.prompt_token_ids = list(range(len(prompt.split())))
         self._log_probs = 0 if params.logprobs is None else params.logprobs
         if draft_len:
-            self._log_probs = min(self._log_probs, RELEASE.log_probs)
+            self._log_probs = min(self._log_probs, most_log_probs)
         self.outputs = [Completion(logprobs=[] if self._log_probs else None)]
         self.finished = False
         self.avg_decoded_tokens_per_iter: float | None = None
@@ -233,7 +234,9 @@ class Output:
 
 class Toy:
     """The runtime behind `LLM`. draft_len 0: without speculation. step_s: the time of a step.
-    fault: as in Target. samples False: every request is answered greedily.
+    fault: as in Target. samples False: every request is answered greedily. one_model: target and
+    draft are one model, whose sampler gets no logits (TRT _torch/speculative/interface.py,
+    without_logits).
     """
 
     def __init__(
@@ -243,8 +246,10 @@ class Toy:
         fault: str | None = None,
         *,
         samples: bool = True,
+        one_model: bool = RELEASE.one_model,
     ) -> None:
         self.samples = samples
+        self._one_model = one_model
         self._draft_len, self._step_s, self._fault = draft_len, step_s, fault
         self._stream = random.Random(ENGINE_SEED)
 
@@ -260,7 +265,16 @@ class Toy:
             raise ValueError("penalties need speculative_config.enable_penalty")
         seed = sampling_params.seed if RELEASE.has_seeds else None
         chance = self._stream if seed is None else random.Random(seed)
-        return Output(prompt, sampling_params, self._draft_len, self._step_s, self._fault, chance)
+        most_log_probs = 0 if self._one_model else RELEASE.log_probs
+        return Output(
+            prompt,
+            sampling_params,
+            self._draft_len,
+            self._step_s,
+            self._fault,
+            chance,
+            most_log_probs,
+        )
 
     def generate(self, prompts: list[Any], sampling_params: SamplingParams) -> list[Output]:
         async def finished() -> list[Output]:

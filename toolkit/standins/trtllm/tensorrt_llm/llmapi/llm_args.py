@@ -169,13 +169,35 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         decoding_type: Literal["Draft_Target"] = "Draft_Target"
 
 
-class EagleDecodingConfig(DecodingBaseConfig):
+NamesOfEagle = create_model(
+    "NamesOfEagle",
+    __base__=DecodingBaseConfig,
+    **untyped(
+        "eagle_choices",
+        "posterior_threshold",
+        "dynamic_tree_max_topK",
+        "num_eagle_layers",
+        "max_non_leaves_per_layer",
+    ),
+)
+
+
+class EagleDecodingConfig(NamesOfEagle):
+    """Drafts in one model with the target unless eagle3_one_model is false. Where the constructor
+    sets attributes, an alias of a field is no attribute, and values are not converted.
+    """
+
     if IS_CLASS:
         decoding_type: ClassVar[str] = "Eagle"
     else:
         decoding_type: Literal["Eagle"] = "Eagle"
-    eagle3_one_model: bool = True
-    eagle3_layers_to_capture: set[int] | None = None
+    greedy_sampling: bool | None = True
+    use_dynamic_tree: bool | None = False
+    eagle3_one_model: bool | None = True
+    if since("1.1.0"):
+        eagle3_layers_to_capture: set[int] | None = None
+    if since("1.2.1"):
+        eagle3_model_arch: Literal["llama3", "mistral_large3"] = "llama3"
 
     if RELEASE.eagle_sets_attributes:
 
@@ -183,14 +205,89 @@ class EagleDecodingConfig(DecodingBaseConfig):
             super().__init__()
             for name, value in given.items():
                 setattr(self, name, value)  # AttributeError for decoding_type, a ClassVar
+            if since("1.2.0"):
+                assert self.max_draft_len is not None, "max_draft_len is required for Eagle"
+
+    if since("1.2.1"):
+
+        @model_validator(mode="after")
+        def check_eagle(self) -> Any:
+            """LA validate_eagle_config for chains, and validate_speculative_model (candidates)."""
+            if not self.max_draft_len:
+                raise ValueError("max_draft_len must be above 0 for Eagle")
+            if not IS_CLASS and self.draft_model is None:
+                raise ValueError("Eagle needs a draft model")
+            if self.use_dynamic_tree and not self.dynamic_tree_max_topK:
+                raise ValueError("a dynamic tree needs dynamic_tree_max_topK")
+            return self
+
+    @property
+    def is_one_model(self) -> bool:
+        return bool(self.eagle3_one_model)
 
 
-class MTPDecodingConfig(DecodingBaseConfig):
+if not IS_CLASS:
+
+    class Eagle3DecodingConfig(EagleDecodingConfig):
+        decoding_type: Literal["Eagle3"] = "Eagle3"
+
+
+NamesOfMtp = create_model(
+    "NamesOfMtp",
+    __base__=DecodingBaseConfig,
+    **untyped("use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta"),
+    **(untyped("use_mtp_vanilla") if since("1.0.0") else {}),
+    **(untyped("mtp_eagle_one_model") if since("1.2.0") else {}),
+    **(
+        untyped("num_nextn_predict_layers_from_model_config")
+        if since("1.0.0") and not since("1.3.0rc28")
+        else {}
+    ),
+    **(untyped("begin_thinking_phase_token", "end_thinking_phase_token") if not IS_CLASS else {}),
+)
+
+
+class MTPDecodingConfig(NamesOfMtp):
+    """Its length is num_nextn_predict_layers, which overwrites max_draft_len without a word; from
+    late candidates on it is max_draft_len, and the other key is only moved there.
+    """
+
     if IS_CLASS:
         decoding_type: ClassVar[str] = "MTP"
     else:
         decoding_type: Literal["MTP"] = "MTP"
-    num_nextn_predict_layers: int | None = 1
+    num_nextn_predict_layers: int | None = None if since("1.3.0rc28") else 1
+
+    if since("1.3.0rc28"):
+
+        @model_validator(mode="before")
+        @classmethod
+        def move_length(cls, data: Any) -> Any:
+            """LA _remap_deprecated_num_nextn_predict_layers."""
+            if isinstance(data, dict) and "num_nextn_predict_layers" in data:
+                data = dict(data)
+                data.setdefault("max_draft_len", data.pop("num_nextn_predict_layers"))
+            return data
+
+        @model_validator(mode="after")
+        def check_length(self) -> Any:
+            if self.max_draft_len is not None and self.max_draft_len <= 0:
+                raise ValueError("max_draft_len must be above 0 for MTP")
+            return self
+
+    else:
+
+        @model_validator(mode="after")
+        def take_length(self) -> Any:
+            """In LA of 1.0 and 1.1 by the arguments of LLM(), validate_speculative_config."""
+            if (self.num_nextn_predict_layers or 0) <= 0:
+                raise ValueError("num_nextn_predict_layers must be above 0")
+            self.max_draft_len = self.num_nextn_predict_layers
+            return self
+
+    @property
+    def is_one_model(self) -> bool:
+        return getattr(self, "mtp_eagle_one_model", None) is not False
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
@@ -236,7 +333,9 @@ SpeculativeConfig: Any = (
     | AutoDecodingConfig
 )
 if not IS_CLASS:
-    SpeculativeConfig = Annotated[SpeculativeConfig, Field(discriminator="decoding_type")]
+    SpeculativeConfig = Annotated[
+        SpeculativeConfig | Eagle3DecodingConfig, Field(discriminator="decoding_type")
+    ]
 
 Base = create_model(
     "Base",
@@ -300,6 +399,9 @@ class BaseLlmArgs(Base):
             assert (config.max_draft_len or 0) > 0, "max_draft_len must be above 0"
         if isinstance(config, DraftTargetDecodingConfig):
             assert config.draft_model is not None, "Draft model must be specified"
+        if isinstance(config, EagleDecodingConfig):
+            assert (config.max_draft_len or 0) > 0, "max_draft_len must be above 0"
+            assert config.draft_model is not None, "Path to EAGLE3 weights must be specified"
         if isinstance(config, NGramDecodingConfig):
             assert config.max_matching_ngram_size > 0, "max_matching_ngram_size must be above 0"
         return self
