@@ -242,6 +242,9 @@ class TensorRtLlmSpec:
     # trtllm_pytorch: the folder of the draft while the target is loaded once; not a part of the
     # engine
     draft_dir: Path | None = None
+    # trtllm_pytorch: how many of the target's layers have run where each hidden state is taken that
+    # a head reads; the head's own files say it
+    captured_layers: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:

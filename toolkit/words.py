@@ -98,7 +98,8 @@ ModelPy: TypeAlias = Literal["ours", "container"]
 Drafter: TypeAlias = Literal["draft_target", "ngram"]  # of the toolkit's own runtime
 # A small network that reads the target's hidden states, so it cannot run on its own.
 Head: TypeAlias = Literal["eagle3"]
-SpeculationKind: TypeAlias = Literal[Drafter, Head, "none"]
+# mtp: multi-token prediction, by layers of the target's own checkpoint.
+SpeculationKind: TypeAlias = Literal[Drafter, Head, "mtp", "none"]
 SamplingRule: TypeAlias = Literal["rejection", "coupled", "sample_match"]
 SAMPLING_RULES: tuple[SamplingRule, ...] = ("rejection", "coupled", "sample_match")
 AcceptanceChoice: TypeAlias = Literal["auto", SamplingRule]

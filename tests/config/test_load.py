@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig, TensorRtLlmConfig
 from toolkit.errors import ConfigError, Fault
+from toolkit.facts.heads import OTHER_KINDS
 
 GOOD = """\
 name: tiny
@@ -278,6 +279,22 @@ def test_a_head_has_a_draft_section_and_keeps_its_precision(folder: Path) -> Non
     )
     assert "keeps its own precision" in fault.message
     assert fault.hint is not None and "draft.quantization" in fault.hint
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_tensorrt_llm_are_refused_with_their_versions(
+    folder: Path, kind: str
+) -> None:
+    (fault,) = faults_of(folder / "tiny.yaml", f"speculation.kind={kind}")
+    versions, why = OTHER_KINDS[kind]
+    assert f"({versions}) that the toolkit does not support: {why}" in fault.message
+    assert fault.hint is not None and "draft_target, ngram, eagle3, mtp, none" in fault.hint
+
+
+def test_mtp_layers_need_no_draft_section(folder: Path) -> None:
+    config = load_config(folder / "tiny.yaml", ["speculation.kind=mtp"])
+    assert (config.draft, config.speculation.has_draft_model) == (None, False)
+    assert config.speculation.longest_draft > 0
 
 
 def test_a_checkpoint_may_be_a_hub_id(folder: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.eagle3 import head_config, head_tensors, write_eagle3_target, write_head
+from tests.support.eagle3 import head_config, write_eagle3_target, write_head
 from toolkit.errors import CheckpointError, PairingError
+from toolkit.facts.heads import head_reader
 from toolkit.pairing.tokenizers import prove_pair
 from toolkit.records.build import HeadProof
+from toolkit.standins.heads import head_tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -85,7 +87,7 @@ PAIRING_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "layer outside": (capturing(1, 2, 5), {}, "captures layer 5, and the target has 4"),
     "layers unsorted": (capturing(3, 2, 1), {}, "layers 3, 2, 1, but they must increase"),
     "layer twice": (capturing(1, 2, 2), {}, "each once"),
-    "default layers": ({"eagle_config": None}, {}, "vLLM's default captures layers 2, 2, 1"),
+    "default layers": ({"eagle_config": None}, {}, "default of vLLM captures layers 2, 2, 1"),
     "number of layers": ({"num_aux_hidden_states": 2}, {"fc.weight": torch.zeros(64, 128)},
                          "captures 3 layers, but num_aux_hidden_states is 2"),
     "other vocabulary": (
@@ -101,7 +103,7 @@ PAIRING_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "map of all": (
         {"draft_vocab_size": 258},
         {"lm_head.weight": torch.zeros(258, 64), "d2t": torch.zeros(258, dtype=torch.int64)},
-        "for which vLLM has no place",
+        "for which there is no place",
     ),
     "no map": ({}, {"d2t": None}, "drafts 256 of 258 ids, and has no d2t"),
     "map outside": ({}, {"d2t": torch.full((256,), 3)}, "draft id 255 to id 258"),
@@ -138,6 +140,76 @@ def test_a_narrower_head_needs_tables_of_its_own(target: Path, tmp_path: Path) -
     changed(head, **{"embed_tokens.weight": torch.zeros(258, 32)})
     proof = prove_pair(target, head, head="eagle3")
     assert proof.head is not None and proof.head.shares == ()
+
+
+def for_tensorrt_llm(target: Path, head: Path, version: str = "1.2.1") -> HeadProof | None:
+    reader = head_reader("trtllm_pytorch", version)
+    return prove_pair(target, head, head="eagle3", reader=reader).head
+
+
+def test_tensorrt_llm_uses_the_target_s_embedding(target: Path, tmp_path: Path) -> None:
+    """It has a place for a head's own only where the head is narrower than the target."""
+    head = changed(write_head(tmp_path), **{"embed_tokens.weight": torch.zeros(258, 64)})
+    proof = prove_pair(target, head, head="eagle3").head
+    assert proof is not None and proof.shares == ()
+    for_trtllm = for_tensorrt_llm(target, head)
+    assert for_trtllm is not None and for_trtllm.shares == ("embed_tokens.weight",)
+
+
+def test_tensorrt_llm_takes_the_numbers_of_layers_for_indices(target: Path, tmp_path: Path) -> None:
+    """As those who train heads write them; vLLM takes them for how many layers have run."""
+    head = write_head(tmp_path)
+    theirs, vllm_s = for_tensorrt_llm(target, head), prove_pair(target, head, head="eagle3").head
+    assert theirs is not None and theirs.captured_layers == (2, 3, 4)
+    assert vllm_s is not None and vllm_s.captured_layers == (1, 2, 3)
+
+
+def test_tensorrt_llm_reads_safeailab_s_names_before_1_3(target: Path, tmp_path: Path) -> None:
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in head_tensors(head_config(), range(256)).items()
+    }
+    head = write_head(tmp_path, tensors=tensors)
+    with pytest.raises(
+        PairingError, match=r"named layers\.0\., and TensorRT-LLM 1\.2\.1 loads mid"
+    ):
+        for_tensorrt_llm(target, head)
+    assert for_tensorrt_llm(target, head, "1.3rc-early") is not None
+
+
+READER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "norm before fc": ({"norm_before_fc": True}, "norm_before_fc, and TensorRT-LLM 1.2.1 would"),
+    "norm per layer": ({"fc_norm": True}, "trained with fc_norm"),
+    "the last": (capturing(1, 2, 4), "layer 5, and the target has 4 that TensorRT-LLM 1.2.1 can"),
+    "embedding": (capturing(-1, 2, 3), "layer 0, and the target has 4 that TensorRT-LLM 1.2.1 can"),
+}
+
+
+@pytest.mark.parametrize("fault", READER_FAULTS)
+def test_what_tensorrt_llm_would_leave_out_is_refused(
+    fault: str, target: Path, tmp_path: Path
+) -> None:
+    changes, words = READER_FAULTS[fault]
+    config = head_config(**changes)
+    head = write_head(tmp_path, config=config, tensors=head_tensors(config, range(256)))
+    if fault != "embedding":
+        assert prove_pair(target, head, head="eagle3").head is not None  # vLLM reads it
+    with pytest.raises(PairingError) as caught:
+        for_tensorrt_llm(target, head)
+    assert words in str(caught.value) and caught.value.hint is not None
+
+
+def test_tensorrt_llm_does_not_read_the_speculators_library(target: Path, tmp_path: Path) -> None:
+    config = head_config()
+    speculator = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {key: config[key] for key in config if key != "architectures"},
+        "draft_vocab_size": 256,
+        IDS: [1, 2, 3],
+    }
+    head = write_head(tmp_path, config=speculator, tensors=head_tensors(config, range(256)))
+    with pytest.raises(PairingError, match=r"the config\.json of the speculators library"):
+        for_tensorrt_llm(target, head)
 
 
 CHECKPOINT_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.deployments import LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
+from tests.support.deployments import HEAD, LLAMA, LLAMA_DRAFT, QWEN, QWEN_DRAFT, config_of, subject
 from toolkit.facts.models import CONFIGS
 from toolkit.facts.rules import RULES
 from toolkit.facts.vllm import VLLM_VERSIONS
@@ -164,10 +164,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("engine", {"engine__enable_block_reuse": False}, "block-reuse-for-drafts", "block reuse", "true"),
     # acceptance, layouts, hardware
     ("engine", {"draft": None, "speculation__kind": "ngram"}, "ngram-of-flow", "n-gram lookup", "trtllm_pytorch"),
-    ("torch", {"speculation__kind": "eagle3"}, "toolkit-heads", "not yet with a head", "set engine.kind: vllm"),
-    ("engine", {"speculation__kind": "eagle3", "draft__quantization": None}, "toolkit-heads", "a second engine", "vllm"),
-    ("pytorch", {"speculation__kind": "eagle3", "draft__quantization": None}, "toolkit-heads",
-     "LLM() has Eagle3DecodingConfig, but the toolkit does not write it yet", "speculation.kind: draft_target"),
+    ("torch", HEAD, "toolkit-heads", "not yet with a head", "set engine.kind: trtllm_pytorch or vllm"),
+    ("engine", HEAD, "toolkit-heads", "a second engine", "vllm"),
+    ("pytorch", {**HEAD, **V11}, "toolkit-heads", "whatever its temperature", "versions that sample: 1.2.0, 1.2.1"),
+    ("pytorch", {**HEAD, "speculation__max_draft_len": "auto"}, "toolkit-heads", "cannot run an EAGLE-3 head", "a number"),
+    ("pytorch", {**HEAD, "target__checkpoint": QWEN}, "head-target", "a Qwen 2 / 2.5 target", "Llama or Qwen 3"),
+    ("pytorch", {**HEAD, "speculation__max_concurrency": 2}, "head-load", "would ignore it", "1.3rc-late, 1.4rc"),
+    ("pytorch", {"draft": None, "speculation__kind": "mtp"}, "mtp-layers", "a Llama 3 target has no MTP layers", "EAGLE-3"),
     ("engine", {"speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "each request states its own", "remove"),
     ("pytorch", {**V11, "speculation__draft_len_schedule": {1: 4, 8: 0}}, "draft-len-schedule", "1.1 has no", "1.2.1"),
     ("pytorch", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "acceptance-rule",
@@ -305,7 +308,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "fp8-kv-forces-fp8-fmha", "fp8-fmha-needs-sm89", "nccl-single-rank", "hardware-needed",
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
-        "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device",
+        "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
     }  # fmt: skip
     tested_below = {
         "mlp-divides-tp",

@@ -18,6 +18,12 @@ LLAMA, LLAMA_DRAFT = "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-
 QWEN, QWEN_DRAFT = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"
 FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 INT8 = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
+# Keys that put a head in the place of the draft of Llama 3.3 70B.
+HEAD: dict[str, Any] = {
+    "draft__checkpoint": "nvidia/Llama-3.3-70B-Instruct-Eagle3",
+    "draft__quantization": None,
+    "speculation__kind": "eagle3",
+}
 
 
 def base(kind: str) -> dict[str, Any]:

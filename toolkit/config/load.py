@@ -143,7 +143,7 @@ def _interpret_overrides(source: Source) -> None:
     kind = speculation.get("kind") if isinstance(speculation, dict) else None
     sets_kind = {("speculation",), ("speculation", "kind")} & source.overridden.keys()
     sets_draft = any(path[0] == "draft" for path in source.overridden)
-    if sets_kind and kind in ("none", "ngram") and not sets_draft:
+    if sets_kind and kind in ("none", "ngram", "mtp") and not sets_draft:
         source.data.pop("draft", None)
 
 

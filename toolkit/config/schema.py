@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from toolkit.facts.capabilities import Capabilities, capabilities_of
+from toolkit.facts.heads import OTHER_KINDS
 from toolkit.words import (
     AcceptanceChoice,
     AttnBackend,
@@ -156,7 +157,8 @@ class SpeculationConfig(Section):
     `{1: 4, 4: 2, 8: 0}`.
     max_concurrency: with more running requests than this, nothing is drafted.
     max_matching_ngram_size: for ngram, the longest end of the text that is looked up.
-    kind eagle3: `draft.checkpoint` is the folder of an EAGLE-3 head.
+    kind eagle3: `draft.checkpoint` is an EAGLE-3 head. kind mtp: layers of the target's own
+    checkpoint draft.
     """
 
     kind: SpeculationKind = "draft_target"
@@ -209,6 +211,17 @@ class SpeculationConfig(Section):
         if self.max_concurrency is not None and self.max_draft_len != "auto":
             return {1: self.max_draft_len, self.max_concurrency + 1: 0}
         return self.draft_len_schedule or {}
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _kind_is_supported(cls, kind: object) -> object:
+        if isinstance(kind, str) and kind.lower() in OTHER_KINDS:
+            versions, why = OTHER_KINDS[kind.lower()]
+            raise ValueError(
+                f"{kind!r} is a kind of TensorRT-LLM ({versions}) that the toolkit does not"
+                f" support: {why}; known: {', '.join(get_args(SpeculationKind))}"
+            )
+        return kind
 
     @field_validator("draft_len_schedule")
     @classmethod
@@ -569,6 +582,7 @@ class DeploymentConfig(Section):
             engine.version,
             self.triton.layout,
             reuses_prefixes=engine.enable_block_reuse,
+            head=self.speculation.head,
         )
 
     @property

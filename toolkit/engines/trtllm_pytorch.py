@@ -204,7 +204,7 @@ class TrtllmPytorchBackend:
         if len(self.gpus()) < trtllm.world_size:
             reason = f"it needs {trtllm.world_size} GPUs, and {len(self.gpus())} are here"
             return checks, (), (f"{not_loaded}: {reason}",)
-        if trtllm.speculation == "draft_target" and trtllm.draft_dir is None:
+        if trtllm.speculation in ("draft_target", "eagle3") and trtllm.draft_dir is None:
             return checks, (), (f"{not_loaded}: the draft's folder was not given",)
         progress(0, None, "loading the model once")
         gpu = self.load_once(args)

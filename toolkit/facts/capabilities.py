@@ -8,7 +8,7 @@ for its name. docs/engines.md has the table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.facts.support import ACCEPTANCE, LOG_PROBS
@@ -93,15 +93,30 @@ class Capabilities:
 
 
 def capabilities_of(
-    kind: EngineKind, version: str | None, layout: Literal["auto", Layout], *, reuses_prefixes: bool
+    kind: EngineKind,
+    version: str | None,
+    layout: Literal["auto", Layout],
+    *,
+    reuses_prefixes: bool,
+    head: Head | None = None,
 ) -> Capabilities:
     """Make the record for a kind and a version as the YAML gives them; version is None for the
     embedded engine.
 
     layout: `auto` stands for the kind's default. reuses_prefixes: as the kind's section sets it.
+    head: what drafts, if it is a head.
     """
     served_as = _default_layout(kind) if layout == "auto" else layout
-    return MAKERS[kind](version, served_as, reuses_prefixes)
+    made = MAKERS[kind](version, served_as, reuses_prefixes)
+    if head is None or kind != "trtllm_pytorch":
+        return made
+    row = VERSIONS[version or ""]
+    return replace(
+        made,
+        log_probs=0,  # target and head are one model in every version: facts/support.py, SOURCES
+        draft_len_schedule=made.draft_len_schedule if row.heads_follow_load else None,
+        max_concurrency=row.heads_follow_load,
+    )
 
 
 def _default_layout(kind: EngineKind) -> Layout:
@@ -183,7 +198,7 @@ def _trtllm_pytorch(version: str | None, layout: Layout, reuses_prefixes: bool) 
         draft_len_schedule=row.draft_len_schedule,
         max_concurrency=row.max_concurrency,
         has_ngram=True,
-        heads=(),  # LLM() has Eagle3DecodingConfig; the toolkit does not write it yet
+        heads=() if row.head_sampling == "greedy" else ("eagle3",),
         has_verify_only=False,
         acceptance=ACCEPTANCE["trtllm_pytorch"],
         drafts_greedily=True,

@@ -256,8 +256,30 @@ COMMON = (
     Field("allow_advanced_sampling", "bool", False, versions=SINCE_1_2, confidence="C"),
 )
 
-# decoding_type -> fields of its class. The spelling of draft-target changed: `facts.versions` has
-# it by version.
+EAGLE = (
+    *COMMON,
+    Field("eagle_choices", "list|null", None, confidence="A"),
+    Field("greedy_sampling", "bool|null", True, confidence="A"),
+    Field("posterior_threshold", "float|null", None, confidence="A"),
+    Field("use_dynamic_tree", "bool|null", False, confidence="A"),
+    Field("dynamic_tree_max_topK", "int|null", None, confidence="A"),
+    Field("num_eagle_layers", "int|null", None, confidence="A"),
+    Field("max_non_leaves_per_layer", "int|null", None, confidence="A"),
+    Field("eagle3_one_model", "bool|null", True, confidence="A"),
+    # layers of the target, counted from 0
+    Field("eagle3_layers_to_capture", "list[int]|null", None, versions=SINCE_1_1, confidence="A"),
+    Field(
+        "eagle3_model_arch",
+        "enum",
+        "llama3",
+        choices=("llama3", "mistral_large3"),
+        versions=SINCE_1_2[1:],
+        confidence="A",
+    ),
+)
+
+# decoding_type -> fields of its class. The spellings of draft-target and EAGLE-3 changed:
+# `facts.versions` has them by version.
 SPECULATIVE = {
     "DraftTarget": COMMON,
     "Draft_Target": COMMON,
@@ -268,36 +290,18 @@ SPECULATIVE = {
         Field("is_use_oldest", "bool", True),
         Field("is_public_pool", "bool", True),
     ),
-    "Eagle": (
-        *COMMON,
-        Field("eagle_choices", "list|null", None, confidence="A"),
-        Field("greedy_sampling", "bool|null", True, confidence="A"),
-        Field("posterior_threshold", "float|null", None, confidence="A"),
-        Field("use_dynamic_tree", "bool|null", False, confidence="A"),
-        Field("dynamic_tree_max_topK", "int|null", None, confidence="A"),
-        Field("num_eagle_layers", "int|null", None, confidence="A"),
-        Field("max_non_leaves_per_layer", "int|null", None, confidence="A"),
-        Field("eagle3_one_model", "bool|null", True, confidence="A"),
-        Field("eagle3_layers_to_capture", "set[int]|null", None, confidence="A"),
-        Field(
-            "eagle3_model_arch",
-            "enum",
-            "llama3",
-            choices=("llama3", "mistral_large3"),
-            confidence="A",
-        ),
-    ),
+    "Eagle": EAGLE,
+    "Eagle3": EAGLE,
     "MTP": (
         *COMMON,
-        Field("num_nextn_predict_layers", "int", 1),
+        Field("num_nextn_predict_layers", "int|null", 1),
         Field("use_relaxed_acceptance_for_thinking", "bool", False),
         Field("relaxed_topk", "int", 1),
         Field("relaxed_delta", "float", 0.0),
         Field("use_mtp_vanilla", "bool", False),
-        Field("mtp_eagle_one_model", "bool", True),
-        Field("num_nextn_predict_layers_from_model_config", "int", 1),
-        Field("begin_thinking_phase_token", "int", 128798),
-        Field("end_thinking_phase_token", "int", 128799),
+        Field("mtp_eagle_one_model", "bool", True, versions=SINCE_1_2),
+        Field("begin_thinking_phase_token", "int", 128798, versions=ALL[4:]),
+        Field("end_thinking_phase_token", "int", 128799, versions=ALL[4:]),
     ),
 }
 

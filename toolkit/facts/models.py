@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.facts.source import Source
 
-__all__ = ["CONFIGS", "SOURCES"]
+__all__ = ["CONFIGS", "HEAD_CONFIGS", "SOURCES"]
 
 
 def _model(
@@ -101,7 +101,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         1024, 24, 16, 8, 128, 4096, length=4096
     ),
 }
+# Heads, which are no models of their own.
+HEAD_CONFIGS: dict[str, dict[str, Any]] = {
+    "nvidia/Llama-3.3-70B-Instruct-Eagle3": {
+        **_llama3(8192, 1, 64, 8, 128, 28672, factor=8.0),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 128256,
+    },
+}
 SOURCES = {
+    "HEAD_CONFIGS": Source(
+        "the head's 3.2 G parameters as published: one layer of the target's sizes, fc of three"
+        " layers, and two tables of 128,256 rows. Its config.json was not seen: a build reads the"
+        " real one after the download, and plans again",
+        "I",
+    ),
     "meta-llama": Source(
         "config.json of the model on huggingface.co; 405B as corrected to 8 KV heads", "B"
     ),

@@ -110,7 +110,7 @@ RULES: dict[str, tuple[str, Source]] = {
     ),
     "no-pp-with-draft-target": (
         (
-            "draft-target is documented with tensor parallelism only; the two-model engine refuses"
+            "speculation is documented with tensor parallelism only; the two-model engine refuses"
             " pipeline parallelism"
         ),
         Source(f"{SPECULATION}, examples/draft_target_model/README.md", "B"),
@@ -181,6 +181,32 @@ RULES: dict[str, tuple[str, Source]] = {
     "pytorch-settings-min-version": (
         "max_concurrency and kv_cache_config.tokens_per_block exist from 1.1 on",
         VERSION_SOURCES["max_concurrency"],
+    ),
+    "head-target": (
+        "one model of target and head is written for Llama and Qwen 3, not for Mistral and Qwen 2",
+        Source(
+            "TRT tensorrt_llm/_torch/models/modeling_llama.py, modeling_qwen3.py"
+            " (SpecDecOneEngineForCausalLM), modeling_mistral.py, modeling_qwen.py"
+            " (DecoderModelForCausalLM); issue 6158",
+            "B",
+        ),
+    ),
+    "head-kv-cache": (
+        "the head's kv_cache_quant_algo is set to the target's",
+        Source("TRT tensorrt_llm/_torch/models/modeling_speculative.py, draft_config", "B"),
+    ),
+    "head-load": (
+        "draft lengths by load act on a drafter beside the target only, before 1.3.0rc21",
+        VERSION_SOURCES["heads_follow_load"],
+    ),
+    "mtp-layers": (
+        "MTP layers lie in the target's checkpoint, of DeepSeek-V3, GLM 4.5, Qwen3-Next and a few"
+        " more families, none of which the toolkit reads",
+        Source(
+            "TRT docs/source/features/speculative-decoding.md,"
+            " tensorrt_llm/_torch/models/modeling_speculative.py, MTPForCausalLM",
+            "B",
+        ),
     ),
     "attention-backend": (
         "FLASHINFER turns KV block reuse off; TRTLLM is the tested backend",
@@ -400,8 +426,9 @@ RULES: dict[str, tuple[str, Source]] = {
         OWN,
     ),
     "toolkit-heads": (
-        "a head reads the target's hidden states, so the engine that runs the target runs it too",
-        OWN,
+        "a head reads the target's hidden states, so the engine that runs the target runs it too;"
+        " before 1.2 one model of both takes the likeliest token for every request",
+        VERSION_SOURCES["head_sampling"],
     ),
     "toolkit-bls-drafts": (
         "the BLS model asks a draft model for the same number of tokens at every load",

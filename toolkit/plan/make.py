@@ -9,24 +9,32 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from toolkit.checkpoints.heads import read_head
+from toolkit.checkpoints.heads import HeadShape, captured_layers, parse_head, read_head
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.quantized import Quantization, read_quantization
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_shape
 from toolkit.config.schema import DeploymentConfig, ModelConfig
 from toolkit.errors import CheckpointError, UsageError
 from toolkit.facts.gpus import DRIVER_NAMES, GPUS, Gpu
-from toolkit.facts.models import CONFIGS
+from toolkit.facts.heads import head_reader
+from toolkit.facts.models import CONFIGS, HEAD_CONFIGS
 from toolkit.facts.versions import BUILD_IMAGE, SERVING_IMAGE
 from toolkit.pipeline.machine import cpu_flags, gpus, memory_bytes, usable_cores
 from toolkit.plan.memory import judge_memory, memory_of, parameters_text
+from toolkit.plan.mtp import judge_mtp_target
 from toolkit.plan.predict import predict, stage_times
 from toolkit.plan.resolve import by_severity, resolve
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import Judgement, Plan
 from toolkit.words import Role
 
-__all__ = ["gpu_from_driver_name", "gpu_from_user", "make_plan", "subject_of"]
+__all__ = [
+    "captured_by_head",
+    "gpu_from_driver_name",
+    "gpu_from_user",
+    "make_plan",
+    "subject_of",
+]
 
 
 def make_plan(config: DeploymentConfig) -> Plan:
@@ -60,18 +68,28 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
     shapes: dict[Role, ModelShape] = {}
     quantized: dict[Role, Quantization] = {}
     unread_models: list[Judgement] = []
+    head: HeadShape | None = None
     models: dict[Role, ModelConfig | None] = {"target": config.target, "draft": config.draft}
     for role, model in models.items():
         if model is None:
             continue
+        if role == "draft" and config.speculation.head is not None:
+            head = _head(model)
+            if head is not None:
+                shapes[role] = head.as_planned
+                continue
         known = CONFIGS.get(model.hub_id or "")
         if known is not None:
             shapes[role] = parse_shape(known, where=str(model.hub_id))
             continue
         folder = _folder(model)
+        if folder is not None and role == "target" and config.speculation.kind == "mtp":
+            judgement = judge_mtp_target(config, folder)
+            if judgement is not None:
+                unread_models.append(judgement)
+                continue
         if folder is not None:
-            has_head = role == "draft" and config.speculation.head is not None
-            shapes[role] = read_head(folder).as_planned if has_head else read_shape(folder)
+            shapes[role] = read_shape(folder)
             stated = read_quantization(folder)
             if stated.quant_algo is not None or stated.kv_cache_quant_algo is not None:
                 quantized[role] = stated
@@ -87,8 +105,32 @@ def subject_of(config: DeploymentConfig) -> tuple[Subject, tuple[Judgement, ...]
         )
         unread_models.append(Judgement("shape-needed", "refused", f"{role}.checkpoint", what, hint))
     gpu, count = _gpus(config)
-    subject = Subject(config, shapes, gpu, count, quantized, cpu_flags(), usable_cores())
+    subject = Subject(config, shapes, gpu, count, quantized, cpu_flags(), usable_cores(), head)
     return subject, tuple(unread_models)
+
+
+def captured_by_head(config: DeploymentConfig) -> tuple[int, ...] | None:
+    """The target's layers that the head reads; None without a head, or if a config.json that says
+    it is not here.
+    """
+    subject = subject_of(config)[0]
+    if subject.head is None or "target" not in subject.shapes:
+        return None
+    reader = head_reader(config.engine.kind, config.engine.version)
+    layers = subject.shapes["target"].num_layers
+    return captured_layers(subject.head, layers, from_zero=reader.counts_from_zero)
+
+
+def _head(model: ModelConfig) -> HeadShape | None:
+    """The head as its folder, the shipped facts or the hub's cache have it.
+
+    Raises CheckpointError for a model that is no head.
+    """
+    known = {**CONFIGS, **HEAD_CONFIGS}.get(model.hub_id or "")
+    if known is not None:
+        return parse_head(known, str(model.hub_id))
+    folder = _folder(model)
+    return None if folder is None else read_head(folder)
 
 
 def gpu_from_driver_name(driver_name: str) -> Gpu | None:

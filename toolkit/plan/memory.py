@@ -267,7 +267,7 @@ def _serving(subject: Subject, host_bytes: int) -> tuple[StageMemory, Serving]:
         )
         for role, shape in subject.shapes.items()
     ]
-    items += [_activations(subject), _runtime(subject)]
+    items += [_activations(subject), *_captured_states(subject), _runtime(subject)]
     per_token = {role: _kv_per_token(subject, role) for role in subject.shapes}
     token_bytes = sum(per_token.values())
     available = None if subject.gpu is None else subject.gpu.memory_bytes
@@ -535,6 +535,21 @@ def _activations(subject: Subject) -> MemoryItem:
     )
 
 
+def _captured_states(subject: Subject) -> Iterator[MemoryItem]:
+    """The buffer of the target's hidden states that a head reads, on every rank whole. Source: TRT
+    tensorrt_llm/_torch/speculative/eagle3.py, Eagle3OneModelSpecMetadata.
+    """
+    head, engine = subject.head, subject.pytorch_flow
+    if head is None or engine is None:
+        return
+    tokens = max_num_tokens(engine)
+    yield MemoryItem(
+        "captured states",
+        tokens * head.num_captured * head.target_hidden_size * _width(subject, "target"),
+        f"{tokens} tokens x {head.num_captured} layers x {head.target_hidden_size} values",
+    )
+
+
 def _forward_tokens(subject: Subject, engine: TensorRtLlmConfig | VllmConfig) -> int:
     """The most tokens of one forward over all requests."""
     if isinstance(engine, TensorRtLlmConfig):
@@ -660,10 +675,11 @@ def _algo(subject: Subject, role: Role) -> QuantAlgo:
 
 def _kv_per_token(subject: Subject, role: Role) -> int:
     """Bytes of keys and values that one token adds on a rank. In vLLM the draft's have the target's
-    dtype.
+    dtype, and a head's have it everywhere.
     """
     assert subject.parallel is not None
-    stated = role if subject.vllm is None else "target"
+    is_alike = subject.vllm is not None or subject.config.speculation.head is not None
+    stated = "target" if is_alike else role
     return kv_bytes_per_token(
         subject.shapes[role],
         subject.models[stated].quantization.kv_cache_quant_algo,

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.facts.gpus import Gpu
+from toolkit.facts.heads import PUBLISHED
 from toolkit.plan.memory import kv_bytes_per_token, linear_params, parameters, weight_bytes
 from toolkit.plan.subject import Subject
 from toolkit.records.plan import PredictedSpeed, Prediction, StageTime
 from toolkit.words import KvCacheQuantAlgo, QuantAlgo, Role
 
-__all__ = ["break_even", "forward_seconds", "predict", "stage_times", "tokens_per_step"]
+__all__ = [
+    "break_even",
+    "forward_seconds",
+    "predict",
+    "stage_times",
+    "tokens_per_step",
+]
 
 ACCEPTANCE_RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 DISK_BYTES_PER_S = 1e9  # assumed
@@ -40,16 +47,21 @@ def break_even(draft_len: int, plain_s: float, draft_s: float, verify_s: float) 
     """The acceptance rate above which drafting pays; None if it does not even at rate 1.
 
     plain_s, draft_s, verify_s: seconds of a plain target forward, a draft forward and a verify
-    forward. The bisection is written here because importing scipy takes longer than `toolkit plan`
-    may take.
+    forward.
     """
     needed_tokens = (draft_len * draft_s + verify_s) / plain_s
-    if needed_tokens >= draft_len + 1:
-        return None
+    return None if needed_tokens >= draft_len + 1 else acceptance_for(needed_tokens, draft_len)
+
+
+def acceptance_for(tokens: float, draft_len: int) -> float:
+    """The acceptance rate at which a step yields so many tokens, at most 1.
+
+    The bisection is written here because importing scipy takes longer than `toolkit plan` may take.
+    """
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        if tokens_per_step(middle, draft_len) < needed_tokens:
+        if tokens_per_step(middle, draft_len) < tokens:
             low = middle
         else:
             high = middle
@@ -118,17 +130,24 @@ def _predict_at(subject: Subject, batch: int) -> Prediction:
 
     plain, is_compute_bound = seconds("target", 1)
     speeds: list[PredictedSpeed] = []
-    ratio = threshold = None
+    ratio = threshold = assumed = assumption = None
     if subject.speculates:
         # Drafting by n-gram lookup takes no forward.
         draft = seconds("draft", 1)[0] if subject.has_draft_model else 0.0
         verify = seconds("target", draft_len + 1)[0]
         ratio, threshold = draft / plain, break_even(draft_len, plain, draft, verify)
-        for rate in ACCEPTANCE_RATES:
+
+        def speed(rate: float) -> PredictedSpeed:
             tokens = tokens_per_step(rate, draft_len)
             step = draft_len * draft + verify
             per_s = None if gpu is None else batch * tokens / step
-            speeds.append(PredictedSpeed(rate, draft_len, tokens, per_s, tokens * plain / step))
+            return PredictedSpeed(rate, draft_len, tokens, per_s, tokens * plain / step)
+
+        speeds = [speed(rate) for rate in ACCEPTANCE_RATES]
+        head = subject.config.speculation.head
+        if head is not None:
+            assumption = PUBLISHED[head].text
+            assumed = speed(acceptance_for(PUBLISHED[head].tokens, PUBLISHED[head].draft_len))
     return Prediction(
         batch_size=batch,
         context_tokens=context,
@@ -137,6 +156,8 @@ def _predict_at(subject: Subject, batch: int) -> Prediction:
         cost_ratio=ratio,
         break_even=threshold,
         speculative=tuple(speeds),
+        assumed=assumed,
+        assumption=assumption,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from toolkit.checkpoints.heads import HeadShape
 from toolkit.checkpoints.quantized import Quantization
 from toolkit.checkpoints.shape import ModelShape
 from toolkit.config.schema import (
@@ -45,7 +46,8 @@ class Subject:
     shapes: the model shapes by role; a role whose checkpoint cannot be read is absent. quantized:
     how checkpoints that are already quantized describe their format, by role. gpu: None if it is
     not known. gpu_count: GPUs in all nodes together. cpu_flags: the instruction sets of this
-    machine, as /proc/cpuinfo names them. cores: those that this process may use.
+    machine, as /proc/cpuinfo names them. cores: those that this process may use. head: what
+    drafts, if it is a head whose config.json can be read; shapes has it as a model of its cost.
     """
 
     config: DeploymentConfig
@@ -55,6 +57,7 @@ class Subject:
     quantized: Mapping[Role, Quantization] = field(default_factory=dict)
     cpu_flags: frozenset[str] = frozenset()
     cores: int = 1
+    head: HeadShape | None = None
 
     @property
     def models(self) -> dict[Role, ModelConfig]:

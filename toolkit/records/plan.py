@@ -94,7 +94,8 @@ class Prediction:
     not in the tables.
 
     cost_ratio: time of a draft forward over that of a target forward. break_even: the acceptance
-    rate from which on drafting pays.
+    rate from which on drafting pays. assumed: the speed at an acceptance that somebody published
+    for this way of drafting, which assumption names; None if there is none.
     """
 
     batch_size: int
@@ -104,6 +105,8 @@ class Prediction:
     cost_ratio: float | None
     break_even: float | None
     speculative: tuple[PredictedSpeed, ...]
+    assumed: PredictedSpeed | None = None
+    assumption: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

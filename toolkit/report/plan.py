@@ -17,6 +17,7 @@ from toolkit.records.plan import (
     KeyChange,
     Plan,
     PlannedRun,
+    PredictedSpeed,
     Prediction,
     Serving,
     StageMemory,
@@ -56,6 +57,12 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             yield _speed(prediction)
             if prediction.speculative:
                 yield Text(_threshold(prediction))
+            if prediction.assumed is not None:
+                yield Text(_assumed(prediction.assumed))
+        assumptions = {prediction.assumption for prediction in plan.predictions} - {None}
+        for assumption in assumptions:
+            yield Text()
+            yield Text(f"The assumed acceptance: {assumption}. Your head and your text decide.")
         if any(prediction.plain_tokens_per_s is not None for prediction in plan.predictions):
             yield Text()
             yield Text(f"This is an upper bound, not a forecast: {PUBLISHED.detail}", style="dim")
@@ -168,6 +175,10 @@ def _speed(prediction: Prediction) -> Table:
             f"{speculative.tokens_per_step:.2f}",
         )
     return table
+
+
+def _assumed(speed: PredictedSpeed) -> str:
+    return f"assumed: acceptance {speed.acceptance_rate:.2f}, and so {speed.speedup:.2f}x"
 
 
 def _threshold(prediction: Prediction) -> str:

@@ -18,6 +18,7 @@ from toolkit.config.load import load_config, load_data
 from toolkit.config.schema import DeploymentConfig, VllmConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.errors import BackendUnavailable, CheckpointError, PairingError, UsageError
+from toolkit.facts.heads import head_reader
 from toolkit.facts.versions import VERSIONS
 from toolkit.records.plan import Judgement, Plan, PlannedRun
 from toolkit.words import JudgementSeverity, Role
@@ -121,6 +122,7 @@ def _judge_pair(config: DeploymentConfig) -> list[Judgement]:
             draft.checkpoint,
             tp_size=config.engine.tp_size,
             head=head,
+            reader=head_reader(config.engine.kind, config.engine.version),
         ).findings
     except PairingError as error:
         return [Judgement(SAME_VOCAB_RULE, "refused", "draft.checkpoint", error.what, error.hint)]
@@ -345,13 +347,13 @@ def _compile_run(
 def _load_run(config: DeploymentConfig) -> PlannedRun:
     from toolkit.engines.trtllm.llm_args import llm_args
     from toolkit.engines.trtllm.speculative_config import printing_module, with_speculative_config
+    from toolkit.plan.make import captured_by_head
 
     spec = engine_spec(config, "target")
     assert spec.tensorrt_llm is not None  # since its kind loads both models
-    args = in_container(
-        llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo)
-    )
-    takes_mapping = VERSIONS[spec.tensorrt_llm.version].speculative_config == "mapping"
+    asked = replace(spec.tensorrt_llm, captured_layers=captured_by_head(config))
+    args = in_container(llm_args(spec, asked, config.target.quantization.kv_cache_quant_algo))
+    takes_mapping = VERSIONS[asked.version].speculative_config == "mapping"
     return PlannedRun(
         "serve",
         "the server's Python model",

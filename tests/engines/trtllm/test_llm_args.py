@@ -20,6 +20,7 @@ from toolkit.engines.trtllm.llm_args import (
     write_llm_args,
 )
 from toolkit.errors import StageError, UsageError
+from toolkit.facts.heads import mtp_config
 from toolkit.facts.llm_args import LLM_ARGS, NESTED, SPECULATIVE
 from toolkit.facts.versions import VERSIONS
 from toolkit.interfaces import EngineSpec, TensorRtLlmSpec
@@ -112,6 +113,60 @@ def test_the_one_model_path_of_early_candidates_is_told_to_sample() -> None:
     early, late = (llm_args(SPEC, asked(name), None) for name in ("1.3rc-early", "1.3rc-late"))
     assert early["speculative_config"]["allow_advanced_sampling"] is True
     assert "allow_advanced_sampling" not in late["speculative_config"]
+
+
+HEAD = {"speculation": "eagle3", "captured_layers": (2, 40, 77)}
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("1.2.0", {"decoding_type": "Eagle", "allow_advanced_sampling": True}),
+        ("1.2.1", {"decoding_type": "Eagle", "allow_advanced_sampling": True}),
+        ("1.3rc-early", {"decoding_type": "Eagle3", "allow_advanced_sampling": True}),
+        ("1.3rc-late", {"decoding_type": "Eagle3"}),
+        ("1.4rc", {"decoding_type": "Eagle3"}),
+    ],
+)
+def test_a_head_is_named_as_the_version_names_it(version: str, expected: dict[str, Any]) -> None:
+    """Layers are counted from 0 there, and the host's scheduling overlaps in every version."""
+    args = llm_args(SPEC, asked(version, **HEAD), "FP8")
+    assert args["speculative_config"] == {
+        "max_draft_len": 4,
+        "speculative_model": "../draft",
+        "eagle3_layers_to_capture": [1, 39, 76],
+        **expected,
+    }
+    assert "disable_overlap_scheduler" not in args
+    assert faults(args, version) == []
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_versions_that_answer_greedily_under_a_head_are_refused(version: str) -> None:
+    with pytest.raises(UsageError, match="answers every request greedily under a head"):
+        llm_args(SPEC, asked(version, **HEAD), None)
+
+
+def test_our_tables_know_what_is_wrong_with_a_head_or_with_mtp_layers() -> None:
+    args = llm_args(SPEC, asked("1.2.1", **HEAD), None)
+    config = args["speculative_config"]
+
+    def said(version: str, **changes: Any) -> list[str]:
+        return faults({**args, "speculative_config": {**config, **changes}}, version)
+
+    assert said("1.2.1", decoding_type="Eagle3") == [
+        "speculative_config.decoding_type is spelled Eagle in 1.2.1, not Eagle3"
+    ]
+    assert said("1.2.1", speculative_model=None) == [
+        "speculative_config.speculative_model must name the head"
+    ]
+    assert said("1.2.1", eagle3_layers_to_capture="1") != []
+    mtp = {"decoding_type": "MTP", "max_draft_len": 3}
+    assert faults({**args, "speculative_config": mtp}, "1.2.1") == [
+        "speculative_config.num_nextn_predict_layers must be 3, the number of tokens to draft"
+    ]
+    for version in VERSIONS_OF_FLOW:
+        assert faults({"model": ".", "speculative_config": mtp_config(version, 3)}, version) == []
 
 
 def test_settings_without_a_word_in_the_version_are_refused() -> None:

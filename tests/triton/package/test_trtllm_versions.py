@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.deployments import config_of
+from tests.support.deployments import HEAD, config_of
 from tests.support.trtllm_packages import engine
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.spec import engine_spec
 from toolkit.engines.trtllm.llm_args import llm_args, resolved
 from toolkit.facts.versions import VERSIONS
-from toolkit.plan.make import make_plan
+from toolkit.plan.make import captured_by_head, make_plan
 from toolkit.standins.trtllm import RELEASE_VARIABLE
 from toolkit.standins.trtllm.tensorrt_llm.releases import RELEASES
 from toolkit.triton.package.trtllm import package_llmapi
@@ -42,6 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram": NGRAM,
     "ngram, schedule": {**NGRAM, **SCHEDULE},
     "ngram, max_concurrency": {**NGRAM, **LIMIT},
+    "eagle3": HEAD,
+    "eagle3, TP 2": {**HEAD, "engine__tp_size": 2, "hardware__count": 2},
+    "eagle3, schedule": {**HEAD, **SCHEDULE},
+    "eagle3, max_concurrency": {**HEAD, **LIMIT},
+    "mtp": {"draft": None, "speculation__kind": "mtp"},
 }
 PLAN_REFUSES = "the plan refuses"
 ACCEPTED, MENDED = "loads", "loads; was refused"
@@ -73,8 +78,9 @@ def packaged(folder: Path, version: str, keys: dict[str, Any]) -> Path | None:
         assert made.tensorrt_llm is not None
         pair.append(replace(made, tensorrt_llm=replace(made.tensorrt_llm, version=version)))
     target, draft = pair[0], pair[1] if len(pair) == 2 else None
+    asked = replace(spec.tensorrt_llm, captured_layers=captured_by_head(config))
     args = resolved(
-        llm_args(spec, spec.tensorrt_llm, config.target.quantization.kv_cache_quant_algo),
+        llm_args(spec, asked, config.target.quantization.kv_cache_quant_algo),
         target.path,
         None if draft is None else draft.path,
     )
@@ -129,10 +135,29 @@ def test_the_plan_refuses_what_a_version_does_not_have(
     left_out = {(version, case) for version in VERSIONS for case in CASES} - set(answers)
     limits = {case for case in CASES if "max_concurrency" in case}
     schedules = {case for case in CASES if "schedule" in case}
+    heads = {case for case in CASES if "eagle3" in case}
+    by_load = heads & (limits | schedules)
     assert left_out == {
         *(("0.21", case) for case in CASES),
-        *(("1.0", case) for case in limits | schedules),
-        *(("1.1", case) for case in schedules),
+        *(("1.0", case) for case in limits | schedules | heads),
+        *(("1.1", case) for case in schedules | heads),
+        *((version, case) for version in ("1.2.0", "1.2.1", "1.3rc-early") for case in by_load),
+        *((version, "mtp") for version in VERSIONS),
+    }
+
+
+def test_a_head_meets_the_class_of_the_version(
+    answers: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    classes = {
+        version: answer["config"] for (version, case), answer in answers.items() if case == "eagle3"
+    }
+    assert classes == {
+        "1.2.0": "EagleDecodingConfig",
+        "1.2.1": "EagleDecodingConfig",
+        "1.3rc-early": "Eagle3DecodingConfig",
+        "1.3rc-late": "Eagle3DecodingConfig",
+        "1.4rc": "Eagle3DecodingConfig",
     }
 
 
@@ -157,11 +182,13 @@ def test_the_mapping_itself_is_refused_up_to_1_2(
 def test_scheduling_overlaps_where_upstream_can(
     answers: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
-    """With a draft model from 1.2 on, and with a schedule only where one model drafts."""
+    """With a draft model from 1.2 on, and with a schedule only where one model drafts; with a head
+    always.
+    """
     for (version, case), answer in answers.items():
         if "ngram" in case:
             expected = False
-        elif case == "none":
+        elif case == "none" or "eagle3" in case:
             expected = True
         else:
             expected = version not in ("1.0", "1.1") and (
@@ -179,7 +206,8 @@ def table(answers: dict[tuple[str, str], dict[str, Any]]) -> str:
         answer = answers.get((version, case))
         if answer is None:
             return PLAN_REFUSES
-        return ACCEPTED if answer["raw"] is None else MENDED
+        is_new = "eagle3" in case  # no served model ever passed it on as a mapping
+        return ACCEPTED if answer["raw"] is None or is_new else MENDED
 
     lines = [["", *VERSIONS], ["---"] * (len(VERSIONS) + 1)]
     lines += [[case, *(cell(version, case) for version in VERSIONS)] for case in CASES]

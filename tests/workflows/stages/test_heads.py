@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.cli import write_config
 from tests.support.eagle3 import head_config, write_eagle3_target, write_head
@@ -18,7 +19,6 @@ from toolkit.pipeline.stage import Done
 from toolkit.pipeline.store import Store
 from toolkit.words import ROLES
 from toolkit.workflows.folders import Workplace
-from toolkit.workflows.rehearse import prepare_rehearsal
 from toolkit.workflows.stages.compile import compile_stage
 from toolkit.workflows.stages.package import package_stage
 from toolkit.workflows.stages.pair import pair_stage
@@ -67,6 +67,32 @@ def test_a_head_goes_through_all_stages_up_to_package(tmp_path: Path) -> None:
         assert (packaged / name).read_bytes() == (head / name).read_bytes()
 
 
+def test_tensorrt_llm_is_told_which_layers_the_head_reads(tmp_path: Path) -> None:
+    """LLM() reads no layers in the head's config.json; from the pair to model.yaml."""
+    head = write_head(tmp_path / "models" / "head")
+    workplace = Workplace(tmp_path)
+    engine = {"kind": "trtllm_pytorch", "max_input_len": 64, "max_seq_len": 128}
+    config = config_of(tmp_path, head, engine=engine, triton={"layout": "llmapi"})
+    done = built(config, Store(workplace.store), workplace)
+    assert done["pair"].record.head.shares == ("embed_tokens.weight",)
+    assert done["compile/draft"].record.quant_algo is None
+    version = done["package"].record.path / "tensorrt_llm/1"
+    settings = yaml.safe_load((version / "model.yaml").read_text())
+    assert settings["speculative_config"] == {
+        "decoding_type": "Eagle",
+        "max_draft_len": 3,
+        "speculative_model": "/models/tensorrt_llm/1/engines/draft",
+        "eagle3_layers_to_capture": [1, 2, 3],
+        "allow_advanced_sampling": True,
+    }
+    assert settings["toolkit"]["log_probs"] == 0
+    plain = yaml.safe_load((version / "plain.yaml").read_text())
+    assert "speculative_config" not in plain
+    for name in ("config.json", "model.safetensors"):
+        packaged = version / "engines/draft" / name
+        assert packaged.read_bytes() == (head / name).read_bytes()
+
+
 def test_another_head_is_built_from_the_pair_on(tmp_path: Path) -> None:
     head, workplace = write_head(tmp_path / "models" / "head"), Workplace(tmp_path)
     config, store = config_of(tmp_path, head), Store(workplace.store)
@@ -85,8 +111,6 @@ def test_commands_that_run_both_models_in_this_process_refuse_a_head(tmp_path: P
     workplace = Workplace(tmp_path)
     with pytest.raises(UsageError, match="which cannot run one"):
         embedded_stages(config, workplace, Store(workplace.store).memo)
-    with pytest.raises(UsageError, match="which cannot run one"):
-        prepare_rehearsal(config, workplace)
 
 
 def test_a_head_of_another_target_stops_the_build(tmp_path: Path) -> None:

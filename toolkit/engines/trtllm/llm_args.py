@@ -111,19 +111,7 @@ def _speculative(
 ) -> dict[str, Any] | None:
     if asked.speculation == "none":
         return None
-    config: dict[str, Any]
-    if asked.speculation == "ngram":
-        config = {
-            "decoding_type": "NGram",
-            "max_draft_len": spec.max_draft_len,
-            "max_matching_ngram_size": asked.max_matching_ngram_size,
-        }
-    else:
-        config = {
-            "decoding_type": version.decoding_type,
-            "max_draft_len": spec.max_draft_len,
-            version.draft_model_key: DRAFT,
-        }
+    config = _method(spec, asked, version)
     if asked.draft_len_schedule is not None:
         config["draft_len_schedule"] = schedule_of(
             asked.draft_len_schedule, version, spec.max_batch_size
@@ -133,14 +121,56 @@ def _speculative(
             hint = "remove speculation.max_concurrency, or take a newer engine.tensorrt_llm"
             raise UsageError(f"TensorRT-LLM {version.name} has no max_concurrency", hint=hint)
         config["max_concurrency"] = asked.max_concurrency
-    if version.allow_advanced_sampling:
+    needs_option = version.allow_advanced_sampling
+    if asked.speculation == "eagle3":
+        needs_option = version.head_sampling == "option"
+    if needs_option:
         config["allow_advanced_sampling"] = True
     return config
 
 
+def _method(spec: EngineSpec, asked: TensorRtLlmSpec, version: Version) -> dict[str, Any]:
+    """The decoding type, and the keys that only it has."""
+    length = spec.max_draft_len
+    if asked.speculation == "ngram":
+        return {
+            "decoding_type": "NGram",
+            "max_draft_len": length,
+            "max_matching_ngram_size": asked.max_matching_ngram_size,
+        }
+    if asked.speculation == "eagle3":
+        if version.head_sampling == "greedy":
+            raise UsageError(
+                f"TensorRT-LLM {version.name} answers every request greedily under a head",
+                hint="take a newer engine.tensorrt_llm",
+            )
+        return {
+            "decoding_type": version.eagle3_type,
+            "max_draft_len": length,
+            version.draft_model_key: DRAFT,
+            **_captured(asked),
+        }
+    assert asked.speculation == "draft_target"  # the plan refuses every other kind
+    return {
+        "decoding_type": version.decoding_type,
+        "max_draft_len": length,
+        version.draft_model_key: DRAFT,
+    }
+
+
+def _captured(asked: TensorRtLlmSpec) -> dict[str, list[int]]:
+    """The layers whose outputs the head reads. LLM() counts them from 0, and reads no layer numbers
+    in the head's config.json: without this key it takes its own three.
+    """
+    if asked.captured_layers is None:
+        return {}
+    return {"eagle3_layers_to_capture": [layer - 1 for layer in asked.captured_layers]}
+
+
 def _overlaps(args: Mapping[str, Any], version: Version) -> bool:
     """Whether this version can overlap the host's scheduling with the GPU's work for these
-    arguments. N-gram lookup is left to the runtime, which stops overlapping by itself.
+    arguments. A head overlaps in every version. N-gram lookup is left to the runtime, which stops
+    overlapping by itself.
     """
     config = args["speculative_config"]
     if config["decoding_type"] != version.decoding_type or version.overlap == "always":
@@ -255,6 +285,13 @@ def _speculative_faults(
                 "disable_overlap_scheduler must be true: this draft-target cannot overlap"
                 " scheduling"
             )
+    if kind in ("Eagle", "Eagle3"):
+        if kind != row.eagle3_type:
+            yield f"{where}.decoding_type is spelled {row.eagle3_type} in {version}, not {kind}"
+        if not any(config.get(key) for key in ("speculative_model", "speculative_model_dir")):
+            yield f"{where}.{row.draft_model_key} must name the head"
+    if kind == "MTP" and config.get(row.mtp_length) != length:
+        yield f"{where}.{row.mtp_length} must be {length}, the number of tokens to draft"
     yield from _schedule_faults(config, row)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from toolkit.config.schema import HardwareConfig
 from toolkit.facts.gpus import GPUS
+from toolkit.facts.heads import HEAD_KINDS, HEAD_NAMES, NO_HEADS, NO_MTP
 from toolkit.facts.llm_args import DEFAULT_TOKENS_PER_BLOCK
-from toolkit.facts.support import HEAD_KINDS, HEAD_NAMES, NO_HEADS
+from toolkit.facts.versions import VERSIONS
 from toolkit.plan.rules.findings import Check, Findings, RuleFinding, refuse
-from toolkit.plan.subject import Subject, largest_tp_size
+from toolkit.plan.subject import Subject, family_of, largest_tp_size
 
 __all__ = ["CHECKS"]
+
+HEAD_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
 def _no_pp_with_draft_target(subject: Subject) -> Findings:
@@ -19,11 +22,10 @@ def _no_pp_with_draft_target(subject: Subject) -> Findings:
             f"set pp_size: 1 and tp_size: {largest_tp_size(subject, engine.world_size)}, or"
             " speculation.kind: none"
         )
-        yield refuse(
-            "engine.pp_size",
-            "draft-target speculation with two models does not support pipeline parallelism",
-            hint,
-        )
+        what = "draft-target speculation with two models does not support pipeline parallelism"
+        if subject.config.speculation.head is not None:
+            what = "a head over several pipeline ranks is documented nowhere"
+        yield refuse("engine.pp_size", what, hint)
 
 
 def _acceptance_rule(subject: Subject) -> Findings:
@@ -53,16 +55,24 @@ def _ngram_of_flow(subject: Subject) -> Findings:
 
 
 def _heads(subject: Subject) -> Findings:
-    config = subject.config
+    config, version = subject.config, subject.version
     head, kind = config.speculation.head, config.engine.kind
     if head is None:
         return
-    if head not in config.capabilities.heads:
+    if kind not in HEAD_KINDS[head]:
         able = " or ".join(HEAD_KINDS[head])
         yield refuse(
             "speculation.kind",
             f"kind {kind} does not draft with an {HEAD_NAMES[head]} head: {NO_HEADS[kind]}",
             f"set engine.kind: {able}, or take a draft model and speculation.kind: draft_target",
+        )
+    elif version is not None and head not in config.capabilities.heads:
+        able = ", ".join(row.name for row in VERSIONS.values() if row.head_sampling != "greedy")
+        yield refuse(
+            "engine.tensorrt_llm",
+            f"TensorRT-LLM {version.name} answers every request under an {HEAD_NAMES[head]} head"
+            " with the likeliest tokens, whatever its temperature",
+            f'set tensorrt_llm: "1.2.1"; versions that sample: {able}',
         )
     elif config.speculation.max_draft_len == "auto":
         what = (
@@ -72,11 +82,70 @@ def _heads(subject: Subject) -> Findings:
         yield refuse("speculation.max_draft_len", what, "set a number")
 
 
+def _head_target(subject: Subject) -> Findings:
+    """One model of target and head is written per family upstream."""
+    target = subject.shapes.get("target")
+    if subject.pytorch_flow is None or subject.config.speculation.head is None or target is None:
+        return
+    if target.architecture not in HEAD_TARGETS:
+        yield refuse(
+            "speculation.kind",
+            f"TensorRT-LLM does not run a head in one model with a {family_of(target)} target",
+            "take a draft model and speculation.kind: draft_target, or a target of Llama or Qwen 3",
+        )
+
+
+def _head_kv_cache(subject: Subject) -> Findings:
+    algo = subject.config.target.quantization.kv_cache_quant_algo
+    if subject.pytorch_flow is None or subject.config.speculation.head is None or algo is None:
+        return
+    what = f"the head's KV cache is {algo}, as the target's; its weights keep their precision"
+    yield RuleFinding("adjusted", "target.quantization.kv_cache_quant_algo", what)
+
+
+def _head_load(subject: Subject) -> Findings:
+    speculation, version = subject.config.speculation, subject.version
+    if subject.pytorch_flow is None or speculation.head is None or version is None:
+        return
+    if version.heads_follow_load:
+        return
+    able = ", ".join(row.name for row in VERSIONS.values() if row.heads_follow_load)
+    for key in ("draft_len_schedule", "max_concurrency"):
+        if getattr(speculation, key) is not None:
+            what = (
+                f"TensorRT-LLM {version.name} applies {key} to a draft model, and would ignore it"
+                f" with an {HEAD_NAMES[speculation.head]} head"
+            )
+            yield refuse(f"speculation.{key}", what, f"remove it; versions that apply it: {able}")
+
+
+def _mtp(subject: Subject) -> Findings:
+    """A target that the toolkit does not read is judged when its config.json is (plan/mtp.py)."""
+    kind = subject.config.engine.kind
+    if subject.config.speculation.kind != "mtp":
+        return
+    if kind in NO_MTP:
+        yield refuse(
+            "speculation.kind",
+            f"kind {kind} does not draft with the target's MTP layers: {NO_MTP[kind]}",
+            "take a draft model and speculation.kind: draft_target, or kind: ngram",
+        )
+    elif "target" in subject.shapes:
+        yield refuse(
+            "speculation.kind",
+            f"a {family_of(subject.shapes['target'])} target has no MTP layers"
+            " (num_nextn_predict_layers in config.json)",
+            "take a draft model and speculation.kind: draft_target, or an EAGLE-3 head and eagle3",
+        )
+
+
 def _draft_len_schedule(subject: Subject) -> Findings:
     version = subject.version
     if subject.config.speculation.draft_len_schedule is None or version is None:
         return
     path = "speculation.draft_len_schedule"
+    if subject.config.speculation.head is not None and not version.heads_follow_load:
+        return  # _head_load refuses it
     if subject.engine_flow is not None:
         what = (
             "the engine flow cannot choose the draft length by batch size: each request states its"
@@ -170,7 +239,8 @@ def _block_reuse_for_drafts(subject: Subject) -> Findings:
 def _overlap_scheduler(subject: Subject) -> Findings:
     """Told, since the plain arm always overlaps: a part of what speculation gains is lost."""
     engine, version = subject.pytorch_flow, subject.version
-    if engine is None or version is None or not subject.has_draft_model:
+    has_head = subject.config.speculation.head is not None  # which overlaps in every version
+    if engine is None or version is None or not subject.has_draft_model or has_head:
         return
     why = None
     if version.overlap == "never":
@@ -209,8 +279,10 @@ def _no_log_probs(subject: Subject) -> Findings:
         or subject.config.capabilities.log_probs > 0
     ):
         return
+    head = subject.config.speculation.head
+    under = "speculation" if head is None else f"an {HEAD_NAMES[head]} head"
     what = (
-        f"TensorRT-LLM {version.name} returns no log-probabilities under speculation, so nothing"
+        f"TensorRT-LLM {version.name} returns no log-probabilities under {under}, so nothing"
         " can tell whether a greedy text that differs from plain decoding differs by rounding: the"
         " verdict rests on texts that are the same token for token, is INCONCLUSIVE if one is not,"
         " and compares the sampled texts of both arms"
@@ -223,7 +295,8 @@ def _attention_backend(subject: Subject) -> Findings:
     if engine is not None and engine.attn_backend == "FLASHINFER" and engine.enable_block_reuse:
         yield RuleFinding("adjusted", "engine.attn_backend", "FLASHINFER turns KV block reuse off")
     if engine is not None and engine.attn_backend != "TRTLLM" and subject.has_draft_model:
-        what = f"{engine.attn_backend} with draft-target is not tested upstream"
+        kind = subject.config.speculation.kind.replace("_", "-")
+        what = f"{engine.attn_backend} with {kind} is not tested upstream"
         yield RuleFinding("warning", "engine.attn_backend", what, "set attn_backend: TRTLLM")
 
 
@@ -329,6 +402,10 @@ CHECKS: dict[str, Check] = {
     "acceptance-rule": _acceptance_rule,
     "ngram-of-flow": _ngram_of_flow,
     "toolkit-heads": _heads,
+    "head-target": _head_target,
+    "head-kv-cache": _head_kv_cache,
+    "head-load": _head_load,
+    "mtp-layers": _mtp,
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-engine-flow-load": _max_concurrency,
     "toolkit-auto-draft-len": _auto_draft_len,

@@ -39,8 +39,8 @@ INT8_OR_NONE = "W8A8_SQ_PER_CHANNEL or NO_QUANT"
 
 def _method(subject: Subject) -> Findings:
     version, speculation = subject.vllm_version, subject.config.speculation
-    if version is None or not speculation.is_enabled:
-        return
+    if version is None or not speculation.is_enabled or speculation.kind == "mtp":
+        return  # the toolkit writes no mtp: toolkit.plan.rules.runtime
     method = speculation.kind if speculation.kind != "draft_target" else "draft_model"
     has_method: bool | None = getattr(version, method)
     if not has_method:

@@ -147,13 +147,23 @@ def model_yaml(llm_args: Mapping[str, Any], triton: TritonConfig, version: str) 
     if triton.model_py == "ours":
         settings["toolkit"] = {
             "default_max_tokens": triton.default_max_tokens,
-            "log_probs": LOG_PROBS["trtllm_pytorch"].get(version, 0),
+            "log_probs": _log_probs(llm_args, version),
             "ignored": [*penalties, *(() if row.seeds else ("seed",))],
             "max_queue_size": triton.max_queue_size,
             "request_timeout_s": triton.request_timeout_s,
             "stream_interval_ms": triton.stream_interval_ms,
         }
     return settings
+
+
+def _log_probs(llm_args: Mapping[str, Any], version: str) -> int:
+    """How many log-probabilities per token an answer has; none where target and head are one
+    model (facts/support.py, SOURCES).
+    """
+    speculative = llm_args.get("speculative_config") or {}
+    if speculative.get("decoding_type") in ("Eagle", "Eagle3"):
+        return 0
+    return LOG_PROBS["trtllm_pytorch"].get(version, 0)
 
 
 def _tensorrt_llm_build(engine: CompiledEngine) -> TensorRtLlmBuild:

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.config.schema import DeploymentConfig
 from toolkit.engines.spec import engine_spec
+from toolkit.facts.heads import head_reader
 from toolkit.interfaces import EngineSpec, Progress
 from toolkit.pipeline.stage import Finished, Stage
 from toolkit.records.build import CompiledEngine, QuantizedCheckpoint
@@ -51,19 +52,34 @@ def compile_stage(config: DeploymentConfig, role: Role, workplace: Workplace) ->
         check_prompt_lengths(config)
         spec = spec_of(finished)
         if loads_draft:
-            spec = _with_draft(spec, finished["quantize/draft"].record)
+            draft = finished["quantize/draft"].record
+            spec = _with_draft(spec, draft, finished[checkpoints[0]].record)
         return stage.compile_engine(kind, finished[checkpoints[0]].record, spec, out_dir, progress)
 
     return Stage(f"compile/{role}", stage.VERSION, CompiledEngine, needs, parts, run)
 
 
-def _with_draft(spec: EngineSpec, draft: QuantizedCheckpoint) -> EngineSpec:
-    """The spec with the folder of the draft, for the kinds that load it with the target."""
+def _with_draft(
+    spec: EngineSpec, draft: QuantizedCheckpoint, target: QuantizedCheckpoint
+) -> EngineSpec:
+    """The spec with the folder of the draft, for the kinds that load it with the target; of a head
+    also the target's layers that it reads.
+    """
+    from toolkit.checkpoints.heads import captured_layers, read_head
+    from toolkit.checkpoints.shape import read_shape
     from toolkit.engines.vllm.backend import served_checkpoint
 
     tensorrt_llm, vllm = spec.tensorrt_llm, spec.vllm
     if tensorrt_llm is not None and tensorrt_llm.speculation != "none":
-        return replace(spec, tensorrt_llm=replace(tensorrt_llm, draft_dir=draft.path))
+        placed = replace(tensorrt_llm, draft_dir=draft.path)
+        if placed.speculation == "eagle3":
+            layers = captured_layers(
+                read_head(draft.path),
+                read_shape(target.path).num_layers,
+                from_zero=head_reader("trtllm_pytorch", placed.version).counts_from_zero,
+            )
+            placed = replace(placed, captured_layers=layers)
+        return replace(spec, tensorrt_llm=placed)
     if vllm is not None and vllm.speculation != "none":
         return replace(spec, vllm=replace(vllm, draft_dir=served_checkpoint(draft)))
     return spec

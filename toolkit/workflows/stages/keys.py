@@ -23,7 +23,7 @@ from toolkit.words import EngineKind
 __all__ = ["engine_fingerprint", "spec_parts", "versions"]
 
 MAX_REMEMBERED_FINGERPRINTS = 64
-NOT_IN_KEYS = ("builder", "python", "draft_dir")
+NOT_IN_KEYS = ("builder", "python", "draft_dir", "captured_layers")
 
 
 def versions(libraries: Sequence[str]) -> Fingerprint:
@@ -79,8 +79,9 @@ def engine_fingerprint(kind: EngineKind, spec: EngineSpec, file: Path) -> Finger
 def spec_parts(spec: EngineSpec) -> dict[str, Any]:
     """The spec as parts of a key.
 
-    Fields that do not change the engine are left out: the builder, the Python that has vLLM, whose
-    version is in the fingerprint, and the folder of the draft.
+    Fields that do not change the engine, or are known by other parts, are left out: the builder,
+    the Python that has vLLM, whose version is in the fingerprint, the folder of the draft, and the
+    layers that a head reads, which its digest stands for.
     """
     parts = dataclasses.asdict(spec)
     for name in ("tensorrt_llm", "vllm"):
