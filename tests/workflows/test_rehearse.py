@@ -88,6 +88,28 @@ def test_a_shipped_deployment_is_built_served_and_judged(
 
 
 @pytest.mark.slow
+def test_a_deployment_with_a_head_is_rehearsed_around_the_head(tmp_path: Path) -> None:
+    """The head is proved, copied and named to LLM(), over a stand-in that refuses what upstream's
+    classes refuse; what is served drafts by lookup, and the report says so.
+    """
+    done = rehearse("llama70b-eagle3", *QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(
+        (tmp_path / "build/reports/llama70b-eagle3-rehearsal/report.json").read_text()
+    )
+    assert report["verdict"] == "PASS"
+    assert any(line.startswith("the head: not run") for line in report["replaced"])
+    version = tmp_path / "triton_repo/llama70b-eagle3-rehearsal-trtllm/tensorrt_llm/1"
+    config = yaml.safe_load((version / "model.yaml").read_text())["speculative_config"]
+    assert config["decoding_type"] == "Eagle"
+    assert config["eagle3_layers_to_capture"] == [1, 3, 4]  # of the stand-in's eight layers
+    head = tmp_path / "build/rehearsals/llama70b-eagle3/models/draft/model.safetensors"
+    assert (version / "engines/draft/model.safetensors").read_bytes() == head.read_bytes()
+    published = tmp_path / "engines/llama70b-eagle3-rehearsal-trtllm"
+    assert {folder.name for folder in published.iterdir() if folder.is_dir()} == {"target", "draft"}
+
+
+@pytest.mark.slow
 def test_what_the_server_would_not_load_fails_the_rehearsal(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.heads import parse_head, read_head
 from toolkit.checkpoints.hub import fetch
 from toolkit.checkpoints.shape import ModelShape, parse_shape, read_json
 from toolkit.config.schema import (
@@ -24,9 +25,10 @@ from toolkit.config.schema import (
     ValidationConfig,
 )
 from toolkit.facts.capabilities import EMBEDDED
-from toolkit.facts.models import CONFIGS
+from toolkit.facts.models import CONFIGS, HEAD_CONFIGS
 from toolkit.pipeline.texts import read_texts
 from toolkit.standins.checkpoints import scaled_config, write_stand_in
+from toolkit.standins.heads import TARGET_LAYERS, scaled_head_config, write_stand_in_head
 from toolkit.standins.tokenizer import habits_of, num_tokens
 from toolkit.words import Layout, Role
 
@@ -71,6 +73,7 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     """
     replaced: list[str] = []
     models = _stand_ins(config, folder, replaced)
+    has_head = config.speculation.head is not None
     calibration = config.calibration and _calibration(config.calibration, folder, replaced)
     validation = _validation(config.validation, folder, replaced)
     capabilities, speculation = config.capabilities, config.speculation
@@ -95,6 +98,12 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
         substitute = "the same, eager"
     described_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items())
     replaced.append(f"engine {capabilities.kind}: {substitute}, {described_sizes}")
+    if has_head:
+        replaced.append(
+            "the head: not run. The embedded engine has none, and drafts by lookup in the text"
+            " (ngram): the acceptance is that of the lookup. The head is compared with its target,"
+            " copied, packaged, and named to the engine that would run it"
+        )
     if config.vllm_engine is not None:
         replaced.append(
             f"vLLM {config.vllm_engine.vllm}: not run; the checkpoints, arguments and repository"
@@ -103,6 +112,9 @@ def prepare(config: DeploymentConfig, folder: Path) -> Rehearsal:
     layout: Layout = "bls" if capabilities.layout == "bls" else "llmapi"
     triton = _triton(config.triton, layout)
     served = requested.model_copy(update={"engine": engine, "triton": triton})
+    if has_head:
+        lookup = speculation.model_copy(update={"kind": "ngram"})
+        served = served.model_copy(update={"draft": None, "speculation": lookup})
     replaced += _accept_rule(config)
     return Rehearsal(requested, served, tuple(replaced))
 
@@ -134,8 +146,9 @@ def _triton(triton: TritonConfig, layout: Layout) -> TritonConfig:
 def _stand_ins(
     config: DeploymentConfig, folder: Path, replaced: list[str]
 ) -> dict[Role, ModelConfig]:
-    models = config.models
-    model_configs = {role: _config_of(model) for role, model in models.items()}
+    head = config.draft if config.speculation.head is not None else None
+    models = {role: model for role, model in config.models.items() if model is not head}
+    model_configs = {role: _config_of(model, CONFIGS) for role, model in models.items()}
     shapes = {
         role: parse_shape(model_config, where=models[role].checkpoint)
         for role, model_config in model_configs.items()
@@ -143,27 +156,53 @@ def _stand_ins(
     habits = habits_of(shapes["target"].architecture)
     rows = _rows(shapes, num_tokens(habits))
     ranks = config.engine.tp_size, config.engine.pp_size
-    stand_ins = {}
+    stand_ins: dict[Role, ModelConfig] = {}
+    made: dict[Role, ModelShape] = {}
     for seed, (role, model) in enumerate(models.items()):
         scaled = scaled_config(model_configs[role], shapes[role], rows[role], *ranks)
+        if head is not None:
+            scaled["num_hidden_layers"] = max(TARGET_LAYERS, scaled["num_hidden_layers"])
         directory = folder / "models" / role
-        made = write_stand_in(directory, scaled, habits, seed=seed)
-        name = model.hub_id or model.checkpoint.name
-        replaced.append(f"{role} {name}: random weights, {_sizes(shapes[role], made)}")
+        made[role] = write_stand_in(directory, scaled, habits, seed=seed)
+        replaced.append(
+            f"{role} {_name(model)}: random weights, {_sizes(shapes[role], made[role])}"
+        )
         stand_ins[role] = model.model_copy(update={"checkpoint": directory, "revision": None})
+    if head is not None:
+        stand_ins["draft"] = _stand_in_head(head, made["target"], folder, replaced)
     replaced.append(
-        f"tokenizer: a byte-level one of {num_tokens(habits)} tokens for both, with the special"
-        " tokens of its family; it does not show that the real tokenizers agree"
+        f"tokenizer: a byte-level one of {num_tokens(habits)} tokens"
+        f"{'' if head is not None else ' for both'}, with the special tokens of its family; it does"
+        " not show that the real tokenizers agree"
     )
     return stand_ins
 
 
-def _config_of(model: ModelConfig) -> dict[str, Any]:
+def _stand_in_head(
+    head: ModelConfig, target: ModelShape, folder: Path, replaced: list[str]
+) -> ModelConfig:
+    """target: the shape of the stand-in that the head is for."""
+    directory = folder / "models" / "draft"
+    real = parse_head(_config_of(head, HEAD_CONFIGS), _name(head))
+    write_stand_in_head(directory, scaled_head_config(real, target), seed=1)
+    made = read_head(directory)
+    replaced.append(
+        f"draft {_name(head)}: a random head, {_sizes(real.layers, made.layers)}, draft ids"
+        f" {real.draft_vocab_size} -> {made.draft_vocab_size}"
+    )
+    return head.model_copy(update={"checkpoint": directory, "revision": None})
+
+
+def _name(model: ModelConfig) -> str:
+    return model.hub_id or model.checkpoint.name
+
+
+def _config_of(model: ModelConfig, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The config.json of a folder, from the shipped facts, or from the hub's cache."""
     if model.hub_id is None:
         return read_json(model.checkpoint / "config.json")
-    if model.hub_id in CONFIGS:
-        return CONFIGS[model.hub_id]
+    if model.hub_id in known:
+        return known[model.hub_id]
     return read_json(fetch(model.hub_id, model.revision, download=False) / "config.json")
 
 

@@ -16,6 +16,7 @@ from toolkit.pipeline.store import Store
 from toolkit.records.build import CompiledEngine
 from toolkit.records.plan import Plan
 from toolkit.records.report import ValidationReport
+from toolkit.words import ROLES
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.report import publish_report
 from toolkit.workflows.serve import Machine, check_servable
@@ -95,7 +96,9 @@ def build(
     for name, done in run_stages(chosen, store, config.name, observer, fresh=fresh):
         finished[name] = done
         changed |= not done.reused
-        for destination, parts in _publications(config, workplace):
+        for destination, parts in _publications(
+            config, workplace, tuple(stage.name for stage in chosen)
+        ):
             if name in parts.values() and set(parts.values()) <= set(finished):
                 entries = {folder: finished[stage].entry for folder, stage in parts.items()}
                 is_deployed = destination != workplace.advice(config.name)
@@ -138,15 +141,21 @@ def explain_build(
 
 
 def _publications(
-    config: DeploymentConfig, workplace: Workplace
+    config: DeploymentConfig, workplace: Workplace, stages: Sequence[str]
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Each folder that is published, with its subfolders and the stages that make them."""
+    """Each folder that is published, with its subfolders and the stages that make them. stages: all
+    that are run.
+    """
     yield workplace.engines(config.name), {role: f"compile/{role}" for role in config.models}
     yield workplace.advice(config.name), {"": "tune"}
     yield workplace.repository(config.name), {"": "package"}
     for kind in REAL_KINDS:  # of a rehearsal
         name = f"{config.name}-{kind}"
-        yield workplace.engines(name), {role: f"compile/{role}-{kind}" for role in config.models}
+        compiled = {role: f"compile/{role}-{kind}" for role in ROLES}
+        yield (
+            workplace.engines(name),
+            {role: stage for role, stage in compiled.items() if stage in stages},
+        )
         yield workplace.repository(name), {"": f"package/{kind}"}
 
 

@@ -13,7 +13,6 @@ from toolkit.pipeline.run import Observer
 from toolkit.pipeline.store import Store
 from toolkit.standins.prepare import Rehearsal, prepare
 from toolkit.workflows.build import Built, build
-from toolkit.workflows.deployment import refuse_head
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.plan import plan_of
 from toolkit.workflows.stages.sequence import raise_refused, rehearsal_stages
@@ -24,9 +23,8 @@ __all__ = ["prepare_rehearsal", "rehearse"]
 def prepare_rehearsal(config: DeploymentConfig, workplace: Workplace) -> Rehearsal:
     """Plan the real deployment, then write the stand-ins for its checkpoints.
 
-    Raises PlanError with everything that cannot work, UsageError for a draft that is a head.
+    Raises PlanError with everything that cannot work.
     """
-    refuse_head(config)
     raise_refused(config.name, plan_of(config).judgements)
     return prepare(config, workplace.rehearsal(config.name))
 

@@ -215,22 +215,22 @@ def rehearsal_stages(
     real: the deployment with its own engine kind; it decides how the models are quantized. served:
     the deployment on the embedded engine, which is compiled, packaged and measured. If `real` is of
     another kind, its compile and package stages run too, without trtllm-build if this machine
-    cannot run that. What is packaged for the PyTorch flow is loaded over a stand-in. replaced:
-    sentences for the report. Raises UsageError as `stages_of` does.
+    cannot run that. What is packaged for the PyTorch flow is loaded over a stand-in. A head belongs
+    to `real` alone. replaced: sentences for the report. Raises UsageError as `stages_of` does.
     """
     from toolkit.plan.make import make_plan
 
     _check_inputs(served)
-    roles = tuple(served.models)
+    roles, real_roles = tuple(served.models), tuple(real.models)
     real_stages: list[Stage] = []
     if not real.capabilities.in_process:
-        compiled = [compile_stage(real, role, workplace) for role in roles]
+        compiled = [compile_stage(real, role, workplace) for role in real_roles]
         if real.capabilities.needs_trtllm_build and not _can_build_here(real):
             compiled = [
                 _without_trtllm_build(stage, engine_spec(real, role))
-                for stage, role in zip(compiled, roles, strict=True)
+                for stage, role in zip(compiled, real_roles, strict=True)
             ]
-        package = package_stage(real, roles)
+        package = package_stage(real, real_roles)
         if real.pytorch_flow is not None:
             version = real.pytorch_flow.tensorrt_llm
             package = and_loaded(package, version, real.triton)
@@ -240,7 +240,7 @@ def rehearsal_stages(
     validate = validate_stage(served, roles, workplace, memo, memory, replaced)
     return [
         pair_stage(real, memo),
-        *(quantize_stage(real, role, memo) for role in roles),
+        *(quantize_stage(real, role, memo) for role in real_roles),
         *real_stages,
         *(compile_stage(served, role, workplace) for role in roles),
         package_stage(served, roles),
