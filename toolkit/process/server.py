@@ -172,8 +172,9 @@ class ServerProcess:
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # kills the supervisor; the server dies with it
+            process.kill()
             process.wait()
+        if process.returncode < 0:  # the supervisor was killed: the server died with it, no more
             supervise.clean(self._workspace)
         if self._log is not None:
             self._log.close()
@@ -206,6 +207,8 @@ def _signal_group(server: int, number: signal.Signals) -> None:
 def _how_it_ended(code: int) -> str:
     if code == supervise.STUB_DIED:
         return "was stopped, because the Python process of a model had died"
+    if code < 0:
+        return f"has lost its supervisor, which was killed by {signal.Signals(-code).name}"
     if code > 128:
         return f"was killed by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"

@@ -40,6 +40,7 @@ SHM = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+KILLED_S = 5.0  # how long a killed process may take to end
 STUB_CHECK_INTERVAL_S = 1.0
 SHM_CHECK_INTERVAL_S = 5.0  # reading the maps of vLLM's four processes takes some milliseconds
 # Shared memory that vLLM makes: Python's multiprocessing, and its own exchange between CPUs. Other
@@ -57,6 +58,9 @@ def clean(workspace: Path) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + KILLED_S
+    while _processes_in(workspace) and time.monotonic() < deadline:
+        time.sleep(0.01)
     for region in regions:
         region.unlink(missing_ok=True)
     shutil.rmtree(workspace, ignore_errors=True)

@@ -213,6 +213,26 @@ def test_killed_server_takes_its_children_with_it(tmp_path: Path, own_tmp: Path)
     assert not list(own_tmp.iterdir())
 
 
+def kill_supervisor(running: VllmServer) -> None:
+    supervisor = running._server.process
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+
+
+def test_what_a_killed_supervisor_leaves_is_removed_at_the_end(
+    tmp_path: Path, own_tmp: Path
+) -> None:
+    with server(tmp_path, "tiny") as running:
+        child, memory = started(tmp_path)
+        kill_supervisor(running)
+        with pytest.raises(ServerError, match=r"lost its supervisor, .* killed by SIGKILL"):
+            running.check(wait_s=10.0)
+        assert is_alive(child)
+    assert not is_alive(child)
+    assert is_clean(child, memory)
+    assert not list(own_tmp.iterdir())
+
+
 def test_what_a_killed_supervisor_leaves_is_swept_by_the_next_start(
     tmp_path: Path, own_tmp: Path
 ) -> None:
@@ -220,10 +240,7 @@ def test_what_a_killed_supervisor_leaves_is_swept_by_the_next_start(
     first = server(tmp_path / "first", "tiny")
     first.start()
     child, memory = started(tmp_path / "first")
-    supervisor = first._server.process
-    assert supervisor is not None
-    supervisor.kill()
-    supervisor.wait()
+    kill_supervisor(first)
     time.sleep(0.3)
     assert is_alive(child)
     with server(tmp_path / "second", "tiny"):
