@@ -414,6 +414,12 @@ SCHEDULE = "speculation: {{max_draft_len: {}, draft_len_schedule: {}}}\nengine:"
         ),
         (
             "engine:",
+            SCHEDULE.format("3", "{1: 3, 4: 3}"),
+            "speculation.draft_len_schedule",
+            "stays 3 from 4 requests on",
+        ),
+        (
+            "engine:",
             SCHEDULE.format("4", "{1: 4, 2: -1}"),
             "speculation.draft_len_schedule.2",
             "out of range",
@@ -529,6 +535,21 @@ def test_every_key_is_in_the_documentation() -> None:
         for name in names(DeploymentConfig)
         if f"{name}`" not in text and f"`{name}." not in text
     ] == []
+
+
+@pytest.mark.parametrize("key", ["parity.draft_lens", "latency.concurrency"])
+def test_a_list_of_numbers_is_read_in_the_file_and_from_the_command_line(
+    folder: Path, key: str
+) -> None:
+    section, name = key.split(".")
+    stated = with_line(folder, "validation:\n", f"validation:\n  {section}: {{{name}: [2, 3]}}\n")
+    for config in (
+        load_config(stated),
+        load_config(folder / "tiny.yaml", [f"validation.{key}=[2, 3]"]),
+    ):
+        assert getattr(getattr(config.validation, section), name) == (2, 3)
+    with pytest.raises(ConfigError, match="out of range"):
+        load_config(folder / "tiny.yaml", [f"validation.{key}=[0]"])
 
 
 def test_a_schedule_is_read_as_a_table_of_numbers(folder: Path) -> None:

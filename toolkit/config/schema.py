@@ -240,11 +240,17 @@ class SpeculationConfig(Section):
             raise ValueError(
                 f"draft_len_schedule must begin with 1: {longest}, which is max_draft_len; add it"
             )
-        if any(later > earlier for (_, earlier), (_, later) in itertools.pairwise(ordered)):
-            raise ValueError(
-                "draft_len_schedule grows; let it fall, since longer drafts never pay when more"
-                " requests run at once"
-            )
+        for (_, earlier), (load, later) in itertools.pairwise(ordered):
+            if later > earlier:
+                raise ValueError(
+                    "draft_len_schedule grows; let it fall, since longer drafts never pay when"
+                    " more requests run at once"
+                )
+            if later == earlier:
+                raise ValueError(
+                    f"draft_len_schedule stays {later} from {load} requests on; let it fall there,"
+                    f" or remove {load}: {later}"
+                )
         return dict(ordered)
 
     @field_validator("max_concurrency")
@@ -474,7 +480,7 @@ class ParityGates(Section):
     near_tie_margin: Annotated[float, Field(ge=0.0)] = 0.05
     # Draft lengths that are compared in addition to speculation.max_draft_len. Longer ones are left
     # out. None: 1 and half of max_draft_len.
-    draft_lens: tuple[Count, ...] | None = None
+    draft_lens: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
     # Use the unquantized checkpoint in float32 as a second reference; auto: if it takes less than
     # half of the free memory.
     source: Literal["auto", "always", "never"] = "auto"
