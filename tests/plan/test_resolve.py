@@ -189,9 +189,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
             ("default_max_tokens", 8, "SamplingParams"),
             ("request_timeout_s", 8.0, "no request by time"),
             ("stream_interval_ms", 0.0, "one chunk per step"),
+            ("stream_interval_ms", 10.0, "one chunk per step"),
         )
     ),
     ("pytorch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "fail together", "remove"),
+    ("torch", {"triton__on_draft_failure": "error"}, "toolkit-draft-failure", "in layout llmapi", "remove"),
     ("torch", {"triton__on_draft_failure": "plain"}, "toolkit-draft-failure", "in layout llmapi", "remove"),
     ("torch", {"hardware__nodes": 2}, "toolkit-one-device", "one device", "trtllm_pytorch"),
     ("torch", {"hardware__count": 4}, "toolkit-one-device", "one device", "remove"),
@@ -239,6 +241,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("vllm", {"triton__max_queue_size": 8}, "vllm-triton-keys", "without a limit", "remove"),
     ("vllm", {"triton__default_max_tokens": 8}, "vllm-triton-keys", "vLLM's own default", "remove"),
     ("vllm", {"triton__request_timeout_s": 8.0}, "vllm-triton-keys", "no request by time", "remove"),
+    ("vllm", {"triton__request_timeout_s": 120.0}, "vllm-triton-keys", "no request by time", "remove"),  # its default
+    ("vllm", {"triton__default_max_tokens": 128}, "vllm-triton-keys", "vLLM's own default", "remove"),
+    ("vllm", {"triton__grpc_port": 0}, "vllm-triton-keys", "one port", "set http_port"),
     ("vllm", {"speculation__acceptance": "coupled"}, "acceptance-rule", "drafts greedily", "auto (which is sample_match)"),
     ("vllm_cpu", {"draft": None, "speculation__kind": "ngram", "speculation__acceptance": "rejection"}, "vllm-sampled-drafts",
      "no probabilities", "remove acceptance"),
@@ -309,6 +314,7 @@ def test_every_rule_that_refuses_has_a_case_above() -> None:
         "checkpoint-files", "toolkit-texts", "toolkit-calibration-text", "toolkit-parity-prompts", "toolkit-draft-is-target",
         "vllm-container", "vllm-prompt-limit", "vllm-environment", "vllm-one-kv-dtype",
         "vllm-merged-scales", "vllm-sampling-on-cpu", "vllm-other-device", "head-kv-cache",
+        "toolkit-loads-beyond-batch", "toolkit-ngram-size",
     }  # fmt: skip
     tested_below = {
         "mlp-divides-tp",
@@ -562,6 +568,24 @@ def test_what_is_known_to_fail_cannot_be_allowed(keys: dict[str, Any]) -> None:
             "gpu_memory_utilization is for GPUs, and has no effect on CPUs",
         ),
         ("vllm", {"engine__kv_cache_gib": 4.0}, "vllm-other-device", "no effect on GPUs"),
+        (
+            "vllm",
+            {"speculation__draft_len_schedule": {1: 4, 4: 2, 9: 0}},
+            "toolkit-loads-beyond-batch",
+            "from 9 running requests on have no effect: no more than engine.max_batch_size 4",
+        ),
+        (
+            "torch",
+            {"speculation__max_concurrency": 4},
+            "toolkit-loads-beyond-batch",
+            "drafting never stops: no more than engine.max_batch_size 4 run at once",
+        ),
+        (
+            "vllm_cpu",
+            {"speculation__max_matching_ngram_size": 4},
+            "toolkit-ngram-size",
+            "is for kind ngram, and has no effect with kind draft_target",
+        ),
         (
             "vllm",
             {"speculation__acceptance": "rejection"},

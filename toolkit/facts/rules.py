@@ -425,6 +425,11 @@ RULES: dict[str, tuple[str, Source]] = {
         "the engine flow's BLS model drafts at every load; only LLM() and our runtime adapt to it",
         OWN,
     ),
+    "toolkit-loads-beyond-batch": (
+        "an engine runs at most max_batch_size requests at once, and the others wait",
+        OWN,
+    ),
+    "toolkit-ngram-size": ("only a lookup in the text itself has an n-gram to look up", OWN),
     "toolkit-heads": (
         "a head reads the target's hidden states, so the engine that runs the target runs it too;"
         " before 1.2 one model of both takes the likeliest token for every request",

@@ -171,6 +171,27 @@ def _max_concurrency(subject: Subject) -> Findings:
         )
 
 
+def _loads_beyond_batch(subject: Subject) -> Findings:
+    speculation, largest = subject.config.speculation, subject.config.engine.max_batch_size
+    beyond = [load for load in speculation.draft_len_by_load if load > largest]
+    if not speculation.is_enabled or not beyond:
+        return
+    path = "speculation.draft_len_schedule"
+    what = f"its lengths from {beyond[0]} running requests on have no effect"
+    if speculation.max_concurrency is not None:
+        path = "speculation.max_concurrency"
+        what = "drafting never stops"
+    what += f": no more than engine.max_batch_size {largest} run at once"
+    yield RuleFinding("adjusted", path, what)
+
+
+def _ngram_size(subject: Subject) -> Findings:
+    speculation, key = subject.config.speculation, "max_matching_ngram_size"
+    if key in speculation.model_fields_set and not speculation.has_ngram:
+        what = f"{key} is for kind ngram, and has no effect with kind {speculation.kind}"
+        yield RuleFinding("adjusted", f"speculation.{key}", what)
+
+
 def _settings_min_version(subject: Subject) -> Findings:
     engine, version = subject.pytorch_flow, subject.version
     if engine is None or version is None:
@@ -408,6 +429,8 @@ CHECKS: dict[str, Check] = {
     "mtp-layers": _mtp,
     "draft-len-schedule": _draft_len_schedule,
     "toolkit-engine-flow-load": _max_concurrency,
+    "toolkit-loads-beyond-batch": _loads_beyond_batch,
+    "toolkit-ngram-size": _ngram_size,
     "toolkit-auto-draft-len": _auto_draft_len,
     "toolkit-bls-drafts": _bls_drafts,
     "block-reuse-for-drafts": _block_reuse_for_drafts,

@@ -5,7 +5,6 @@ Those of the kind vllm are in `vllm.py`.
 
 from __future__ import annotations
 
-from toolkit.config.schema import TritonConfig
 from toolkit.plan.rules.findings import Check, Findings, refuse
 from toolkit.plan.subject import Subject
 
@@ -21,8 +20,8 @@ WITHOUT_EFFECT = {
 
 
 def _model_py(subject: Subject) -> Findings:
-    stated, defaults = subject.config.triton, TritonConfig()
-    if stated.model_py == defaults.model_py or subject.vllm is not None:
+    stated = subject.config.triton
+    if stated.model_py == "ours" or subject.vllm is not None:
         return
     if subject.pytorch_flow is None:
         yield refuse(
@@ -33,15 +32,15 @@ def _model_py(subject: Subject) -> Findings:
         )
         return
     for key, instead in WITHOUT_EFFECT.items():
-        if getattr(stated, key) != getattr(defaults, key):
+        if key in stated.model_fields_set:
             what = f"with model_py container there is no such setting: {instead}"
             yield refuse(f"triton.{key}", what, "remove this line, or set model_py: ours")
 
 
 def _on_draft_failure(subject: Subject) -> Findings:
-    stated = subject.config.triton
-    is_default = stated.on_draft_failure == TritonConfig().on_draft_failure
-    if is_default or subject.vllm is not None or subject.config.capabilities.layout == "bls":
+    is_stated = "on_draft_failure" in subject.config.triton.model_fields_set
+    is_judged = subject.vllm is None and subject.config.capabilities.layout != "bls"
+    if not is_stated or not is_judged:
         return
     yield refuse(
         "triton.on_draft_failure",

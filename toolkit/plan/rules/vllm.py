@@ -4,7 +4,6 @@ which keys of the YAML its servers cannot carry.
 
 from __future__ import annotations
 
-from toolkit.config.schema import TritonConfig
 from toolkit.facts.vllm import CPU_HEAD_SIZES, SERVING_TAGS, VLLM_VERSIONS
 from toolkit.plan.rules.findings import (
     Check,
@@ -287,13 +286,13 @@ def _layout(subject: Subject) -> Findings:
 def _triton_keys(subject: Subject) -> Findings:
     if subject.vllm is None:
         return
-    stated, defaults = subject.config.triton, TritonConfig()
+    stated = subject.config.triton.model_fields_set
     for key, instead in WITHOUT_EFFECT.items():
-        if getattr(stated, key) != getattr(defaults, key):
+        if key in stated:
             what = f"kind vllm has no such setting: {instead}"
             yield refuse(f"triton.{key}", what, "remove this line")
     for key in ONE_PORT:
-        if getattr(stated, key):
+        if key in stated:
             what = "vLLM's own server has one port, for requests and metrics"
             yield refuse(f"triton.{key}", what, "remove this line; set http_port")
 
