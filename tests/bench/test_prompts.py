@@ -4,11 +4,13 @@ tests/pipeline/test_texts.py.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from toolkit.bench.prompts import read_prompts
+from toolkit.bench.prompts import check_lengths, read_prompts
 from toolkit.errors import UsageError
 
 
@@ -23,3 +25,31 @@ def test_the_first_lines_are_taken_by_prompt_or_else_text(tmp_path: Path) -> Non
     ):
         path.write_text(path.read_text() + '{"other": "e"}')
         read_prompts(path, 10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "encoded", "words"),
+    [
+        ("abcdefghi", 9, "prompt 1 has 9 tokens"),
+        ("a" * 10_000_000, 128, "prompt 1 has at least 128 tokens"),
+        ("a" * 127 + " " * 100 + "a", 228, None),
+    ],
+)
+def test_a_prompt_is_encoded_no_further_than_it_takes_to_refuse_it(
+    tmp_path: Path, prompt: str, encoded: int, words: str | None
+) -> None:
+    """A tokenizer that makes a token of every letter, and of any number of spaces."""
+    path, longest = tmp_path / "prompts.jsonl", 0
+    path.write_text(json.dumps({"prompt": prompt}))
+
+    def encode(text: str) -> Sequence[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return [1] * len(text.replace(" ", ""))
+
+    if words is None:
+        check_lengths(path, 4, encode, 128)
+    else:
+        with pytest.raises(UsageError, match=words):
+            check_lengths(path, 4, encode, 8)
+    assert longest == encoded

@@ -145,12 +145,14 @@ def test_a_bad_line_in_the_prompts_is_found_before_anything_runs(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("until", ["quantize", "compile"])
+@pytest.mark.parametrize("until", ["quantize", "compile", "validate"])
 def test_a_prompt_that_no_engine_would_take_is_found_before_the_long_work(
     config: DeploymentConfig, tmp_path: Path, until: str
 ) -> None:
-    if until == "compile":  # the models were quantized when the prompts were shorter
-        build(config, Workplace(tmp_path), Silent(), Store(tmp_path / "store"), until="quantize")
+    earlier = {"compile": "quantize", "validate": "package"}
+    if until in earlier:  # these stages ran when the prompts were shorter
+        store = Store(tmp_path / "store")
+        build(config, Workplace(tmp_path), Silent(), store, until=earlier[until])
     config.validation.prompts.write_text(
         '{"prompt": "x"}\n' + json.dumps({"prompt": "y" * 80}) + "\n"
     )

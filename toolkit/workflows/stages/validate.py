@@ -23,7 +23,7 @@ from toolkit.records.codec import to_json
 from toolkit.records.plan import StageMemory
 from toolkit.records.report import ValidationReport
 from toolkit.words import Role
-from toolkit.workflows.deployment import with_advice
+from toolkit.workflows.deployment import check_prompt_lengths, with_advice
 from toolkit.workflows.folders import Workplace
 from toolkit.workflows.serve import Servers, plain_served, serve
 from toolkit.workflows.serve_vllm import VllmServers
@@ -111,6 +111,7 @@ def validate_stage(
     def run(finished: Finished, out_dir: Path, progress: Progress) -> ValidationReport:
         from toolkit.report.render import write_report
 
+        check_prompt_lengths(config)  # the prompts may be newer than the engines
         started = time.monotonic()
         origin = stage.Origin(
             config.name,
