@@ -17,6 +17,7 @@ from tests.support.stages import Silent
 from tests.support.vllm_program import fake_python
 from toolkit.config.load import load_config
 from toolkit.config.schema import DeploymentConfig
+from toolkit.errors import UsageError
 from toolkit.pipeline.store import Store
 from toolkit.records.report import ValidationReport
 from toolkit.validate.arms import Alternating
@@ -73,6 +74,21 @@ def judged(config: DeploymentConfig, folder: Path) -> ValidationReport:
     report = build(config, Workplace(folder), Silent(), Store(folder / "store")).report
     assert report is not None
     return report
+
+
+@pytest.mark.parametrize("misleading", ["root", "name"])
+def test_a_draft_path_that_vllm_misreads_is_refused_before_any_stage(
+    vllm_pair: tuple[Path, Path], tmp_path: Path, misleading: str
+) -> None:
+    config, root = loaded(tmp_path, vllm_pair), tmp_path
+    if misleading == "root":
+        root = tmp_path / "dflash"
+    else:
+        config = config.model_copy(update={"name": "not-eagle3"})
+    observer = Silent()
+    with pytest.raises(UsageError, match="takes every draft whose path contains"):
+        build(config, Workplace(root), observer, Store(root / "store"), until="compile")
+    assert observer.lines == []
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ def build(
         plan = plan or possible_plan(config)
         if until in ("compile", "package", "validate"):
             _check_vllm_python(config)
+            _check_draft_path(config, workplace)
         if until == "validate":
             check_servable(config, here or Machine())  # before hours of downloads and quantizing
         stages = upto(stages_of(config, workplace, store.memo, plan=plan), until)
@@ -126,6 +127,19 @@ def _check_vllm_python(config: DeploymentConfig) -> None:
         find_environment(engine.python)
     except BackendUnavailable as error:
         raise UsageError(f"engine.python: {error.fault}", hint=error.hint) from error
+
+
+def _check_draft_path(config: DeploymentConfig, workplace: Workplace) -> None:
+    """Raise UsageError if vLLM would take the draft for a head, because of a name in the path of
+    the folders that this build publishes. The store lies below the same root.
+    """
+    from toolkit.engines.vllm.arguments import METHODS, SPECULATION, check_draft_path
+
+    if config.vllm_engine is None or not config.speculation.has_draft_model:
+        return
+    folder = (workplace.engines(config.name) / "draft").absolute()
+    method = METHODS[config.speculation.kind]
+    check_draft_path({SPECULATION: {"method": method, "model": str(folder)}})
 
 
 def explain_build(

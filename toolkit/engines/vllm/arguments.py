@@ -22,6 +22,7 @@ from toolkit.words import KvCacheQuantAlgo, SpeculationKind
 
 __all__ = [
     "FILE",
+    "METHODS",
     "SPECULATION",
     "brings_plugin",
     "check_draft_path",
