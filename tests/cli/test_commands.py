@@ -18,6 +18,7 @@ import yaml
 
 from tests.support.cli import toolkit, toolkit_here, write_config
 from tests.support.hub import small_hub
+from tests.support.vllm_program import fake_python
 
 STAGES = ("pair", "quantize", "compile", "package", "validate")
 SHOWS = ("plan", "explain", "report", "doctor", "schema", "version")
@@ -497,6 +498,40 @@ def test_serve_answers_until_it_is_stopped(
     refused = toolkit_here("generate", address, "x", cwd=tmp_path)
     assert refused.returncode == 3  # as `bench` exits
     assert "cannot be reached" in refused.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_is_stopped_at_once_while_its_server_starts(
+    vllm_pair: tuple[Path, Path], tmp_path: Path, number: int
+) -> None:
+    python = fake_python(tmp_path / "bin")
+    engine = {"kind": "vllm", "dtype": "float32", "kv_cache_gib": 1}
+    engine |= {"python": str(python), "max_input_len": 64, "max_seq_len": 128}
+    write_config(tmp_path, vllm_pair, name="hangs", engine=engine)
+    (private := tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", "serve", "tiny.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(private)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(is_hanging(log) for log in private.glob("*/server.log")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert out == "stopped\n"
+    assert "Traceback" not in err
+    assert list(private.iterdir()) == []
+
+
+def is_hanging(log: Path) -> bool:
+    """Whether the program that stands for vLLM has started its child."""
+    return "started " in log.read_text(errors="replace")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.cli.common import (
     Config,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit.triton.process.server import TritonServer
     from toolkit.workflows.serve_vllm import Address
 
+CHECK_INTERVAL_S = 0.5
 URL = re.compile(r"^(?:(?:grpc|http)://)?(?P<address>\[[0-9a-fA-F:]+\]:\d+|[\w.-]+:\d+)/?$")
 
 
@@ -43,7 +44,7 @@ def serve(
     That is tritonserver, and for engine.kind vllm vLLM's own server. It listens on free ports on
     loopback. --set triton.http_port=8000 (also grpc_port, metrics_port and host) chooses them.
     """
-    import threading
+    import time
 
     from toolkit.cli.progress import displayed
     from toolkit.workflows.serve import serve as serve_repository
@@ -53,10 +54,10 @@ def serve(
     with located_plan_errors(config, overrides):
         packaged = package_to_serve(loaded, rehash=rehash)
     repository = here().repository(loaded.name)
-    stop = threading.Event()
-    with _signals(stop.set):
-        say(f"starting {loaded.capabilities.server} on {repository}")
-        with contextlib.ExitStack() as running:
+    is_ready = False
+    try:
+        with _interrupted_by_signals(), contextlib.ExitStack() as running:
+            say(f"starting {loaded.capabilities.server} on {repository}")
             with displayed() as display:
                 starting = serve_repository(
                     loaded,
@@ -71,10 +72,18 @@ def serve(
             else:
                 _print_triton(servers.server, packaged, loaded)
             show("ready; Ctrl-C stops it")
-            while not stop.wait(0.5):
-                servers.check()
-            say("stopping")
-    show("stopped")
+            is_ready = True
+            try:
+                while True:
+                    time.sleep(CHECK_INTERVAL_S)
+                    servers.check()
+            except _Signal:
+                say("stopping")
+                raise
+    except _Signal as signalled:
+        show("stopped")
+        if not is_ready:  # whoever waited for the server has to know that there was none
+            raise SystemExit(128 + signalled.number) from signalled
 
 
 def _print_triton(
@@ -119,12 +128,27 @@ def _print_examples(server: TritonServer, packaged: TritonRepository, prompts: P
     )
 
 
+class _Signal(KeyboardInterrupt):
+    """A Ctrl-C or SIGTERM. number: the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @contextlib.contextmanager
-def _signals(stop: Any) -> Iterator[None]:
-    """Call `stop` on Ctrl-C and SIGTERM while the block runs, then restore the old handlers."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise _Signal at the first Ctrl-C or SIGTERM while the block runs, whatever it does. Later
+    ones do not disturb the cleaning up. The old handlers are restored at the end.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        for watched in old_handlers:
+            signal.signal(watched, signal.SIG_IGN)
+        raise _Signal(number)
+
     old_handlers = {
-        number: signal.signal(number, lambda *_: stop())
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
