@@ -22,7 +22,7 @@ from typing import Any
 from tests.support import vllm_stub
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-FAULTS = ("dies", "has-long-path", "hangs", "silent", "loses-engine")
+FAULTS = ("dies", "engine-dies", "has-long-path", "hangs", "silent", "breaks-off", "loses-engine")
 TIMED, STEP_S, DRAFTED_TOKEN_S = "timed", 0.004, 0.001
 # A semaphore that outlives its process when that is killed. It is mapped under another name.
 SEMAPHORE = (
@@ -201,6 +201,13 @@ def main(arguments: list[str]) -> None:
     if name == "dies":
         print("ValueError: no such model", flush=True)
         sys.exit(1)
+    if name == "engine-dies":
+        error = "(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:1]"
+        print(error, "EngineCore failed to start.", flush=True)
+        print(f"{error} ValueError: No available memory for the cache blocks.", flush=True)
+        for number in range(60):
+            print(f'(APIServer pid=1)   File "server.py", line {number}, in run', flush=True)
+        sys.exit("(APIServer pid=1) RuntimeError: Engine core failed. See root cause above.")
     memory = SharedMemory(create=True, size=4096)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")  # nobody removes it
     # As vLLM's engine, it uses the memory, and inherits no open files.
@@ -225,7 +232,12 @@ def main(arguments: list[str]) -> None:
         draft_len = options.speculative_config.get("num_speculative_tokens", 0)
         letters = Letters(options.model, draft_len)
         delay_s = STEP_S + DRAFTED_TOKEN_S * draft_len if name == TIMED else 0.0
-        script = vllm_stub.Script(answer=letters.answer, counters=letters.counters, delay_s=delay_s)
+        script = vllm_stub.Script(
+            answer=letters.answer,
+            counters=letters.counters,
+            delay_s=delay_s,
+            cut=1 if name == "breaks-off" else None,
+        )
     with vllm_stub.vllm_stub(script, options.port):
         while len(script.requests) < 2 or name != "loses-engine":
             time.sleep(0.05)

@@ -46,7 +46,8 @@ class ServerProcess:
     """A server process with its private folder and its log.
 
     program: its name in messages. log_path: defaults to a file that is removed with the server.
-    is_noise: which lines of the log are left out of its end.
+    is_noise: which lines of the log are left out of its end. cause: of its lines, those that say
+    why it died, if they may be far from the end: they come first.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class ServerProcess:
         log_path: Path | None = None,
         progress: Progress | None = None,
         is_noise: Callable[[str], bool] = lambda line: False,
+        cause: Callable[[Sequence[str]], Sequence[str]] = lambda lines: (),
     ) -> None:
         self.program = program
         self.log_path = log_path or Path()
         self._own_log = log_path is None
         self._log: IO[bytes] | None = None
         self._progress: Progress = progress or (lambda done, total, what: None)
-        self._is_noise = is_noise
+        self._is_noise, self._cause = is_noise, cause
         self._workspace = Path()
         self.process: subprocess.Popen[bytes] | None = None  # the supervisor
 
@@ -144,14 +146,14 @@ class ServerProcess:
             )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines that the server printed, also after it died."""
+        """The last lines that the server printed, also after it died; before them the cause."""
         if self._log is None:
             return ""
         text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(
             "utf-8", errors="replace"
         )
         kept = [line for line in text.splitlines() if line and not self._is_noise(line)]
-        return "\n".join(kept[-lines:])
+        return "\n".join([*self._cause(kept[:-lines]), *kept[-lines:]])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -18,9 +18,16 @@ import pytest
 from tests.support.vllm_program import are_stopped, fake_python
 from toolkit.client import ServerUnavailable
 from toolkit.config.schema import TritonConfig
-from toolkit.engines.vllm.server import VllmServer, plugins_of, preloaded, server_command
+from toolkit.engines.vllm.server import (
+    CAUSE_LINES,
+    VllmServer,
+    plugins_of,
+    preloaded,
+    root_cause,
+    server_command,
+)
 from toolkit.errors import ServerError
-from toolkit.process.server import GRACE_S
+from toolkit.process.server import GRACE_S, LOG_TAIL_LINES
 
 ARGS = {"model": "/models/target", "max_model_len": 64, "enable_prefix_caching": False}
 SPECULATION = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
@@ -159,6 +166,33 @@ def test_server_that_dies_at_start_is_told_with_the_end_of_its_log(
         server(tmp_path, "dies").start()
     assert "ValueError: no such model" in str(raised.value)
     assert not list(own_tmp.iterdir())
+
+
+def test_the_engine_s_own_error_comes_before_the_end_of_the_log(
+    tmp_path: Path, own_tmp: Path
+) -> None:
+    with pytest.raises(ServerError) as raised:
+        server(tmp_path, "engine-dies").start()
+    first, second, *rest = raised.value.log_tail.splitlines()
+    assert first.endswith("EngineCore failed to start.")
+    assert second.endswith("ValueError: No available memory for the cache blocks.")
+    assert len(rest) == LOG_TAIL_LINES
+    assert rest[-1].endswith("See root cause above.")
+
+
+def test_the_cause_is_the_error_of_the_process_that_failed_first() -> None:
+    worker, engine = (
+        f"({name}) ERROR 01-01 00:00:00 [a.py:1]" for name in ("Worker pid=2", "EngineCore pid=1")
+    )
+    failed = [f"{worker} {number}" for number in range(30)]
+    log = [
+        "(EngineCore pid=1) INFO a",
+        *failed,
+        f"{engine} See stack trace.",
+        "(APIServer pid=0) ERROR b",
+    ]
+    assert root_cause(log) == failed[-CAUSE_LINES:]
+    assert root_cause(log[:1]) == []
 
 
 def test_temporary_folder_too_long_for_sockets_is_told(tmp_path: Path, own_tmp: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from toolkit.openai_client import OpenAiClient
 
-__all__ = ["VllmServer", "plugins_of", "preloaded", "server_command"]
+__all__ = ["VllmServer", "plugins_of", "preloaded", "root_cause", "server_command"]
 
 MODULE = "vllm.entrypoints.openai.api_server"
 PROBE = "Hello"  # one token after it shows that the engine answers
@@ -52,6 +53,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+# A line of a traceback that a process of the engine logs when it dies. The API server's own
+# traceback, which follows, only says "See root cause above".
+ENGINE_ERROR = re.compile(r"\((?!APIServer)(?P<process>\w+ pid=\d+)\) ERROR ")
+CAUSE_LINES = 20
 SOCKET_TOO_LONG = "sizeof(sockaddr_un.sun_path)"  # what ZeroMQ says of a path over 107 characters
 # Threads that wait sleep, so that two servers, of which one is idle, do not disturb each other.
 THREAD_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -103,7 +108,7 @@ class VllmServer:
         self._python, self._args = python, dict(args)
         self._variables = dict(variables or {})
         self._cache, self._encode = cache, encode
-        self._server = ServerProcess("vLLM", log_path=log_path, progress=progress)
+        self._server = ServerProcess("vLLM", log_path=log_path, progress=progress, cause=root_cause)
         self._port = 0
 
     @property
@@ -244,6 +249,14 @@ class VllmServer:
     def stop(self) -> None:
         """Stop the server and everything it started. May be called again, and after it died."""
         self._server.stop()
+
+
+def root_cause(lines: Sequence[str]) -> list[str]:
+    """The end of the errors that the first failing process of the engine logged: a worker's own, if
+    one failed, and not EngineCore's about the worker.
+    """
+    errors = [(match["process"], line) for line in lines if (match := ENGINE_ERROR.match(line))]
+    return [line for process, line in errors if process == errors[0][0]][-CAUSE_LINES:]
 
 
 def preloaded(python: Path, inherited: Mapping[str, str], workspace: Path) -> dict[str, str]:
