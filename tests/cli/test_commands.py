@@ -450,6 +450,32 @@ def test_generate_streams_a_completion_with_its_figures(deployment: Path) -> Non
     assert "max_input_len" in refused.stderr
 
 
+def write_vllm_config(folder: Path, pair: tuple[Path, Path], name: str) -> None:
+    """tiny.yaml of a deployment that the program with this name serves in place of vLLM."""
+    engine = {"kind": "vllm", "dtype": "float32", "kv_cache_gib": 1}
+    engine |= {"python": str(fake_python(folder / "bin")), "max_input_len": 64, "max_seq_len": 128}
+    write_config(folder, pair, name=name, engine=engine)
+
+
+def test_a_request_that_fails_while_vllm_runs_is_an_error_and_no_traceback(
+    vllm_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engines.vllm.server.GONE_S", 0.5)
+    write_vllm_config(tmp_path, vllm_pair, "breaks-off")
+    done = toolkit_here("generate", "tiny.yaml", "def f(x):", cwd=tmp_path)
+    assert done.returncode == 3
+    assert re.search(r"^generate: 127\.0\.0\.1:\d+: the (connection|stream)", done.stderr, re.M)
+    assert "vLLM itself has not failed" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["tiny.yaml", "127.0.0.1:9"])
+def test_a_prompt_that_is_no_text_is_refused(where: str, deployment: Path) -> None:
+    """Python reads a byte of an argument that is not UTF-8 as half of a surrogate pair."""
+    done = toolkit_here("generate", where, "a\udc80b", cwd=deployment)
+    assert done.returncode == 2
+    assert "half of a surrogate pair" in done.stderr
+
+
 @pytest.fixture
 def served(deployment: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `toolkit serve`, and its gRPC address."""
@@ -504,10 +530,7 @@ def test_serve_answers_until_it_is_stopped(
 def test_serve_is_stopped_at_once_while_its_server_starts(
     vllm_pair: tuple[Path, Path], tmp_path: Path, number: int
 ) -> None:
-    python = fake_python(tmp_path / "bin")
-    engine = {"kind": "vllm", "dtype": "float32", "kv_cache_gib": 1}
-    engine |= {"python": str(python), "max_input_len": 64, "max_seq_len": 128}
-    write_config(tmp_path, vllm_pair, name="hangs", engine=engine)
+    write_vllm_config(tmp_path, vllm_pair, "hangs")
     (private := tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "toolkit", "serve", "tiny.yaml"],

@@ -25,6 +25,7 @@ from toolkit.cli.common import (
 )
 from toolkit.cli.serve import URL
 from toolkit.errors import UsageError
+from toolkit.pipeline.texts import is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,11 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Stream one completion to the terminal, and print its tokens/s and acceptance."""
+    if not is_unicode(prompt):
+        raise UsageError(
+            "the prompt has bytes that are not UTF-8, or half of a surrogate pair",
+            hint="Write it in UTF-8, and a character beyond U+FFFF as it is.",
+        )
     options = {"temperature": temperature, "seed": seed, "draft_len": draft_len}
     address = _endpoint(where)
     if address is not None:
@@ -183,6 +189,7 @@ def _by_vllm(
     """
     from toolkit.cli.progress import displayed
     from toolkit.client import ClientError, Options, ServerUnavailable
+    from toolkit.errors import StageError
     from toolkit.workflows.serve_vllm import PLAIN, SERVED, VllmServers
 
     packaged = package_to_serve(config)
@@ -212,8 +219,9 @@ def _by_vllm(
             client = running.enter_context(servers).start(PLAIN if draft_len == 0 else SERVED)
         try:
             _show_stream(client.stream(prompt, request_options), as_json=as_json)
-        except ServerUnavailable:
-            raise  # the servers say why when the block ends
+        except ServerUnavailable as error:  # if the server has ended, `running` says why instead
+            hint = "vLLM itself has not failed. Try again, or ask for fewer tokens: --max-tokens."
+            raise StageError("generate", str(error), hint=hint) from error
         except ClientError as error:
             raise UsageError(str(error)) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.errors import UsageError
 
-__all__ = ["read_labels", "read_texts"]
+__all__ = ["is_unicode", "read_labels", "read_texts"]
 
 
 def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
@@ -56,7 +56,7 @@ def read_texts(file: Path, *keys: str, limit: int | None = None) -> list[str]:
                 where=where,
                 hint="remove the line, or give it text",
             )
-        if not _is_unicode(text):
+        if not is_unicode(text):
             raise _half_character(file, number, "has")
         texts.append(text)
         if len(texts) == limit:
@@ -74,7 +74,7 @@ def read_labels(file: Path, key: str, otherwise: str, limit: int | None = None) 
     for number, line in itertools.islice(_lines(file), limit):
         label = json.loads(line).get(key)
         label = label if isinstance(label, str) else otherwise
-        if not _is_unicode(label):
+        if not is_unicode(label):
             raise _half_character(file, number, f"has in `{key}`")
         labels.append(label)
     return labels
@@ -111,7 +111,10 @@ def _half_character(file: Path, number: int, has: str) -> UsageError:
     )
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether the text can be sent and stored. Half of a surrogate pair is no character; Python
+    also makes halves of bytes in an argument that are not UTF-8.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
