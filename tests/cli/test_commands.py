@@ -205,6 +205,32 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_output_that_is_closed_is_no_fault(deployment: Path) -> None:
+    command = ["sh", "-c", f"exec '{sys.executable}' -m toolkit plan tiny.yaml >&-"]
+    done = subprocess.run(
+        command, cwd=deployment, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(
+    deployment: Path, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "a\udcff"
+    folder.mkdir()
+    write_config(folder, tiny_pair)
+    built = toolkit_here("build", "tiny.yaml", cwd=folder)
+    assert (built.returncode, "the path of this folder is not UTF-8" in built.stderr) == (2, True)
+    assert f"{tmp_path}/a\\udcff" in built.stderr
+    shutil.copytree(tiny_pair[0], folder / "target")
+    (folder / "tiny.yaml").rename(folder / "relative.yaml")
+    text = (folder / "relative.yaml").read_text().replace(str(tiny_pair[0]), "target")
+    (folder / "relative.yaml").write_text(text)
+    read = toolkit_here("build", str(folder / "relative.yaml"), "--until", "pair", cwd=deployment)
+    assert read.returncode == 2
+    assert "the path is not UTF-8" in read.stderr
+
+
 def test_a_draft_to_compare_is_looked_for_at_once(tmp_path: Path) -> None:
     config = CONFIGS / "quickstart.yaml"
     done = toolkit_here("tune", str(config), "--draft", "nowhere", cwd=tmp_path)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -235,6 +236,27 @@ def test_a_full_disk_that_a_library_reports_in_its_own_words_is_one(
 
     with pytest.raises(StoreError, match=hint):
         store.build("s/one", KEY, {}, refuse)
+
+
+def test_a_copy_that_cannot_be_written_names_the_file_that_it_would_make(
+    store: Store, tmp_path: Path
+) -> None:
+    """Under `ulimit -f`, Python names the source first, which nobody writes."""
+    (source := tmp_path / "source").write_bytes(bytes(1 << 16))
+
+    def copy(content: Path) -> Written:
+        shutil.copy2(source, content / "weights")
+        raise AssertionError("no limit")
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="File too large") as caught:
+            store.build("s/one", KEY, {}, copy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.where is not None
+    assert caught.value.where.endswith("content/weights")
 
 
 def test_what_a_library_says_about_its_own_work_is_left_alone(store: Store) -> None:

@@ -237,9 +237,17 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def read_header(file: Path) -> list[TensorInfo]:
     """Parse the header of one shard: 8 bytes of little-endian length, then JSON. Source:
-    safetensors README, "Format". Raises CheckpointError for a damaged header and for a file whose
-    size does not match it.
+    safetensors README, "Format". Raises CheckpointError for a damaged header, and for a file whose
+    size does not match it, or whose path the safetensors library cannot open.
     """
+    try:
+        str(file).encode()
+    except UnicodeEncodeError as exc:
+        raise CheckpointError(
+            "the path is not UTF-8, and the safetensors library opens no other",
+            where=ascii(str(file)),
+            hint="rename the folder",
+        ) from exc
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -126,9 +126,18 @@ def located_plan_errors(config: Path, overrides: list[str] | None) -> Iterator[N
 
 
 def here() -> Workplace:
-    """The folders of results, which lie beneath the folder that the command runs in."""
+    """The folders of results, which lie beneath the folder that the command runs in. Raises
+    UsageError if no weights could be stored there.
+    """
+    from toolkit.pipeline.texts import is_unicode
     from toolkit.workflows.folders import Workplace
 
+    if not is_unicode(str(Path.cwd())):
+        raise UsageError(
+            "the path of this folder is not UTF-8, and the safetensors library writes to no other",
+            where=ascii(str(Path.cwd())),
+            hint="Rename it, or run from another folder.",
+        )
     return Workplace(Path.cwd())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 
 import typer
 from typer.exceptions import TyperException
@@ -21,6 +22,7 @@ def main() -> None:
     # loaded cores a calibration took 136 s spinning and 16 s sleeping. OpenMP reads this variable
     # when it is loaded, so it is set before every heavy import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _replace_closed_streams()
     arguments = sys.argv[1:]
     try:
         code = app(arguments, prog_name="toolkit", standalone_mode=False) or 0
@@ -51,6 +53,15 @@ def main() -> None:
             sys.stdout.close()
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _replace_closed_streams() -> None:
+    """Discard what is written to a stream that the shell has closed, as `>&-` does: Python has None
+    there. No other file gets the stream's number then.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _usage_error(error: TyperException) -> str:

@@ -41,7 +41,7 @@ def store_error(stage: str, error: OSError, where: str | Path) -> StoreError | N
     return StoreError(
         stage,
         f"cannot write: {error.strerror}",
-        where=error.filename or where,
+        where=error.filename2 or error.filename or where,  # a copy has two: from, to
         hint=HINTS[error.errno],
     )
 
