@@ -294,7 +294,7 @@ def test_a_server_without_counts_fails_a_gate_on_them(stub: StubServer, tmp_path
         ({"gates": ("warmth<=3",)}, "'warmth' is not measured"),
         ({"goodput": "warmth=3"}, "not a limit of a latency"),
         ({"rounds": 3, "max_rounds": 2}, "--max-rounds 2 is less than --rounds 3"),
-        ({"against_plain": True, "protocol": "openai-chat"}, "no num_draft_tokens"),
+        ({"against_plain": True, "protocol": "openai-chat"}, "--baseline URL"),
         ({"metrics_url": "http://127.0.0.1:9/metrics"}, "counters cannot be read"),
     ],
 )

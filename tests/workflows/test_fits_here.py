@@ -52,7 +52,7 @@ def test_a_machine_that_cannot_hold_a_layer_is_refused_with_figures() -> None:
     assert must_stream(config_of("pytorch"), host_bytes=8 * GIB)
     with pytest.raises(UsageError) as refusal:
         must_stream(config_of("pytorch"), host_bytes=6 * GIB)
-    assert "7.13 GB with one layer of the target" in refusal.value.what
+    assert "7.00 GB with one layer of the target" in refusal.value.what
     assert "has 6.44 GB" in refusal.value.what
     assert "speculation.max_draft_len" in str(refusal.value.hint)
 
