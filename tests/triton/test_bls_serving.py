@@ -435,20 +435,22 @@ def test_a_missing_draft_is_an_error_or_leaves_the_request_to_the_target(
 
 
 def test_a_dead_draft_is_an_error_or_leaves_the_request_to_the_target(
-    tiny_bls_server: TritonServer, client: Client
+    tiny_bls_server: TritonServer,
 ) -> None:
-    """It has to be the last test of this server, since it kills the draft model's process."""
-    expected = client.generate(PROMPTS[10], max_tokens=12, num_draft_tokens=0)
-    assert client.generate(PROMPTS[10], max_tokens=12).statistics.drafted
-    os.kill(stub_of("tensorrt_llm_draft", tiny_bls_server.pid), signal.SIGKILL)
-    time.sleep(2.5)  # the supervisor checks a dead process twice before it acts
-    assert client.generate(PROMPTS[10], max_tokens=12).token_ids == expected.token_ids
+    """On a server of its own, since it kills the draft model's process."""
     with (
-        variant(tiny_bls_server, "strict") as strict,
-        pytest.raises(RequestRefused, match="tensorrt_llm_draft"),
+        TritonServer(tiny_bls_server.repository) as server,
+        Client(server.grpc_url, timeout_s=60) as client,
+        variant(server, "strict") as strict,
     ):
-        strict.generate(PROMPTS[10], max_tokens=12)
-    tiny_bls_server.check()
+        expected = client.generate(PROMPTS[10], max_tokens=12, num_draft_tokens=0)
+        assert client.generate(PROMPTS[10], max_tokens=12).statistics.drafted
+        os.kill(stub_of("tensorrt_llm_draft", server.pid), signal.SIGKILL)
+        time.sleep(2.5)  # the supervisor checks a dead process twice before it acts
+        assert client.generate(PROMPTS[10], max_tokens=12).token_ids == expected.token_ids
+        with pytest.raises(RequestRefused, match="tensorrt_llm_draft"):
+            strict.generate(PROMPTS[10], max_tokens=12)
+        server.check()
 
 
 def stub_of(model: str, server: int) -> int:

@@ -335,7 +335,11 @@ class TritonServer:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(f"http://{self.http_url}/v2/health/ready", timeout=5) as response:
-                return bool(response.status == 200)
+                if response.status != 200:
+                    return False
+            # Triton listens for metrics last, some 50 ms after it says that it is ready.
+            with opener.open(self.metrics_url, timeout=5):
+                return True
         except (OSError, urllib.error.URLError):
             return False
 
