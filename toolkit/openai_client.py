@@ -70,6 +70,7 @@ LOG_PROBS = 2
 TOKEN_ID = "token_id:"  # vLLM names a token so if return_tokens_as_token_ids is set
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 READ_BYTES = 1 << 16
+START_S = 60.0  # how long the threads of concurrent requests may take to start
 SHOWN = 300  # characters of an answer that is no JSON
 SERVER_FAULT = 500  # HTTP status codes from here on are faults of the server
 
@@ -174,7 +175,8 @@ class OpenAiClient:
         workers = min(concurrency, len(prompts))
         if workers <= 1:
             return [self._time(prompt, all_options) for prompt in prompts]
-        with ThreadPoolExecutor(workers, initializer=Barrier(workers).wait) as pool:
+        all_started = Barrier(workers, timeout=START_S)
+        with ThreadPoolExecutor(workers, initializer=all_started.wait) as pool:
             return list(pool.map(lambda prompt: self._time(prompt, all_options), prompts))
 
     def _time(self, prompt: str, options: Options) -> RequestTiming:

@@ -1,12 +1,12 @@
-"""How figures are printed: bytes in a suitable unit, and enough decimals to see on which side of a
-limit a figure is.
+"""How figures are printed: bytes and times in a suitable unit, and enough decimals to see on which
+side of a limit a figure is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["decimals", "size"]
+__all__ = ["decimals", "duration", "size"]
 
 MAX_DECIMALS = 6  # figures that are still printed as equal then count as a tie
 
@@ -22,6 +22,13 @@ def decimals(values: Iterable[float], limit: float | None, least: int = 2) -> in
         if all(f"{value:.{digits}f}" != f"{limit:.{digits}f}" for value in different):
             return digits
     return MAX_DECIMALS
+
+
+def duration(seconds: float) -> str:
+    """An estimated time, as exactly as an estimate is: seconds, minutes or hours."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def size(num_bytes: float) -> str:

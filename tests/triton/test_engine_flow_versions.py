@@ -16,6 +16,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.support.deployments import config_of
+from tests.support.pages import check_made_part
 from tests.support.tensorrtllm_backend import built, launch_with_standin, packaged
 from tests.support.upstream_clients import end_to_end, infer, int32
 from toolkit.client import Client
@@ -111,12 +112,7 @@ def table(cells: dict[Cell, str]) -> str:
 def test_the_table_in_the_docs_says_the_same(
     cells: dict[Cell, str], request: pytest.FixtureRequest
 ) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    if request.config.getoption("--update-golden"):
-        page = f"{before}{BEGIN}{table(cells)}{END}{rest.partition(END)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
-    assert page.partition(BEGIN)[2].partition(END)[0] == table(cells)
+    check_made_part(PAGE, BEGIN, END, table(cells), request)
 
 
 def test_an_ensemble_over_engines_that_are_not_decoupled_takes_one_prompt(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from toolkit.records.plan import (
     StageMemory,
     StageTime,
 )
+from toolkit.rounding import duration
 from toolkit.words import JudgementSeverity
 
 __all__ = ["print_plan"]
@@ -196,7 +197,7 @@ def _times(times: tuple[StageTime, ...]) -> Table:
     for title in ("time, roughly", "", "made of"):
         table.add_column(title, overflow="fold")
     for time in times:
-        table.add_row(time.stage, _duration(time.seconds), time.formula)
+        table.add_row(time.stage, duration(time.seconds), time.formula)
     return table
 
 
@@ -226,7 +227,3 @@ def _size(num_bytes: int) -> str:
 
 def _rate(tokens_per_s: float | None) -> tuple[str, ...]:
     return () if tokens_per_s is None else (f"{tokens_per_s:.0f}",)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

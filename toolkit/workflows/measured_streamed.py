@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from toolkit.errors import UsageError
 from toolkit.interfaces import Progress
 from toolkit.pipeline.machine import usable_cores
 from toolkit.records.build import QuantizedCheckpoint
-from toolkit.rounding import size
+from toolkit.rounding import duration, size
 from toolkit.words import Device, TextSource
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class StreamedModels:
         return (
             f"reading {len(self._texts)} texts of {tokens:,} tokens, one layer at a time:"
             f" {size(expected.bytes_read)} from the disk and {expected.flops / 1e12:,.1f} TFLOP,"
-            f" some {_duration(expected.seconds)} (rates assumed); takes {size(memory)} of memory"
+            f" some {duration(expected.seconds)} (rates assumed); takes {size(memory)} of memory"
         )
 
 
@@ -109,12 +110,6 @@ def _pass(checkpoint: QuantizedCheckpoint, tokens: int, device: Device) -> Strea
 
     shape, algo = read_shape(checkpoint.path), checkpoint.quant_algo or "NO_QUANT"
     return streamed_pass(shape, algo, tokens=tokens, device=device, cores=usable_cores())
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _device(engine: TorchEngineConfig) -> Device:
@@ -194,14 +189,8 @@ def _completions(
     ):
         before, ids = codec.encode(prompt), codec.encode(prompt + completion)
         # A token may reach over the end of the prompt; it then counts as written.
-        same = next(
-            (
-                place
-                for place, pair in enumerate(zip(before, ids, strict=False))
-                if len(set(pair)) > 1
-            ),
-            len(before),
-        )
+        pairs = zip(before, ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         output = tuple(ids[same : same + validation.max_tokens])
         if completion and 0 < same <= engine.max_input_len and len(output) > 1:
             texts.append(Text(domain, tuple(ids[:same]), output, validation.max_tokens))

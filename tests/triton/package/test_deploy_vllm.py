@@ -393,7 +393,9 @@ def test_a_folder_that_vllm_would_misread_is_refused(tmp_path: Path) -> None:
     assert server_command(folder, ["--plain"], "python")
 
 
-def test_the_server_gets_the_openmp_of_its_build(tmp_path: Path) -> None:
+def test_the_server_gets_the_openmp_of_its_build(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     python, openmp = tmp_path / "bin" / "python", tmp_path / "lib" / "libiomp5.so"
     assert "LD_PRELOAD" not in server_environment(python, {})
     openmp.parent.mkdir()
@@ -402,7 +404,9 @@ def test_the_server_gets_the_openmp_of_its_build(tmp_path: Path) -> None:
     spaced = tmp_path / "v v"
     (spaced / "lib").mkdir(parents=True)
     (spaced / "lib" / "libiomp5.so").touch()
+    assert capsys.readouterr().err == ""
     assert "LD_PRELOAD" not in server_environment(spaced / "bin" / "python", {})
+    assert "cannot be preloaded" in capsys.readouterr().err
     assert server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"}).keys() >= {"HF_HUB_OFFLINE"}
     assert "OMP_WAIT_POLICY" not in server_environment(python, {"OMP_WAIT_POLICY": "ACTIVE"})
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.deployments import HEAD, config_of
+from tests.support.pages import check_made_part
 from tests.support.trtllm_packages import engine
 from toolkit.config.schema import TritonConfig
 from toolkit.engines.spec import engine_spec
@@ -217,9 +218,4 @@ def table(answers: dict[tuple[str, str], dict[str, Any]]) -> str:
 def test_the_table_in_the_docs_says_the_same(
     answers: dict[tuple[str, str], dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    if request.config.getoption("--update-golden"):
-        page = f"{before}{BEGIN}{table(answers)}{END}{rest.partition(END)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
-    assert page.partition(BEGIN)[2].partition(END)[0] == table(answers)
+    check_made_part(PAGE, BEGIN, END, table(answers), request)

@@ -101,7 +101,10 @@ def server_environment(python: Path, inherited: Mapping[str, str]) -> dict[str, 
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     openmp = python.parents[1] / "lib" / "libiomp5.so"
-    if openmp.exists() and not set(str(openmp)) & set(" :"):  # which end a name in LD_PRELOAD
+    if set(str(openmp)) & set(" :"):  # which end a name in LD_PRELOAD
+        if openmp.exists():
+            print(f"{openmp} cannot be preloaded under this path: vLLM is slower", file=sys.stderr)
+    elif openmp.exists():
         variables["LD_PRELOAD"] = str(openmp)
     return {name: value for name, value in variables.items() if name not in inherited}
 
