@@ -18,6 +18,7 @@ from toolkit.errors import RequestError
 from toolkit.interfaces import MAX_PENALTY, RequestStats, Sampling, TokenEvent
 from toolkit.triton.tensors.contract import INPUTS
 from toolkit.triton.tensors.engine_sampling import read_sampling
+from toolkit.triton.tensors.size_limits import check_prompt_bytes, check_words
 from toolkit.words import RequestAcceptance
 
 __all__ = ["LLMAPI", "Answer", "Limits", "Request", "RequestFormat", "parse"]
@@ -71,10 +72,13 @@ IGNORED_PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this deployment can serve. max_draft_len 0: there is no draft model."""
+    """What this deployment can serve. max_draft_len 0: there is no draft model. max_input_len: of
+    a prompt, in tokens; None: unknown.
+    """
 
     decoupled: bool
     max_draft_len: int
+    max_input_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ def parse(
             f"{best_of} {values[best_of]} is not supported: one sequence per request"
         )
     return Request(
-        prompt=_prompt(tensors),
+        prompt=_prompt(tensors, limits),
         streaming=streaming,
         sampling=_sampling(values, request_format),
         max_tokens=_positive(values, request_format.tensor_name("max_tokens")),
@@ -182,7 +186,7 @@ def _text(value: bytes | str, what: str) -> str:
         ) from error
 
 
-def _prompt(tensors: Mapping[str, list[Any]]) -> str:
+def _prompt(tensors: Mapping[str, list[Any]], limits: Limits) -> str:
     prompts = tensors.get("text_input")
     if prompts is None:
         raise RequestError("text_input is missing")
@@ -191,6 +195,7 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
             f"text_input takes one prompt, and {len(prompts)} were sent",
             hint="Send one request per prompt.",
         )
+    check_prompt_bytes(prompts[0], limits.max_input_len, "text_input")
     prompt = _text(prompts[0], "text_input")
     if not prompt:
         raise RequestError("text_input is empty", hint="Send at least one character.")
@@ -198,6 +203,7 @@ def _prompt(tensors: Mapping[str, list[Any]]) -> str:
 
 
 def _stop_words(tensors: Mapping[str, list[Any]], name: str) -> tuple[str, ...]:
+    check_words(tensors.get(name, []), name)
     words = tuple(_text(value, name) for value in tensors.get(name, []))
     if "" in words:
         raise RequestError(

@@ -86,7 +86,9 @@ class TritonPythonModel:
             for tensor in config["output"]
         }
         self._limits = Limits(
-            decoupled=self._decoupled, max_draft_len=int(parameters.get("max_draft_len", "0"))
+            decoupled=self._decoupled,
+            max_draft_len=int(parameters.get("max_draft_len", "0")),
+            max_input_len=int(parameters["max_input_len"]),
         )
         end_ids = parameters.get("end_ids", "").split(",")
         self._end_ids = tuple(int(end_id) for end_id in end_ids if end_id)

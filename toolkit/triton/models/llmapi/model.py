@@ -82,7 +82,9 @@ class TritonPythonModel:
         max_draft_len = 0 if speculative is None else int(speculative["max_draft_len"])
         draft = (speculative or {}).get("speculative_model")
         self._limits = Limits(
-            decoupled=bool(settings["triton_config"]["decoupled"]), max_draft_len=max_draft_len
+            decoupled=bool(settings["triton_config"]["decoupled"]),
+            max_draft_len=max_draft_len,
+            max_input_len=int(settings["max_input_len"]),
         )
         try:
             self._runtime = load_runtime(

@@ -106,7 +106,9 @@ class TritonPythonModel:
                 f"decoupled is {decoupled} in config.pbtxt and {not decoupled} in {path}; set both"
                 " to the same value"
             )
-        self._limits = Limits(decoupled=decoupled, max_draft_len=0)
+        self._limits = Limits(
+            decoupled=decoupled, max_draft_len=0, max_input_len=settings.get("max_input_len")
+        )
         self._slots = int(settings.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE))
         self._types = {
             name: pb_utils.triton_string_to_numpy(dtype) for name, dtype in output_types().items()
